@@ -2,55 +2,107 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.current
+# The Python that a target runs, and its version: empty where it does not run.
+USED := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+VERSION := $(shell $(USED) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+LOCK := $(if $(filter 3.10,$(VERSION)),constraints-3.10.txt,constraints.txt)
+PIP := -m pip install --quiet --disable-pip-version-check
 COMMA := ,
 PEERS := $(VENV)/.peers
 # A worker more than there are cores, since tests that wait for links or patience leave theirs idle: the files of these are for one
 # worker (tests/conftest.py). A file on one worker, in the order of the names, lest the longest files, which have few tests, come
 # last; ranks and workers have one thread each. Bytecode is kept wherever the machine says otherwise: processes of tests would
 # compile the library anew.
-WORKERS := $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+WORKERS = $(shell $(BIN)/python -c "import os; print(os.cpu_count() + 1)")
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The Tritons that supported torches bring: the one of constraints.txt first, then those that are tested beside it.
-OTHER_TRITONS := 3.7.1 3.9.0
-TRITONS := 3.6.0 $(OTHER_TRITONS)
+PINNED_TRITON := $(shell sed -n 's/^triton==\([^ ;]*\).*/\1/p' constraints.txt)
+OTHER_TRITONS := $(filter-out $(PINNED_TRITON),3.6.0 3.7.1 3.9.0)
+TRITONS := $(PINNED_TRITON) $(OTHER_TRITONS)
 
-# Each torch that `make test-torch` runs under, with its Python: the lowest supported, one between, the pinned one, the newest.
-TORCHES := 2.10.0-3.10 2.12.1-3.12 2.13.0-3.10 newest-3.12
+# The torch of constraints.txt, which `make lock` takes, and each that `make test-torch` runs under, with its Python: the lowest supported, one between, the pinned one, the newest.
+TORCH := 2.13.0
+TORCHES := 2.10.0-3.10 2.12.1-3.12 $(TORCH)-3.10 newest-3.12
+# The package whose source is the text of a run that names none.
+TEXT := $(shell sed -n 's/^\(sympy==[^ ;]*\).*/\1/p' constraints.txt)
 # The layer with every router against float64, compilation, FSDP2 and the trainer on two ranks, transformers, the codecs.
 SMOKE := tests/test_layer.py tests/routing/test_injection.py tests/kernels/test_codecs.py tests/test_compile.py tests/test_fsdp_outputs.py \
-	tests/test_parallel.py tests/train/test_on_two_ranks.py tests/test_deprecations.py tests/transformers/test_backend.py
+	tests/test_parallel.py tests/train/test_on_two_ranks.py tests/train/test_shards.py tests/test_deprecations.py tests/transformers/test_backend.py
 
-.PHONY: help setup demo test test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site dist clean
+.PHONY: help setup whole-suite lock demo test test-ids test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site dist places clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
 
-# The pip that Python 3.11 brings takes a minute more to choose versions than the newest.
-$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[measure,vision]"
+# One line about the Python before pip speaks.
+NAME_ONE := name one, as in PYTHON=python3.12 make setup
+define suited
+@case "$(VERSION)" in \
+	3.11|3.12|3.13|3.14) ;; \
+	3.10) echo "$(USED) is Python 3.10: transformers and what needs it are left out; for all: rm -r $(VENV), PYTHON=python3.12 make setup" ;; \
+	"") echo "$(USED) does not run, and Moesaic needs Python 3.11 to 3.14 (3.10: without transformers): $(NAME_ONE)"; exit 1 ;; \
+	*) echo "$(USED) is Python $(VERSION), and Moesaic needs 3.11 to 3.14 (3.10: without transformers): $(NAME_ONE)"; exit 1 ;; \
+esac
+endef
+
+# An environment with the newest pip, since the one that Python 3.11 brings takes a minute more to choose versions.
+define environment
+$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+$(BIN)/python $(PIP) --upgrade pip
+endef
+
+# What the demo runs; a set-up of everything holds it.
+$(DEMO): pyproject.toml $(LOCK)
+	$(suited)
+	$(environment)
+	$(BIN)/python $(PIP) -c $(LOCK) -e ".[train]"
 	touch $@
 
+$(STAMP): pyproject.toml lab/pyproject.toml $(LOCK)
+	$(suited)
+	$(environment)
+	$(BIN)/python $(PIP) -c $(LOCK) -e ".[dev]" -e "./lab[measure,vision]"
+	touch $(DEMO) $@
+
 $(PEERS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[peers,vision]" \
+	$(BIN)/python $(PIP) -c $(LOCK) -e ".[dev]" -e "./lab[peers,vision]" \
 		|| echo "DeepSpeed could not be installed: the benchmarks leave it out and say so"
 	touch $@
 
+whole-suite:
+	@test "$(VERSION)" != 3.10 || { echo "$(USED) is Python 3.10, and the tests need 3.11, as transformers does: rm -r $(VENV), PYTHON=python3.12 make test; or make test-torch-$(TORCH)-3.10"; exit 1; }
+
+# Resolves with the default index and no setting of this machine; keeps what stands where it can. `make lock UPGRADE=--upgrade` takes
+# the newest, `UPGRADE="--upgrade-package rich"` one. DeepSpeed has no wheel. Our own packages are left out: pip refuses them there.
+UPGRADE ?=
+COMPILE = env -i HOME="$$HOME" PATH="$$PATH" $${SSL_CERT_FILE:+SSL_CERT_FILE="$$SSL_CERT_FILE"} \
+	uv pip compile - --quiet --no-config --universal --fork-strategy fewest --only-binary :all: --no-binary deepspeed \
+	--no-header --no-annotate --no-emit-package moesaic --no-emit-package moesaic-lab $(UPGRADE)
+ON_3.10 := ; python_version < '3.11'
+lock:  ## constraints.txt and constraints-3.10.txt, the versions of every package on every system (needs uv)
+	printf '%s\n' "torch==$(TORCH)" "-e .[ray,gpu,dev]" "-e ./lab[measure,fuzz,vision,peers]" \
+		| $(COMPILE) --python-version 3.11 --output-file constraints.txt
+	printf '%s\n' "torch==$(TORCH) $(ON_3.10)" "-e .[ray,gpu,dev] $(ON_3.10)" "-e ./lab[measure,vision] $(ON_3.10)" \
+		| $(COMPILE) --python-version 3.10 --output-file constraints-3.10.txt
+
 setup: $(STAMP)  ## make the virtual environment
 
-demo: $(STAMP)  ## train a sparse and a dense GPT, compare them, sample, write the report
+demo: $(DEMO)  ## train a sparse and a dense GPT, compare them, sample, write the report
 	$(BIN)/moesaic demo
 
-test: $(STAMP)  ## the tests: every pair of parameters, the first seeds
+test: whole-suite $(STAMP)  ## the tests: every pair of parameters, the first seeds
 	$(PYTEST) -m "not slow and not random"
 
-test-random: $(STAMP) $(OTHER_TRITONS:%=build/triton/%/triton/__init__.py)  ## what make test leaves out and CI runs: the other combinations, thousands of random cases
+test-ids: whole-suite $(STAMP)  ## write tests/listed_tests.txt, the list of the tests that must not get lost
+	$(BIN)/python tests/listed_tests.py
+
+test-random: whole-suite $(STAMP) $(OTHER_TRITONS:%=build/triton/%/triton/__init__.py)  ## what make test leaves out and CI runs: the other combinations, thousands of random cases
 	$(PYTEST) -m "random and not slow"
 
-test-all: $(STAMP)  ## the tests, the random and the slow ones too
+test-all: whole-suite $(STAMP)  ## the tests, the random and the slow ones too
 	$(PYTEST)
 
 test-triton: $(STAMP) $(TRITONS:%=build/triton/%/triton/__init__.py)  ## the kernels compiled for every GPU by each Triton that a supported torch brings, 5 minutes each
@@ -60,15 +112,16 @@ test-triton: $(STAMP) $(TRITONS:%=build/triton/%/triton/__init__.py)  ## the ker
 	done
 
 build/triton/%/triton/__init__.py: | $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton/$* "triton==$*"
+	$(BIN)/python $(PIP) --no-deps --upgrade --target build/triton/$* "triton==$*"
 
-# Other training systems whose tests skip in .venv, in an environment of their own: torchtitan asks for an older package of data.
+# Other training systems whose tests skip in .venv, in an environment of their own: torchtitan asks for an older package of data, and
+# that one for older versions of what it needs.
 build/peers/.current: pyproject.toml constraints.txt
 	test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
-	grep -v '^datasets==' constraints.txt > build/peers/constraints.txt
-	build/peers/bin/python -m pip install --quiet --disable-pip-version-check -c build/peers/constraints.txt -e ".[dev]" -e ./lab
-	for peer in torchtitan==0.3.0 flash-linear-attention deepspeed==0.19.8 "--no-deps megatron-core==0.16.1"; do \
-		build/peers/bin/python -m pip install --quiet --disable-pip-version-check -c build/peers/constraints.txt $$peer \
+	grep -vE '^(datasets|dill|fsspec|huggingface-hub|multiprocess)==' constraints.txt > build/peers/constraints.txt
+	build/peers/bin/python $(PIP) -c build/peers/constraints.txt -e ".[dev]" -e ./lab
+	for peer in torchtitan==0.3.0 flash-linear-attention deepspeed "--no-deps megatron-core==0.16.1"; do \
+		build/peers/bin/python $(PIP) -c build/peers/constraints.txt $$peer \
 			|| echo "$$peer could not be installed: its tests are skipped"; \
 	done
 	touch $@
@@ -76,7 +129,7 @@ build/peers/.current: pyproject.toml constraints.txt
 # DeepSpeed compiles at its first start; a compilation that was killed leaves a lock for which the next one waits without end.
 test-peers: build/peers/.current  ## layers, recipes and checkpoints against torchtitan, DeepSpeed and Megatron-Core themselves
 	rm -f build/peers/extensions/*/lock build/peers/extensions/*/*/lock
-	OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/build/peers/extensions \
+	OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(CURDIR)/build/peers/extensions" \
 		build/peers/bin/python -m pytest -q -rs tests/peers tests/weights/test_against_torchtitan.py \
 		tests/weights/test_against_megatron.py tests/test_recipes.py tests/test_moving_in.py
 
@@ -92,8 +145,8 @@ build/torch/%/.current: pyproject.toml
 	@python$(lastword $(subst -, ,$*)) -c "" 2>/dev/null \
 		|| { echo "python$(lastword $(subst -, ,$*)) does not run: install it, or put it on PATH"; exit 1; }
 	python$(lastword $(subst -, ,$*)) -m venv build/torch/$*
-	build/torch/$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --only-binary zfpy \
-		-e ".[train,zfp$(if $(filter %-3.10,$*),,$(COMMA)transformers)]" pytest pytest-timeout hypothesis \
+	build/torch/$*/bin/python $(PIP) --upgrade --only-binary zfpy \
+		-e ".[train,zfp$(if $(filter %-3.10,$*),,$(COMMA)transformers)]" pytest pytest-timeout hypothesis $(TEXT) \
 		$(patsubst newest,torch,$(patsubst 2%,torch==2%,$(firstword $(subst -, ,$*))))
 	touch $@
 
@@ -147,7 +200,7 @@ chaos: $(STAMP)  ## 200 faults over runs on an emulated cluster, half an hour
 	$(BIN)/moesaic chaos --json $(RESULTS)/chaos.json
 
 fuzz: $(STAMP)  ## 100,000 odd inputs for every reader and every command line, half an hour
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "./lab[fuzz]"
+	$(BIN)/python $(PIP) -c $(LOCK) -e "./lab[fuzz]"
 	$(BIN)/moesaic fuzz --json $(RESULTS)/fuzz.json
 
 soak: $(STAMP)  ## half an hour of changing plans on four processes: memory, descriptors, threads
@@ -163,15 +216,19 @@ site: $(STAMP)  ## the documentation as a site, in build/site
 
 dist:  ## what is published, in dist: built, checked, installed in an empty environment, where a command and README's first block run
 	$(PYTHON) -m venv --clear build/publish
-	build/publish/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip build twine
+	build/publish/bin/python $(PIP) --upgrade pip build twine
 	rm -rf dist
 	build/publish/bin/python -m build --outdir dist .
 	build/publish/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m venv --clear build/empty
-	build/empty/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	build/empty/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[transformers]"
+	build/empty/bin/python $(PIP) --upgrade pip
+	build/empty/bin/python $(PIP) "$$(echo dist/*.whl)[transformers]"
 	sed -n '/^```python/,/^```$$/p; /^```$$/q' README.md | sed '/^```/d' > build/empty/readme.py
 	cd build/empty && bin/moesaic plan --model demo --cluster 25gbe && bin/python readme.py
+
+PLACES ?=
+places:  ## the smoke test where strangers are, in every place or in PLACES="resolution debian12": a table in build/places
+	cd lab && $(PYTHON) -m places $(PLACES)
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,5 @@
-"""Replace the feed-forward layers of a PyTorch transformer by MoE layers, train a few steps, and print the expert load."""
+"""Replace the feed-forward layers of a PyTorch transformer by MoE layers, train a few steps, and
+print the expert load."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ class Block(nn.TransformerEncoderLayer):
         self.moe = MoE(dim=dim, hidden=2 * dim, num_experts=num_experts, top_k=2)
 
     def _ff_block(self, x: Tensor) -> Tensor:
+        """Run the MoE layer in place of the dense feed-forward block."""
         return self.moe(x)
 
 

@@ -1,4 +1,5 @@
-"""A router of your own in twenty lines: each token goes to the experts with the largest random fixed projections of it."""
+"""A router of your own in twenty lines: each token goes to the experts with the largest random
+fixed projections of it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class LocalitySensitive(AbstractRouter):
-    """A router without learnt parameters that sends tokens of similar direction to the same experts."""
+    """A router without learnt parameters that sends tokens of similar direction to the same
+    experts."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)

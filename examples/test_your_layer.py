@@ -1,9 +1,10 @@
 """Test your own expert-parallel layer on every small mesh: pytest examples/test_your_layer.py
 
-The layer is naive on purpose: top-1, experts sharded over ep, one all-to-all for dispatch and one for combine. Its training
-loop averages gradients over all ranks, but the experts' only over edp, since "each rank has its own experts". The experts'
-gradients are then sums over the tokens of ep ranks instead of means, so they are ep times too large. The loss still goes down
-and every shape is right, so the bug is easy to miss. The test finds it; with the last line of `average_all` it passes.
+The layer is naive on purpose: top-1, experts sharded over ep, one all-to-all for dispatch and one
+for combine. Its training loop averages gradients over all ranks, but the experts' only over edp,
+since "each rank has its own experts". The experts' gradients are then sums over the tokens of ep
+ranks instead of means, so they are ep times too large. The loss still goes down and every shape is
+right, so the bug is easy to miss. The test finds it; with the last line of `average_all` it passes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from moesaic.testing.certify import Rank, assert_equivalent
 
-DIM, NUM_EXPERTS = 4, 4
+DIM = 4
+NUM_EXPERTS = 4
 
 
 class PlainMoE(nn.Module):
@@ -40,7 +42,8 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rank: Rank, rows: Tensor, counts: list[int], sizes: list[int]) -> Tensor:
-        ctx.rank, ctx.counts = rank, counts
+        ctx.rank = rank
+        ctx.counts = counts
         received = rank.all_to_all(rows.split(counts), "ep")
         sizes[:] = [len(part) for part in received]
         ctx.sizes = list(sizes)
@@ -56,21 +59,26 @@ class NaiveExpertParallelMoE(nn.Module):
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
-        plain, each = PlainMoE(), NUM_EXPERTS // rank.grid.ep
+        plain = PlainMoE()
+        each = NUM_EXPERTS // rank.grid.ep
         first = rank.grid.coordinate(rank.number, "ep") * each
-        self.rank, self.each = rank, each
+        self.rank = rank
+        self.each = each
         self.gate = plain.gate
         self.weight = nn.Parameter(plain.weight.detach()[first : first + each].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        gates, expert = (x @ self.gate.T).softmax(-1).max(-1)
-        order = expert.argsort(stable=True)
-        home = expert[order] // self.each
-        counts = torch.bincount(home, minlength=self.rank.grid.ep).tolist()
+        probs = (x @ self.gate.T).softmax(-1)
+        gates, expert = probs.max(-1)
+        order = expert.argsort(stable=True)  # tokens by expert, so by the expert's rank too
+        expert = expert[order]
+        counts = torch.bincount(expert // self.each, minlength=self.rank.grid.ep).tolist()
+        # dispatch the tokens, with the number of each one's expert on its rank
         sizes: list[int] = []
         rows = Exchange.apply(self.rank, x[order], counts, sizes)
-        local = torch.cat(self.rank.all_to_all((expert[order] % self.each).split(counts), "ep"))
+        local = torch.cat(self.rank.all_to_all((expert % self.each).split(counts), "ep"))
         out = torch.einsum("td,tod->to", rows, self.weight[local])
+        # combine: the results go back, and into the order of the tokens
         back = Exchange.apply(self.rank, out, list(sizes), [])
         return gates[:, None] * back[order.argsort()]
 
@@ -88,7 +96,8 @@ def average_all(layer: nn.Module, rank: Rank) -> None:
 
 
 def shard(name: str, gradients: dict[str, Tensor], rank: Rank) -> Tensor:
-    """Return the gradient that a rank must have: its own experts' part of `weight`, all of `gate`."""
+    """Return the gradient that a rank must have: its own experts' part of `weight`, all of
+    `gate`."""
     whole = gradients[name]
     return (
         whole.chunk(rank.grid.ep)[rank.grid.coordinate(rank.number, "ep")]

@@ -16,7 +16,7 @@ fetch() {
 version=${2:-3.12}
 fetch command tyro rich numpy scipy typeguard docstring-parser typing-extensions markdown-it-py mdurl pygments safetensors
 fetch tests pytest pytest-xdist pytest-timeout hypothesis iniconfig pluggy execnet sortedcontainers packaging
-fetch transformers transformers==5.23.0 huggingface-hub tokenizers regex pyyaml requests tqdm httpx httpcore h11 anyio idna certifi hf-xet \
+fetch transformers "$(sed -n 's/^transformers==[^ ;]*/&/p' "$(dirname "$0")/../constraints.txt")" huggingface-hub tokenizers regex pyyaml requests tqdm httpx httpcore h11 anyio idna certifi hf-xet \
 	filelock fsspec
 fetch liger liger-kernel==0.8.5
 fetch sonic sonic-moe==0.1.2.post1 quack-kernels==0.3.11 nvidia-cutlass-dsl==4.4.2 nvidia-cutlass-dsl-libs-base==4.4.2 einops \

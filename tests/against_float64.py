@@ -1,12 +1,14 @@
-"""Compare every operator of forward and backward passes with the same operator in float64, and name those that are wrong.
+"""Compare every operator of forward and backward passes with the same operator in float64, and name
+those that are wrong.
 
-Each operator of torch is run again on float64 copies of its inputs, in dense memory. Its results, and what it writes into
-(`out=`, in place), may differ by a few roundings of its inputs and results only. So an operator is held to its own inputs:
-errors of earlier ones do not add up, and the first wrong one is named, with the line that called it. New memory is filled with
-NaN, so that results which nobody writes show.
+Each operator of torch is run again on float64 copies of its inputs, in dense memory. Its results,
+and what it writes into (`out=`, in place), may differ by a few roundings of its inputs and results
+only. So an operator is held to its own inputs: errors of earlier ones do not add up, and the first
+wrong one is named, with the line that called it. New memory is filled with NaN, so that results
+which nobody writes show.
 
-The cases are layers with every kind of expert and every activation on the kernels that a CPU runs, all routers, and all codecs,
-in the dtypes that people train in.
+The cases are layers with every kind of expert and every activation on the kernels that a CPU runs,
+all routers, and all codecs, in the dtypes that people train in.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ class Difference:
     line: str
     """The innermost line of Moesaic that ran it."""
     error: float
-    """The largest error; infinite for NaN, infinities and numbers that are no floats. Its unit is the spacing of the dtype at
-    the largest number of the result, plus what one such spacing in every number of the inputs changes in the exact result."""
+    """The largest error; infinite for NaN, infinities and numbers that are no floats. Its unit is
+    the spacing of the dtype at the largest number of the result, plus what one such spacing in
+    every number of the inputs changes in the exact result."""
     times: int = 1
     """How often it differed."""
 
@@ -109,7 +112,8 @@ class AgainstFloat64(TorchDispatchMode):
     def _exact(
         self, func: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[list[Any], list[Any]] | None:
-        """Return an operator's results in float64, and those for rounded inputs; None if there is nothing to compare."""
+        """Return an operator's results in float64, and those for rounded inputs; None if there is
+        nothing to compare."""
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if (
             is_random
@@ -158,10 +162,9 @@ def error_of(mine: Tensor, true: Tensor, moved: Tensor) -> float:
     if not mine.is_floating_point():
         return 0.0 if torch.equal(mine, true) else torch.inf
     numbers = torch.finfo(mine.dtype)
-    rounded, values = (
-        true.to(mine.dtype).double(),
-        mine.double(),
-    )  # what overflows is infinite in both
+    # what overflows is infinite in both
+    rounded = true.to(mine.dtype).double()
+    values = mine.double()
     error = (
         (values - rounded)
         .abs()
@@ -179,7 +182,8 @@ def _largest(values: Tensor) -> float:
 
 
 def _in_float64(func: Any, args: Any, kwargs: dict[str, Any], *, rounded: bool) -> list[Any]:
-    """Return the results of an operator on float64 copies of its inputs, on request with each number changed by a spacing."""
+    """Return the results of an operator on float64 copies of its inputs, on request with each
+    number changed by a spacing."""
     copies: dict[int, Tensor] = {}  # one per tensor: an operator may write into one of its inputs
     generator = torch.Generator().manual_seed(0)
 
@@ -198,7 +202,8 @@ def _in_float64(func: Any, args: Any, kwargs: dict[str, Any], *, rounded: bool) 
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Compute `_grouped_mm`: groups of rows by (E, K, N), or groups of the size that two matrices share."""
+    """Compute `_grouped_mm`: groups of rows by (E, K, N), or groups of the size that two matrices
+    share."""
     ends = offs.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends], ends)]
     if b.dim() == 3:
@@ -242,7 +247,10 @@ def _line() -> str:
     return ""
 
 
-DIM, HIDDEN, NUM_EXPERTS, TOKENS = 24, 32, 8, 40
+DIM = 24
+HIDDEN = 32
+NUM_EXPERTS = 8
+TOKENS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +262,8 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield the cases; see the module's docstring. Biases and training alternate, where both of each would be twice as many."""
+    """Yield the cases; see the module's docstring. Biases and training alternate, where both of
+    each would be twice as many."""
     kinds: dict[str, Any] = {"clamped_swiglu": EXPERTS["clamped_swiglu"]}
     for activation in ACTIVATIONS:  # the other names of EXPERTS are some of these
         kinds[f"gated {activation}"] = partial(GatedExperts, activation=activation)
@@ -262,7 +271,10 @@ def cases() -> Iterator[Case]:
     for nth, dtype in enumerate(DTYPES):
         for number, ((kind, make), kernel) in enumerate(itertools.product(kinds.items(), ON_CPU)):
             bias = bool((number + number // 2 + nth) % 2)
-            name = f"experts {kind}{' with biases' if bias else ''}, kernel {pick.KERNELS[kernel]}, {dtype}"
+            name = (
+                f"experts {kind}{' with biases' if bias else ''}, kernel {pick.KERNELS[kernel]}, "
+                f"{dtype}"
+            )
             yield Case(
                 name=name, run=partial(run_layer, dtype, kernel, experts=partial(make, bias=bias))
             )
@@ -276,7 +288,10 @@ def cases() -> Iterator[Case]:
             yield Case(name=name, run=partial(run_layer, dtype, kernel, **options))
         for (number, router), scale in itertools.product(enumerate(ROUTERS), (1.0, 300.0)):
             train = (number + (scale > 1) + nth) % 2 == 0
-            name = f"router {router}, weights times {scale:g}, {'training' if train else 'evaluation'}, {dtype}"
+            name = (
+                f"router {router}, weights times {scale:g}, "
+                f"{'training' if train else 'evaluation'}, {dtype}"
+            )
             yield Case(
                 name=name,
                 run=partial(run_layer, dtype, "cpu", router=router, scale=scale, train=train),
@@ -328,9 +343,12 @@ def _fits(router: str, top_k: int) -> bool:
 
 
 def run_codec(name: str, dtype: str) -> None:
-    """Encode and decode rows of very different sizes, a row of zeros and rows that are not finite."""
+    """Encode and decode rows of very different sizes, a row of zeros and rows that are not
+    finite."""
     rows = (torch.randn(20, 200) * 10.0 ** torch.linspace(-6, 4, 20)[:, None]).to(DTYPES[dtype])
-    rows[3], rows[5, 7], rows[11, 130] = 0.0, torch.nan, torch.inf
+    rows[3] = 0.0
+    rows[5, 7] = torch.nan
+    rows[11, 130] = torch.inf
     codec = codec_named(name)
     codec.decode(codec.encode(rows), 20, 200, rows.dtype)
 

@@ -1,9 +1,11 @@
-"""Test settings: one thread, a fixed seed per test, derandomised property tests. A failure is the same on every machine."""
+"""Test settings: one thread, a fixed seed per test, derandomised property tests. A failure is the
+same on every machine."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import os
 import re
 from collections.abc import Generator
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from listed_tests import Collected
 
 settings.register_profile(
     "moesaic",
@@ -25,17 +29,35 @@ settings.load_profile("moesaic")
 torch.set_num_threads(1)
 
 WAITING = (
-    "train/test_watch.py", "lab/test_balance_run.py", "lab/test_fuzz.py", "lab/test_layer_run.py",
-    "lab/test_comm.py", "testbed/test_leftovers.py", "testbed/test_cluster.py", "testing/test_routed_experts.py",
+    "train/test_watch.py",
+    "lab/test_balance_run.py",
+    "lab/test_fuzz.py",
+    "lab/test_layer_run.py",
+    "lab/test_comm.py",
+    "testbed/test_leftovers.py",
+    "testbed/test_cluster.py",
+    "testing/test_routed_experts.py",
     "weights/test_convert_memory.py",
-)  # fmt: skip
-"""Files whose tests spend most of their time waiting: for timeouts, slow links, disks or another process."""
+)
+"""Files whose tests spend most of their time waiting: for timeouts, slow links, disks or another
+process."""
 LONG = (
     "weights/test_nothing_lost.py",
     "transformers/test_lora.py",
     "transformers/test_four_bit_loading.py",
 )
-"""Files that take a minute or more on one worker, and whose names would bring them to the end, where the others idle."""
+"""Files that take a minute or more on one worker, and whose names would bring them to the end,
+where the others idle."""
+PRINTING = (
+    "COLUMNS",
+    "LINES",
+    "NO_COLOR",
+    "FORCE_COLOR",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+    "PYTHONWARNINGS",
+)
+"""Variables of a person's shell that change what commands print."""
 FURTHER = re.compile(r"mark\.random|\b(pairwise|seed_ranges|thinned)\(")
 """What a file says that has tests marked `random`."""
 
@@ -46,8 +68,21 @@ def may_hold_random(path: Path) -> bool:
     return FURTHER.search(path.read_text(encoding="utf-8")) is not None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what the session collects, for `test_listed_tests.py`."""
+    config.pluginmanager.register(Collected(), "collected")
+
+
+def pytest_sessionstart() -> None:
+    """Let tests and the commands that they start print as into a file: without colours, 80 columns
+    wide."""
+    for name in PRINTING:
+        os.environ.pop(name, None)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files that hold no test for `-m "random ..."`: importing them takes longer than many tests."""
+    """Leave out the files that hold no test for `-m "random ..."`: importing them takes longer than
+    many tests."""
     if not config.option.markexpr.startswith("random") or not collection_path.match("test_*.py"):
         return None
     return None if may_hold_random(collection_path) else True
@@ -55,7 +90,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exclude the collected tests from garbage collection, which would otherwise scan all of them repeatedly."""
+    """Exclude the collected tests from garbage collection, which would otherwise scan all of them
+    repeatedly."""
     gc.disable()
     try:
         return (yield)
@@ -85,7 +121,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, give all files that wait to the same worker, so no two of them wait at the same time."""
+    """With `--dist loadfile`, give all files that wait to the same worker, so no two of them wait
+    at the same time."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

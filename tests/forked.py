@@ -1,8 +1,10 @@
-"""Runs Python commands without the seconds that importing torch takes: each is forked from a process that has imported it.
+"""Runs Python commands without the seconds that importing torch takes: each is forked from a
+process that has imported it.
 
-A command runs as under `python`, with its own arguments, environment, output files and exit code. The ranks that torchrun
-starts are forks of torchrun, so they are its children here too. A few tests start `sys.executable` instead, to test what a
-fork cannot show: that a command finds its modules, and how an interpreter shuts down.
+A command runs as under `python`, with its own arguments, environment, output files and exit code.
+The ranks that torchrun starts are forks of torchrun, so they are its children here too. A few tests
+start `sys.executable` instead, to test what a fork cannot show: that a command finds its modules,
+and how an interpreter shuts down.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ class Forked:
     """A running command, with the part of the interface of `subprocess.Popen` that tests need.
 
     Args:
-        words: the command line after `python`: `-m`, a module and its arguments, or a script and its arguments.
+        words: the command line after `python`: `-m`, a module and its arguments, or a script and
+            its arguments.
         environment: environment variables, in addition to those of this process.
-        imports: names of slow modules that the command imports first, so the ranks that torchrun forks have them.
+        imports: names of slow modules that the command imports first, so the ranks that torchrun
+            forks have them.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or minus the number of the signal that killed the command; None while it runs."""
+        """The exit code, or minus the number of the signal that killed the command; None while it
+        runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
@@ -110,9 +115,23 @@ def _become(
         os.dup2(opened, descriptor)
         os.close(opened)
     os.chdir(folder)
+    handle_signals_as_in_a_terminal()
     for name in imports:
         importlib.import_module(name)
     _run(words, environment)
+
+
+def handle_signals_as_in_a_terminal() -> None:
+    """Let every signal have its usual effect: pytest itself may run under nohup, or in the
+    background of a script.
+
+    Such a process ignores SIGHUP or SIGINT, and what it starts does so too.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for kind in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(kind, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python itself does
 
 
 def _run(words: list[str], environment: Mapping[str, str]) -> NoReturn:
@@ -157,9 +176,7 @@ class _Rank:
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
-            for kind in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(kind, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            handle_signals_as_in_a_terminal()
             _run([word for word in args[1:] if word != "-u"], env)
 
     def poll(self) -> int | None:

@@ -1,4 +1,5 @@
-"""Helpers that several tests share: routers and layers by name, runs of a layer and of the reference, comparisons."""
+"""Helpers that several tests share: routers and layers by name, runs of a layer and of the
+reference, comparisons."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from operator import getitem
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic import MoE
-from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
+from moesaic.balance.expert_placement import AbstractExpertPlacer, ExpertLoad
 from moesaic.errors import InputError
 from moesaic.kernels.top_k import top_k_indices
 from moesaic.routing.router import AbstractRouter, token_choice
@@ -24,7 +26,8 @@ from moesaic.testing.reference import Reference, in_float64, reference
 
 
 class GivenOrders(AbstractExpertPlacer):
-    """An expert placer that returns a given list of orders, one per decision; after the last, experts keep their homes."""
+    """An expert placer that returns a given list of orders, one per decision; after the last,
+    experts keep their homes."""
 
     def __init__(self, orders: list[np.ndarray]) -> None:
         self._orders = iter(orders)
@@ -49,7 +52,8 @@ def refused(function: Callable[..., Any], *arguments: Any, **options: Any) -> st
 
 
 def thinned(cases: Iterable[Any], every: int, start: int = 0) -> list[Any]:
-    """Return cases for `parametrize`: `make test` runs one in `every` of them, `make test-random` runs the others.
+    """Return cases for `parametrize`: `make test` runs one in `every` of them, `make test-random`
+    runs the others.
 
     Args:
         cases: the values of one parameter, or tuples with the values of several parameters.
@@ -66,7 +70,8 @@ def thinned(cases: Iterable[Any], every: int, start: int = 0) -> list[Any]:
 
 
 def seed_ranges(count: int, quick: int) -> list[Any]:
-    """Return two ranges of seeds: `make test` runs the first `quick` seeds, `make test-random` the others up to `count`."""
+    """Return two ranges of seeds: `make test` runs the first `quick` seeds, `make test-random` the
+    others up to `count`."""
     return [range(quick), pytest.param(range(quick, count), marks=pytest.mark.random)]
 
 
@@ -77,14 +82,15 @@ def pairwise(
 ) -> list[Any]:
     """Return combinations of the values of axes for `parametrize`.
 
-    `make test` runs some in which every pair of values of two axes occurs that fit together; they are chosen greedily.
-    `make test-random` runs up to as many others, evenly spread over the product.
+    `make test` runs some in which every pair of values of two axes occurs that fit together; they
+    are chosen greedily. `make test-random` runs up to as many others, evenly spread over the
+    product.
 
     Args:
         values: the values of each parameter.
         fits: returns whether a combination of values is valid; others are left out.
-        empty: returns whether a combination computes so little that no mistake would show. Pairs in such combinations must
-            also be covered by other combinations.
+        empty: returns whether a combination computes so little that no mistake would show. Pairs in
+            such combinations must also be covered by other combinations.
     """
     axes = list(map(list, values))
     rows = [
@@ -94,12 +100,11 @@ def pairwise(
     ]
     met = {}
     for row in rows:
-        pairs, kind = (
-            itertools.combinations(enumerate(row), min(2, len(axes))),
-            empty(*map(getitem, axes, row)),
-        )
+        pairs = itertools.combinations(enumerate(row), min(2, len(axes)))
+        kind = empty(*map(getitem, axes, row))
         met[row] = {(kind, pair) for pair in pairs}
-    missing, chosen = set().union(*met.values()), set()
+    missing = set().union(*met.values())
+    chosen = set()
     while missing:
         row = max(rows, key=lambda row: len(met[row] & missing))
         chosen.add(row)
@@ -113,7 +118,8 @@ def pairwise(
 
 
 def _trains(name: str, dim: int, num_experts: int, top_k: int) -> bool:
-    """Return whether a router can be built with these sizes and can train with `top_k` experts per token."""
+    """Return whether a router can be built with these sizes and can train with `top_k` experts per
+    token."""
     try:
         ROUTERS[name](dim, num_experts).check(top_k)
     except InputError:
@@ -135,7 +141,8 @@ DETERMINISTIC = [
 """Routers that draw no random numbers in training."""
 
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 ODD_LOGITS: dict[str, list[float]] = {
     "NaN": [NAN] * 5,
     "NaN with the sign bit": [-NAN] * 5,
@@ -152,11 +159,13 @@ ODD_LOGITS: dict[str, list[float]] = {
     "the largest floats": [-3.4e38, 3.4e38, 0.0, -0.0, 3.4e38],
     "ordinary": [0.3, -0.2, 0.1, 0.7, 0.0],
 }
-"""Rows of logits that every device must route identically. `torch.tensor` keeps the sign bit of NaN."""
+"""Rows of logits that every device must route identically. `torch.tensor` keeps the sign bit of
+NaN."""
 
 
 def ranked(row: list[float]) -> list[int]:
-    """Return the experts from best to worst. NaN ranks above every number; of equal logits, the lower index comes first."""
+    """Return the experts from best to worst. NaN ranks above every number; of equal logits, the
+    lower index comes first."""
     return sorted(
         range(len(row)),
         key=lambda e: (not math.isnan(row[e]), 0 if math.isnan(row[e]) else -row[e], e),
@@ -209,7 +218,8 @@ class ReferenceRun(NamedTuple):
 def run(
     layer: MoE, x: Tensor, upstream: Tensor | None = None, *, seed: int = 0, **options: object
 ) -> Run:
-    """Run a layer forward, and backward from `(y * upstream).sum()`, or from y.sum() without `upstream`."""
+    """Run a layer forward, and backward from `(y * upstream).sum()`, or from y.sum() without
+    `upstream`."""
     layer.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_()
     torch.manual_seed(seed)
@@ -221,7 +231,8 @@ def run(
 def run_reference(
     layer: MoE, x: Tensor, upstream: Tensor, *, seed: int = 0, **options: object
 ) -> ReferenceRun:
-    """Run the float64 reference of `layer` on x; in training, its auxiliary losses are added before the backward pass."""
+    """Run the float64 reference of `layer` on x; in training, its auxiliary losses are added before
+    the backward pass."""
     twin = in_float64(layer)
     x = x.detach().double().requires_grad_()
     torch.manual_seed(seed)
@@ -265,11 +276,11 @@ def assert_runs_agree(actual: Run, expected: ReferenceRun, tolerance: float) -> 
 
 
 def agree(layer: MoE, x: Tensor, *, seed: int = 0, **options: object) -> Run:
-    """Run the layer and the reference and compare them, with tolerance 1e-10 in float64 and 1e-5 in float32."""
+    """Run the layer and the reference and compare them, with tolerance 1e-10 in float64 and 1e-5 in
+    float32."""
     upstream = torch.randn(x.shape, dtype=torch.float64).to(x.dtype)
-    expected = run_reference(
-        layer, x, upstream, seed=seed, **options
-    )  # before `run`, which adds to the step's counts
+    # before `run`, which adds to the step's counts
+    expected = run_reference(layer, x, upstream, seed=seed, **options)
     actual = run(layer, x, upstream, seed=seed, **options)
     assert_runs_agree(actual, expected, 1e-10 if x.dtype == torch.float64 else 1e-5)
     return actual
@@ -289,3 +300,25 @@ class Scripted(AbstractRouter):
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         return scores.gates[choice.token, choice.expert]
+
+
+def kinds_of_files(folder: Path) -> dict[str, str]:
+    """Return what every file below a folder is by its first bytes, by path: "safetensors", "text",
+    or those bytes."""
+    return {
+        path.relative_to(folder).as_posix(): _kind_of_file(path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def _kind_of_file(data: bytes) -> str:
+    """Return what a file is; archives of torch.save begin with PK, and pickles with the
+    byte 128."""
+    if len(data) > 8 and 8 + int.from_bytes(data[:8], "little") <= len(data) and data[8:9] == b"{":
+        return "safetensors"
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return repr(data[:4])
+    return "text" if not data.startswith(b"PK") else repr(data[:4])

@@ -1,7 +1,9 @@
-"""Counts how often a layer's call makes the host wait for a GPU, under every plan. It uses the stand-in and needs no GPU.
+"""Counts how often a layer's call makes the host wait for a GPU, under every plan. It uses the
+stand-in and needs no GPU.
 
-There is a plan for each name in each registry, so that new registry entries are counted without a change here. Each plan runs
-two steps on ranks of one process. The second step is counted, since the first compiles, uploads and agrees once for all steps.
+There is a plan for each name in each registry, so that new registry entries are counted without a
+change here. Each plan runs two steps on ranks of one process. The second step is counted, since the
+first compiles, uploads and agrees once for all steps.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ CAPACITIES: dict[str, AbstractCapacity] = {
     "capacity": Capacity.fixed(0.75),
     "padded": Capacity.fixed(0.75, scope="rank", padded=True),
 }
-DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 12
+DIM = 16
+HIDDEN = 32
+EXPERTS = 8
+TOP_K = 2
+TOKENS = 12
 BY_HOST = ("zfp",)
 """Codecs that run on the host, for which every message waits."""
 
@@ -45,10 +51,12 @@ class WaitCase:
 
     @property
     def most(self) -> tuple[int, int]:
-        """Allowed waits in (forward, backward): one for the counts, unless all sizes are known beforehand."""
+        """Allowed waits in (forward, backward): one for the counts, unless all sizes are known
+        beforehand."""
         if self.capacity == "padded":
             return 0, 0
-        # Multicast exchanges the tokens per node only once the copies are known, if copies may be dropped or tp > 1.
+        # Multicast exchanges the tokens per node only once the copies are known, if copies may be
+        # dropped or tp > 1.
         is_late = self.plan.crossing is Crossing.MULTICAST and (
             self.capacity == "capacity" or self.grid.tp > 1
         )
@@ -56,13 +64,15 @@ class WaitCase:
 
     @property
     def most_uploads(self) -> int:
-        """Allowed copies to the device: one for runs of rows, and one for the times that the arbiter exchanges."""
+        """Allowed copies to the device: one for runs of rows, and one for the times that the
+        arbiter exchanges."""
         return 0 if self.capacity == "padded" else 1 + (self.plan.replication == "arbiter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """Waits and errors counted in one step of a case; waits and uploads are those of the rank with most waits."""
+    """Waits and errors counted in one step of a case; waits and uploads are those of the rank with
+    most waits."""
 
     forward: int
     """Waits in the forward pass."""
@@ -75,11 +85,13 @@ class Waits:
     unordered: tuple[str, ...]
     """Sums of floats in an order that varies, on any rank."""
     error: float
-    """Largest error of output and input gradient against the CPU, relative to their largest value."""
+    """Largest error of output and input gradient against the CPU, relative to their largest
+    value."""
 
 
 def cases() -> Iterator[WaitCase]:
-    """Yield each plan with each capacity; `count_waits` returns None for combinations that the layer refuses."""
+    """Yield each plan with each capacity; `count_waits` returns None for combinations that the
+    layer refuses."""
     for (name, plan, grid), capacity in itertools.product(plans(), CAPACITIES):
         if name in BY_HOST:
             continue
@@ -131,10 +143,13 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
     ]
     busiest = max(results, key=lambda result: len(result[2].record.waits))
     return Waits(
-        forward=busiest[1], backward=len(busiest[2].record.waits) - busiest[1], uploads=len(busiest[2].record.uploads),
-        lines=tuple(busiest[2].record.waits), error=max(errors),
+        forward=busiest[1],
+        backward=len(busiest[2].record.waits) - busiest[1],
+        uploads=len(busiest[2].record.uploads),
+        lines=tuple(busiest[2].record.waits),
+        error=max(errors),
         unordered=tuple(line for _, _, stand_in in results for line in stand_in.record.unordered),
-    )  # fmt: skip
+    )
 
 
 def _outputs(layer: MoE, x: torch.Tensor, stand_in: StandIn | None) -> list[torch.Tensor]:

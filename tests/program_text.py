@@ -1,4 +1,5 @@
-"""Parses the tables that `moesaic.program.text.to_text` writes, so that tests see that the tables are complete."""
+"""Parses the tables that `moesaic.program.text.to_text` writes, so that tests see that the tables
+are complete."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterable
 from typing import TypeVar, get_args
 
 from moesaic.program.grid import Axis
-from moesaic.program.placed import Placed
+from moesaic.program.sample_layouts import Placed
 from moesaic.program.task import (
     FLOWS,
     Chunk,
@@ -22,7 +23,7 @@ from moesaic.program.task import (
     State,
     Task,
     Which,
-)  # fmt: skip
+)
 from moesaic.program.text import VERSION
 
 T = TypeVar("T")
@@ -32,7 +33,8 @@ def from_text(text: str) -> Program:
     """Parse the output of `to_text`.
 
     Raises:
-        ValueError: a line is wrong, which the message names, or the version is newer than `VERSION`.
+        ValueError: a line is wrong, which the message names, or the version is newer than
+            `VERSION`.
     """
     name = ""
     inputs: tuple[str, ...] = ()

@@ -52,7 +52,8 @@ def computed(load: CallLoad, replicated: Replications | None) -> np.ndarray:
 
 
 def check_table(policy: AbstractReplicationPolicy, load: CallLoad) -> None:
-    """Assert that a policy replicates copies that are there, never to their home, and the same each time."""
+    """Assert that a policy replicates copies that are there, never to their home, and the same each
+    time."""
     replicated = policy.decide(load)
     assert replicated.shape == (load.grid.world, load.num_experts, load.grid.ep)
     assert (replicated >= 0).all()

@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 
 from moesaic.configfile import override
+from moesaic.resuming import checksum
 from moesaic.train import loop, machine
 from moesaic.train.checkpoint import SUMS, load_checkpoint
 from moesaic.train.config import TrainConfig
-from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.loop import Trainer, TrainResult, train
 from moesaic.train.metrics import read_metrics
 from moesaic_lab.paper_train.command import task_of
@@ -78,7 +78,8 @@ def write_tokenizer(path: Path, vocab_size: int = 300) -> str:
 
 
 def tiny(folder: Path, **changes: Any) -> TrainConfig:
-    """Return the configuration of a tiny run in `folder / "run"` on `folder / "text.txt"`, with (nested) changes applied."""
+    """Return the configuration of a tiny run in `folder / "run"` on `folder / "text.txt"`, with
+    (nested) changes applied."""
     text = folder / "text.txt"
     if not text.exists():
         write_text(text)

@@ -1,10 +1,13 @@
-"""A stand-in for a GPU: tensors that report a CUDA device, hold their values on the CPU, and record host waits.
+"""A stand-in for a GPU: tensors that report a CUDA device, hold their values on the CPU, and record
+host waits.
 
-`StandIn` is a context manager. Within it `device="cuda:0"` creates such tensors, and operations on them run on the CPU. Each
-operation for which the host would wait for the device is recorded, with the line of Moesaic that called it: numbers, lists and
-copies read by the host, shapes that depend on values, and uploads from memory that is not pinned. Two more things are recorded
-apart. Uploads from pinned memory do not wait, but a CUDA graph cannot contain them. Sums of several floats into one place use
-atomics on a GPU, in varying order. Operations that mix tensors of the device and of the host raise, as on a GPU.
+`StandIn` is a context manager. Within it `device="cuda:0"` creates such tensors, and operations on
+them run on the CPU. Each operation for which the host would wait for the device is recorded, with
+the line of Moesaic that called it: numbers, lists and copies read by the host, shapes that depend
+on values, and uploads from memory that is not pinned. Two more things are recorded apart. Uploads
+from pinned memory do not wait, but a CUDA graph cannot contain them. Sums of several floats into
+one place use atomics on a GPU, in varying order. Operations that mix tensors of the device and of
+the host raise, as on a GPU.
 
 The stand-in measures no times and does not show what a CUDA kernel can do.
 """
@@ -34,7 +37,8 @@ DEVICE = torch.device("cuda", 0)
 _PACKAGE = Path(moesaic.__file__).parent
 """The library's folder. An environment may lie in a clone whose folder has the library's name."""
 _IGNORED = "loopback.py"
-"""File whose waits are not recorded: the loopback transport compares messages, which no GPU transport does."""
+"""File whose waits are not recorded: the loopback transport compares messages, which no GPU
+transport does."""
 aten = torch.ops.aten
 _ALWAYS = {
     aten._local_scalar_dense.default: "a number brought to the host",
@@ -52,12 +56,14 @@ _ADDS = (aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_)
 
 @dataclass
 class Record:
-    """What a stand-in recorded since it was created or `clear` was called. Each entry names the calling line."""
+    """What a stand-in recorded since it was created or `clear` was called. Each entry names the
+    calling line."""
 
     waits: list[str] = field(default_factory=list)
     """Operations for which the host waits."""
     uploads: list[str] = field(default_factory=list)
-    """Copies from pinned memory: the host does not wait for them, but no CUDA graph can contain them."""
+    """Copies from pinned memory: the host does not wait for them, but no CUDA graph can contain
+    them."""
     unordered: list[str] = field(default_factory=list)
     """Sums of floats in an order that varies, so that their last bits vary from run to run."""
 
@@ -76,12 +82,18 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, on_cpu: Tensor, of: StandIn) -> DeviceTensor:
-        """Wrap a tensor of the CPU. C++ sees a meta tensor, without memory, so that it looks for no CUDA driver."""
+        """Wrap a tensor of the CPU. C++ sees a meta tensor, without memory, so that it looks for no
+        CUDA driver."""
         tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
-            cls, on_cpu.size(), strides=on_cpu.stride(), storage_offset=on_cpu.storage_offset(), dtype=on_cpu.dtype,
+            cls,
+            on_cpu.size(),
+            strides=on_cpu.stride(),
+            storage_offset=on_cpu.storage_offset(),
+            dtype=on_cpu.dtype,
             device=torch.device("meta"),
-        )  # fmt: skip
-        tensor.on_cpu, tensor.of = on_cpu, of
+        )
+        tensor.on_cpu = on_cpu
+        tensor.of = of
         return tensor
 
     @property
@@ -136,7 +148,8 @@ class StandIn(TorchDispatchMode):
     def __init__(self, record: Record | None = None) -> None:
         super().__init__()
         self.forward = 0
-        """Waits in the forward pass of a step. Callers that count both passes set it after forward."""
+        """Waits in the forward pass of a step. Callers that count both passes set it after
+        forward."""
         self.record = Record() if record is None else record
         self._host_factories = _HostFactories()
 
@@ -178,7 +191,8 @@ class StandIn(TorchDispatchMode):
             DeviceTensor, lambda tensor: tensor.on_cpu, (args, kwargs)
         )
         if func is aten.mm.dtype:  # 16-bit operands, float32 result: CUDA has it, the CPU does not
-            plain_args, func = tuple(operand.float() for operand in plain_args[:2]), aten.mm.default
+            plain_args = tuple(operand.float() for operand in plain_args[:2])
+            func = aten.mm.default
         result = func(*plain_args, **plain_kwargs)
         output = _written_into(func, args, kwargs)
         if output is not None and func._schema.returns:
@@ -240,9 +254,11 @@ class StandIn(TorchDispatchMode):
     def _note_copy(self, func: Any, args: Any, target: Any) -> None:
         if func is aten.copy_.default:
             to, source = args[:2]
-            arrives, leaves = isinstance(to, DeviceTensor), isinstance(source, DeviceTensor)
+            arrives = isinstance(to, DeviceTensor)
+            leaves = isinstance(source, DeviceTensor)
         else:
-            source, leaves = args[0], isinstance(args[0], DeviceTensor)
+            source = args[0]
+            leaves = isinstance(args[0], DeviceTensor)
             arrives = leaves if target is None else _is_claimed(target)
         if leaves and not arrives:
             self.note("a copy to the host")
@@ -255,9 +271,11 @@ class StandIn(TorchDispatchMode):
 
 
 class _HostFactories(TorchFunctionMode):
-    """Handles functions that do not reach the dispatcher as needed: `torch.tensor` with a device, and `Tensor.pin_memory`.
+    """Handles functions that do not reach the dispatcher as needed: `torch.tensor` with a device,
+    and `Tensor.pin_memory`.
 
-    Tensors of Python numbers are made on the host and then uploaded. Pinned memory, which needs a GPU, becomes a marked copy.
+    Tensors of Python numbers are made on the host and then uploaded. Pinned memory, which needs a
+    GPU, becomes a marked copy.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -282,6 +300,7 @@ def pretending(*, triton: bool = False) -> Iterator[None]:
         mock.patch.object(pick, "_runs_triton", return_value=triton),
         mock.patch.object(torch.cuda, "Event", _Event),
         mock.patch.object(torch.cuda, "current_stream"),
+        mock.patch.object(torch.cuda, "current_device", return_value=DEVICE.index),
     ):
         yield
 
@@ -339,7 +358,8 @@ def to_device(module: nn.Module) -> nn.Module:
 
 
 def values(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor of the device without recording a wait; return any other tensor unchanged."""
+    """Return the values of a tensor of the device without recording a wait; return any other tensor
+    unchanged."""
     return tensor.on_cpu if isinstance(tensor, DeviceTensor) else tensor
 
 
@@ -359,13 +379,15 @@ def _has_repeated(dim: int, index: Tensor) -> bool:
 
 
 def _implementation(func: Any) -> Callable[..., Any]:
-    """Return the Python function behind an operator of Moesaic. Running it lets the stand-in see the operations it calls."""
+    """Return the Python function behind an operator of Moesaic. Running it lets the stand-in see
+    the operations it calls."""
     function: Callable[..., Any] = func.function
     return function
 
 
 def _written_into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that an operation writes into and returns; None for an operation that returns a new tensor."""
+    """Return the tensor that an operation writes into and returns; None for an operation that
+    returns a new tensor."""
     if "out" in kwargs:
         return kwargs["out"]
     is_in_place = func._schema.is_mutable and func._opname.endswith("_")

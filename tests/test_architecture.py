@@ -1,4 +1,5 @@
-"""The rules of the code base that a machine can hold: who imports whom, sizes, docstrings, state, machine paths."""
+"""The rules of the code base that a machine can hold: who imports whom, sizes, docstrings, state,
+machine paths."""
 
 from __future__ import annotations
 
@@ -6,19 +7,28 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from import_graph import cycles, nodes, parsed
 from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
 from moesaic.program.plan import AllToAll
+from moesaic_lab import house
+from moesaic_lab.import_graph import (
+    PARTS,
+    Function,
+    called,
+    cycles,
+    imported_names,
+    nodes,
+    parsed,
+    parts_imported,
+    upward,
+)
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
@@ -26,15 +36,10 @@ LAB = ROOT / "lab" / "moesaic_lab"
 TESTBED = ROOT / "lab" / "moesaic_testbed"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
-PARTS = (
-    "errors", "files", "configfile", "codecs", "shapes", "traces", "program", "kernels", "comm", "draw", "routing", "experts",
-    "runtime", "named", "chosen", "layer", "captured", "balance", "planner", "measure", "auto", "models", "parallel",
-    "transformers", "train", "weights", "finetune", "testing", "report", "cli",
-)  # fmt: skip
-"""In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = (
     "errors",
     "files",
+    "resuming",
     "configfile",
     "codecs",
     "shapes",
@@ -46,7 +51,6 @@ TORCH_FREE = (
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""
-MAX_FUNCTION_LINES = 60
 HOOKS = {"forward", "backward", "setup_context", "extra_repr"}
 """Methods that PyTorch documents."""
 MUTABLE = {
@@ -77,8 +81,6 @@ CHANGING = {
 """Methods that change a list, a set or a dict."""
 MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:root|work|home|Users|mnt|scratch)/\w")
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -88,45 +90,9 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def called(node: ast.Call) -> str:
-    """Return the name of the function or method that a call names."""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-
-
-@cache
-def imports_of(path: Path) -> set[str]:
-    """Return every module that a file imports anywhere, lazily and for type checking included, by absolute name.
-
-    `from package import module` counts as `package.module` too; a string passed to `import_module` counts as an import.
-    """
-    found = set()
-    root = LAB.parent if LAB.parent in path.parents else PACKAGE.parent
-    package = path.relative_to(root).with_suffix("").parts[:-1]
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and called(node) == "import_module" and node.args:
-            name = node.args[0]
-            if isinstance(name, ast.Constant):
-                found.add(name.value)
-    return found
-
-
-def parts_imported(path: Path) -> set[str]:
-    """Return the parts of the package that a file imports."""
-    inside = (name.split(".") for name in imports_of(path) if name.split(".")[0] == "moesaic")
-    return {words[1] for words in inside if len(words) > 1} & set(PARTS)
-
-
-def functions(path: Path) -> Iterator[tuple[str, Function]]:
-    """Yield every function of a file, nested ones too, with its place."""
-    for node in nodes(path):
-        if isinstance(node, Function):
-            yield f"{name_of(path)}:{node.lineno} {node.name}", node
+def imports_of(path: Path) -> frozenset[str]:
+    """Return everything that a file of the package or the laboratory imports, by absolute name."""
+    return imported_names(path, LAB.parent if LAB.parent in path.parents else PACKAGE.parent)
 
 
 def test_every_file_belongs_to_a_part():
@@ -135,14 +101,7 @@ def test_every_file_belongs_to_a_part():
 
 
 def test_parts_import_only_parts_before_them():
-    wrong = [
-        f"{name_of(path)} imports {other}"
-        for path in SOURCES
-        if part_of(path) not in FACES
-        for other in sorted(parts_imported(path))
-        if PARTS.index(other) > PARTS.index(part_of(path))
-    ]
-    assert wrong == []
+    assert upward(PACKAGE) == []
 
 
 @pytest.mark.parametrize("package", [PACKAGE, LAB, TESTBED], ids=lambda package: package.name)
@@ -174,7 +133,10 @@ def test_reports_read_nothing_of_training_but_its_metrics():
         if part_of(path) == "report"
         for name in imports_of(path)
         if re.match(
-            r"moesaic\.(?!__version__|errors\b|files\b|configfile\b|report\b|program\b|traces\b|balance\b|planner\b)",
+            (
+                r"moesaic\.(?!__version__|errors\b|files\b|configfile\b|report\b|program\b|"
+                r"traces\b|balance\b|planner\b)"
+            ),
             name,
         )
     }
@@ -206,13 +168,16 @@ def test_importing_the_package_does_not_import_torch():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_functions_are_short():
-    lengths = {
-        place: (node.end_lineno or 0) - node.lineno + 1
-        for path in [*SOURCES, *LAB_SOURCES]
-        for place, node in functions(path)
-    }
-    assert {place: length for place, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+def test_the_figures_of_the_house_do_not_rise():
+    """`benchmarks/house.toml` holds what each figure may be at most, with the reason of every
+    raise."""
+    figures = house.measure(ROOT)
+    most = house.maxima(ROOT)
+    assert figures.keys() == most.keys()
+    risen = {name: (figures[name], most[name]) for name in most if figures[name] > most[name]}
+    assert risen == {}, (
+        "lower the figure; for tokens, or say in benchmarks/house.toml what they are for"
+    )
 
 
 def documented_in_interfaces() -> set[str]:
@@ -259,7 +224,9 @@ def test_everything_public_has_a_docstring():
 
 def module_state(path: Path) -> list[str]:
     """Return the places where a file makes or changes state of its module."""
-    module, wrong, constants = parsed(path), [], set()
+    module = parsed(path)
+    wrong = []
+    constants = set()
     for node in module.body:
         targets = (
             node.targets
@@ -269,7 +236,8 @@ def module_state(path: Path) -> list[str]:
             else []
         )
         for target in targets:
-            name, value = ast.unparse(target), node.value
+            name = ast.unparse(target)
+            value = node.value
             constants.add(name)
             made = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in MUTABLE
             literal = isinstance(
@@ -307,17 +275,26 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     ]
     allowed = [
         "src/moesaic/cli/finetune.py",  # reads RANK, WORLD_SIZE: whether a launcher has started it
-        "src/moesaic/cli/train.py",  # reads RANK: whether this process is the first, before PyTorch is loaded
+        # reads RANK: whether this process is the first, before PyTorch is loaded
+        "src/moesaic/cli/train.py",
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
-        "src/moesaic/train/launch.py",  # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt
-        "src/moesaic/transformers/expert_parallel.py",  # reads WORLD_SIZE: how many ranks were started
+        # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt
+        "src/moesaic/train/launch.py",
+        # reads WORLD_SIZE: how many ranks were started
+        "src/moesaic/transformers/expert_parallel.py",
         "lab/moesaic_lab/chaos/planted.py",  # sets, as a launcher does, what its ranks are to read
+        "lab/moesaic_lab/chaos/struck.py",  # sets, as a launcher does, what its ranks are to read
         "lab/moesaic_lab/device/ranks.py",  # sets what NCCL reads, for ranks that share a GPU
-        "lab/moesaic_lab/device/steps.py",  # passes its own environment on to its steps, with what Triton reads
+        # passes its own environment on to its steps, with what Triton reads
+        "lab/moesaic_lab/device/steps.py",
         "lab/moesaic_lab/extending.py",  # passes its own environment on to a copy of the package
+        # sets where a command that is tried finds its home and temporary files
+        "lab/moesaic_lab/fuzz/writes.py",
         "lab/moesaic_lab/hf.py",  # sets, as a launcher does, what transformers reads
-        "lab/moesaic_lab/operators.py",  # passes its own environment on to a process, with what Triton reads
-        "lab/moesaic_lab/sockets.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
+        # passes its own environment on to a process, with what Triton reads
+        "lab/moesaic_lab/operators.py",
+        # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
+        "lab/moesaic_lab/sockets.py",
         "lab/moesaic_testbed/rank.py",  # sets, as a launcher does, what its ranks are to read
     ]
     assert found == allowed
@@ -326,8 +303,11 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
 def test_no_file_names_a_path_of_one_machine():
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found = []
     for name in listed.stdout.splitlines():
         path = ROOT / name
@@ -362,15 +342,16 @@ def test_the_search_for_imports_finds_lazy_and_relative_ones(tmp_path, monkeypat
     path = tmp_path / "moesaic" / "routing" / "gates.py"
     path.parent.mkdir(parents=True)
     path.write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moesaic.cli import main\n"
-        "def f():\n    import moesaic.train.loop\n    from ..models import gpt\n    import_module('moesaic.report.page')\n"
-        "from moesaic import layer, __version__\n"
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moesaic.cli import "
+        "main\ndef f():\n    import moesaic.train.loop\n    from ..models import gpt\n    "
+        "import_module('moesaic.report.page')\nfrom moesaic import layer, __version__\n"
     )
-    assert parts_imported(path) == {"cli", "train", "models", "report", "layer"}
+    assert parts_imported(path, tmp_path, PARTS) == {"cli", "train", "models", "report", "layer"}
 
 
 REGISTERED = {*ALL_TO_ALLS, *CODECS, *ORDERS, *SCHEDULES, *get_args(AllToAll)} - {NO_CODEC}
-"""Names of schedules, all-to-alls, codecs and orders. A property says what a caller needs to know of one."""
+"""Names of schedules, all-to-alls, codecs and orders. A property says what a caller needs to know
+of one."""
 ASKS_FOR_NOTHING = re.compile(r"codec|replication|lending")
 
 
@@ -382,9 +363,11 @@ def test_no_registered_name_is_compared_outside_the_file_of_what_it_names():
             if isinstance(node, ast.MatchValue):
                 sides = [node.value]
             words = {
-                each.value for side in sides for each in ast.walk(side)
+                each.value
+                for side in sides
+                for each in ast.walk(side)
                 if isinstance(each, ast.Constant) and isinstance(each.value, str)
-            }  # fmt: skip
+            }
             names = {word for word in words & REGISTERED if path.stem != word}
             if NO_CODEC in words and ASKS_FOR_NOTHING.search(ast.unparse(node)):
                 names.add(NO_CODEC)
@@ -395,9 +378,11 @@ def test_no_registered_name_is_compared_outside_the_file_of_what_it_names():
 
 
 def test_nothing_but_methods_of_an_abstract_class_is_overridden_in_the_models_of_time_and_plans():
-    """A class of these parts is abstract or final: whoever extends one has no method of another concrete one to know.
+    """A class of these parts is abstract or final: whoever extends one has no method of another
+    concrete one to know.
 
-    Records that add fields, and places of ranks (`NodeMap`), whose methods all are public, may extend one.
+    Records that add fields, and places of ranks (`NodeMap`), whose methods all are public, may
+    extend one.
     """
     trees = [parsed(path) for path in SOURCES if part_of(path) in ("planner", "program")]
     classes = {
@@ -418,18 +403,28 @@ def test_nothing_but_methods_of_an_abstract_class_is_overridden_in_the_models_of
 
 
 OPENED_ELSEWHERE = {
-    "cli/main.py": "a stream of the process, in place of one that nobody reads",
+    "cli/output.py": "the null device, for what nobody can read",
+    "finetune/folder.py": "a whole folder gets its final name",
     "testing/runner.py": "results of test processes, in a temporary folder that was just made",
-    "train/checkpoint.py": "whole folders get their final names",
-    "train/distributed_checkpoint.py": "files that were written are flushed",
+    "resuming.py": "whole folders get their final names, and files that were written are flushed",
     "train/signals.py": "a stream of the process, whose terminal is gone",
-    "weights/files.py": "the claim on an output, which must be new",
+    "weights/tensor_files.py": "the claim on an output, which must be new",
 }
 """Files of the package that write without `moesaic.files`, and what."""
 WRITERS = {
-    "write_text", "write_bytes", "touch", "rename", "symlink_to", "hardlink_to", "mkstemp", "NamedTemporaryFile", "copyfile",
-    "copy2", "copytree", "tofile",
-}  # fmt: skip
+    "write_text",
+    "write_bytes",
+    "touch",
+    "rename",
+    "symlink_to",
+    "hardlink_to",
+    "mkstemp",
+    "NamedTemporaryFile",
+    "copyfile",
+    "copy2",
+    "copytree",
+    "tofile",
+}
 
 WRITES = {"open": "os.open", "replace": "os.replace", "rename": "os.rename", "move": "shutil.move"}
 

@@ -1,4 +1,5 @@
-"""`plan="auto"`: all ranks switch the layers to the plan with the fastest steps, and results do not change.
+"""`plan="auto"`: all ranks switch the layers to the plan with the fastest steps, and results do not
+change.
 
 Times are made up: each test advances a clock by a given time for the running plan.
 """
@@ -33,7 +34,8 @@ from worlds import on_ranks
 
 GRID = Grid(world=2, ep=2, ranks_per_node=1)
 OTHERS = [Plan(chunks=2), Plan(schedule="s2"), Plan(schedule="s3")]
-"""The candidates besides the first plan, fewer than by default: races are short, and only real processes search for them."""
+"""The candidates besides the first plan, fewer than by default: races are short, and only real
+processes search for them."""
 LIMIT = 32
 """Number of steps: two to warm up, 20 of a race of four plans, and a few to notice a change."""
 Seconds = Callable[[int, int, int], float]
@@ -51,7 +53,10 @@ class Run:
     """Two layers on a mesh with a manual clock."""
 
     def __init__(self, mesh: Mesh, seconds: Seconds, *, recompute: bool = False) -> None:
-        self.mesh, self.seconds, self.recompute, self.time = mesh, seconds, recompute, 0.0
+        self.mesh = mesh
+        self.seconds = seconds
+        self.recompute = recompute
+        self.time = 0.0
         self.model = nn.Sequential(
             make_layer(seed=0), nn.Linear(DIM, DIM).double(), make_layer(seed=1)
         )
@@ -102,7 +107,8 @@ def race(mesh: Mesh, seconds: Seconds, steps: int, **options: Any) -> dict[str, 
 
 
 def slowest_last(_: int, plan: int, rank: int) -> float:
-    """The last candidate is fastest by the slowest rank's times; by other ranks' times another one would be."""
+    """The last candidate is fastest by the slowest rank's times; by other ranks' times another one
+    would be."""
     return 2.0 - 0.1 * plan if rank == 1 else 0.2 + 0.1 * plan
 
 
@@ -111,12 +117,14 @@ Races = Callable[[Grid, bool], tuple[list[dict[str, Any]], list[str]]]
 
 @pytest.fixture(scope="module")
 def raced() -> Races:
-    """Race on a mesh, with or without recomputation, once for all tests; return each rank's final state and the log."""
+    """Race on a mesh, with or without recomputation, once for all tests; return each rank's final
+    state and the log."""
 
     @functools.cache
     def on(grid: Grid, recompute: bool) -> tuple[list[dict[str, Any]], list[str]]:
         logged: list[str] = []
-        handler, logger = logging.Handler(logging.WARNING), logging.getLogger("moesaic")
+        handler = logging.Handler(logging.WARNING)
+        logger = logging.getLogger("moesaic")
         handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
         logger.addHandler(handler)
         try:

@@ -111,7 +111,8 @@ def test_tokens_of_a_skipped_step_count_towards_the_next() -> None:
     layer = sigmoid_layer()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     balance_on_step(optimizer, layer)
-    scaler, load = torch.amp.GradScaler("cpu", init_scale=2.0), torch.zeros(4, dtype=torch.int64)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    load = torch.zeros(4, dtype=torch.int64)
     for overflow in (float("inf"), 0.0):
         y, routing = layer(torch.randn(6, 8), return_routing=True)
         load += routing.requested

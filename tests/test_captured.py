@@ -1,4 +1,5 @@
-"""`moesaic.capture`: what it refuses, and that a replay equals the layer, on a stand-in for graphs that runs the work again."""
+"""`moesaic.capture`: what it refuses, and that a replay equals the layer, on a stand-in for graphs
+that runs the work again."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from helpers import refused
 from moesaic import MoE, capture, collect_losses, set_loss_scale
-from moesaic.captured import CapturedMoE, CudaRecorder
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
+from moesaic.cuda_graphs import CapturedMoE, CudaRecorder
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
@@ -28,15 +29,18 @@ CAPACITIES: dict[str, AbstractCapacity] = {
     "fitted": Capacity.fitted(),
     "padded": Capacity.fixed(1.0, scope="rank", padded=True),
 }
-SIZES, TOKENS = (16, 24, 6, 2), 20
+SIZES = (16, 24, 6, 2)
+TOKENS = 20
 
 
 class Again:
-    """Stands for a CUDA graph: a replay runs the work again, and writes gradients into the memory of the first ones."""
+    """Stands for a CUDA graph: a replay runs the work again, and writes gradients into the memory
+    of the first ones."""
 
     def __init__(self, run: Callable[[], Sequence[Tensor | None]]) -> None:
         self.with_grad = torch.is_grad_enabled()
-        self.run, self.results = run, run()
+        self.run = run
+        self.results = run()
 
     def replay(self) -> None:
         with torch.set_grad_enabled(self.with_grad):
@@ -104,9 +108,8 @@ def test_steps_of_a_captured_layer_are_those_of_the_layer(capacity: str, router:
         found = []
         for (module, run), optimizer in zip(runs, optimizers):
             optimizer.zero_grad()
-            for micro_batch in range(
-                2
-            ):  # whose gradients add up, and whose losses have half the weight each
+            # whose gradients add up, and whose losses have half the weight each
+            for micro_batch in range(2):
                 x = tokens(10 * step + micro_batch)
                 y = run(x)
                 (y * y).sum().backward()
@@ -144,7 +147,8 @@ def test_losses_are_collected_and_scaled_as_without_a_graph() -> None:
 
 def test_masks_and_token_ids_are_inputs_of_the_graph() -> None:
     layer = layer_of(router="hash", losses=())
-    ids, mask = torch.arange(TOKENS), torch.arange(TOKENS) < 15
+    ids = torch.arange(TOKENS)
+    mask = torch.arange(TOKENS) < 15
     run = captured_of(layer, tokens(), mask=mask, token_ids=ids)
     other = {"mask": ~mask, "token_ids": ids.flip(0)}
     assert_equal([run(tokens(3), **other)], [layer(tokens(3), **other)])
@@ -187,7 +191,8 @@ def changed(change: Callable[[MoE], object], x: Tensor) -> Callable[[MoE, Captur
 
 
 def two_at_once(layer: MoE, run: CapturedMoE) -> None:
-    first, second = run(tokens(1)), run(tokens(2))
+    first = run(tokens(1))
+    second = run(tokens(2))
     (first + second).sum().backward()
 
 
@@ -233,7 +238,8 @@ class Around(torch.nn.Module):
 
     def __init__(self, run: CapturedMoE, layer: MoE) -> None:
         super().__init__()
-        self.run, self.layer = run, layer
+        self.run = run
+        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x)
@@ -270,12 +276,16 @@ def test_a_host_wait_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch) 
 
     mode: list[str] = []
     for name, value in {
-        "graph_pool_handle": lambda: None, "Stream": Stream, "current_stream": Stream, "get_sync_debug_mode": lambda: 0,
-        "stream": lambda stream: torch.enable_grad(), "set_sync_debug_mode": lambda new: mode.__setitem__(slice(None), [new]),
-    }.items():  # fmt: skip
+        "graph_pool_handle": lambda: None,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "get_sync_debug_mode": lambda: 0,
+        "stream": lambda stream: torch.enable_grad(),
+        "set_sync_debug_mode": lambda new: mode.__setitem__(slice(None), [new]),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     with pytest.raises(
-        InputError, match=r"MoE cannot be captured: the host waits for the GPU in captured\.py:"
+        InputError, match=r"MoE cannot be captured: the host waits for the GPU in cuda_graphs\.py:"
     ):
         CudaRecorder().warm_up(waits)
     assert mode == [0]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (
-    "lint test test-random:\n\t@test ! -e .venv/old && mkdir -p .venv && echo $@ in $(CURDIR)\n"
+    "lint test test-random places:\n\t@test ! -e .venv/old && mkdir -p .venv && echo $@ in "
+    "$(CURDIR)\n"
 )
 
 
@@ -32,17 +33,20 @@ def repository(folder: Path, makefile: str) -> Path:
 
 def test_ci_runs_in_a_new_clone_called_moesaic(tmp_path: Path) -> None:
     outer = tmp_path / "anywhere"
-    script, inner = repository(outer, MAKEFILE), outer / "build" / "ci" / "moesaic"
+    script = repository(outer, MAKEFILE)
+    inner = outer / "build" / "ci" / "moesaic"
     for _ in range(2):
         done = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         said = [line for line in done.stdout.splitlines() if " in " in line]
-        assert said == [f"{target} in {inner}" for target in ("lint", "test", "test-random")]
+        assert said == [
+            f"{target} in {inner}" for target in ("lint", "test", "test-random", "places")
+        ]
         (inner / ".venv" / "old").touch()
     left = subprocess.run(["git", "status", "--short"], cwd=outer, capture_output=True, text=True)
     assert left.stdout == ""
 
 
 def test_a_failure_ends_ci(tmp_path: Path) -> None:
-    script = repository(tmp_path, "lint test-random:\n\ntest:\n\tfalse\n")
+    script = repository(tmp_path, "lint test-random places:\n\ntest:\n\tfalse\n")
     assert subprocess.run(["bash", script], capture_output=True).returncode == 2

@@ -42,7 +42,8 @@ def test_forward_and_backward_equal_eager(router: str, mode: str) -> None:
     dtype, autocast = MODES[mode]
     layer = layer_for(router, dtype)
     compiled = torch.compile(layer, fullgraph=TAKES_OBJECTS, backend="aot_eager")
-    x, upstream = torch.randn(2, 6, 8, dtype=dtype), torch.randn(2, 6, 8, dtype=dtype)
+    x = torch.randn(2, 6, 8, dtype=dtype)
+    upstream = torch.randn(2, 6, 8, dtype=dtype)
     with autocast:
         eager = run(layer, x, upstream)
         counts = layer.step_counts.clone()
@@ -74,7 +75,8 @@ def test_a_checkpointed_block_runs_eagerly_between_two_graphs() -> None:
     def eager(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(block, x.sin()).cos()
 
-    x, results = torch.randn(6, 8), []
+    x = torch.randn(6, 8)
+    results = []
     for call in (eager, torch.compile(eager, backend="aot_eager")):
         block.zero_grad()
         block[1].step_counts.zero_()

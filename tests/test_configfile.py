@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from helpers import refused
-from moesaic.configfile import as_json, differing_fields, override, read_table, suggestion
-from moesaic.errors import InputError
+from moesaic.configfile import as_json, differing_fields, override, read_table
+from moesaic.errors import InputError, suggestion
 from moesaic.models.config import ModelConfig
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import PRESETS

@@ -1,4 +1,5 @@
-"""The constructor's arguments: numbers as capacities, a single loss, devices, dtypes, biases, and refused values."""
+"""The constructor's arguments: numbers as capacities, a single loss, devices, dtypes, biases, and
+refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Deferred initialisation: a layer created on the meta device has no undefined state, in whichever way it gets its weights."""
+"""Deferred initialisation: a layer created on the meta device has no undefined state, in whichever
+way it gets its weights."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def by_assignment(layer: MoE, state: dict[str, Tensor]) -> None:
 
 
 def by_transformers(layer: MoE, state: dict[str, Tensor]) -> None:
-    """Do what `from_pretrained` does: set parameters and persistent buffers one by one, other buffers to undefined memory."""
+    """Do what `from_pretrained` does: set parameters and persistent buffers one by one, other
+    buffers to undefined memory."""
     for name, value in state.items():
         owner, _, leaf = name.rpartition(".")
         module = layer.get_submodule(owner)

@@ -1,4 +1,5 @@
-"""Nothing that the library does makes torch say that it is deprecated: importing it, or training on two ranks."""
+"""Nothing that the library does makes torch say that it is deprecated: importing it, or training on
+two ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ def test_training_on_two_ranks_hears_of_nothing_deprecated(tmp_path: Path) -> No
     with socket.create_server(("localhost", 0)) as listener:
         port = listener.getsockname()[1]
     environment = os.environ | {
-        "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-    }  # fmt: skip
+        "PYTHONWARNINGS": "default",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     places = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     words = ["-m", "moesaic", "train", "--config", str(config)]
     # Rank 0 is not forked: what has been imported before warns no more.

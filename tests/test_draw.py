@@ -1,4 +1,5 @@
-"""First values of weights: what they depend on, and that a rank's part of a tensor has the whole tensor's values."""
+"""First values of weights: what they depend on, and that a rank's part of a tensor has the whole
+tensor's values."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from moesaic import GatedExperts, Mesh, ModuleExperts, MoE, Plan
-from moesaic.draw import SeededDraw, draw_globally, draw_nothing, held, key_of
+from moesaic.initial_values import SeededDraw, draw_globally, draw_nothing, held, key_of
 from moesaic.parallel import clip_grad_norm_, parallelize_model, shard_over_data
 from worlds import on_ranks
 
@@ -81,8 +82,10 @@ SHARDED = {"even": (8, 6, 4), "uneven": (6, 5, 7), "fewer than ranks": (3, 1, 2)
 
 
 def parts() -> None:
-    """Assert that `held` names what each rank holds, for plain shards and for FSDP over them along the same dimension."""
-    two, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), dist.get_rank()
+    """Assert that `held` names what each rank holds, for plain shards and for FSDP over them along
+    the same dimension."""
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    rank = dist.get_rank()
     for shape in SHARDED.values():
         whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
         for dim in (0, 2):
@@ -121,8 +124,10 @@ def own_modules(dim: int, hidden: int, num_experts: int) -> ModuleExperts:
 
 
 def deferred(kind: str, sizes: dict[str, int], fsdp: bool, way: str) -> dict[str, Tensor]:
-    """Return the tensors of a layer that was put on a mesh on the meta device, and then initialised as torchtitan does."""
-    mesh, moe = Mesh.create(**sizes), layer(kind, "meta")
+    """Return the tensors of a layer that was put on a mesh on the meta device, and then initialised
+    as torchtitan does."""
+    mesh = Mesh.create(**sizes)
+    moe = layer(kind, "meta")
     parallelize_model(moe, mesh, Plan(), fsdp=[] if fsdp else False)
     moe.to_empty(device="cpu")
     torch.manual_seed(5)
@@ -171,7 +176,8 @@ def experts_of(state: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(kind: str, device: str, fsdp: bool) -> tuple[dict[str, Tensor], float]:
-    """Return the gradients of a layer with ep 2 on two ranks, made on a device and then materialised, and their norm."""
+    """Return the gradients of a layer with ep 2 on two ranks, made on a device and then
+    materialised, and their norm."""
     mesh = Mesh.create(ep=2)
     torch.manual_seed(0)
     source = layer(kind, "cpu").state_dict()

@@ -1,4 +1,5 @@
-"""A table of user errors: each exits with code 2, prints one line (what, where, what to write instead), and changes nothing."""
+"""A table of user errors: each exits with code 2, prints one line (what, where, what to write
+instead), and changes nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +60,13 @@ def harmed(folder: Path, *steps: int) -> Path:
     """Train a run and truncate the parameters of some of its checkpoints; return its folder."""
     run = made(folder)
     for step in steps:
-        path = run / "checkpoints" / f"step-{step:08d}" / "shards" / "__0_0.distcp"
+        path = (
+            run
+            / "checkpoints"
+            / f"step-{step:08d}"
+            / "shards"
+            / "shard-00001-model-00001-of-00001.safetensors"
+        )
         path.write_bytes(path.read_bytes()[:200])
     return run
 
@@ -95,24 +102,43 @@ def resumed(folder: Path, *words: str) -> list[str]:
 Case = tuple[Callable[[Path], list[str]], list[str]]
 CASES: dict[str, Case] = {
     # Commands and flags
-    "unknown command": (lambda f: ["trian"], ["unknown command", "choose one of train, tokenize, sample"]),
-    "unknown preset": (
-        lambda f: ["train", "--preset", "gpt-tny"], ["unknown preset gpt-tny", "did you mean gpt-tiny?"],
+    "unknown command": (
+        lambda f: ["trian"],
+        ["unknown command", "choose one of train, tokenize, sample"],
     ),
-    "preset like none": (lambda f: ["train", "--preset", "zzz"], ["zzz", "choose one of demo, demo-dense, gpt-tiny"]),
+    "unknown preset": (
+        lambda f: ["train", "--preset", "gpt-tny"],
+        ["unknown preset gpt-tny", "did you mean gpt-tiny?"],
+    ),
+    "preset like none": (
+        lambda f: ["train", "--preset", "zzz"],
+        ["zzz", "choose one of demo, demo-dense, gpt-tiny"],
+    ),
     "preset without a name": (lambda f: ["train", "--preset"], ["--preset needs a value"]),
-    "unknown flag": (lambda f: base(f, "--stps", "3"), ["--stps", "did you mean --steps?", "--help"]),
-    "wrong type of a flag": (lambda f: base(f, "--steps", "many"), ["--steps", "'many'", "whole number"]),
+    "unknown flag": (
+        lambda f: base(f, "--stps", "3"),
+        ["--stps", "did you mean --steps?", "--help"],
+    ),
+    "wrong type of a flag": (
+        lambda f: base(f, "--steps", "many"),
+        ["--steps", "'many'", "whole number"],
+    ),
     "wrong choice of a flag": (
-        lambda f: base(f, "--plan.all-to-all", "best"), ["--plan.all-to-all", "'best'", "linear", "hier2d"],
+        lambda f: base(f, "--plan.all-to-all", "best"),
+        ["--plan.all-to-all", "'best'", "linear", "hier2d"],
     ),
     "wrong choice in a word": (
-        lambda f: base(f, "--model.moe.router", "best"), ["model.moe.router=", "'best'", "softmax", "expert_choice"],
+        lambda f: base(f, "--model.moe.router", "best"),
+        ["model.moe.router=", "'best'", "softmax", "expert_choice"],
     ),
     # Configuration files
-    "missing file": (lambda f: ["train", "--config", str(f / "no.toml")], ["no.toml: no such file"]),
+    "missing file": (
+        lambda f: ["train", "--config", str(f / "no.toml")],
+        ["no.toml: no such file"],
+    ),
     "bad toml": (
-        lambda f: ["train", "--config", written(f, "a.toml", "steps == 3")], ["a.toml: does not parse", "line 1"],
+        lambda f: ["train", "--config", written(f, "a.toml", "steps == 3")],
+        ["a.toml: does not parse", "line 1"],
     ),
     "unknown field in a file": (
         lambda f: ["train", "--config", written(f, "a.toml", "[model.moe]\ntopk = 3")],
@@ -132,44 +158,71 @@ CASES: dict[str, Case] = {
         ["model.dim=18", "model.num_heads=4", "choose dim as a multiple of 8"],
     ),
     "router option": (
-        lambda f: base(f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rat", "0.1"),
+        lambda f: base(
+            f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rat", "0.1"
+        ),
         ["router_options: bias_rat is not an option of router='sigmoid'", "did you mean bias_rate"],
     ),
     "bias rate": (
-        lambda f: base(f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rate", "-1"),
+        lambda f: base(
+            f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rate", "-1"
+        ),
         ["bias_rate=-1: must be 0 or more and finite"],
     ),
     "noisy top 1": (
-        lambda f: base(f, "--model.moe.router", "noisy", "--model.moe.top-k", "1"), ["top_k=1", 'write normalize="before"'],
+        lambda f: base(f, "--model.moe.router", "noisy", "--model.moe.top-k", "1"),
+        ["top_k=1", 'write normalize="before"'],
     ),
-    "hidden": (lambda f: base(f, "--model.moe.hidden", "0"), ["model.moe.hidden=0: must be at least 1"]),
+    "hidden": (
+        lambda f: base(f, "--model.moe.hidden", "0"),
+        ["model.moe.hidden=0: must be at least 1"],
+    ),
     "capacity factor": (
-        lambda f: base(f, "--model.moe.capacity-factor", "-1"), ["model.moe.capacity_factor=-1.0", "above 0"],
+        lambda f: base(f, "--model.moe.capacity-factor", "-1"),
+        ["model.moe.capacity_factor=-1.0", "above 0"],
     ),
-    "negative loss": (lambda f: base(f, "--model.moe.z-loss", "-1"), ["model.moe.z_loss=-1.0", "must be 0 or more"]),
+    "negative loss": (
+        lambda f: base(f, "--model.moe.z-loss", "-1"),
+        ["model.moe.z_loss=-1.0", "must be 0 or more"],
+    ),
     # Numbers of a run
     "no steps": (lambda f: base(f, "--steps", "0"), ["steps=0: must be at least 1"]),
-    "device": (lambda f: base(f, "--device", "gpu"), ["device='gpu' is unknown", "write auto, cpu or cuda"]),
-    "absent device": (lambda f: base(f, "--device", "cuda:99"), ["device='cuda:99'", "write cpu or auto"]),
+    "device": (
+        lambda f: base(f, "--device", "gpu"),
+        ["device='gpu' is unknown", "write auto, cpu or cuda"],
+    ),
+    "absent device": (
+        lambda f: base(f, "--device", "cuda:99"),
+        ["device='cuda:99'", "write cpu or auto"],
+    ),
     # Data
     "missing data": (
-        lambda f: base(f, "--data.path", str(f / "no.txt")), ["data.path: nothing at", "no.txt", "give a text file"],
+        lambda f: base(f, "--data.path", str(f / "no.txt")),
+        ["data.path: nothing at", "no.txt", "give a text file"],
     ),
     "empty data": (
-        lambda f: base(f, "--data.path", written(f, "a.txt", "")), ["a.txt is empty", "give files with text"],
+        lambda f: base(f, "--data.path", written(f, "a.txt", "")),
+        ["a.txt is empty", "give files with text"],
     ),
     "short data": (
         lambda f: base(f, "--data.path", written(f, "a.txt", "short")),
-        ["training data: 4 tokens", "model.seq_len + 1 = 17", "give more data or a smaller model.seq_len"],
+        [
+            "training data: 4 tokens",
+            "model.seq_len + 1 = 17",
+            "give more data or a smaller model.seq_len",
+        ],
     ),
     "short validation data": (
-        lambda f: base(f, "--data.val-share", "0.001"), ["validation data: 6 tokens", "= 17", "raise data.val_share"],
+        lambda f: base(f, "--data.val-share", "0.001"),
+        ["validation data: 6 tokens", "= 17", "raise data.val_share"],
     ),
     "mixed data": (
-        lambda f: base(f, "--data.path", tokens(f, 99, 1), written(f, "a.txt", "text")), ["data.path", "give one kind"],
+        lambda f: base(f, "--data.path", tokens(f, 99, 1), written(f, "a.txt", "text")),
+        ["data.path", "give one kind"],
     ),
     "bytes and a vocabulary": (
-        lambda f: base(f, "--data.vocab-size", "200"), ["data.vocab_size=200", "256"],
+        lambda f: base(f, "--data.vocab-size", "200"),
+        ["data.vocab_size=200", "256"],
     ),
     # Run folders
     "existing run": (
@@ -177,11 +230,17 @@ CASES: dict[str, Case] = {
         ["run holds a run already", "--existing resume", "--existing replace", "another --out"],
     ),
     "a file in the way": (
-        lambda f: base(f, "--out", written(f, "taken", "x")), ["taken: cannot be written", "choose another --out"],
+        lambda f: base(f, "--out", written(f, "taken", "x")),
+        ["taken: cannot be written", "choose another --out"],
     ),
     "another architecture": (
         lambda f: resumed(f, "--model.dim", "32", "--model.moe.num-experts", "8"),
-        ["step 2", "model.dim (32 and 16)", "model.moe.num_experts (8 and 4)", "choose another run folder"],
+        [
+            "step 2",
+            "model.dim (32 and 16)",
+            "model.moe.num_experts (8 and 4)",
+            "choose another run folder",
+        ],
     ),
     "another precision": (
         lambda f: resumed(f, "--precision", "bfloat16"),
@@ -192,7 +251,8 @@ CASES: dict[str, Case] = {
         ["training tokens are not those of the checkpoint of step 2", "choose another --out"],
     ),
     "short data over an old run": (
-        lambda f: [*resumed(f), "--existing", "replace", "--model.seq-len", "9999"], ["= 10000", "give more data"],
+        lambda f: [*resumed(f), "--existing", "replace", "--model.seq-len", "9999"],
+        ["= 10000", "give more data"],
     ),
     "all checkpoints damaged": (
         lambda f: base(f, "--existing", "resume", "--out", str(harmed(f, 1, 2))),
@@ -205,20 +265,27 @@ CASES: dict[str, Case] = {
     # Sampling
     "sample nothing": (lambda f: ["sample"], ["Run folder", "required"]),
     "sample no run": (
-        lambda f: ["sample", str(f)], ["config.json: no such file", "name the folder that moesaic train wrote"],
+        lambda f: ["sample", str(f)],
+        ["config.json: no such file", "name the folder that moesaic train wrote"],
     ),
     "sample an unsaved run": (
-        lambda f: ["sample", str(Path(written(f, "config.json", "{}")).parent)], ["no checkpoint there", "train first"],
+        lambda f: ["sample", str(Path(written(f, "config.json", "{}")).parent)],
+        ["no checkpoint there", "train first"],
     ),
     "sample damaged checkpoints": (
-        lambda f: ["sample", str(harmed(f, 1, 2))], ["every checkpoint", "step-00000001", "step-00000002"],
+        lambda f: ["sample", str(harmed(f, 1, 2))],
+        ["every checkpoint", "step-00000001", "step-00000002"],
     ),
-    "sample without a prompt": (lambda f: ["sample", str(f), "--prompt", ""], ["prompt", "at least one character"]),
+    "sample without a prompt": (
+        lambda f: ["sample", str(f), "--prompt", ""],
+        ["prompt", "at least one character"],
+    ),
     "sample no tokens": (lambda f: ["sample", str(f), "--tokens", "0"], ["tokens", "at least 1"]),
     "sample on another device": (
-        lambda f: ["sample", str(made(f)), "--device", "gpu"], ["device='gpu' is unknown", "write auto, cpu or cuda"],
+        lambda f: ["sample", str(made(f)), "--device", "gpu"],
+        ["device='gpu' is unknown", "write auto, cpu or cuda"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -244,9 +311,10 @@ def test_a_truncated_checkpoint_is_no_error_where_there_is_an_earlier_one(tmp_pa
     assert captured.err == ""
     said = " ".join(captured.out.split())
     assert (
-        "step-00000002: shards/__0_0.distcp does not match its checksum): taking step-00000001 instead"
-        in said
-    )
+        "step-00000002: shards/shard-00001-model-00001-of-00001.safetensors does not match "
+        "its checksum): tak"
+    ) in said
+    assert "taking step-00000001 instead" in said
     assert [line["step"] for line in lines(run, "train")] == [1, 2, 3]
 
 

@@ -1,4 +1,5 @@
-"""Programs, notebooks and configuration files that people start from, run as they would run them."""
+"""Programs, notebooks and configuration files that people start from, run as they would run
+them."""
 
 from __future__ import annotations
 

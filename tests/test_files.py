@@ -1,7 +1,9 @@
-"""`moesaic.files`: nothing is written, listed or deleted through a link, and only regular files are read."""
+"""`moesaic.files`: nothing is written, listed or deleted through a link, and only regular files are
+read."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import refused
+from moesaic.errors import InputError
 from moesaic.files import (
     entries,
     folder_below,
@@ -19,6 +22,7 @@ from moesaic.files import (
     open_file,
     open_to_append,
     read_text,
+    system_error,
     write,
     writing,
 )
@@ -46,7 +50,8 @@ ODD: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", ODD)
 def test_what_is_not_a_file_is_neither_written_nor_appended_to(kind: str, tmp_path: Path) -> None:
-    outside, path = tmp_path / "outside", tmp_path / "metrics.jsonl"
+    outside = tmp_path / "outside"
+    path = tmp_path / "metrics.jsonl"
     outside.write_text("mine")
     ODD[kind](path)
     assert kind_of(path) == kind
@@ -60,7 +65,8 @@ def test_what_is_not_a_file_is_neither_written_nor_appended_to(kind: str, tmp_pa
 def test_a_hard_link_is_not_appended_to_and_loses_its_other_name_when_written(
     tmp_path: Path,
 ) -> None:
-    outside, path = tmp_path / "outside", tmp_path / "metrics.jsonl"
+    outside = tmp_path / "outside"
+    path = tmp_path / "metrics.jsonl"
     outside.write_text("mine")
     path.hardlink_to(outside)
     assert "a hard link" in refused(open_to_append, path)
@@ -151,3 +157,20 @@ def test_links_are_neither_entries_nor_folders_with_entries(tmp_path: Path) -> N
         "step-1",
         "step-2",
     ]
+
+
+def test_the_error_of_the_system_is_found_behind_that_of_a_library(tmp_path: Path) -> None:
+    said_twice = RuntimeError("unexpected pos 704 vs 598")
+    said_twice.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    in_rust = Exception("I/O error: Input/output error (os error 5)")
+    found = [system_error(each) for each in (said_twice, in_rust, ValueError("x"))]
+    assert [each and each.errno for each in found] == [errno.ENOSPC, errno.EIO, None]
+    ours = InputError("data.json: cannot be read: fetch it again")
+    ours.__cause__ = OSError(errno.EIO, "Input/output error")
+    assert system_error(ours) is None
+    for error in (said_twice, in_rust):
+        with pytest.raises(OSError, match=str(tmp_path / "a")), writing(tmp_path / "a"):
+            raise error
+    with pytest.raises(InputError, match="fetch it again"), writing(tmp_path / "a"):
+        raise ours
+    assert list(tmp_path.iterdir()) == []

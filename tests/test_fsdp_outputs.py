@@ -1,4 +1,5 @@
-"""FSDP2 propagates through whatever a model returns, also with the lookup of torch 2.10 and 2.11, or refuses the output."""
+"""FSDP2 propagates through whatever a model returns, also with the lookup of torch 2.10 and 2.11,
+or refuses the output."""
 
 from __future__ import annotations
 
@@ -45,10 +46,8 @@ class Owned(nn.Module):
 
     def __init__(self, returns: str) -> None:
         super().__init__()
-        self.returns, self.scale = (
-            returns,
-            None if returns == "object, all in blocks" else nn.Parameter(torch.ones(4)),
-        )
+        self.returns = returns
+        self.scale = None if returns == "object, all in blocks" else nn.Parameter(torch.ones(4))
         self.blocks = nn.ModuleList([nn.Sequential(MoE(4, 6, 4, 2), nn.Tanh())])
 
     def forward(self, x: Tensor) -> Any:
@@ -124,7 +123,8 @@ def all_gradients(
                         t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad
                     ],
                 )
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         return {
             (name, ep): gradients(name, {"ep": ep}, rank, world)
             for name in MODELS

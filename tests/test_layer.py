@@ -1,4 +1,5 @@
-"""The layer against the dense float64 reference over random cases; accepted and refused arguments of a call."""
+"""The layer against the dense float64 reference over random cases; accepted and refused arguments
+of a call."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ def test_an_expert_without_a_token_gets_a_zero_gradient(experts: str) -> None:
 
 
 def test_autocast_keeps_the_dtype_and_comes_close_to_float32() -> None:
-    layer, x = make_layer(dim=16, hidden=16, shared_hidden=16), torch.randn(12, 16)
+    layer = make_layer(dim=16, hidden=16, shared_hidden=16)
+    x = torch.randn(12, 16)
     exact = run(layer, x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = run(layer, x)
@@ -139,7 +141,8 @@ def test_autocast_keeps_the_dtype_and_comes_close_to_float32() -> None:
 
 
 def test_top_k_may_differ_per_call_and_in_evaluation() -> None:
-    layer, x = make_layer(num_experts=6, top_k=2, eval_top_k=4), torch.randn(5, 8)
+    layer = make_layer(num_experts=6, top_k=2, eval_top_k=4)
+    x = torch.randn(5, 8)
 
     def copies(**options: object) -> int:
         return int(layer(x, return_routing=True, **options)[1].requested.sum())
@@ -190,13 +193,15 @@ def test_evaluation_falls_back_to_the_layers_own_capacity() -> None:
 def test_padding_holds_anything_and_gets_zero_with_a_shared_expert(
     padding: float, experts: str
 ) -> None:
-    """Results and all gradients are those of the real tokens alone, even with NaN in the padding."""
+    """Results and all gradients are those of the real tokens alone, even with NaN in the
+    padding."""
     torch.manual_seed(0)
     layer = MoE(8, 8, 4, experts=experts, shared_hidden=8, losses=LOSSES)
     x = torch.randn(5, 8)
     x[[1, 4]] = padding
     mask = torch.tensor([True, False, True, True, False])
-    found, alone = run(layer, x, mask=mask), run(layer, x[mask])
+    found = run(layer, x, mask=mask)
+    alone = run(layer, x[mask])
     assert found.y[~mask].abs().max() == found.dx[~mask].abs().max() == 0
     torch.testing.assert_close(found.y[mask], alone.y)
     torch.testing.assert_close(found.dx[mask], alone.dx)
@@ -207,7 +212,8 @@ def test_padding_holds_anything_and_gets_zero_with_a_shared_expert(
 
 
 def test_without_return_routing_the_output_is_a_tensor() -> None:
-    layer, x = make_layer().eval(), torch.randn(2, 3, 8)
+    layer = make_layer().eval()
+    x = torch.randn(2, 3, 8)
     assert torch.equal(layer(x), layer(x, return_routing=True)[0])
 
 
@@ -228,14 +234,16 @@ def test_printing_names_the_sizes() -> None:
 
 
 def test_sizes_may_be_numpys() -> None:
-    eight, two = np.int64(8), np.int64(2)
+    eight = np.int64(8)
+    two = np.int64(2)
     layer = MoE(eight, eight, np.int32(4), two, shared_hidden=eight, eval_top_k=two)
     assert repr(layer) == repr(MoE(8, 8, 4, 2, shared_hidden=8))
     assert layer(torch.randn(3, 8), top_k=two, return_routing=True)[1].rows_per_token == 2
 
 
 def test_under_autocast_the_sum_of_copies_is_not_rounded_to_16_bit() -> None:
-    layer, x = make_layer(num_experts=4, top_k=4, losses=()), torch.randn(12, 8)
+    layer = make_layer(num_experts=4, top_k=4, losses=())
+    x = torch.randn(12, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.float32
@@ -295,18 +303,48 @@ BAD_LAYERS = [
 ]
 
 BAD_CALLS = [
-    ("softmax", (torch.zeros(3, 7),), {}, r"MoE\(dim=8\) was called with x of shape \(3, 7\): its last size must be dim"),
-    ("softmax", (X.long(),), {}, "MoE was called with x of dtype torch.int64: pass activations, in a floating-point dtype"),
+    (
+        "softmax",
+        (torch.zeros(3, 7),),
+        {},
+        r"MoE\(dim=8\) was called with x of shape \(3, 7\): its last size must be dim",
+    ),
+    (
+        "softmax",
+        (X.long(),),
+        {},
+        "MoE was called with x of dtype torch.int64: pass activations, in a floating-point dtype",
+    ),
     ("softmax", (torch.zeros(()),), {}, r"was called with x of shape \(\)"),
-    ("softmax", (X,), {"mask": torch.ones(3, 2, dtype=torch.bool)}, r"mask has shape \(3, 2\), .* must have shape \(2, 3\)"),
-    ("softmax", (X,), {"mask": torch.ones(2, 3)}, "mask has dtype torch.float32: pass bool, True for real tokens"),
+    (
+        "softmax",
+        (X,),
+        {"mask": torch.ones(3, 2, dtype=torch.bool)},
+        r"mask has shape \(3, 2\), .* must have shape \(2, 3\)",
+    ),
+    (
+        "softmax",
+        (X,),
+        {"mask": torch.ones(2, 3)},
+        "mask has dtype torch.float32: pass bool, True for real tokens",
+    ),
     ("hash", (X,), {}, r"Hash routes by token ids: call the layer as moe\(x, token_ids=ids\)"),
-    ("hash", (X,), {"token_ids": torch.zeros(6, dtype=torch.int64)}, r"token_ids has shape \(6,\), x has \(2, 3, 8\)"),
-    ("hash", (X,), {"token_ids": torch.zeros(2, 3)}, "token_ids have dtype torch.float32: pass whole numbers"),
+    (
+        "hash",
+        (X,),
+        {"token_ids": torch.zeros(6, dtype=torch.int64)},
+        r"token_ids has shape \(6,\), x has \(2, 3, 8\)",
+    ),
+    (
+        "hash",
+        (X,),
+        {"token_ids": torch.zeros(2, 3)},
+        "token_ids have dtype torch.float32: pass whole numbers",
+    ),
     ("softmax", (X,), {"top_k": 0}, "top_k=0 does not fit num_experts=4"),
     ("softmax", (X,), {"top_k": 5}, "top_k=5 does not fit num_experts=4"),
     ("gshard", (X,), {"top_k": 1}, "the GShard router chooses two experts per token, got top_k=1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_LAYERS)

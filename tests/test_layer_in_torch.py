@@ -1,4 +1,5 @@
-"""The layer inside torch's tools, over two processes: FSDP2, DDP, `torch.compile`, copies, averaging, checkpointing."""
+"""The layer inside torch's tools, over two processes: FSDP2, DDP, `torch.compile`, copies,
+averaging, checkpointing."""
 
 from __future__ import annotations
 
@@ -65,9 +66,11 @@ def gradient_once(layer: MoE) -> Tensor:
 def weights_under(
     wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype = torch.float64, **how: Any
 ) -> list[float]:
-    """Return the weight of the losses in the router's gradient after each of three steps of four micro-batches."""
+    """Return the weight of the losses in the router's gradient after each of three steps of four
+    micro-batches."""
     layer = layer_of()
-    own, model = copy.deepcopy(layer), wrap(nn.Sequential(nn.Identity(), layer.to(dtype)))
+    own = copy.deepcopy(layer)
+    model = wrap(nn.Sequential(nn.Identity(), layer.to(dtype)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if how.get("still") else 1e-6)
     found = []
     for _ in range(3):
@@ -98,10 +101,8 @@ def last_only(model: Any, is_last: bool) -> nullcontext:
 
 
 def wrappers() -> dict[str, Any]:
-    ddp, mixed = (
-        nn.parallel.DistributedDataParallel,
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    )
+    ddp = nn.parallel.DistributedDataParallel
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     low = {"dtype": torch.float32}
     return {
         "ddp": weights_under(ddp),
@@ -136,7 +137,8 @@ def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
 
 
 def parallel(transport: str = "gloo", **options: object) -> MoE:
-    layer, mesh = layer_of(**options), Mesh.create(ep=2, transport=transport)
+    layer = layer_of(**options)
+    mesh = Mesh.create(ep=2, transport=transport)
     layer.parallelize(mesh, Plan(schedule="s1"))
     return layer
 
@@ -219,17 +221,18 @@ def recomputed() -> dict[str, dict[str, Callable[[nn.Module, Tensor], Tensor]]]:
 
 
 def counted(make: Callable[..., MoE], router: str) -> dict[str, tuple[int, float]]:
-    """For each kind of checkpoint, return the copies counted, and the error of its gradients against no checkpoint."""
-    found, expected = {}, None
+    """For each kind of checkpoint, return the copies counted, and the error of its gradients
+    against no checkpoint."""
+    found = {}
+    expected = None
     losses = (LoadBalance(0.3, level="global_batch"), ZLoss(0.1))
     for name, call in recomputed().items():
         layer = make(router=router, losses=losses)
         set_loss_scale(layer, 1.0)
         block = nn.Sequential(nn.Tanh(), layer, nn.Dropout(0.5))
         torch.manual_seed(3)
-        (
-            call(block, tokens(7).requires_grad_()).sum() * 0
-        ).backward()  # earlier counts, for the global batch
+        # earlier counts, for the global batch
+        (call(block, tokens(7).requires_grad_()).sum() * 0).backward()
         layer.zero_grad()
         x = tokens(dist.get_rank() if dist.is_initialized() else 0).requires_grad_()
         call(block, x).sin().sum().backward()
@@ -312,8 +315,8 @@ def test_no_file_holds_connections(how: str, found: list[dict[str, Any]]) -> Non
 
 def check_refusals(how: str, of_ranks: list[dict[str, Any]]) -> None:
     message = (
-        "a layer on a mesh holds connections to other ranks, which no file or other process can take over: save its "
-        "state_dict(), or copy it with copy.deepcopy"
+        "a layer on a mesh holds connections to other ranks, which no file or other process can "
+        "take over: save its state_dict(), or copy it with copy.deepcopy"
     )
     assert [results[how] for results in of_ranks] == [message] * 2
 

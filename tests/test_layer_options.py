@@ -1,4 +1,5 @@
-"""Options of the layer that published models need: a gate on the shared expert, router options by name, router logits."""
+"""Options of the layer that published models need: a gate on the shared expert, router options by
+name, router logits."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_the_gate_scales_what_the_shared_expert_adds() -> None:
     with torch.no_grad():
         layer.shared_gate.weight.zero_()
     halved = layer(X)
-    gate, layer.shared_gate = layer.shared_gate, None
+    gate = layer.shared_gate
+    layer.shared_gate = None
     whole = layer(X)
     layer.shared = None
     torch.testing.assert_close(halved - layer(X), (whole - layer(X)) / 2)
@@ -53,7 +55,8 @@ IDS = torch.arange(X.numel() // X.shape[-1]).view(X.shape[:-1])
 
 
 def two_layers(router: str, options: dict[str, Any], changed: dict[str, Any]) -> tuple[MoE, MoE]:
-    """Return two layers with the same weights, in evaluation mode; the second has changed options."""
+    """Return two layers with the same weights, in evaluation mode; the second has changed
+    options."""
     top_k = TOP_K.get(router, 2)
     made = [
         MoE(8, 6, 4, top_k, router=router, router_options=SIZES.get(router, {}) | each, losses=())
@@ -79,7 +82,8 @@ def test_every_named_router_that_has_logits_takes_a_trained_bias(router: str) ->
         each for each in biased.router.named_parameters() if each[0].endswith("logit_bias")
     ]
     bias.data.normal_(generator=torch.Generator().manual_seed(3))
-    (_, of_layer), (y, of_biased) = layer(X, return_routing=True), biased(X, return_routing=True)
+    (_, of_layer) = layer(X, return_routing=True)
+    (y, of_biased) = biased(X, return_routing=True)
     torch.testing.assert_close(of_biased.logits, of_layer.logits + bias)
     y.square().sum().backward()
     assert bias.grad.any()
@@ -91,15 +95,21 @@ def test_every_named_router_that_has_logits_takes_a_trained_bias(router: str) ->
 @pytest.mark.parametrize(
     ("router", "sums_to_one", "keeps"),
     [
-        ("softmax", "after", "before"), ("noisy", "after", "before"), ("cosine", "after", "before"),
-        ("topology", "after", "before"), ("sigmoid", True, False), ("group_limited", True, False), ("gshard", True, False),
+        ("softmax", "after", "before"),
+        ("noisy", "after", "before"),
+        ("cosine", "after", "before"),
+        ("topology", "after", "before"),
+        ("sigmoid", True, False),
+        ("group_limited", True, False),
+        ("gshard", True, False),
     ],
-)  # fmt: skip
+)
 def test_named_routers_normalise_or_keep_their_scores(
     router: str, sums_to_one: object, keeps: object
 ) -> None:
     ones, kept = two_layers(router, {"normalize": sums_to_one}, {"normalize": keeps})
-    (_, a), (_, b) = ones(X, return_routing=True), kept(X, return_routing=True)
+    (_, a) = ones(X, return_routing=True)
+    (_, b) = kept(X, return_routing=True)
     assert a.expert.tolist() == b.expert.tolist()
     of_score = (
         torch.sigmoid(b.logits) if keeps is False and router != "gshard" else b.logits.softmax(-1)

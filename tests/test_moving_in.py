@@ -1,4 +1,5 @@
-"""docs/moving_in.md: each layer runs as it was, where its package is, and as it is here; some are compared on equal weights."""
+"""docs/moving_in.md: each layer runs as it was, where its package is, and as it is here; some are
+compared on equal weights."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from moesaic import MoE
 PAGE = (Path(__file__).parent.parent / "docs" / "moving_in.md").read_text(encoding="utf-8")
 SYSTEMS = {
     section.split("\n", 1)[0]: re.search(
-        r"<!-- not run: needs ([\w.]+)(, and CUDA)? -->\n```python\n(.*?)```\n\n```python\n(.*?)```",
+        (
+            r"<!-- not run: needs ([\w.]+)(, and CUDA)? "
+            r"-->\n```python\n(.*?)```\n\n```python\n(.*?)```"
+        ),
         section,
         re.DOTALL,
     )
@@ -83,7 +87,8 @@ def from_torchtitan(theirs: Any, ours: MoE) -> dict[str, Tensor]:
 
 
 def from_deepspeed(theirs: Any, ours: MoE) -> dict[str, Tensor]:
-    """Return our parameters with the values of a layer of DeepSpeed, whose experts are two `nn.Linear`s."""
+    """Return our parameters with the values of a layer of DeepSpeed, whose experts are two
+    `nn.Linear`s."""
     experts = theirs.deepspeed_moe.experts.deepspeed_experts
     stacked = [
         torch.stack([getattr(e[at], kind) for e in experts])
@@ -98,9 +103,12 @@ def from_deepspeed(theirs: Any, ours: MoE) -> dict[str, Tensor]:
 
 
 COPIES: dict[str, tuple[Callable[[Any, MoE], dict[str, Tensor]], float]] = {
-    "transformers": (from_transformers, 1e-5), "torchtitan": (from_torchtitan, 2e-2), "DeepSpeed-MoE": (from_deepspeed, 1e-5),
-}  # fmt: skip
-"""How weights go from a system's layer to ours, and how far results may differ; torchtitan's experts round to bfloat16."""
+    "transformers": (from_transformers, 1e-5),
+    "torchtitan": (from_torchtitan, 2e-2),
+    "DeepSpeed-MoE": (from_deepspeed, 1e-5),
+}
+"""How weights go from a system's layer to ours, and how far results may differ; torchtitan's
+experts round to bfloat16."""
 
 
 @pytest.mark.parametrize("system", COPIES)
@@ -125,7 +133,8 @@ def test_the_layer_after_computes_what_the_one_before_does(system: str) -> None:
     assert not unexpected
     assert not [name for name in missing if "weight" in name or "experts" in name]
     x = torch.randn(4, 16, 64)
-    theirs, ours = before["moe"](x), after["moe"](x)
+    theirs = before["moe"](x)
+    ours = after["moe"](x)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs

@@ -1,4 +1,5 @@
-"""Any model on a mesh, with FSDP2, DDP or neither: gradients and their norm equal those of one process."""
+"""Any model on a mesh, with FSDP2, DDP or neither: gradients and their norm equal those of one
+process."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ from moesaic.parallel import (
 )
 from worlds import on_ranks, refusal
 
-DIM, HIDDEN, EXPERTS, TOKENS = 4, 6, 8, 5
+DIM = 4
+HIDDEN = 6
+EXPERTS = 8
+TOKENS = 5
 NORMS = (2.0, 3.0, math.inf)
 
 
@@ -244,7 +248,8 @@ def refused() -> list[tuple[dict[str, str], dict[str, str]]]:
 
 def plainly_wrapped() -> dict[str, str]:
     mesh = Mesh.create(ep=2)
-    model, prepared = make_model("swiglu"), make_model("swiglu")
+    model = make_model("swiglu")
+    prepared = make_model("swiglu")
     for each in (model, prepared):
         parallelize_model(each, mesh)
     prepare_ddp(prepared, mesh)
@@ -254,8 +259,8 @@ def plainly_wrapped() -> dict[str, str]:
 
 def test_ddp_says_at_once_what_to_call_before(refused) -> None:
     said = (
-        "InputError: DDP would give all ranks the first one's experts, which are spread over a mesh: "
-        "call moesaic.prepare_ddp(model, mesh) before DDP wraps the model"
+        "InputError: DDP would give all ranks the first one's experts, which are spread over a "
+        "mesh: call moesaic.prepare_ddp(model, mesh) before DDP wraps the model"
     )
     for found, _ in refused:
         assert found == {"model": said, "layer": said, "prepared": ""}
@@ -271,7 +276,8 @@ def test_ddp_over_experts_that_it_would_overwrite_is_refused(refused):
 
 
 def test_without_a_mesh_clipping_is_torchs():
-    model, again = make_model("swiglu"), make_model("swiglu")
+    model = make_model("swiglu")
+    again = make_model("swiglu")
     for each in (model, again):
         backward(each, [batch(0)])
     norm = clip_grad_norm_(model, 0.1)
@@ -298,8 +304,10 @@ def test_the_norm_of_one_process_is_torchs():
 
 
 def in_bfloat16(mesh_sizes: dict[str, int], *, told: bool) -> dict[str, Any]:
-    """Return this rank's results of two micro-batches under bfloat16 autocast, and the experts' dtypes during them."""
-    mesh, model = Mesh.create(**mesh_sizes), make_model("swiglu").float()
+    """Return this rank's results of two micro-batches under bfloat16 autocast, and the experts'
+    dtypes during them."""
+    mesh = Mesh.create(**mesh_sizes)
+    model = make_model("swiglu").float()
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     for layer in layers:
         layer.parallelize(mesh, Plan())
@@ -337,7 +345,8 @@ def in_both_ways() -> list[dict[str, list[dict[str, Any]]]]:
 
 @pytest.mark.parametrize("name", PRECISION)
 def test_mixed_precision_that_casts_less_changes_no_bit(in_both_ways, name):
-    """FSDP gathers experts in the products' dtype, and spread experts are cast once a step; otherwise every call casts both."""
+    """FSDP gathers experts in the products' dtype, and spread experts are cast once a step;
+    otherwise every call casts both."""
     sizes, kept = PRECISION[name]
     for mine, its in [of_rank[name] for of_rank in in_both_ways]:
         assert (mine["kept"], its["kept"]) == (kept, 0)
@@ -360,7 +369,8 @@ def test_gate_and_up_are_split_alike(sizes, dim):
 
 
 def odd_experts() -> list[tuple[int, Tensor, Tensor]]:
-    """Return the dimensions in which FSDP split gate and up, the parameter gathered from all ranks, and the original."""
+    """Return the dimensions in which FSDP split gate and up, the parameter gathered from all ranks,
+    and the original."""
     mesh = Mesh.create()
     torch.manual_seed(0)
     model = nn.Sequential(MoE(4, 6, 3, 2, shared_hidden=2))
@@ -382,7 +392,8 @@ def odd_experts() -> list[tuple[int, Tensor, Tensor]]:
 
 
 def test_fsdp_never_splits_gate_from_up():
-    """3 experts and 1 shared expert do not split over 2 ranks, so FSDP splits a width (not etp's); gate and up stay whole."""
+    """3 experts and 1 shared expert do not split over 2 ranks, so FSDP splits a width (not etp's);
+    gate and up stay whole."""
     for found in on_ranks(2, odd_experts):
         assert [dim for dim, _, _ in found] == [3, 2]
         assert all(torch.equal(whole, expected) for _, whole, expected in found)

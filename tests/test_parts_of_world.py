@@ -1,4 +1,5 @@
-"""Layers on a part of the world: `DeviceMesh`es, sub-meshes and process groups. Each layer equals its dense reference."""
+"""Layers on a part of the world: `DeviceMesh`es, sub-meshes and process groups. Each layer equals
+its dense reference."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from moesaic import LoadBalance, Mesh, MoE, Plan, average_gradients, clip_grad_n
 from moesaic.parallel import parallelize_model, parameter_groups, prepare_ddp
 from worlds import on_ranks, refusal
 
-DIM, HIDDEN, EXPERTS, TOKENS = 4, 8, 8, 6
+DIM = 4
+HIDDEN = 8
+EXPERTS = 8
+TOKENS = 6
 WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...], Plan]] = {
     "stages over strided ranks": ((2, 2), ("ep", "pp"), ("ep",), Plan(all_to_all="multicast")),
     "stages of tp 2": ((2, 2), ("pp", "tp"), ("tp",), Plan(schedule="s2", chunks=2)),
@@ -44,7 +48,8 @@ def tokens_of(part: int, group: int) -> Tensor:
 
 
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Run a step that leaves gradients on the parameters; return output and the input's gradient."""
+    """Run a step that leaves gradients on the parameters; return output and the input's
+    gradient."""
     x = x.clone().requires_grad_()
     y = model(x)
     y.sin().mean().backward()
@@ -167,7 +172,8 @@ def test_ranks_that_have_no_layer_take_no_part(of_ranks):
 
 
 def lines() -> dict[str, str]:
-    """Return the ranks' errors for meshes that do not fit, and whether a layer on a DeviceMesh can be pickled."""
+    """Return the ranks' errors for meshes that do not fit, and whether a layer on a DeviceMesh can
+    be pickled."""
     four = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
     layer = make_model(0)[0]
     elsewhere = dist.new_group([0, 1])

@@ -1,4 +1,5 @@
-"""Stages of torch.distributed.pipelining with MoE layers, one mesh per stage: the results equal those of one process."""
+"""Stages of torch.distributed.pipelining with MoE layers, one mesh per stage: the results equal
+those of one process."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from moesaic import Mesh, MoE, Plan, average_gradients, clip_grad_norm_, set_los
 from moesaic.parallel import parallelize_layers
 from worlds import on_ranks
 
-DIM, TOKENS, BLOCKS, MICRO_BATCHES, RANKS = 4, 6, 4, 4, 4
+DIM = 4
+TOKENS = 6
+BLOCKS = 4
+MICRO_BATCHES = 4
+RANKS = 4
 SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
     "gpipe": ScheduleGPipe,
@@ -32,7 +37,8 @@ CASES: dict[str, tuple[str, int, Plan]] = {
     "interleaved, 2 ranks": ("interleaved", 2, Plan(chunks=2)),
     "1f1b, 4 ranks": ("1f1b", 4, Plan()),
 }
-"""Schedule, number of pipeline ranks, and plan. The experts of a stage are split over the other ranks."""
+"""Schedule, number of pipeline ranks, and plan. The experts of a stage are split over the other
+ranks."""
 WORST = 1e-9
 """Largest relative difference."""
 
@@ -66,10 +72,13 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stages(name: str, pp: int, plan: Plan) -> dict[str, Any]:
-    """Run a step over `pp` pipeline ranks; return losses, gradients by name, and the norm of all gradients."""
+    """Run a step over `pp` pipeline ranks; return losses, gradients by name, and the norm of all
+    gradients."""
     world = init_device_mesh("cpu", (pp, RANKS // pp), mesh_dim_names=("pp", "ep"))
-    place, group = world.get_local_rank("pp"), world["pp"].get_group()
-    whole, each = blocks(), 2 if name == "interleaved" else 1
+    place = world.get_local_rank("pp")
+    group = world["pp"].get_group()
+    whole = blocks()
+    each = 2 if name == "interleaved" else 1
     per_stage = BLOCKS // (pp * each)
     numbers = [place + pp * turn for turn in range(each)]
     mine = {at: nn.Sequential(*whole[at * per_stage : (at + 1) * per_stage]) for at in numbers}
@@ -82,7 +91,8 @@ def stages(name: str, pp: int, plan: Plan) -> dict[str, Any]:
         for at, part in mine.items()
     ]
     schedule = SCHEDULES[name](made if each > 1 else made[0], MICRO_BATCHES, loss_fn=loss_of)
-    x, losses = batch(mesh.rank), []
+    x = batch(mesh.rank)
+    losses = []
     if place == 0:
         schedule.step(x)
     elif place == pp - 1:
@@ -118,8 +128,10 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stages_equal_one_process(found, name):
-    whole, pp = blocks(), CASES[name][1]
-    losses, groups = {}, RANKS // pp
+    whole = blocks()
+    pp = CASES[name][1]
+    losses = {}
+    groups = RANKS // pp
     for group in range(groups):
         for micro, x in enumerate(batch(group)):
             y = x.unsqueeze(0)

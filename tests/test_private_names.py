@@ -1,4 +1,5 @@
-"""Private names of other packages stand in the table of docs/versions.md, each with what happens if it goes."""
+"""Private names of other packages stand in the table of docs/versions.md, each with what happens if
+it goes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from import_graph import nodes
+from moesaic_lab.import_graph import nodes
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -29,7 +30,8 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: list[ast.AST]) -> Iterator[str]:
-    """Yield the private names that a file of ours defines, but not those by which it overrides torch's."""
+    """Yield the private names that a file of ours defines, but not those by which it overrides
+    torch's."""
     for node in tree:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -66,7 +68,8 @@ def imported(tree: list[ast.AST]) -> dict[str, str]:
 
 
 def foreign_names(tree: list[ast.AST], own: set[str]) -> Iterator[str]:
-    """Yield the private names of other packages that a file uses, with their module where an import tells it."""
+    """Yield the private names of other packages that a file uses, with their module where an import
+    tells it."""
     names = imported(tree)
     yield from (name for name in names.values() if any(map(is_private, name.split("."))))
     for node in tree:
@@ -91,7 +94,8 @@ def foreign_names(tree: list[ast.AST], own: set[str]) -> Iterator[str]:
 
 
 def used_names() -> set[str]:
-    """Return the private names of other packages that the library uses; the standard library's are left out."""
+    """Return the private names of other packages that the library uses; the standard library's are
+    left out."""
     own = {name for path in SOURCES for name in own_names(nodes(path))} - OF_MODULES
     names = {name for path in SOURCES for name in foreign_names(nodes(path), own)}
     names = {

@@ -1,4 +1,5 @@
-"""The recipes in examples/recipes, run with the command in their first line: they train with the losses of one process."""
+"""The recipes in examples/recipes, run with the command in their first line: they train with the
+losses of one process."""
 
 from __future__ import annotations
 
@@ -20,15 +21,23 @@ sys.path.append(str(FOLDER))
 from tiny import Tiny, batches  # noqa: E402
 
 EQUAL = {
-    "loop": (2, ()), "ddp": (2, ()), "fsdp2": (2, ()), "with_accelerate": (2, ("accelerate",)),
-    "with_fabric": (2, ("lightning_fabric",)), "with_ray": (1, ("ray",)),
-}  # fmt: skip
-"""Recipes that train the tiny model as one process does: number of processes, and packages that they need."""
+    "loop": (2, ()),
+    "ddp": (2, ()),
+    "fsdp2": (2, ()),
+    "with_accelerate": (2, ("accelerate",)),
+    "with_fabric": (2, ("lightning_fabric",)),
+    "with_ray": (1, ("ray",)),
+}
+"""Recipes that train the tiny model as one process does: number of processes, and packages that
+they need."""
 OTHERS = {
-    "hf_trainer": (2, ("transformers", "accelerate")), "lora": (1, ("peft",)), "pipeline": (4, ()),
+    "hf_trainer": (2, ("transformers", "accelerate")),
+    "lora": (1, ("peft",)),
+    "pipeline": (4, ()),
     "with_torchtitan": (2, ("torchtitan",)),
-}  # fmt: skip
-"""Recipes that train something else: processes and packages. In a pipeline, balance losses are per micro-batch."""
+}
+"""Recipes that train something else: processes and packages. In a pipeline, balance losses are per
+micro-batch."""
 BY_TESTS = {"export", "with_deepspeed"}
 """Recipes that have a test of their own."""
 
@@ -38,9 +47,8 @@ def run(name: str, processes: int, packages: tuple[str, ...], *words: str) -> st
         pytest.importorskip(package)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = (*(launch if processes > 1 else ()), str(FOLDER / f"{name}.py"), *words)
-    with tempfile.TemporaryDirectory(
-        ignore_cleanup_errors=True
-    ) as short:  # Ray needs a short path for its sockets
+    # Ray needs a short path for its sockets
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:
         command = Forked(list(words), {"TMPDIR": short}, imports=packages)
         out, err = command.communicate(timeout=400)
     assert command.returncode == 0, err[-3000:]
@@ -72,7 +80,8 @@ def losses_alone(model: Tiny) -> list[float]:
 
 
 def with_packages(recipes: dict[str, tuple[int, tuple[str, ...]]]) -> list[Any]:
-    """Return names of recipes: `make test` runs those that need only PyTorch, `make test-random` the others too."""
+    """Return names of recipes: `make test` runs those that need only PyTorch, `make test-random`
+    the others too."""
     return [
         pytest.param(name, marks=pytest.mark.random if packages else ())
         for name, (_, packages) in recipes.items()

@@ -1,4 +1,5 @@
-"""The installed files: the wheel has the library and nothing of the laboratory, which has a wheel of its own."""
+"""The installed files: the wheel has the library and nothing of the laboratory, which has a wheel
+of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def names_in_wheel(project: Path, folder: Path) -> set[str]:
 
 
 def tracked(folder: str) -> set[str]:
-    """Return the files below a folder, relative to the folder from which its package is imported."""
+    """Return the files below a folder, relative to the folder from which its package is
+    imported."""
     base = (ROOT / folder).parent
     return {
         Path(place, name).relative_to(base).as_posix()
@@ -58,7 +60,8 @@ def test_the_source_distribution_has_what_the_wheel_is_built_from(tmp_path: Path
 
 
 def test_the_metadata_is_ready_for_an_index() -> None:
-    """Every supported Python is named, and the version is that of the citation; no address stands for a missing one."""
+    """Every supported Python is named, and the version is that of the citation; no address stands
+    for a missing one."""
     project = read_table(ROOT / "pyproject.toml")["project"]
     named = {
         line.split(" :: ")[-1]
@@ -75,10 +78,14 @@ def test_the_metadata_is_ready_for_an_index() -> None:
 
 def test_public_ci_runs_what_everybody_can_run() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
-    commands = [
-        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
-    ]
-    assert commands == [".ci/run"]
+    commands = {
+        name: [step["run"] for step in job["steps"] if "run" in step]
+        for name, job in workflow["jobs"].items()
+    }
+    assert commands["ci"][-1] == ".ci/run"
+    assert all(line.startswith(("apt-get ", "git config ")) for line in commands["ci"][:-1])
+    assert commands["places"] == ["python -m places ${{ matrix.place }}"]
+    assert workflow["jobs"].keys() == {"ci", "places"}
     forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
     assert all(yaml.safe_load(form.read_text("utf-8")) for form in forms)
     assert len(forms) == 4

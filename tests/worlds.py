@@ -1,4 +1,5 @@
-"""Process groups of real processes over Gloo for the tests. One start of the processes serves one call of a function."""
+"""Process groups of real processes over Gloo for the tests. One start of the processes serves one
+call of a function."""
 
 from __future__ import annotations
 
@@ -11,12 +12,25 @@ from moesaic.testing.runner import start_ranks
 
 TIMEOUT_SECONDS = 120
 PRELOAD = (
-    "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "torch.distributed.pipelining",
-    "moesaic.cli.main", "moesaic.cli.train", "moesaic.train.loop", "pytest", "fsspec.core", "numpy.ma", "typeguard",
-    "torch.distributed.checkpoint._fsspec_filesystem", "tyro._backends._argparse_formatter", "moesaic.train.presets",
-    "moesaic.kernels.by_expert", "moesaic.runtime.graphs",
-)  # fmt: skip
-"""Modules that ranks of tests and commands import, in addition to those of `moesaic.testing.runner`."""
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.run",
+    "torch.distributed.pipelining",
+    "moesaic.cli.main",
+    "moesaic.cli.train",
+    "moesaic.train.loop",
+    "pytest",
+    "fsspec.core",
+    "numpy.ma",
+    "typeguard",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "tyro._backends._argparse_formatter",
+    "moesaic.train.presets",
+    "moesaic.kernels.by_expert",
+    "moesaic.runtime.graph_breaks",
+)
+"""Modules that ranks of tests and commands import, in addition to those of
+`moesaic.testing.runner`."""
 HUB = (
     "transformers.trainer",
     "transformers.models.mixtral.modeling_mixtral",
@@ -25,7 +39,8 @@ HUB = (
     "peft",
     "datasets",
 )
-"""The same where tests use transformers, whose parts are imported when they are used: five seconds of each rank."""
+"""The same where tests use transformers, whose parts are imported when they are used: five seconds
+of each rank."""
 
 
 def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
@@ -34,12 +49,14 @@ def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def preloaded() -> tuple[str, ...]:
-    """Return the modules that the fork server imports, from which all processes of tests are forked."""
+    """Return the modules that the fork server imports, from which all processes of tests are
+    forked."""
     return (*PRELOAD, *(HUB if "transformers" in sys.modules else ()))
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call a module-level function in `world` processes of one process group; return the results by rank."""
+    """Call a module-level function in `world` processes of one process group; return the results by
+    rank."""
     return runner.on_ranks(
         world, function, *arguments, timeout_seconds=TIMEOUT_SECONDS, preload=preloaded()
     )

@@ -1,6 +1,7 @@
 """Reinforcement learning by TRL's GRPO, with a reward for digits: python examples/hf/grpo.py [NAME]
 
-The model generates by transformers itself, so its experts run on Moesaic's kernels in generation and in training.
+The model generates by transformers itself, so its experts run on Moesaic's kernels in generation
+and in training.
 """
 
 from datasets import Dataset

@@ -1,8 +1,10 @@
-"""Experts in NF4, adapters on attention and on every expert, on any number of small cards; run by python or by torchrun:
+"""Experts in NF4, adapters on attention and on every expert, on any number of small cards; run by
+python or by torchrun:
 
     torchrun --nproc-per-node 2 examples/hf/qlora.py [NAME]
 
-Each rank reads and keeps its own experts. The adapters are saved in PEFT's format; started again, it goes on from them.
+Each rank reads and keeps its own experts. The adapters are saved in PEFT's format; started again,
+it goes on from them.
 """
 
 import os
@@ -19,10 +21,13 @@ from trl import SFTConfig, SFTTrainer
 from moesaic.transformers import FourBitExpertsConfig, adopt_adapters, distributed_config
 
 RUN = "runs/qlora"
-world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-name, tokenizer = f"{RUN}/model-of-rank-{rank}", tokenizer_of_bytes()
+world = int(os.environ.get("WORLD_SIZE", "1"))
+rank = int(os.environ.get("RANK", "0"))
+name = f"{RUN}/model-of-rank-{rank}"
+tokenizer = tokenizer_of_bytes()
 if len(sys.argv) > 1:
-    name, tokenizer = sys.argv[1], AutoTokenizer.from_pretrained(sys.argv[1])
+    name = sys.argv[1]
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 else:
     torch.manual_seed(0)
     config = config_of("qwen3_moe")

@@ -1,6 +1,8 @@
-"""What the scripts of this folder share: small random models of each family, a tokenizer, and texts.
+"""What the scripts of this folder share: small random models of each family, a tokenizer, and
+texts.
 
-Every script takes a model's name on the hub, or trains a small random one of the family that it names first.
+Every script takes a model's name on the hub, or trains a small random one of the family that it
+names first.
 """
 
 import sys
@@ -83,7 +85,8 @@ def config_of(family: str) -> PretrainedConfig:
 
 
 def load(default: str = "olmoe") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer that the command line names: a family, a name on the hub, or the default family."""
+    """Return the model and the tokenizer that the command line names: a family, a name on the hub,
+    or the default family."""
     name = sys.argv[1] if len(sys.argv) > 1 else default
     if name not in FAMILIES:
         model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moesaic")
@@ -111,7 +114,8 @@ def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
 
 
 def settings(folder: str, steps: int = 6) -> dict[str, object]:
-    """Return the arguments that every trainer takes: a few steps, a line for each, and nothing saved."""
+    """Return the arguments that every trainer takes: a few steps, a line for each, and nothing
+    saved."""
     return {
         "output_dir": folder,
         "max_steps": steps,
@@ -125,7 +129,8 @@ def settings(folder: str, steps: int = 6) -> dict[str, object]:
 
 
 def pretrain(family: str) -> None:
-    """Train the model of the command line, or a small one of the family, on the texts by transformers' Trainer."""
+    """Train the model of the command line, or a small one of the family, on the texts by
+    transformers' Trainer."""
     model, tokenizer = load(family)
     rows = [tokenizer(text, return_tensors="pt")["input_ids"][0][:96] for text in TEXTS]
     data = [{"input_ids": row, "labels": row} for row in rows if len(row) == 96]

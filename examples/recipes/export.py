@@ -1,7 +1,8 @@
-"""torch.export of a layer with any number of tokens, in one process: python examples/recipes/export.py
+"""torch.export of a layer with any number of tokens, in one process: python
+examples/recipes/export.py
 
-A layer on a mesh talks to other ranks, which no graph holds: export the layer before `parallelize`, or one that has read the
-`state_dict()` of it.
+A layer on a mesh talks to other ranks, which no graph holds: export the layer before `parallelize`,
+or one that has read the `state_dict()` of it.
 """
 
 import torch

@@ -1,4 +1,5 @@
-"""FSDP2, experts over ep and their copies over the rest: torchrun --nproc-per-node 2 examples/recipes/fsdp2.py"""
+"""FSDP2, experts over ep and their copies over the rest: torchrun --nproc-per-node 2
+examples/recipes/fsdp2.py"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,5 @@
-"""transformers' Trainer over experts that are spread: torchrun --nproc-per-node 2 examples/recipes/hf_trainer.py"""
+"""transformers' Trainer over experts that are spread: torchrun --nproc-per-node 2
+examples/recipes/hf_trainer.py"""
 
 import os
 import tempfile
@@ -39,9 +40,16 @@ model = AutoModelForCausalLM.from_pretrained(
 ids = [(torch.arange(LENGTH) + first) % VOCAB for first in range(VOCAB)]
 data = [{"input_ids": each, "labels": each} for each in ids]
 given = TrainingArguments(
-    name, max_steps=STEPS, learning_rate=0.01, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
-    use_cpu=True, report_to="none", disable_tqdm=True,
-)  # fmt: skip
+    name,
+    max_steps=STEPS,
+    learning_rate=0.01,
+    per_device_train_batch_size=4,
+    logging_steps=1,
+    save_strategy="no",
+    use_cpu=True,
+    report_to="none",
+    disable_tqdm=True,
+)
 trainer = Trainer(model=model.train(), args=given, train_dataset=data)
 trainer.train()
 for entry in trainer.state.log_history:

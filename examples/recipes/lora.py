@@ -1,4 +1,5 @@
-"""PEFT's LoRA on the experts of a transformers model, in one process: python examples/recipes/lora.py"""
+"""PEFT's LoRA on the experts of a transformers model, in one process: python
+examples/recipes/lora.py"""
 
 import torch
 from peft import LoraConfig, get_peft_model

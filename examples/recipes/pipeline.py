@@ -1,4 +1,5 @@
-"""Two pipeline stages, in each the experts over two ranks: torchrun --nproc-per-node 4 examples/recipes/pipeline.py"""
+"""Two pipeline stages, in each the experts over two ranks: torchrun --nproc-per-node 4
+examples/recipes/pipeline.py"""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ def loss_of(scores: Tensor, tokens: Tensor) -> Tensor:
 
 dist.init_process_group("gloo")
 world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
-whole, stage = Tiny(), world.get_local_rank("pp")
+whole = Tiny()
+stage = world.get_local_rank("pp")
 parts = [
     nn.Sequential(whole.embedding, whole.blocks[0]),
     nn.Sequential(whole.blocks[1], whole.head),

@@ -1,4 +1,5 @@
-"""The model and the data that all recipes train: two blocks with MoE layers, sequences that count upwards."""
+"""The model and the data that all recipes train: two blocks with MoE layers, sequences that count
+upwards."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from torch import Tensor, nn
 
 from moesaic import MoE
 
-VOCAB, DIM, BATCH, LENGTH, STEPS = 16, 16, 8, 12, 8
+VOCAB = 16
+DIM = 16
+BATCH = 8
+LENGTH = 12
+STEPS = 8
 
 
 class Block(nn.Module):

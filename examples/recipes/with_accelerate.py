@@ -1,4 +1,5 @@
-"""Accelerate: accelerate launch --cpu --num_processes 2 examples/recipes/with_accelerate.py, or torchrun."""
+"""Accelerate: accelerate launch --cpu --num_processes 2 examples/recipes/with_accelerate.py, or
+torchrun."""
 
 import torch
 from accelerate import Accelerator
@@ -17,9 +18,8 @@ balance_on_step(optimizer, model)
 for tokens in batches(accelerator.process_index, accelerator.num_processes):
     loss = model(tokens)
     accelerator.backward(loss)
-    clip_grad_norm_(
-        model, 1.0
-    )  # in place of accelerator.clip_grad_norm_, which knows no spread experts
+    # in place of accelerator.clip_grad_norm_, which knows no spread experts
+    clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
     accelerator.print(f"loss {accelerator.reduce(loss.detach(), 'mean').item():.6f}")

@@ -1,6 +1,8 @@
-"""DeepSpeed's engine, ZeRO 0 to 3, with experts on every rank: torchrun --nproc-per-node 2 examples/recipes/with_deepspeed.py
+"""DeepSpeed's engine, ZeRO 0 to 3, with experts on every rank: torchrun --nproc-per-node 2
+examples/recipes/with_deepspeed.py
 
-A stage other than 2 is the first argument. Experts stay whole: DeepSpeed's engine does not support those of `parallelize`.
+A stage other than 2 is the first argument. Experts stay whole: DeepSpeed's engine does not support
+those of `parallelize`.
 """
 
 import sys
@@ -16,9 +18,8 @@ stage = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
 model = Tiny()
 for block in model.blocks:
-    block.moe.losses = (
-        LoadBalance(0.01, level="sequence"),
-    )  # a mean over sequences, whatever rank they are on
+    # a mean over sequences, whatever rank they are on
+    block.moe.losses = (LoadBalance(0.01, level="sequence"),)
 settings = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 1.0,
@@ -26,7 +27,8 @@ settings = {
 }
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-rank, ranks = dist.get_rank(), dist.get_world_size()
+rank = dist.get_rank()
+ranks = dist.get_world_size()
 for tokens in batches(rank, ranks):
     loss = engine(tokens.to(engine.device))
     # DeepSpeed scales and divides the loss that it is given

@@ -1,8 +1,10 @@
-"""torchtitan 0.3 with Moesaic's programs for its experts: torchrun --nproc-per-node 2 examples/recipes/with_torchtitan.py
+"""torchtitan 0.3 with Moesaic's programs for its experts: torchrun --nproc-per-node 2
+examples/recipes/with_torchtitan.py
 
-A run of torchtitan names the override: --override.imports with_torchtitan.moesaic_experts. It replaces what dispatches tokens,
-runs experts and combines results. Router, shared experts, parameters, their names and initialisation stay torchtitan's.
-Here it is applied to torchtitan's smallest Qwen3 with experts.
+A run of torchtitan names the override: --override.imports with_torchtitan.moesaic_experts. It
+replaces what dispatches tokens, runs experts and combines results. Router, shared experts,
+parameters, their names and initialisation stay torchtitan's. Here it is applied to torchtitan's
+smallest Qwen3 with experts.
 """
 
 from dataclasses import dataclass
@@ -32,10 +34,10 @@ from torchtitan.models.qwen3 import parallelize_qwen3, qwen3_configs
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-from moesaic.chosen import ChosenExperts
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts import BorrowedExperts, Clamp
+from moesaic.given_routing import ChosenExperts
 from moesaic.parallel import parameter_groups
 
 KNOWN = {
@@ -54,10 +56,8 @@ class MoesaicExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         inner = config.inner_experts
-        self.hidden, self.with_bias = (
-            inner.hidden_dim,
-            isinstance(inner, GptOssGroupedExperts.Config),
-        )
+        self.hidden = inner.hidden_dim
+        self.with_bias = isinstance(inner, GptOssGroupedExperts.Config)
         clamp = Clamp(inner.swiglu_limit, alpha=1.702, offset=1.0) if self.with_bias else None
         experts = BorrowedExperts(
             inner.dim, inner.num_experts, read=self.weights, clamp=clamp, bias=self.with_bias
@@ -65,7 +65,8 @@ class MoesaicExperts(RoutedExperts):
         self.run = ChosenExperts(experts, self.hidden, self.parameters)
 
     def weights(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return this rank's part of the parameters as Moesaic's kernels take them, gate and up in one tensor."""
+        """Return this rank's part of the parameters as Moesaic's kernels take them, gate and up in
+        one tensor."""
         parameters = dict(self.inner_experts.named_parameters(recurse=False)).items()
         of = {
             name: each.to_local() if isinstance(each, DTensor) else each
@@ -95,7 +96,8 @@ class MoesaicExperts(RoutedExperts):
         x_BLD: Tensor,
         topk_scores_BLK: Tensor,
         topk_expert_ids_BLK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,  # not needed: Moesaic counts and exchanges counts itself
+        # not needed: Moesaic counts and exchanges counts itself
+        num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         x_TD, expert_TK, weight_TK = (
             each.flatten(0, 1) for each in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK)
@@ -109,7 +111,8 @@ def moesaic_experts(config: RoutedExperts.Config) -> MoesaicExperts.Config:
         kind = type(getattr(config, field))
         if kind not in known:
             raise InputError(
-                f"{field}={kind.__qualname__}: Moesaic knows {' and '.join(k.__qualname__ for k in known)}"
+                f"{field}={kind.__qualname__}: Moesaic knows "
+                f"{' and '.join(k.__qualname__ for k in known)}"
             )
     return derive(config, MoesaicExperts.Config)
 
@@ -119,18 +122,17 @@ def small_qwen3() -> Qwen3Model.Config:
     config = qwen3_configs["debugmodel_moe"]("flex")
     config.layers = config.layers[:2]
     for layer in config.layers:
-        layer.attention.inner_attention = (
-            ScaledDotProductAttention.Config()
-        )  # flex has no backward pass on CPUs
+        # flex has no backward pass on CPUs
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
         layer.moe.routed_experts.inner_experts.hidden_dim = 32
     return config
 
 
 def as_torchtitan_does(config: Qwen3Model.Config, world: int) -> Qwen3Model:
-    """Return the model of a configuration, spread and initialised by torchtitan with `ep` and FSDP over all ranks."""
-    torchtitan.distributed.parallel_dims.device_type = (
-        "cpu"  # it looks for GPUs alone: leave this line out on them
-    )
+    """Return the model of a configuration, spread and initialised by torchtitan with `ep` and FSDP
+    over all ranks."""
+    # it looks for GPUs alone: leave this line out on them
+    torchtitan.distributed.parallel_dims.device_type = "cpu"
     dims = torchtitan.distributed.parallel_dims.ParallelDims(
         dp_replicate=1,
         dp_shard=world,
@@ -162,7 +164,8 @@ def as_torchtitan_does(config: Qwen3Model.Config, world: int) -> Qwen3Model:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     model = as_torchtitan_does(small_qwen3(), world)
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.003)
     for tokens in batches(rank, world):

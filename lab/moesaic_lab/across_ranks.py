@@ -1,4 +1,5 @@
-"""Helpers that run on the ranks of benchmarks: gathering times, listing sent messages, layer steps, prescribed routing."""
+"""Helpers that run on the ranks of benchmarks: gathering times, listing sent messages, layer steps,
+prescribed routing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def in_turn_and_near(
     near: Callable[[Mapping[str, tuple[float, ...]]], list[str]],
     **options: Any,
 ) -> tuple[Spans, Spans]:
-    """Time interleaved methods, then repeat only those with similar times until they have enough repeats.
+    """Time interleaved methods, then repeat only those with similar times until they have enough
+    repeats.
 
     Args:
         methods: as for `in_turn`.
@@ -46,10 +48,12 @@ def in_turn_and_near(
         options: further arguments of `in_turn`.
 
     Returns:
-        this rank's spans of all methods, and the spans of the further repeats ({} if there are none).
+        this rank's spans of all methods, and the spans of the further repeats ({} if there are
+        none).
     """
     spans = in_turn(methods, repeats, **options)
-    names, more = near(gathered(spans)), max(pairs - repeats, 0)
+    names = near(gathered(spans))
+    more = max(pairs - repeats, 0)
     again = {name: methods[name] for name in names} if more else {}
     return spans, in_turn(again, more, **options | {"warmup": 0})
 
@@ -96,11 +100,11 @@ class SteppedLayer:
 
 
 class ToldRouter(AbstractRouter):
-    """A router that sends every token to prescribed experts. Routing weights decrease from slot to slot and sum to one.
+    """A router that sends every token to prescribed experts. Routing weights decrease from slot to
+    slot and sum to one.
 
     Args:
         dim: width of a token (unused).
-        num_experts: number of experts.
     """
 
     def __init__(self, dim: int, num_experts: int) -> None:

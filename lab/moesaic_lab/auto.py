@@ -1,8 +1,10 @@
-"""`moesaic bench auto`: compare the plan that `plan="auto"` chooses with fixed plans, on the emulated beds of `bench layer`.
+"""`moesaic bench auto`: compare the plan that `plan="auto"` chooses with fixed plans, on the
+emulated beds of `bench layer`.
 
-A layer with plan="auto" runs 60 steps, in which it must choose a plan. Then its plan and fixed plans are timed in turn. The
-fixed plans are the layer's own candidates, every single schedule, and the plans with the best predicted times on the bed.
-Under "changed" every link gets another rate after the first choice, and 60 more steps follow. Virtual compute, real bytes.
+A layer with plan="auto" runs 60 steps, in which it must choose a plan. Then its plan and fixed
+plans are timed in turn. The fixed plans are the layer's own candidates, every single schedule, and
+the plans with the best predicted times on the bed. Under "changed" every link gets another rate
+after the first choice, and 60 more steps follow. Virtual compute, real bytes.
 
     moesaic bench auto --json benchmarks/results/auto.json
 """
@@ -46,7 +48,8 @@ STEPS = 60
 CHANGED = "50mbit"
 """Rate of every node's link after the change."""
 AT_SECONDS = 90.0
-"""Seconds until links change: late enough for the first choice, even if several ranks share a core."""
+"""Seconds until links change: late enough for the first choice, even if several ranks share a
+core."""
 PREDICTED = 3
 """Number of fixed plans that are chosen by predicted time."""
 
@@ -96,6 +99,7 @@ def cases(options: AutoOptions) -> list[AutoCase]:
 
 
 def _jobs() -> Iterator[tuple[str, LayerJob]]:
+    """Yield the layers to measure, each with its label."""
     config = read_config()
     place, pipelining = (
         next(cell for cell in config.cells if isinstance(cell, kind))
@@ -114,6 +118,7 @@ def _jobs() -> Iterator[tuple[str, LayerJob]]:
 
 
 def _job(place: LayerPlace, grid: Grid) -> LayerJob:
+    """Return the job of a layer: all single changes and the best predicted plans."""
     best = sorted(searched(grid), key=step_model(place))[:PREDICTED]
     fixed = (*singles(grid).values(), *best)
     methods, alike = distinct(_named(fixed))
@@ -140,11 +145,13 @@ def measure(options: AutoOptions, selected: list[AutoCase], told: Told) -> list[
 
 
 def on_rank(case: AutoCase) -> AutoResult:
-    """Let the layer choose its plan, then time this plan and the fixed ones; all ranks call this together."""
+    """Let the layer choose its plan, then time this plan and the fixed ones; all ranks call this
+    together."""
     started = time.monotonic()
     transport = open_transport(name="sockets")
     runner = LayerRunner(case.job, transport)
-    mesh, layer = Mesh(case.job.grid, transport), runner.layer
+    mesh = Mesh(case.job.grid, transport)
+    layer = runner.layer
     assert layer.on_mesh is not None
     auto = AutoPlan.of(mesh)
     auto.join(layer.on_mesh, layer.experts, layer.hidden, layer.parameters)
@@ -176,6 +183,7 @@ def on_rank(case: AutoCase) -> AutoResult:
 
 
 def _named(plans: Sequence[Compiled]) -> dict[str, Compiled]:
+    """Return compiled plans by their text."""
     return {plan_in_words(each.plan): each for each in plans}
 
 
@@ -187,10 +195,17 @@ def row_of(case: AutoCase, results: Sequence[AutoResult]) -> dict[str, Any]:
     best = min(seconds, key=lambda name: sorted(seconds[name])[len(seconds[name]) // 2])
     ratio = paired(seconds[chosen], seconds[best])
     return {
-        "bed": case.name, "chosen": chosen, "best": best, "over_best": 1.0 if chosen == best else ratio.median,
-        "low": ratio.low, "high": ratio.high, "races": results[0].races, "plans": len(seconds),
-        "chosen_ms": 1e3 * sorted(seconds[chosen])[len(seconds[chosen]) // 2], "said": results[0].said[-1:],
-    }  # fmt: skip
+        "bed": case.name,
+        "chosen": chosen,
+        "best": best,
+        "over_best": 1.0 if chosen == best else ratio.median,
+        "low": ratio.low,
+        "high": ratio.high,
+        "races": results[0].races,
+        "plans": len(seconds),
+        "chosen_ms": 1e3 * sorted(seconds[chosen])[len(seconds[chosen]) // 2],
+        "said": results[0].said[-1:],
+    }
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -205,7 +220,14 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="auto", description="Let plan=auto choose a plan on emulated clusters, and time it against fixed plans.",
-    options=AutoOptions, cases=cases, measure=measure, claims=claims, notes=notes_of(__doc__),
+    name="auto",
+    description=(
+        "Let plan=auto choose a plan on emulated clusters, and time it against fixed plans."
+    ),
+    options=AutoOptions,
+    cases=cases,
+    measure=measure,
+    claims=claims,
+    notes=notes_of(__doc__),
     columns=(Shown(title="plan auto after 60 steps"),),
-)  # fmt: skip
+)

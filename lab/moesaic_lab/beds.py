@@ -1,7 +1,8 @@
 """Cells on a bed: the frame of the benchmarks on emulated clusters.
 
-A configuration file lists cells. Each has a place: a bed, and how often methods are timed on it. One after another the
-cells are sent to the ranks of their bed, which check the methods, record what they send and time them in turn.
+A configuration file lists cells. Each has a place: a bed, and how often methods are timed on it.
+One after another the cells are sent to the ranks of their bed, which check the methods, record what
+they send and time them in turn.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 from moesaic_lab.benchmark import read_parts, require_positive
 from moesaic_lab.bounds import Limit, Message, crossing, link_limit
 from moesaic_lab.measure import Span, TimedCell, timed
@@ -64,9 +64,12 @@ class Place:
     def bed(self) -> Bed:
         """The emulated cluster."""
         return Bed(
-            nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=self.inter, intra=self.intra,
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            inter=self.inter,
+            intra=self.intra,
             per_message=self.per_message,
-        )  # fmt: skip
+        )
 
     @property
     def world(self) -> int:
@@ -128,9 +131,9 @@ def read_cells(path: Path, whole: C, kinds: Mapping[str, Place], **lists: tuple[
     """Read a configuration from a TOML or JSON file.
 
     Args:
-        path: the file.
         whole: the configuration with its defaults; the file may set its numbers and words.
-        kinds: by the name of a list of tables in the file, the cell whose fields each of these tables overrides.
+        kinds: by the name of a list of tables in the file, the cell whose fields each of these
+            tables overrides.
         lists: further lists of tables; see `read_parts`.
     """
     return read_parts(
@@ -166,9 +169,12 @@ class BedCell(TimedCell):
     def row(self, name: str) -> dict[str, Any]:
         """Return times, bound and what crossed the nodes as keys of a method's row."""
         return {
-            **self.timings[name].row(), "bound_seconds": self.bound(name), "bound_link": self.limits[name][0].link,
-            "across_bytes": self.across[name][0], "across_messages": self.across[name][1],
-        }  # fmt: skip
+            **self.timings[name].row(),
+            "bound_seconds": self.bound(name),
+            "bound_link": self.limits[name][0].link,
+            "across_bytes": self.across[name][0],
+            "across_messages": self.across[name][1],
+        }
 
 
 def joined(of_ranks: Sequence[Timed], bed: Bed) -> dict[str, Any]:
@@ -204,9 +210,11 @@ def drawn(
         cells: the cells of a panel.
         at: place of each cell on the x axis; None for 0, 1, 2 and so on, the places of bars.
         scales: factor by which each cell's seconds are multiplied; None for milliseconds.
-        names: by the name of a series, which method of a cell it shows; None for one series per method.
+        names: by the name of a series, which method of a cell it shows; None for one series per
+            method.
     """
-    at, scales = at or [float(place) for place in range(len(cells))], scales or [1e3] * len(cells)
+    at = at or [float(place) for place in range(len(cells))]
+    scales = scales or [1e3] * len(cells)
     if names is None:
         methods = dict.fromkeys(name for cell in cells for name in cell.timings)
         names = {name: lambda cell, name=name: name for name in methods}  # type: ignore[misc]
@@ -230,7 +238,8 @@ def bars(
     y_title: str = "ms",
     **options: Any,
 ) -> Panel:
-    """Return a panel with a group of bars per cell, named by `label`; `options` are further arguments of `drawn`."""
+    """Return a panel with a group of bars per cell, named by `label`; `options` are further
+    arguments of `drawn`."""
     series = drawn(cells, **options)
     return Panel(
         title=title, x_title="", y_title=y_title, series=series, categories=tuple(map(label, cells))

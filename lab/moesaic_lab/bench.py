@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 from moesaic_lab.benchmark import Benchmark
 
 BENCHMARKS = {
@@ -33,7 +32,10 @@ BENCHMARKS = {
     ),
     "device": (
         "device.benchmark",
-        "one layer on a CPU or a GPU: its operations, products and memory, and other libraries' layers",
+        (
+            "one layer on a CPU or a GPU: its operations, products and memory, and other "
+            "libraries' layers"
+        ),
     ),
     "extending": ("extending", "the promises of docs/extending.md, checked on the code"),
     "front": ("front", "README from its first line on, in an empty environment"),
@@ -45,7 +47,10 @@ BENCHMARKS = {
     ),
     "headlines": ("headlines", "the main result of each of the five papers, on emulated clusters"),
     "hf": ("hf", "Moesaic inside transformers, against transformers' own loop over experts"),
-    "house": ("house", "lines of code, statements, the path from the layer to the transport"),
+    "house": (
+        "house",
+        "tokens, assignments, calls, functions, imports, the path from the layer to the transport",
+    ),
     "layer": (
         "layer.benchmark",
         "schedules, adaptive r, pipelining, codecs and task orders on an emulated cluster",
@@ -71,7 +76,10 @@ BENCHMARKS = {
     ),
     "pays": (
         "pays",
-        "where each technique of the five papers pays, simulated over tokens, links, width and skew",
+        (
+            "where each technique of the five papers pays, simulated over tokens, links, width "
+            "and skew"
+        ),
     ),
     "placement_cases": ("placement_cases", "sample placement against a dense loop, in float64"),
     "placement_gaps": (

@@ -1,7 +1,7 @@
 """The frame of every benchmark: its options, cases, measured results, tables, claims and picture.
 
-`moesaic bench NAME` first checks the options, the picture's file name and the machine. A refusal is one line. Then it measures,
-prints tables and claims, and writes the JSON and the picture.
+`moesaic bench NAME` first checks the options, the picture's file name and the machine. A refusal is
+one line. Then it measures, prints tables and claims, and writes the JSON and the picture.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.configfile import override, read_table, suggestion
-from moesaic.errors import InputError
+from moesaic.configfile import override, read_table
+from moesaic.errors import InputError, suggestion
 from moesaic_lab.claims import Claim, Measurement, write_whole
 from moesaic_lab.pictures import Panel, check_picture, write_picture
 from moesaic_lab.tables import Columns, Marks, claims_table, table, write_page
@@ -55,7 +55,8 @@ class KeptOptions(BenchmarkOptions):
     """Options of a long benchmark that can resume from the parts it has finished."""
 
     keep: str | None = None
-    """Store the result of each part in this folder, and skip parts that already have a result there."""
+    """Store the result of each part in this folder, and skip parts that already have a result
+    there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,13 @@ class EmulatedOptions(DrawnOptions):
     """Options of benchmarks on emulated clusters."""
 
     config: str | None = None
-    """Read beds, sizes and methods from this TOML file; by default from the one in the repository."""
+    """Read beds, sizes and methods from this TOML file; by default from the one in the
+    repository."""
     only: str | None = None
     """Run only these parts, separated by commas; an unknown name lists all parts."""
     repeats: int | None = None
-    """How often each method is timed, in every part; claims about ratios near 1 need at least 30 repeats."""
+    """How often each method is timed, in every part; claims about ratios near 1 need at least 30
+    repeats."""
 
 
 O = TypeVar("O", bound=BenchmarkOptions)  # noqa: E741
@@ -90,7 +93,8 @@ class CanNarrow(Protocol):
     """A configuration that can be reduced to some of its parts."""
 
     def narrowed(self: N, *, only: tuple[str, ...] = ..., repeats: int | None = ...) -> N:
-        """Return the configuration of the parts in `only` (all if empty), with another number of repeats if given."""
+        """Return the configuration of the parts in `only` (all if empty), with another number of
+        repeats if given."""
         ...
 
 
@@ -130,7 +134,8 @@ def _same(results: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[O, C, F]):
-    """A benchmark: what it measures and how it shows the results. `F` is the type of the results."""
+    """A benchmark: what it measures and how it shows the results. `F` is the type of the
+    results."""
 
     name: str
     """Name in `moesaic bench NAME`, and of the file with its results."""
@@ -138,10 +143,11 @@ class Benchmark(Generic[O, C, F]):
     """Shown by --help."""
     options: type[O]
     notes: str | Callable[[F], str]
-    """What a reader must know to judge the figures, or a function that makes it from the results."""
+    """What a reader must know to judge the figures, or a function that makes it from the
+    results."""
     cases: Callable[[O], C] = _once
-    """Makes cases, or a configuration of them, from the options; returns None if `measure` needs only the options. It
-    refuses invalid options, and options that this machine cannot run."""
+    """Makes cases, or a configuration of them, from the options; returns None if `measure` needs
+    only the options. It refuses invalid options, and options that this machine cannot run."""
     measure: Callable[[O, C, Told], F]
     """Measures the cases and returns the results."""
     rows: Callable[[F], list[dict[str, Any]]] = _same
@@ -149,7 +155,8 @@ class Benchmark(Generic[O, C, F]):
     claims: Callable[[F], list[Claim]]
     """Returns all claims of the benchmark, those included that this run did not measure."""
     columns: Sequence[Shown] | Callable[[F], Sequence[Table]]
-    """Tables for the terminal: descriptions of them, or a function that makes them from the results."""
+    """Tables for the terminal: descriptions of them, or a function that makes them from the
+    results."""
     title: str = ""
     """Title of the picture."""
     panels: Callable[[F], Sequence[Panel]] | None = None
@@ -164,10 +171,12 @@ class Benchmark(Generic[O, C, F]):
     is_command: bool = False
     """Whether the command is `moesaic NAME` instead of `moesaic bench NAME`."""
     is_proof: bool = False
-    """Whether the exit code is 1 if a claim does not hold, since that means a bug and not a slow machine."""
+    """Whether the exit code is 1 if a claim does not hold, since that means a bug and not a slow
+    machine."""
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Measure, print the tables, write the files that the options name, and return the exit code."""
+        """Measure, print the tables, write the files that the options name, and return the exit
+        code."""
         prog = f"moesaic {self.name}" if self.is_command else f"moesaic bench {self.name}"
         options = parse(self.options, arguments, prog=prog, description=self.description)
         picture = (
@@ -223,8 +232,14 @@ class Benchmark(Generic[O, C, F]):
         return self.notes(results) if callable(self.notes) else self.notes
 
 
+def summary_of(documentation: str | None) -> str:
+    """Return the first paragraph of a module's docstring as one line."""
+    return " ".join((documentation or "").split("\n\n")[0].split())
+
+
 def notes_of(documentation: str | None) -> str:
-    """Return the second paragraph of a module's docstring as one line: the notes of most benchmarks."""
+    """Return the second paragraph of a module's docstring as one line: the notes of most
+    benchmarks."""
     return " ".join((documentation or "").split("\n\n")[1].split())
 
 
@@ -234,7 +249,8 @@ def words_of(only: str | None) -> tuple[str, ...]:
 
 
 def require_positive(values: Mapping[str, object], head: str = "") -> None:
-    """Raise InputError for the first number that is not above 0. The message has its name, after the prefix `head`."""
+    """Raise InputError for the first number that is not above 0. The message has its name, after
+    the prefix `head`."""
     for name, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise InputError(f"{head}{name}={value}: must be above 0")
@@ -250,17 +266,21 @@ def read_parts(
     """Read the configuration of a benchmark from a TOML or JSON file.
 
     Args:
-        path: the file to read.
-        whole: the configuration with its defaults, a dataclass; the file may set its int, float and str fields.
-        lists: by the name of a list of tables in the file, the field that it fills and the defaults that each of its tables
-            overrides. Lists that fill the same field are concatenated.
-        tables: by the name of a table in the file, which is also the name of the field, the defaults that it overrides.
+        whole: the configuration with its defaults, a dataclass; the file may set its int, float and
+            str fields.
+        lists: by the name of a list of tables in the file, the field that it fills and the defaults
+            that each of its tables overrides. Lists that fill the same field are concatenated.
+        tables: by the name of a table in the file, which is also the name of the field, the
+            defaults that it overrides.
 
     Raises:
         InputError: for an unknown field or a value of the wrong type; names the file and the field.
     """
-    table, source, changes = read_table(path), f"config {path}", dict[str, Any]()
-    lists, tables = lists or {}, tables or {}
+    table = read_table(path)
+    source = f"config {path}"
+    changes = dict[str, Any]()
+    lists = lists or {}
+    tables = tables or {}
     for name, (field, default) in lists.items():
         value = table.pop(name, None)
         if value is None:
@@ -308,7 +328,8 @@ def emulated(
 
     Args:
         read_config: reads a configuration from a file, by default from the one in the repository.
-        run: measures the narrowed configuration on clusters that it starts one after another, and reports its progress.
+        run: measures the narrowed configuration on clusters that it starts one after another, and
+            reports its progress.
         needs_cluster: whether a narrowed configuration needs a cluster at all.
         fields: the remaining fields of `Benchmark`.
     """
@@ -350,7 +371,8 @@ def on_beds(
     measure: Callable[[Cluster, J], F],
     told: Told,
 ) -> list[F]:
-    """Measure jobs on emulated clusters, one after another. Consecutive jobs of the same bed share one cluster.
+    """Measure jobs on emulated clusters, one after another. Consecutive jobs of the same bed share
+    one cluster.
 
     Args:
         jobs: the jobs; a generator may make each one lazily.
@@ -374,7 +396,8 @@ def on_beds(
 
 @contextmanager
 def keeping(folder: str | Path | None) -> Iterator[Path]:
-    """Yield the folder in which results are stored, created if missing; for None a temporary one, removed at the end."""
+    """Yield the folder in which results are stored, created if missing; for None a temporary one,
+    removed at the end."""
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         yield Path(folder)
@@ -384,7 +407,8 @@ def keeping(folder: str | Path | None) -> Iterator[Path]:
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """Return the content of a JSON file. If the file is missing, write the result of `make` to it first, atomically."""
+    """Return the content of a JSON file. If the file is missing, write the result of `make` to it
+    first, atomically."""
     if not path.exists():
         write_whole(path, json.dumps(make()))
     return json.loads(path.read_text(encoding="utf-8"))
@@ -393,7 +417,8 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 def each_kept(
     keep: str | Path | None, runs: Mapping[str, Callable[[], Any]], told: Told
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the result of each run: the result stored in the folder, or else a new one, which is stored."""
+    """Yield the name and the result of each run: the result stored in the folder, or else a new
+    one, which is stored."""
     with keeping(keep) as folder:
         for name, run in runs.items():
             told(name)
@@ -403,7 +428,8 @@ def each_kept(
 @contextmanager
 def _progress() -> Iterator[Told]:
     """Show on standard error what is being measured and, at the end, how long everything took."""
-    console, start = Console(stderr=True), time.monotonic()
+    console = Console(stderr=True)
+    start = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)

@@ -1,9 +1,10 @@
-"""Lower bounds of the time in which links can carry given messages: bytes over rate, on the link where this takes
-longest.
+"""Lower bounds of the time in which links can carry given messages: bytes over rate, on the link
+where this takes longest.
 
-No method is faster, whatever it overlaps, since the bound ignores order, start-up costs and compute. Compared with a
-measured time, it shows for how much of the time the slowest link was busy. An emulated link passes about 20 KB at once
-before its rate applies, so all-to-alls of a few such messages may be faster than the bound.
+No method is faster, whatever it overlaps, since the bound ignores order, start-up costs and
+compute. Compared with a measured time, it shows for how much of the time the slowest link was busy.
+An emulated link passes about 20 KB at once before its rate applies, so all-to-alls of a few such
+messages may be faster than the bound.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from moesaic.planner.movement import coded_bytes
 from moesaic.program.all_to_all.volume import messages_of
-from moesaic.program.bundles import bundles
+from moesaic.program.joined_messages import bundles
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Op, Program, Slot
 from moesaic_testbed.bed import Bed
@@ -49,8 +50,8 @@ def link_limit(messages: Iterable[Message], bed: Bed) -> Limit:
 def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
     """Return the time that each link of a bed is busy with messages: its bytes over its rate.
 
-    A bed's cost per message is counted once per pair of ranks, since messages of one pair may share a packet. Links
-    that change during the run count with their initial rate.
+    A bed's cost per message is counted once per pair of ranks, since messages of one pair may share
+    a packet. Links that change during the run count with their initial rate.
 
     Args:
         messages: as for `link_limit`.
@@ -62,7 +63,8 @@ def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
             of_pair[(source, target)] += num_bytes
     seconds: dict[str, float] = defaultdict(float)
     for (source, target), num_bytes in of_pair.items():
-        source_node, target_node = bed.node_of(source), bed.node_of(target)
+        source_node = bed.node_of(source)
+        target_node = bed.node_of(target)
         if source_node == target_node:
             if bed.intra_bytes_per_second is not None:
                 seconds[f"lo of node {source_node}"] += num_bytes / bed.intra_bytes_per_second
@@ -91,18 +93,18 @@ def program_messages(
     unit_columns: int = 0,
     coded: Callable[[str, float, int, int], float] = coded_bytes,
 ) -> list[Message]:
-    """Return every message of a program, movement by movement and hop by hop; bundled movements count as one message.
+    """Return every message of a program, movement by movement and hop by hop; bundled movements
+    count as one message.
 
     Args:
         program: a forward or backward program, lowered or not.
-        sizes: sizes of the call.
         dim: columns of tokens and rows.
         element_bytes: bytes per element of tokens, rows and weights.
         lane_bytes: bytes of a routing weight; an index takes `INDEX_BYTES`.
-        unit_columns: columns of a hidden unit's weights, if weights are sent: 3 * dim for SwiGLU. A bias has dim
-            columns.
-        coded: maps (codec, rows, dim, element bytes) to bytes. Packets that share a message count as one. A codec that
-            rounds
+        unit_columns: columns of a hidden unit's weights, if weights are sent: 3 * dim for SwiGLU. A
+            bias has dim columns.
+        coded: maps (codec, rows, dim, element bytes) to bytes. Packets that share a message count
+            as one. A codec that rounds
         rows up to blocks may therefore send a few more bytes.
     """
     slots = {slot.name: slot for slot in program.slots}
@@ -126,6 +128,7 @@ def program_messages(
 
 
 def _row_bytes(slot: Slot, dim: int, element_bytes: int, lane_bytes: int, unit_columns: int) -> int:
+    """Return the bytes of a row in a slot."""
     if slot.layout.flow == "weights":
         return unit_columns * element_bytes
     return {Kind.LANE: lane_bytes, Kind.INDEX: INDEX_BYTES}.get(slot.kind, dim * element_bytes)

@@ -1,7 +1,7 @@
 """Run `moesaic check`, verify that its cases notice planted bugs, and turn both into claims.
 
-Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a number of
-processes is given.
+Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a
+number of processes is given.
 
 moesaic bench check --json benchmarks/results/check.json
 """
@@ -20,10 +20,11 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.planted.mutants import judge_all, judge_all_on_gloo
 
 DESCRIPTION = (
-    "Run what `moesaic check` runs, and plant bugs in the library that its cases must notice. Exit code 1 if a case fails or "
-    "a bug escapes."
+    "Run what `moesaic check` runs, and plant bugs in the library that its cases must notice. "
+    "Exit code 1 if a case fails or a bug escapes."
 )
-LEAST_CASES, LEAST_MUTANTS = 2000, 40
+LEAST_CASES = 2000
+LEAST_MUTANTS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,8 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def claims(result: dict[str, Any]) -> list[Claim]:
-    """Return claims on the numbers of cases, failures, planted bugs, caught bugs and process counts."""
+    """Return claims on the numbers of cases, failures, planted bugs, caught bugs and process
+    counts."""
     caught = sum(mutant["caught_by"] != "nobody" for mutant in result["mutants"])
     worlds = result["cases_by_processes"]
     reason = "" if worlds else "run without processes (--no-gloo)"
@@ -80,7 +82,8 @@ def claims(result: dict[str, Any]) -> list[Claim]:
 
 
 def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
-    """Plant every bug and return a row per bug: what caught it, and the first ratio of its wrong numbers."""
+    """Plant every bug and return a row per bug: what caught it, and the first ratio of its wrong
+    numbers."""
     verdicts = list(judge_all(options.at_once, lambda name: told(f"planted: {name}")))
     if options.gloo:
         told("planted bugs that need processes")
@@ -111,6 +114,14 @@ def measure(options: CheckedOptions, cases: CheckOptions, told: Told) -> dict[st
 
 
 BENCHMARK = Benchmark(
-    name="check", description=DESCRIPTION, options=CheckedOptions, notes=notes_of(__doc__), cases=lambda options: options.asked,
-    measure=measure, rows=rows, claims=claims, columns=tables, is_proof=True,
-)  # fmt: skip
+    name="check",
+    description=DESCRIPTION,
+    options=CheckedOptions,
+    notes=notes_of(__doc__),
+    cases=lambda options: options.asked,
+    measure=measure,
+    rows=rows,
+    claims=claims,
+    columns=tables,
+    is_proof=True,
+)

@@ -26,6 +26,9 @@ OPERATORS = {
 }
 """How a value is compared with its target, by operator."""
 
+FAMILY = {"family": "cpu family", "model": "model"}
+"""Words for the fields of /proc/cpuinfo that tell generations of processors apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
@@ -54,9 +57,13 @@ class Claim:
     def as_dict(self) -> dict[str, Any]:
         """Return the claim as plain data."""
         data: dict[str, Any] = {
-            "name": self.name, "value": self.value, "unit": self.unit, "target": self.target, "op": self.op,
+            "name": self.name,
+            "value": self.value,
+            "unit": self.unit,
+            "target": self.target,
+            "op": self.op,
             "holds": self.holds,
-        }  # fmt: skip
+        }
         return data | ({"reason": self.reason} if self.reason else {})
 
 
@@ -71,7 +78,8 @@ def claimed(
     op: Literal[">=", "<="] = "<=",
     unit: str = "1",
 ) -> Claim:
-    """Return a claim with the result of `value`. If `value` raises `NotMeasuredError`, the claim has its reason instead."""
+    """Return a claim with the result of `value`. If `value` raises `NotMeasuredError`, the claim
+    has its reason instead."""
     try:
         return Claim(name=name, value=value(), unit=unit, target=target, op=op)
     except NotMeasuredError as reason:
@@ -79,7 +87,8 @@ def claimed(
 
 
 def figures(rows: Sequence[Mapping[str, Any]], key: str, **others: object) -> list[float]:
-    """Return the figure `key` of every row that has it and whose other keys have the values `others`.
+    """Return the figure `key` of every row that has it and whose other keys have the values
+    `others`.
 
     Raises:
         NotMeasuredError: if there is no such row.
@@ -139,7 +148,7 @@ class Measurement:
         return {
             "machine": self.machine,
             "versions": versions(*self.packages),
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+            "date": today(),
             "notes": self.notes,
             "rows": self.rows,
             "claims": [claim.as_dict() for claim in self.claims],
@@ -154,6 +163,11 @@ class Measurement:
         write_whole(Path(target), text)
 
 
+def today() -> str:
+    """Return the date in Greenwich, as results have it."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically, and create its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +175,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python, Moesaic and `packages`; "absent" for a package that is not installed."""
+    """Return the versions of Python, Moesaic and `packages`; "absent" for a package that is not
+    installed."""
     installed = {"python": platform.python_version()}
     for package in ("moesaic", *packages):
         try:
@@ -172,17 +187,27 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the processor's name, the number of cores, and the operating system with its architecture."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
+    """Return the processor's name, the number of cores, and the operating system with its
+    architecture."""
+    path = Path("/proc/cpuinfo")
+    name = processor(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
     return {
-        "cpu": name,
+        "cpu": name or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "gpu": None,
     }
+
+
+def processor(cpuinfo: str) -> str:
+    """Return the processor's name from the text of /proc/cpuinfo; "" if it has none.
+
+    Virtual machines hide the model: "AMD EPYC" may be of any generation, so the numbers of family
+    and model follow.
+    """
+    lines = (line.partition(":") for line in cpuinfo.split("\n\n", maxsplit=1)[0].splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    if not fields.get("model name"):
+        return ""
+    numbers = ", ".join(f"{part} {fields[key]}" for part, key in FAMILY.items() if fields.get(key))
+    return fields["model name"] + (f" ({numbers})" if numbers else "")

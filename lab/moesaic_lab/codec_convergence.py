@@ -1,14 +1,19 @@
-"""The cost of a lossy codec in quality, like ScheMoE's Table 6: a language model, and on a GPU a translation, three seeds.
+"""The cost of a lossy codec in quality, like ScheMoE's Table 6: a language model, and on a GPU a
+translation, three seeds.
 
-Every run trains with its experts split over two processes, so half of all token copies cross between them, encoded. For each
-seed, runs share data, weights and steps, and differ only in the codec; a dense model with equally many active parameters is
-added for comparison. Scores are of held-back text: perplexity per byte, and BLEU by sacrebleu. With the first seed, the dense
-model and the one without a codec also train twice as long, which changes their scores by less than seeds differ if they have
-converged. On two cores, a run of the language model takes 2 to 7 minutes, all of them two hours.
+Every run trains with its experts split over two processes, so half of all token copies cross
+between them, encoded. For each seed, runs share data, weights and steps, and differ only in the
+codec; a dense model with equally many active parameters is added for comparison. Scores are of
+held-back text: perplexity per byte, and BLEU by sacrebleu. With the first seed, the dense model and
+the one without a codec also train twice as long, which changes their scores by less than seeds
+differ if they have converged. On two cores, a run of the language model takes 2 to 7 minutes, all
+of them two hours.
 
-    moesaic bench codec_convergence --keep runs/codecs --json benchmarks/results/codec_convergence.json
+    moesaic bench codec_convergence --keep runs/codecs \
+        --json benchmarks/results/codec_convergence.json
 
-For the paper's sizes: --translation transformer-moe --language gpt2-tiny-moe --device cuda, with enough steps.
+For the paper's sizes: --translation transformer-moe --language gpt2-tiny-moe --device cuda, with
+enough steps.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ from moesaic_lab.paper_train.models import PADDING, EncoderDecoder, translate
 from moesaic_lab.training import short_run, trained_on
 
 Task = Literal["translation", "language"]
-DENSE, PLAIN = "dense", "none"
+DENSE = "dense"
+PLAIN = "none"
 """Names of the dense model and of the sparse one without a codec, used in place of a codec."""
 CODECS = ("bf16", "fp16", "int8", "fp8", "zfp")
 WORLD = 2
@@ -47,11 +53,15 @@ CHANGES: dict[str, dict[str, Any]] = {
         "model": {"moe": {"num_experts": 16}},
     }
 }
-"""Settings with which small presets converge within minutes, and their experts gain more than seeds differ."""
+"""Settings with which small presets converge within minutes, and their experts gain more than seeds
+differ."""
 PUBLISHED = {
-    (DENSE, "none"): (45.51, 128.8), ("none", "none"): (46.61, 106.8), ("fp16", "none"): (46.59, 106.85),
-    ("int8", "none"): (46.68, 110.35), ("zfp", "none"): (46.58, 106.87),
-}  # fmt: skip
+    (DENSE, "none"): (45.51, 128.8),
+    ("none", "none"): (46.61, 106.8),
+    ("fp16", "none"): (46.59, 106.85),
+    ("int8", "none"): (46.68, 110.35),
+    ("zfp", "none"): (46.58, 106.87),
+}
 """BLEU and perplexity of ScheMoE's Table 6, by the codecs of the forward and backward passes."""
 SENTENCES = 64
 """Batch size of translation."""
@@ -70,8 +80,8 @@ class CodecConvergenceOptions(KeptOptions):
     language_steps: int = 4000
     """Optimizer steps of each language-model run; the learning-rate schedule ends with them."""
     codecs: tuple[str, ...] = (PLAIN, *CODECS)
-    """Codecs of the forward pass, optionally with one for gradients after a slash. A dense model is always trained as
-    well."""
+    """Codecs of the forward pass, optionally with one for gradients after a slash. A dense model is
+    always trained as well."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of initialization and data order."""
     most_sentences: int = 512
@@ -93,10 +103,8 @@ def configuration(
         codecs: one of `CodecConvergenceOptions.codecs`, or `DENSE`.
         device: cpu or cuda.
     """
-    base, (forward, backward) = (
-        override(paper_preset(name), CHANGES.get(name, {}), source=name),
-        pair(codecs),
-    )
+    base = override(paper_preset(name), CHANGES.get(name, {}), source=name)
+    (forward, backward) = pair(codecs)
     where: dict[str, Any] = {"device": device, "threads": 1 if device == "cpu" else None}
     config = short_run(base, steps, out=str(out), existing="replace", seed=seed, **where)
     if codecs == DENSE:
@@ -109,7 +117,8 @@ def configuration(
 
 
 def pair(codecs: str) -> tuple[str, str]:
-    """Return the codecs of the forward and backward passes. For the dense model, the first is `DENSE`."""
+    """Return the codecs of the forward and backward passes. For the dense model, the first is
+    `DENSE`."""
     forward, _, backward = codecs.partition("/")
     return forward, backward or "none"
 
@@ -148,8 +157,8 @@ def bleu(trained: Trained, most: int) -> float:
 
 
 def held_back(trained: Trained) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the token ids of held-back messages and their translations, with the same split as in the model's training
-    run."""
+    """Yield the token ids of held-back messages and their translations, with the same split as in
+    the model's training run."""
     length = trained.config.model.seq_len
     tokens = load_pairs(trained.config.data, length, trained.folder / "tokenizer.json").val
     for row in tokens[: len(tokens) // length * length].reshape(-1, length).tolist():
@@ -164,12 +173,14 @@ def cases(options: CodecConvergenceOptions) -> None:
     """Refuse translation on a CPU, where it would not converge."""
     if options.translation and options.device == "cpu":
         raise InputError(
-            f"--translation {options.translation}: takes hours to converge on a CPU: add --device cuda"
+            f"--translation {options.translation}: takes hours to converge on a CPU: add "
+            "--device cuda"
         )
 
 
 def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Train every model under every codec, seed by seed, and the two without a codec twice as long with the first seed."""
+    """Train every model under every codec, seed by seed, and the two without a codec twice as long
+    with the first seed."""
     tasks: dict[Task, tuple[str, int]] = {
         "translation": (options.translation, options.translation_steps),
         "language": (options.language, options.language_steps),
@@ -219,10 +230,18 @@ def row(
     forward, backward = pair(codecs)
     published = PUBLISHED.get((forward, backward))
     return {
-        "task": task, "model": name, "codec": forward, "backward_codec": backward, "steps": steps,
-        "score": statistics.mean(scores), "least": min(scores), "most": max(scores), "scores": scores,
-        "val_loss": statistics.mean(losses), "published": None if published is None else published[task == "language"],
-    }  # fmt: skip
+        "task": task,
+        "model": name,
+        "codec": forward,
+        "backward_codec": backward,
+        "steps": steps,
+        "score": statistics.mean(scores),
+        "least": min(scores),
+        "most": max(scores),
+        "scores": scores,
+        "val_loss": statistics.mean(losses),
+        "published": None if published is None else published[task == "language"],
+    }
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -236,8 +255,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 def claims_of(rows: list[dict[str, Any]], unit: str, better: int) -> list[Claim]:
     """Return the claims about one task.
 
-    The experts gain over the dense model with every seed; without a codec, seeds differ by less than that; twice the steps
-    change the first seed's score by less than seeds differ; and so do codecs change the mean, in either direction.
+    The experts gain over the dense model with every seed; without a codec, seeds differ by less
+    than that; twice the steps change the first seed's score by less than seeds differ; and so do
+    codecs change the mean, in either direction.
 
     Args:
         rows: the task's rows.
@@ -276,9 +296,9 @@ def claims_of(rows: list[dict[str, Any]], unit: str, better: int) -> list[Claim]
         ),
         below("plateau_moe", lambda: apart(scores(PLAIN), scores(PLAIN, 2)), spread),
         *(
-            below(f"{each}_gap", lambda each=each: apart(scores(each), scores(PLAIN)), spread)
+            below(f"{each}_gap", lambda each=each: apart(scores(each), scores(PLAIN)), spread)  # type: ignore[misc]
             for each in CODECS
-        ),  # type: ignore[misc]
+        ),
     ]
 
 
@@ -286,9 +306,16 @@ COLUMNS = ("codec", "backward_codec", "steps", "score", "least", "most", "val_lo
 TITLES = {"translation": "BLEU of translations", "language": "perplexity"}
 
 BENCHMARK = Benchmark(
-    name="codec_convergence", description="Train a language model under each codec, and a translation on a GPU.",
-    options=CodecConvergenceOptions, notes=notes_of(__doc__), cases=cases, measure=measure,
+    name="codec_convergence",
+    description="Train a language model under each codec, and a translation on a GPU.",
+    options=CodecConvergenceOptions,
+    notes=notes_of(__doc__),
+    cases=cases,
+    measure=measure,
     claims=claims,
-    columns=tuple(Shown(title=title, where={"task": (task,)}, columns=COLUMNS) for task, title in TITLES.items()),
+    columns=tuple(
+        Shown(title=title, where={"task": (task,)}, columns=COLUMNS)
+        for task, title in TITLES.items()
+    ),
     packages=("torch", "numpy", "sacrebleu", "django", "zfpy"),
-)  # fmt: skip
+)

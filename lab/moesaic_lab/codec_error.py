@@ -1,8 +1,9 @@
-"""Accuracy and size of each codec: relative L2 error, and bytes relative to those of the uncompressed rows.
+"""Accuracy and size of each codec: relative L2 error, and bytes relative to those of the
+uncompressed rows.
 
-Gaussian rows, and heavy-tailed ones (Student's t with 2 degrees of freedom: a few values are far above the others, as
-in the activations of large models), in float32 and bfloat16. The error is that of one encode and decode;
-`codec_convergence` measures its effect on training.
+Gaussian rows, and heavy-tailed ones (Student's t with 2 degrees of freedom: a few values are far
+above the others, as in the activations of large models), in float32 and bfloat16. The error is that
+of one encode and decode; `codec_convergence` measures its effect on training.
 
     moesaic bench codec_error --json benchmarks/results/codec_error.json
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from moesaic.codecs import CODECS
 from moesaic.kernels.codecs import codec_named
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, summary_of
 from moesaic_lab.claims import Claim
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,9 +39,11 @@ class CodecErrorOptions(BenchmarkOptions):
 
 
 def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dict[str, Any]:
-    """Return a codec's mean relative error, its largest error over its bound, and its relative size."""
+    """Return a codec's mean relative error, its largest error over its bound, and its relative
+    size."""
     codec = codec_named(name)
-    errors, of_bound = [], []
+    errors = []
+    of_bound = []
     for seed in options.seeds:
         rows = draw(kind, options.rows, options.dim, seed).to(DTYPES[dtype])
         decoded = codec.decode(codec.encode(rows), options.rows, options.dim, rows.dtype)
@@ -50,10 +53,13 @@ def one_row(name: str, kind: str, dtype: str, options: CodecErrorOptions) -> dic
         of_bound.append(float(torch.where(bound > 0, error.abs() / bound, 0.0).max()))
     num_bytes = codec.num_bytes(options.rows, options.dim, DTYPES[dtype])
     return {
-        "dtype": dtype, "rows": kind, "codec": name, "relative_l2_error": statistics.mean(errors),
+        "dtype": dtype,
+        "rows": kind,
+        "codec": name,
+        "relative_l2_error": statistics.mean(errors),
         "error_over_bound": max(of_bound),
         "bytes_ratio": num_bytes / (options.rows * options.dim * DTYPES[dtype].itemsize),
-    }  # fmt: skip
+    }
 
 
 def draw(kind: str, rows: int, dim: int, seed: int) -> Tensor:
@@ -96,7 +102,12 @@ def measure(options: CodecErrorOptions, cases: None, told: Told) -> list[dict[st
 
 
 BENCHMARK = Benchmark(
-    name="codec_error", description="Measure error and bytes of each codec.", options=CodecErrorOptions,
-    notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
-    columns=(Shown(title="one encode and decode"),), packages=("torch", "numpy", "zfpy"),
-)  # fmt: skip
+    name="codec_error",
+    description="Measure error and bytes of each codec.",
+    options=CodecErrorOptions,
+    notes=summary_of(__doc__),
+    measure=measure,
+    claims=claims,
+    columns=(Shown(title="one encode and decode"),),
+    packages=("torch", "numpy", "zfpy"),
+)

@@ -1,9 +1,9 @@
-"""Start-up time and rate of every collective as `moesaic profile` fits them, on emulated clusters of 2 x 2 and 4 x 2
-ranks.
+"""Start-up time and rate of every collective as `moesaic profile` fits them, on emulated clusters
+of 2 x 2 and 4 x 2 ranks.
 
-alpha is in microseconds, beta in gigabits per second, by least squares over 16 KiB to 2 MiB with equal weight for every
-size. Bytes are counted as in nccl-tests: a rank's input, or for an all-gather its output. r2 is of the logarithms of
-the times.
+alpha is in microseconds, beta in gigabits per second, by least squares over 16 KiB to 2 MiB with
+equal weight for every size. Bytes are counted as in nccl-tests: a rank's input, or for an
+all-gather its output. r2 is of the logarithms of the times.
 
     moesaic bench collectives --json benchmarks/results/collectives.json
 """
@@ -61,7 +61,11 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 COLUMNS = ("bed", "what", "alpha", "beta", "r2", "worst", "spread")
 BENCHMARK = Benchmark(
-    name="collectives", description="Fit start-up and rate of every collective on emulated clusters.",
-    options=CollectivesOptions, notes=notes_of(__doc__), measure=measure_all, claims=claims,
+    name="collectives",
+    description="Fit start-up and rate of every collective on emulated clusters.",
+    options=CollectivesOptions,
+    notes=notes_of(__doc__),
+    measure=measure_all,
+    claims=claims,
     columns=(Shown(title="Collectives", columns=COLUMNS),),
-)  # fmt: skip
+)

@@ -1,21 +1,23 @@
-"""Converts an emulated cluster (`moesaic testbed`) to a `ClusterSpec`: the fields of a bed become links.
+"""Converts an emulated cluster (`moesaic testbed`) to a `ClusterSpec`: the fields of a bed become
+links.
 
-Link rates are known, since the kernel is configured with them. The costs of Python, Gloo and the cores are not: host costs are
-assumptions until `moesaic profile` has measured them.
+Link rates are known, since the kernel is configured with them. The costs of Python, Gloo and the
+cores are not: host costs are assumptions until `moesaic profile` has measured them.
 """
 
 from __future__ import annotations
 
 from moesaic.planner.cluster import ClusterSpec, Device, Host, Link
-from moesaic.planner.predict import CPU
+from moesaic.planner.predicted_plans import CPU
 from moesaic_testbed.bed import Bed
 
 UNSHAPED_GBPS = 8.0
-"""Rate of a loopback interface without a limit, summed over all pairs of ranks; 0.6 to 1.2 GB/s were measured."""
+"""Rate of a loopback interface without a limit, summed over all pairs of ranks; 0.6 to 1.2 GB/s
+were measured."""
 _MTU = 9000
 _PACKETS_PER_MESSAGE = 4
-"""A header and a payload, each acknowledged. 48 messages of 1 KiB at 5,000 bytes per packet and 200 Mbit/s took 45 ms on the
-bed; this number gives 38 ms."""
+"""A header and a payload, each acknowledged. 48 messages of 1 KiB at 5,000 bytes per packet and 200
+Mbit/s took 45 ms on the bed; this number gives 38 ms."""
 
 
 def emulated(bed: Bed, *, device: Device = CPU, host: Host | None = None) -> ClusterSpec:
@@ -53,11 +55,13 @@ def emulated(bed: Bed, *, device: Device = CPU, host: Host | None = None) -> Clu
 
 
 def _gbps(bytes_per_second: float) -> float:
+    """Return a rate in Gb/s."""
     return bytes_per_second * 8 / 1e9
 
 
 def _shaped(devices: int, rates: tuple[float, ...], per_message: int) -> Link:
-    """Return the nodes' links. Every second full packet is acknowledged; acknowledgements are charged like packets."""
+    """Return the nodes' links. Every second full packet is acknowledged; acknowledgements are
+    charged like packets."""
     share = 2 * _MTU / (2 * _MTU + per_message)
     return Link(
         name="eth",

@@ -1,6 +1,8 @@
-"""The best possible placements of experts and samples by mixed-integer programming, as a reference for policies.
+"""The best possible placements of experts and samples by mixed-integer programming, as a reference
+for policies.
 
-HiGHS solves the programs, through scipy. The time is exponential in the worst case, so use this for small cases only.
+HiGHS solves the programs, through scipy. The time is exponential in the worst case, so use this for
+small cases only.
 """
 
 from __future__ import annotations
@@ -9,29 +11,33 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.balance.experts import ExpertLoad
+from moesaic.balance.expert_placement import ExpertLoad
 from moesaic.balance.samples import Homes, SampleLoad
 
 ROUNDING = 1e-6
-"""Relative amount by which the second solve may exceed the busiest place of the first. HiGHS satisfies constraints only
-to about this tolerance, and with a smaller one rejects its own solutions."""
+"""Relative amount by which the second solve may exceed the busiest place of the first. HiGHS
+satisfies constraints only to about this tolerance, and with a smaller one rejects its own
+solutions."""
 
 
 def best_experts(load: ExpertLoad) -> np.ndarray:
-    """Return the place of each expert, (num_experts,) int64, with the fewest rows at the busiest place. Among such
-    placements, choose one with the fewest rows between nodes."""
+    """Return the place of each expert, (num_experts,) int64, with the fewest rows at the busiest
+    place. Among such placements, choose one with the fewest rows between nodes."""
     best = _solve(load, None)
     return _solve(load, load.busiest(best) * (1 + ROUNDING))
 
 
 def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
-    """Minimise the rows at the busiest place; if `most` is given, bound them by `most` and minimise rows between nodes."""
+    """Minimise the rows at the busiest place; if `most` is given, bound them by `most` and minimise
+    rows between nodes."""
     from scipy.sparse import kron, vstack
 
-    experts, ep = len(load.order), load.grid.ep
+    experts = len(load.order)
+    ep = load.grid.ep
     scale = load.weight.sum(1).max() / ep or 1.0
     rows = vstack([kron(of_copy[None], np.eye(ep)) for of_copy in load.weight / scale])
-    room, crossing = np.full(ep, experts // ep), load.crossing / max(load.crossing.sum(), 1.0)
+    room = np.full(ep, experts // ep)
+    crossing = load.crossing / max(load.crossing.sum(), 1.0)
     if most is None:
         return assign_by_program(np.zeros((experts, ep)), room, loads=rows)
     return assign_by_program(crossing.reshape(experts, ep), room, loads=rows, largest=most / scale)
@@ -45,13 +51,14 @@ def assign_by_program(
     largest: float = np.inf,
     allowed: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the place of each item, (things,) int64, with the least total cost. If all costs are 0, minimise the
-    largest load.
+    """Return the place of each item, (things,) int64, with the least total cost. If all costs are
+    0, minimise the largest load.
 
     Args:
         cost: (things, places).
         room: (places,) number of items that each place takes.
-        loads: (loads, things * places) sparse: what an item at a place adds to each load; None for no loads.
+        loads: (loads, things * places) sparse: what an item at a place adds to each load; None for
+            no loads.
         largest: upper bound of every load.
         allowed: (things, places) bool; None allows every place.
     """
@@ -59,26 +66,31 @@ def assign_by_program(
     from scipy.sparse import coo_array, csr_array, hstack, kron, vstack
 
     things, places = cost.shape
-    once, full = (
-        kron(np.eye(things), np.ones((1, places))),
-        kron(np.ones((1, things)), np.eye(places)),
-    )
+    once = kron(np.eye(things), np.ones((1, places)))
+    full = kron(np.ones((1, things)), np.eye(places))
     matrix = vstack([once, full] if loads is None else [once, full, loads])
     num_loads = matrix.shape[0] - things - places
     above = coo_array(
         np.concatenate([np.zeros(things + places), np.full(num_loads, -1.0)])[:, None]
     )
-    fixed, everywhere = np.concatenate([np.ones(things), room]), np.ones(things * places)
+    fixed = np.concatenate([np.ones(things), room])
+    everywhere = np.ones(things * places)
     solution = milp(
         np.append(cost.reshape(-1).astype(np.float64), float(not cost.any())),
         constraints=LinearConstraint(
             csr_array(hstack([matrix, above])),
-            np.append(fixed, np.full(num_loads, -np.inf)), np.append(fixed, np.zeros(num_loads)),
+            np.append(fixed, np.full(num_loads, -np.inf)),
+            np.append(fixed, np.zeros(num_loads)),
         ),
         integrality=np.append(everywhere, 0),
-        bounds=Bounds(0, np.append(everywhere if allowed is None else allowed.reshape(-1).astype(float), largest)),
+        bounds=Bounds(
+            0,
+            np.append(
+                everywhere if allowed is None else allowed.reshape(-1).astype(float), largest
+            ),
+        ),
         options={"mip_rel_gap": 0.0},
-    )  # fmt: skip
+    )
     assert solution.x is not None, (
         f"no placement of {things} things on {places} places: {solution.message}"
     )
@@ -87,16 +99,17 @@ def assign_by_program(
 
 def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
     """Return a placement with the least modelled time; rates are those of `SampleLoad.seconds`."""
-    tables = [table.astype(np.float64) * rate for table, rate in zip(load.rows, (intra, inter))]
-    samples, ranks = tables[0].shape
+    from scipy.sparse import csr_array
+
+    inside, across = load.rows
+    tables = [inside.astype(np.float64) * intra, across.astype(np.float64) * inter]
+    samples, ranks = inside.shape
     allowed = np.zeros((samples, ranks), dtype=bool)
     for group in load.replicas:
         allowed[np.ix_(np.isin(load.homes.rank, group), group)] = True
-    from scipy.sparse import csr_array
-
     scale = max(float(table.sum(0).max()) for table in tables) or 1.0
     times = csr_array(np.stack([table.reshape(-1) / scale for table in tables]))
     room = np.full(ranks, load.homes.slots)
-    return Homes.of_ranks(
-        assign_by_program(np.zeros((samples, ranks)), room, loads=times, allowed=allowed), ranks
-    )
+    costs = np.zeros((samples, ranks))
+    rank_of = assign_by_program(costs, room, loads=times, allowed=allowed)
+    return Homes.of_ranks(rank_of, ranks)

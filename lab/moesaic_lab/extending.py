@@ -1,10 +1,12 @@
-"""Test the promise of docs/extending.md: each kind of part takes one new file and one registry line, and then works.
+"""Test the promise of docs/extending.md: each kind of part takes one new file and one registry
+line, and then works.
 
-The code blocks for each part are installed in a fresh copy of the package, as the page says, and the touched files are counted.
-The contract tests that CONTRIBUTING.md names for this kind of part run against the copy. Parts that move bytes are simulated
-on 2, 4 and 8 nodes of a cluster under even routing, in two ways. The first is the planner's: a few ranks represent all ranks
-that are known to behave identically. The second simulates every row of every rank. The ratio of the two times says whether
-the planner can be trusted with a part that it has never seen.
+The code blocks for each part are installed in a fresh copy of the package, as the page says, and
+the touched files are counted. The contract tests that CONTRIBUTING.md names for this kind of part
+run against the copy. Parts that move bytes are simulated on 2, 4 and 8 nodes of a cluster under
+even routing, in two ways. The first is the planner's: a few ranks represent all ranks that are
+known to behave identically. The second simulates every row of every rank. The ratio of the two
+times says whether the planner can be trusted with a part that it has never seen.
 
     moesaic bench extending --json benchmarks/results/extending.json
 """
@@ -27,7 +29,7 @@ from moesaic.errors import InputError
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.loads import decided, simulate_even
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -44,7 +46,8 @@ KINDS = {
     "replication policy": "A balancing policy",
     "expert kernel": "An expert kernel",
 }
-"""Each kind of part: its row in CONTRIBUTING.md's table, and the heading in docs/extending.md above its code."""
+"""Each kind of part: its row in CONTRIBUTING.md's table, and the heading in docs/extending.md above
+its code."""
 FIELDS = {
     "all-to-all": "all_to_all",
     "codec": "codec",
@@ -55,8 +58,17 @@ FIELDS = {
 NODES = (2, 4, 8)
 CLUSTER = "25gbe"
 COPIED = (
-    "src", "tests", "docs", "examples", "lab", "benchmarks", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile",
-)  # fmt: skip
+    "src",
+    "tests",
+    "docs",
+    "examples",
+    "lab",
+    "benchmarks",
+    "pyproject.toml",
+    "README.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+)
 Rows = list[dict[str, Any]]
 
 
@@ -102,7 +114,8 @@ class Extension:
 
 
 def extensions(page: str) -> list[Extension]:
-    """Return the parts for which `page`, the text of docs/extending.md, has a file and an entry, in the order of `KINDS`."""
+    """Return the parts for which `page`, the text of docs/extending.md, has a file and an entry, in
+    the order of `KINDS`."""
     parts = []
     for kind, heading in KINDS.items():
         section = (
@@ -121,6 +134,7 @@ def extensions(page: str) -> list[Extension]:
 
 
 def _line(block: str) -> RegistryLine:
+    """Return the registry line of a block of documentation."""
     head, body = block.split("\n", 1)
     path, registry = head.removeprefix("# ").split(", in ")
     imports = "".join(
@@ -142,8 +156,10 @@ def install(extension: Extension, root: Path) -> None:
 
 
 def _with(text: str, line: RegistryLine) -> str:
-    """Return a module's text with an entry appended to one of its dicts and the entry's imports after the module's own."""
-    rows, module = text.splitlines(keepends=True), ast.parse(text)
+    """Return a module's text with an entry appended to one of its dicts and the entry's imports
+    after the module's own."""
+    rows = text.splitlines(keepends=True)
+    module = ast.parse(text)
     literals = [
         node.value
         for node in module.body
@@ -157,7 +173,8 @@ def _with(text: str, line: RegistryLine) -> str:
     ]
     assert len(literals) == 1, f"{line.path} has {len(literals)} dicts named {line.registry}"
     (registry,) = literals
-    last, column = (registry.end_lineno or 0) - 1, (registry.end_col_offset or 0) - 1
+    last = (registry.end_lineno or 0) - 1
+    column = (registry.end_col_offset or 0) - 1
     before = "".join(rows[:last]) + rows[last][:column]
     comma = "" if before.rstrip().endswith((",", "{")) else ", "
     rest = rows[last][column:] + "".join(rows[last + 1 :])
@@ -166,7 +183,8 @@ def _with(text: str, line: RegistryLine) -> str:
         for node in module.body
         if isinstance(node, ast.Import | ast.ImportFrom)
     )
-    head, body = "".join(rows[:imported]), before[len("".join(rows[:imported])) :]
+    head = "".join(rows[:imported])
+    body = before[len("".join(rows[:imported])) :]
     return f"{head}{line.imports}{body}{comma}{line.entry}{rest}"
 
 
@@ -195,7 +213,8 @@ def contracts(kind: str, guide: str) -> list[str]:
 
 
 def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in the copy of the repository at `root`, with its package on the path, and return the finished process."""
+    """Run Python in the copy of the repository at `root`, with its package on the path, and return
+    the finished process."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'lab'}",
@@ -224,9 +243,13 @@ def checked(extension: Extension, *, tests: bool) -> Rows:
         install(extension, root)
         touched = sources(root).items() - before.items()
         row: dict[str, Any] = {
-            "kind": extension.kind, "name": extension.lines[0].name, "files_touched": len(touched),
-            "tests_passed": None, "tests_failed": None, "first_failure": "",
-        }  # fmt: skip
+            "kind": extension.kind,
+            "name": extension.lines[0].name,
+            "files_touched": len(touched),
+            "tests_passed": None,
+            "tests_failed": None,
+            "first_failure": "",
+        }
         if tests:
             row |= tested(
                 root,
@@ -237,14 +260,17 @@ def checked(extension: Extension, *, tests: bool) -> Rows:
         done = run_in(root, "-m", "moesaic_lab.extending", FIELDS[extension.kind], str(row["name"]))
         if done.returncode:
             raise InputError(
-                f"{extension.kind} {row['name']} cannot be simulated: {done.stderr.strip().splitlines()[-1]}"
+                f"{extension.kind} {row['name']} cannot be simulated: "
+                f"{done.stderr.strip().splitlines()[-1]}"
             )
         return [row | times for times in json.loads(done.stdout)]
 
 
 def tested(root: Path, paths: list[str]) -> dict[str, Any]:
-    """Run contract tests in a copy and return the numbers that passed and failed, and the first that failed."""
-    done = run_in(root, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *paths)
+    """Run contract tests in a copy and return the numbers that passed and failed, and the first
+    that failed."""
+    pytest = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow")
+    done = run_in(root, *pytest, *paths)
     passed, failed = (
         sum(
             int(number)
@@ -276,12 +302,10 @@ def simulated(field: str, value: str) -> Rows:
     rows = Rows()
     for nodes in NODES:
         spec = read_cluster(CLUSTER, nodes=nodes)
-        simulator, world, refusal, before = (
-            Simulator(spec),
-            nodes * spec.devices_per_node,
-            "",
-            len(rows),
-        )
+        simulator = Simulator(spec)
+        world = nodes * spec.devices_per_node
+        refusal = ""
+        before = len(rows)
         layer = Workload(
             tokens=4096, num_experts=2 * world, top_k=2, dim=1024, hidden=2816, dtype="bf16"
         )
@@ -309,10 +333,14 @@ def simulated(field: str, value: str) -> Rows:
                 even = simulate_even(simulator, compiled, layer)[number].seconds
                 rows.append(
                     {
-                        "nodes": nodes, "tp": tp, "pass": ("forward", "backward")[number], "even_ms": 1e3 * even,
-                        "exact_ms": 1e3 * exact, "even_over_exact": even / exact,
+                        "nodes": nodes,
+                        "tp": tp,
+                        "pass": ("forward", "backward")[number],
+                        "even_ms": 1e3 * even,
+                        "exact_ms": 1e3 * exact,
+                        "even_over_exact": even / exact,
                     }
-                )  # fmt: skip
+                )
         if len(rows) == before:
             raise InputError(
                 f"plan.{field}={value} compiles on no mesh of {nodes} nodes: {refusal}"
@@ -321,7 +349,8 @@ def simulated(field: str, value: str) -> Rows:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return claims on the worst simulation ratio, the files touched and the failed contract tests."""
+    """Return claims on the worst simulation ratio, the files touched and the failed contract
+    tests."""
     ratios = [row["even_over_exact"] for row in rows if row.get("even_over_exact") is not None]
     worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
     failed = [row["tests_failed"] for row in rows]
@@ -373,10 +402,18 @@ def measure(options: ExtendingOptions, cases: list[Extension], told: Told) -> Ro
 
 
 BENCHMARK = Benchmark(
-    name="extending", description="Add the parts that docs/extending.md shows, and check that they work as it promises.",
-    options=ExtendingOptions, notes=notes_of(__doc__), cases=cases, measure=measure, claims=claims,
-    columns=(Shown(title="extending", columns=COLUMNS, group_by=("kind",)),), is_proof=True,
-)  # fmt: skip
+    name="extending",
+    description=(
+        "Add the parts that docs/extending.md shows, and check that they work as it promises."
+    ),
+    options=ExtendingOptions,
+    notes=notes_of(__doc__),
+    cases=cases,
+    measure=measure,
+    claims=claims,
+    columns=(Shown(title="extending", columns=COLUMNS, group_by=("kind",)),),
+    is_proof=True,
+)
 
 if __name__ == "__main__":  # in a copy of the package: one plan field and its value
     print(json.dumps(simulated(*sys.argv[1:])))

@@ -1,4 +1,5 @@
-"""Tiny random models of every model family in transformers whose experts support its interface for expert implementations."""
+"""Tiny random models of every model family in transformers whose experts support its interface for
+expert implementations."""
 
 from __future__ import annotations
 
@@ -14,21 +15,69 @@ import transformers
 from torch import Tensor
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "moe_num_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "n_group": 1,
-    "topk_group": 1, "num_hidden_layers": 4, "max_position_embeddings": 64, "shared_expert_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8, "v_head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "first_k_dense_replace": 1, "router_aux_loss_coef": 0.0, "output_router_logits": False, "global_head_dim": 8,
-    "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "shared_intermediate_size": 24, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
-    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "moe_latent_size": None,
-    "moe_shared_intermediate_size": 24, "top_k_experts": 2, "expert_intermediate_size": 24,
-    "moe_top_k": 2, "enable_moe_block": True, "chunk_size": 8, "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 8,
-    "index_topk": 4, "linear_head_dim": 8, "linear_num_heads": 4,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+    "shared_expert_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "first_k_dense_replace": 1,
+    "router_aux_loss_coef": 0.0,
+    "output_router_logits": False,
+    "global_head_dim": 8,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_intermediate_size": 24,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "moe_latent_size": None,
+    "moe_shared_intermediate_size": 24,
+    "top_k_experts": 2,
+    "expert_intermediate_size": 24,
+    "moe_top_k": 2,
+    "enable_moe_block": True,
+    "chunk_size": 8,
+    "sliding_window": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 4,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+}
 """Tiny values for the fields of a configuration, each used if the configuration has the field."""
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_experts": 16},
@@ -43,10 +92,14 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention"] * 4},
     "mistral4": {"head_dim": 16, "qk_rope_head_dim": 8},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 2,
     },
     "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
+}
 """Additional fields that single kinds of configuration need, by `model_type`."""
 
 
@@ -78,9 +131,11 @@ def families() -> list[Family]:
 
 
 def shrunk(kind: type) -> Any:
-    """Return a configuration with tiny sizes, nested ones included; fields derived from sizes are derived again."""
+    """Return a configuration with tiny sizes, nested ones included; fields derived from sizes are
+    derived again."""
     default = kind()
-    table, inner = default.to_dict(), getattr(kind, "sub_configs", {})
+    table = default.to_dict()
+    inner = getattr(kind, "sub_configs", {})
     fields: dict[str, Any] = {
         key: value for key, value in SIZES.items() if key in table and key not in inner
     }
@@ -161,6 +216,7 @@ def text(model: Any) -> Tensor:
 
 
 def _experts_that_ran(model: Any, family: Family) -> bool:
+    """Return whether the family's experts ran in a forward pass."""
     seen: list[str] = []
     hooks = [
         module.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))

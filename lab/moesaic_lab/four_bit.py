@@ -1,8 +1,10 @@
-"""Experts in NF4 with PEFT's adapters, as `moesaic finetune` trains them, in the form that `moesaic certify` takes.
+"""Experts in NF4 with PEFT's adapters, as `moesaic finetune` trains them, in the form that
+`moesaic certify` takes.
 
-The adapters have full rank and hold what NF4 rounded away: A is the identity, and B the difference. So the adapted experts are
-those of the dense reference, and the gradient of B is that of their weights: all that adapters depend on is held against
-float64. Widths are padded with zeros to one block of NF4.
+The adapters have full rank and hold what NF4 rounded away: A is the identity, and B the difference.
+So the adapted experts are those of the dense reference, and the gradient of B is that of their
+weights: all that adapters depend on is held against float64. Widths are padded with zeros to one
+block of NF4.
 
 moesaic certify moesaic_lab.four_bit:FourBitAdapters
 """
@@ -34,7 +36,8 @@ class FourBitAdapters(AbstractRoutedExperts):
 
     def __init__(self, spec: LayerSpec) -> None:
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
-        own, (_, self._hidden, self._dim) = spec.weights.owned(spec.group), spec.weights.w1.shape
+        own = spec.weights.owned(spec.group)
+        (_, self._hidden, self._dim) = spec.weights.w1.shape
         config = transformers.MixtralConfig(
             hidden_size=WIDTH,
             intermediate_size=WIDTH,
@@ -82,7 +85,8 @@ class FourBitAdapters(AbstractRoutedExperts):
         return MoEWeights(w1, w3, down[:, : self._dim, : self._hidden])
 
     def _of(self, name: str) -> Tensor:
-        """Return the gradient of B, (experts, out, in), of the sum of the ranks' losses, of which adapters get the mean."""
+        """Return the gradient of B, (experts, out, in), of the sum of the ranks' losses, of which
+        adapters get the mean."""
         weight = self._wrappers[name].lora_B["default"].weight
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient

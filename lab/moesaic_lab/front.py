@@ -1,8 +1,8 @@
 """`moesaic bench front`: README, from its first line on, in an empty environment.
 
-What is committed is cloned, an environment without packages gets README's `pip install`, and every Python block runs as a file,
-in order, one for several ranks under torchrun. The claim is the seconds of all of it, if every step succeeds; they depend on
-where pip finds torch.
+What is committed is cloned, an environment without packages gets README's `pip install`, and every
+Python block runs as a file, in order, one for several ranks under torchrun. The claim is the
+seconds of all of it, if every step succeeds; they depend on where pip finds torch.
 
     moesaic bench front --json benchmarks/results/front.json
 """
@@ -28,14 +28,14 @@ TEN_MINUTES = 600.0
 
 
 def blocks_of(page: Path) -> list[tuple[str, str, str]]:
-    """Return ranks, file name and code of each block that runs; one that cannot says why in a comment in front of it."""
+    """Return ranks, file name and code of each block that runs; one that cannot says why in a
+    comment in front of it."""
     found: list[tuple[str, str, str]] = []
     for reason, code in re.findall(
         r"(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL
     ):
-        if not reason and not re.match(
-            r"# \S+\.py\b", code
-        ):  # a file that moesaic_lab.extending puts where it says
+        # a file that moesaic_lab.extending puts where it says
+        if not reason and not re.match(r"# \S+\.py\b", code):
             launch = LAUNCH.match(code)
             ranks, name = launch.groups("") if launch else ("", f"block{len(found)}.py")
             found.append((ranks, name, code))
@@ -46,7 +46,8 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
     """Follow README and time each step."""
     rows = []
     with TemporaryDirectory() as name:
-        clone, python = Path(name, "moesaic"), Path(name, "moesaic", ".venv", "bin", "python")
+        clone = Path(name, "moesaic")
+        python = Path(name, "moesaic", ".venv", "bin", "python")
         (wanted,) = re.findall(
             r"&& cd moesaic\n    pip install \"(.+)\"", (ROOT / "README.md").read_text("utf-8")
         )

@@ -1,13 +1,17 @@
-"""Loss over steps and time for the plain gate, GShard's, Switch, BASE and the topology gate, with the demo's model.
+"""Loss over steps and time for the plain gate, GShard's, Switch, BASE and the topology gate, with
+the demo's model.
 
-Losses come from one process that routes as four ranks in two nodes would, on sequences of 128 instead of the demo's
-256. Steps are timed separately: the trained models run on four ranks of an emulated cluster, 2 nodes of 2 with 200
-Mbit/s between them, with forward, backward and optimizer step, all gates in turn; ranks share the machine's cores. BASE
-chooses one expert per token, so it has half as many experts, twice as wide, with equally many parameters in all and per
-token. The Switch gate has the same sizes, and shows what top-1 routing does on its own. Evaluation omits each gate's
-training-time restrictions.
+Losses come from one process that routes as four ranks in two nodes would, on sequences of 128
+instead of the demo's
+256. Steps are timed separately: the trained models run on four ranks of an emulated cluster, 2
+     nodes of 2 with 200
+Mbit/s between them, with forward, backward and optimizer step, all gates in turn; ranks share the
+machine's cores. BASE chooses one expert per token, so it has half as many experts, twice as wide,
+with equally many parameters in all and per token. The Switch gate has the same sizes, and shows
+what top-1 routing does on its own. Evaluation omits each gate's training-time restrictions.
 
-    moesaic bench gates_loss --json benchmarks/results/gates_loss.json --picture docs/images/bench/gates_loss.svg
+    moesaic bench gates_loss --json benchmarks/results/gates_loss.json \
+        --picture docs/images/bench/gates_loss.svg
 """
 
 from __future__ import annotations
@@ -151,7 +155,8 @@ def stepper(
     mesh: Mesh,
     batches: list[tuple[Tensor, Tensor]],
 ) -> Callable[[], float]:
-    """Return a function that trains one gate's model on the mesh for one step at each call, on the next batch.
+    """Return a function that trains one gate's model on the mesh for one step at each call, on the
+    next batch.
 
     Args:
         gate: name of the gate.
@@ -161,7 +166,8 @@ def stepper(
         mesh: the mesh of all ranks.
         batches: tokens and targets of all ranks.
     """
-    config, following = configuration(gate, 0, steps), iter(batches)
+    config = configuration(gate, 0, steps)
+    following = iter(batches)
     model = GPT(config.model, vocab)
     add_gate(model, gate, mesh.grid.coordinate(mesh.rank, "dp"))
     model.load_state_dict(torch.load(weights))
@@ -179,17 +185,23 @@ def row(
     """Return a gate's row of the table, with means over the seeds."""
     curve = [statistics.mean(values) for values in zip(*(run["losses"] for run in runs))]
     return {
-        "gate": gate, "steps": options.steps, "seeds": len(runs), "val_nats_per_byte": curve[-1],
-        "loss_spread": max(run["losses"][-1] for run in runs) - min(run["losses"][-1] for run in runs),
+        "gate": gate,
+        "steps": options.steps,
+        "seeds": len(runs),
+        "val_nats_per_byte": curve[-1],
+        "loss_spread": max(run["losses"][-1] for run in runs)
+        - min(run["losses"][-1] for run in runs),
         **spread("step_seconds", Timing.of(seconds[gate])),
         **spread("step_time_ratio", paired(seconds[gate], seconds["softmax"])),
-        "curve_steps": runs[0]["steps"], "curve_losses": curve, "seed_losses": [run["losses"] for run in runs],
-    }  # fmt: skip
+        "curve_steps": runs[0]["steps"],
+        "curve_losses": curve,
+        "seed_losses": [run["losses"] for run in runs],
+    }
 
 
 def add_times(rows: list[dict[str, Any]]) -> None:
-    """Add each gate's steps and time to its goal loss, relative to the first row's gate, by the mean curves and by each seed's.
-    The goal is the higher of the two final losses."""
+    """Add each gate's steps and time to its goal loss, relative to the first row's gate, by the
+    mean curves and by each seed's. The goal is the higher of the two final losses."""
     plain = rows[0]
     for each in rows:
         steps = each["curve_steps"]
@@ -214,12 +226,14 @@ def steps_ratio(steps: list[int], losses: list[float], plain: list[float]) -> fl
 
 
 def steps_to(steps: list[int], losses: list[float], loss: float) -> float:
-    """Return the number of steps after which a curve first reaches a loss, interpolated linearly between evaluations."""
+    """Return the number of steps after which a curve first reaches a loss, interpolated linearly
+    between evaluations."""
     for (step, before), (later, after) in pairwise(zip(steps, losses)):
         if after <= loss <= before:
             return float(step + (later - step) * (before - loss) / max(before - after, 1e-12))
     raise InputError(
-        f"--evaluations: a curve starts below another's last loss, {loss:.4f}: choose more evaluations"
+        f"--evaluations: a curve starts below another's last loss, {loss:.4f}: choose more "
+        "evaluations"
     )
 
 
@@ -228,15 +242,22 @@ def panels(rows: list[dict[str, Any]]) -> list[Panel]:
     by = {"steps": 1.0, "seconds of training on the bed": None}
     return [
         Panel(
-            title=f"against {title.split()[0]}", x_title=title, y_title="validation, nats/byte",
+            title=f"against {title.split()[0]}",
+            x_title=title,
+            y_title="validation, nats/byte",
             series=tuple(
-                PlottedSeries(name=each["gate"], y=tuple(each["curve_losses"][1:]),
-                       x=tuple(step * (factor or each["step_seconds"]) for step in each["curve_steps"][1:]))
+                PlottedSeries(
+                    name=each["gate"],
+                    y=tuple(each["curve_losses"][1:]),
+                    x=tuple(
+                        step * (factor or each["step_seconds"]) for step in each["curve_steps"][1:]
+                    ),
+                )
                 for each in rows
             ),
         )
         for title, factor in by.items()
-    ]  # fmt: skip
+    ]
 
 
 def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -268,11 +289,14 @@ def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the loss and the times of every gate except the first. The topology gate's time to a loss must be shorter with
-    every seed, as FasterMoE says."""
+    """Return the loss and the times of every gate except the first. The topology gate's time to a
+    loss must be shorter with every seed, as FasterMoE says."""
     keys = {
-        "val_nats_per_byte": "nats/byte", "step_time_ratio": "1", "time_to_loss_ratio": "1", "time_to_loss_most": "1",
-    }  # fmt: skip
+        "val_nats_per_byte": "nats/byte",
+        "step_time_ratio": "1",
+        "time_to_loss_ratio": "1",
+        "time_to_loss_most": "1",
+    }
     targets = {("topology", "time_to_loss_most"): 1.0}
     return [
         Claim(
@@ -292,8 +316,13 @@ COLUMNS = (
 )
 
 BENCHMARK = Benchmark(
-    name="gates_loss", description="Train the demo under five gates and time their steps.", options=GatesLossOptions,
-    notes=notes_of(__doc__), measure=measure, claims=claims, panels=panels,
+    name="gates_loss",
+    description="Train the demo under five gates and time their steps.",
+    options=GatesLossOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
+    panels=panels,
     columns=(Shown(title="demo model; steps on 2 nodes of 2, 200 Mbit/s", columns=COLUMNS),),
     title="Loss under different gates",
-)  # fmt: skip
+)

@@ -1,9 +1,10 @@
 """Repeat the headline comparison of each of the five papers on emulated clusters.
 
-Messages are real, over rate-limited links; computation is virtual. Links and accelerators are chosen so that communication
-has the same share of the reference's step as in the paper. The methods of a paper run alternately in one run. A ratio is the
-median over rounds of the alternative's time over that of the paper's method, forward and backward. If the paper or its
-alternative chooses among plans, the fastest plan counts. Published figures are those of `moesaic reproduce`.
+Messages are real, over rate-limited links; computation is virtual. Links and accelerators are
+chosen so that communication has the same share of the reference's step as in the paper. The methods
+of a paper run alternately in one run. A ratio is the median over rounds of the alternative's time
+over that of the paper's method, forward and backward. If the paper or its alternative chooses among
+plans, the fastest plan counts. Published figures are those of `moesaic reproduce`.
 
     moesaic bench headlines --keep runs/headlines --json benchmarks/results/headlines.json
 """
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from moesaic.balance.samples import TwoStage
 from moesaic.planner.algorithm1 import choose
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -69,7 +70,8 @@ class Headline:
     """A ratio that a paper prints."""
 
     cells: tuple[str, ...]
-    """Name of the published figure in `reproduce/data`, or the names of two figures whose quotient is meant."""
+    """Name of the published figure in `reproduce/data`, or the names of two figures whose quotient
+    is meant."""
     what: str
     """Description of the comparison, for the table."""
     slow: tuple[str, ...]
@@ -106,7 +108,8 @@ class Comparison:
     headlines: tuple[Headline, ...]
     """The ratios. Each becomes a claim."""
     run: Callable[[Launcher, int], tuple[TimedCell, float]]
-    """Called with (launcher, repeats); returns the measured times and the reference's seconds of computation."""
+    """Called with (launcher, repeats); returns the measured times and the reference's seconds of
+    computation."""
 
 
 def of_layer(job: LayerJob, reference: str) -> Callable[[Launcher, int], tuple[TimedCell, float]]:
@@ -122,36 +125,59 @@ def of_layer(job: LayerJob, reference: str) -> Callable[[Launcher, int], tuple[T
 
 
 def parm(size: int) -> Comparison:
-    """Return Parm's comparison in the proportions of its testbed of 32 GPUs, 4 per node, with N_MP = N_ESP = size.
+    """Return Parm's comparison in the proportions of its testbed of 32 GPUs, 4 per node, with N_MP
+    = N_ESP = size.
 
-    Communication has 68 to 96 % of the paper's 324 layers on 32 GPUs. `configs/layer.toml` derives the share here from bytes
-    and operations. The paper's nodes send 5.7 GB/s, and a rank's MP-AllGather has 5.6 GB/s of output. So links here have 25
-    MB/s between nodes, and 62 inside them for four ranks, each of which receives half to three quarters of a gather's output.
+    Communication has 68 to 96 % of the paper's 324 layers on 32 GPUs. `configs/layer.toml` derives
+    the share here from bytes and operations. The paper's nodes send 5.7 GB/s, and a rank's
+    MP-AllGather has 5.6 GB/s of output. So links here have 25 MB/s between nodes, and 62 inside
+    them for four ranks, each of which receives half to three quarters of a gather's output.
     """
     place = LayerPlace(
-        nodes=4, ranks_per_node=4, inter="200mbit", intra="500mbit", gflops=13.4, dim=256, hidden=1024, num_experts=16,
-        top_k=2, tokens_per_rank=48,
-    )  # fmt: skip
+        nodes=4,
+        ranks_per_node=4,
+        inter="200mbit",
+        intra="500mbit",
+        gflops=13.4,
+        dim=256,
+        hidden=1024,
+        num_experts=16,
+        top_k=2,
+        tokens_per_rank=48,
+    )
     grid = Grid(world=16, tp=size, ep=16 // size, etp=size, ranks_per_node=4)
     taken = choose(Simulator(place.cluster), place.workload(size), grid)
     plans = {"baseline": SINGLES["baseline"], "Parm": taken}
     return Comparison(
-        paper="parm", name=f"parm-{size}", bed=place.bed, share=0.82, of="the middle of 68 to 96 %, over 324 layers",
+        paper="parm",
+        name=f"parm-{size}",
+        bed=place.bed,
+        share=0.82,
+        of="the middle of 68 to 96 %, over 324 layers",
         reference="baseline",
         headlines=(
             Headline(
-                cells=(f"parm.chosen.b32.m{size}s{size}",), slow=("baseline",), fast=("Parm",),
-                what=f"a layer, N_MP = N_ESP = {size}: the baseline of equation 1 over Algorithm 1's choice", why=CORES,
+                cells=(f"parm.chosen.b32.m{size}s{size}",),
+                slow=("baseline",),
+                fast=("Parm",),
+                what=(
+                    f"a layer, N_MP = N_ESP = {size}: the baseline of equation 1 over Algorithm "
+                    "1's choice"
+                ),
+                why=CORES,
             ),
         ),
         run=of_layer(
             LayerJob(
-                section="headlines", label=f"tp = etp = {size}", place=place, grid=grid,
+                section="headlines",
+                label=f"tp = etp = {size}",
+                place=place,
+                grid=grid,
                 methods={name: compile_plan(plan, grid) for name, plan in plans.items()},
             ),
             "baseline",
         ),
-    )  # fmt: skip
+    )
 
 
 SCHEMOE = {
@@ -168,7 +194,8 @@ TUTEL_DEGREES = (1, 2, 4)
 
 
 def schemoe_ablation() -> Comparison:
-    """Return ScheMoE's ablation on the emulated cluster that `configs/layer.toml` derives from the paper's two times."""
+    """Return ScheMoE's ablation on the emulated cluster that `configs/layer.toml` derives from the
+    paper's two times."""
     place = LayerPlace(
         **SCHEMOE,
         inter="100mbit",
@@ -182,24 +209,31 @@ def schemoe_ablation() -> Comparison:
         "+ zfp": Plan(order="fifo", codec="zfp", backward_codec="zfp"),
     }
     return Comparison(
-        paper="schemoe", name="schemoe-ablation", bed=place.bed, share=0.72, of="computed from its ablation",
+        paper="schemoe",
+        name="schemoe-ablation",
+        bed=place.bed,
+        share=0.72,
+        of="computed from its ablation",
         reference="naive",
         headlines=(
             Headline(
-                cells=("schemoe.ablation.naive", "schemoe.ablation.zfp"), slow=("naive",), fast=("+ zfp",),
+                cells=("schemoe.ablation.naive", "schemoe.ablation.zfp"),
+                slow=("naive",),
+                fast=("+ zfp",),
                 what="the ablation's layer: no codec over zfp",
                 why="the paper does not give the rate of its codec; ours is assumed",
             ),
         ),
         run=of_layer(_schemoe_job(place, plans), "naive"),
-    )  # fmt: skip
+    )
 
 
 def schemoe() -> Comparison:
-    """Return ScheMoE against Tutel, with the share of all-to-alls in the paper's CT-MoE steps under Tutel (51 to 59 %).
+    """Return ScheMoE against Tutel, with the share of all-to-alls in the paper's CT-MoE steps under
+    Tutel (51 to 59 %).
 
-    Four times 512 rows x 1 KiB / 2 x 2 ranks at 25 MB/s take 84 ms, and 1.61 GFLOP of computation at 23.4 GFLOP/s take 69 ms.
-    Codecs are as in the ablation.
+    Four times 512 rows x 1 KiB / 2 x 2 ranks at 25 MB/s take 84 ms, and 1.61 GFLOP of computation
+    at 23.4 GFLOP/s take 69 ms. Codecs are as in the ablation.
     """
     place = LayerPlace(
         **SCHEMOE,
@@ -211,42 +245,64 @@ def schemoe() -> Comparison:
     )
     plans = {f"Tutel, degree {n}": Plan(chunks=n) for n in TUTEL_DEGREES}
     coded = Plan(codec="zfp", backward_codec="zfp", all_to_all="pipelined")
-    ours = {
-        f"ScheMoE, r = {n}": replace(coded, chunks=n) for n in TUTEL_DEGREES
-    }  # its profiler chooses r
+    # its profiler chooses r
+    ours = {f"ScheMoE, r = {n}": replace(coded, chunks=n) for n in TUTEL_DEGREES}
     return Comparison(
-        paper="schemoe", name="schemoe-tutel", bed=place.bed, share=0.55, of="51 to 59 % of CT-MoE's steps, its Table 1",
+        paper="schemoe",
+        name="schemoe-tutel",
+        bed=place.bed,
+        share=0.55,
+        of="51 to 59 % of CT-MoE's steps, its Table 1",
         reference="Tutel, degree 1",
         headlines=(
             Headline(
-                cells=("schemoe.layers.gain",), slow=tuple(plans), fast=tuple(ours),
-                what="a layer: Tutel at its best degree over zfp, Pipe-A2A and OptSche at the best r",
-                why="the published figure is the mean of 675 layers, many of which are limited by start-ups instead of bytes",
+                cells=("schemoe.layers.gain",),
+                slow=tuple(plans),
+                fast=tuple(ours),
+                what=(
+                    "a layer: Tutel at its best degree over zfp, Pipe-A2A and OptSche at the best r"
+                ),
+                why=(
+                    "the published figure is the mean of 675 layers, many of which are limited by "
+                    "start-ups instead of bytes"
+                ),
             ),
         ),
         run=of_layer(_schemoe_job(place, {**plans, **ours}), "Tutel, degree 1"),
-    )  # fmt: skip
+    )
 
 
 def _schemoe_job(place: LayerPlace, plans: Mapping[str, Plan]) -> LayerJob:
+    """Return the job that measures ScheMoE's layer."""
     grid = all_ep(place)
     made = {name: compile_plan(plan, grid) for name, plan in plans.items()}
     return LayerJob(section="headlines", label="ScheMoE", place=place, grid=grid, methods=made)
 
 
 def tutel() -> Comparison:
-    """Return Tutel's layer against Fairseq's, in the proportions of its layer on 16 GPUs: T = 8 H, D = H of 2048, f = 1.
+    """Return Tutel's layer against Fairseq's, in the proportions of its layer on 16 GPUs: T = 8 H,
+    D = H of 2048, f = 1.
 
-    Fairseq's dispatch and combine are products with (tokens, experts, capacity) masks: 12 * T * copies * D operations per step.
-    On the paper's GPUs, these run at 100 / 72 of the experts' rate (constants of `moesaic reproduce tutel`). All-to-alls have
-    34 % of a step without these products. Four times 256 rows x 1 KiB / 2 x 4 ranks at 12.5 MB/s take 168 ms, and 12.6 MFLOP of
+    Fairseq's dispatch and combine are products with (tokens, experts, capacity) masks: 12 * T *
+    copies * D operations per step. On the paper's GPUs, these run at 100 / 72 of the experts' rate
+    (constants of `moesaic reproduce tutel`). All-to-alls have 34 % of a step without these
+    products. Four times 256 rows x 1 KiB / 2 x 4 ranks at 12.5 MB/s take 168 ms, and 12.6 MFLOP of
     experts at 0.0386 GFLOP/s take 326 ms.
     """
     place = LayerPlace(
-        nodes=2, ranks_per_node=4, inter="100mbit", intra="1gbit", gflops=0.0386, dim=256, hidden=16, num_experts=16,
-        top_k=2, tokens_per_rank=128,
-    )  # fmt: skip
-    grid, book = all_ep(place), read_book()
+        nodes=2,
+        ranks_per_node=4,
+        inter="100mbit",
+        intra="1gbit",
+        gflops=0.0386,
+        dim=256,
+        hidden=16,
+        num_experts=16,
+        top_k=2,
+        tokens_per_rank=128,
+    )
+    grid = all_ep(place)
+    book = read_book()
     copies = place.tokens_per_rank * place.top_k
     faster = book.constant("tutel.einsum") / book.constant("tutel.tflops")
     masks = 12.0 * place.tokens_per_rank * copies * place.dim / faster
@@ -261,55 +317,85 @@ def tutel() -> Comparison:
     }
     first = next(iter(ours))
     job = LayerJob(
-        section="headlines", label="Tutel", place=place, grid=grid, methods=made, other_flops={"Fairseq": masks}
-    )  # fmt: skip
+        section="headlines",
+        label="Tutel",
+        place=place,
+        grid=grid,
+        methods=made,
+        other_flops={"Fairseq": masks},
+    )
     return Comparison(
-        paper="tutel", name="tutel", bed=place.bed, share=0.34, of="189 of 561 ms on 16 GPUs", reference=first,
-        headlines=(
-            Headline(
-                cells=("tutel.layer.16",), slow=("Fairseq",), fast=tuple(ours),
-                what="a layer on 16 GPUs: Fairseq's, with dispatch by products with masks, over Tutel's best plan",
-                why="the time of products with masks is computed, not measured",
-            ),
-            Headline(
-                cells=("tutel.pipelining.linear1.16",), slow=(first,), fast=tuple(ours),
-                what="adaptive pipelining on 16 GPUs: linear and degree 1 over the best all-to-all and degree", why=STEPS,
-            ),
-        ),
+        paper="tutel",
+        name="tutel",
+        bed=place.bed,
+        share=0.34,
+        of="189 of 561 ms on 16 GPUs",
+        reference=first,
+        headlines=_headlines_of_tutel(first, tuple(ours)),
         run=of_layer(job, first),
-    )  # fmt: skip
+    )
+
+
+def _headlines_of_tutel(first: str, ours: tuple[str, ...]) -> tuple[Headline, ...]:
+    """Return Tutel's ratios.
+
+    Args:
+        first: the plan without pipelining.
+        ours: all of Tutel's plans.
+    """
+    return (
+        Headline(
+            cells=("tutel.layer.16",),
+            slow=("Fairseq",),
+            fast=ours,
+            what=(
+                "a layer on 16 GPUs: Fairseq's, with dispatch by products with masks, over "
+                "Tutel's best plan"
+            ),
+            why="the time of products with masks is computed, not measured",
+        ),
+        Headline(
+            cells=("tutel.pipelining.linear1.16",),
+            slow=(first,),
+            fast=ours,
+            what=(
+                "adaptive pipelining on 16 GPUs: linear and degree 1 over the best all-to-all "
+                "and degree"
+            ),
+            why=STEPS,
+        ),
+    )
 
 
 def fastermoe() -> Comparison:
     """Return FasterMoE's comparison in the proportions of MoE-GPT-S on the cluster johnny.
 
-    There is one expert per rank, with F = 2 D. An expert's weights are twice the rows of a rank's copies, and half of all
-    copies go to one expert (`moesaic reproduce fastermoe` finds 8.2 of 16).
+    There is one expert per rank, with F = 2 D. An expert's weights are twice the rows of a rank's
+    copies, and half of all copies go to one expert (`moesaic reproduce fastermoe` finds 8.2 of 16).
 
-    Johnny's constants (50 Gb/s per node, 11.5 TFLOP/s) give the share at this skew: 32 ms of messages and 37 ms of computation.
-    Here the busiest node receives 0.71 of 256 rows x 1 KiB x 4 ranks, 4 times, at 25 MB/s, in 118 ms. The busiest rank computes
-    3.9 times the mean rank's 201 MFLOP at 5.65 GFLOP/s in 139 ms.
+    Johnny's constants (50 Gb/s per node, 11.5 TFLOP/s) give the share at this skew: 32 ms of
+    messages and 37 ms of computation. Here the busiest node receives 0.71 of 256 rows x 1 KiB x 4
+    ranks, 4 times, at 25 MB/s, in 118 ms. The busiest rank computes 3.9 times the mean rank's 201
+    MFLOP at 5.65 GFLOP/s in 139 ms.
     """
     place = Skewed(
-        name="johnny", nodes=2, ranks_per_node=4, inter="200mbit", intra="1gbit", gflops=5.65, dim=256, hidden=256,
-        experts_per_rank=1, max_vio=(2.9,), calls=2, message_us=500,
-    )  # fmt: skip
-    known, groups = methods(place.grid), 4
-    steps = Plan(peer_groups=groups)
-    chosen = {
-        name: known[name] for name in (PLAIN, "ZeRO-3 (r = 0)", "shadow, published", "shadow")
-    }
-    chosen[SMART] = BalanceMethod(plan=steps)
-    chosen["both, published"] = BalanceMethod(
-        plan=replace(steps, replication="published"), is_single=False
+        name="johnny",
+        nodes=2,
+        ranks_per_node=4,
+        inter="200mbit",
+        intra="1gbit",
+        gflops=5.65,
+        dim=256,
+        hidden=256,
+        experts_per_rank=1,
+        max_vio=(2.9,),
+        calls=2,
+        message_us=500,
     )
-    chosen["both"] = BalanceMethod(plan=replace(steps, replication="shadow"), is_single=False)
-    both, load = (
-        ("both, published", "both"),
-        "one synthetic load replaces the paper's trace of iterations",
-    )
+    chosen = _methods_of_fastermoe(place)
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
+        """Measure the case, alternating between the methods."""
         timed = replace(place, repeats=repeats, pairs=repeats)
         (case,) = BalanceBenchConfig(cells=(timed,)).cases()
         with launcher.open(timed.bed) as ranks:
@@ -317,46 +403,91 @@ def fastermoe() -> Comparison:
         return cell, cell.charged[PLAIN]
 
     return Comparison(
-        paper="fastermoe", name="fastermoe", bed=place.bed, share=0.46, of="computed from johnny's constants at this skew",
+        paper="fastermoe",
+        name="fastermoe",
+        bed=place.bed,
+        share=0.46,
+        of="computed from johnny's constants at this skew",
         reference=PLAIN,
-        headlines=(
-            Headline(
-                cells=("fastermoe.both.johnny",), slow=(PLAIN,), fast=both,
-                what="shadowing and smart schedule: FastMoE over both", why=load,
-            ),
-            Headline(
-                cells=("fastermoe.shadow.johnny",), slow=(PLAIN,), fast=("shadow, published", "shadow"),
-                what="shadowing alone", why=load,
-            ),
-            Headline(
-                cells=("fastermoe.schedule.johnny",), slow=(PLAIN,), fast=(SMART,), what="smart schedule alone", why=STEPS,
-            ),
-            Headline(
-                cells=("fastermoe.zero3.johnny",), slow=("ZeRO-3 (r = 0)",), fast=both,
-                what="both over ZeRO-3, layers alone, up to",
-                why="a rank fetches every expert from its owner, so a "
-                "node's link carries each one four times; the paper's rings carry it once",
-            ),
-        ),
+        headlines=_headlines_of_fastermoe(),
         run=run,
-    )  # fmt: skip
+    )
 
 
-LOCALITY, LAYERS = 0.9, 8
-"""Locality of the samples' choices, at which placement saves as much as in NetMoE's Table 5 (39 % between nodes); and the
-number of consecutive MoE layers."""
+BOTH = ("both, published", "both")
+"""Names of shadowing with the smart schedule: by the published policy and by ours."""
+
+
+def _methods_of_fastermoe(place: Skewed) -> dict[str, BalanceMethod]:
+    """Return the methods by name: without balancing, shadowing, smart schedule, both."""
+    known = methods(place.grid)
+    steps = Plan(peer_groups=4)
+    published = replace(steps, replication="published")
+    shadow = replace(steps, replication="shadow")
+    return {
+        **{name: known[name] for name in (PLAIN, "ZeRO-3 (r = 0)", "shadow, published", "shadow")},
+        SMART: BalanceMethod(plan=steps),
+        "both, published": BalanceMethod(plan=published, is_single=False),
+        "both": BalanceMethod(plan=shadow, is_single=False),
+    }
+
+
+def _headlines_of_fastermoe() -> tuple[Headline, ...]:
+    """Return FasterMoE's ratios."""
+    load = "one synthetic load replaces the paper's trace of iterations"
+    return (
+        Headline(
+            cells=("fastermoe.both.johnny",),
+            slow=(PLAIN,),
+            fast=BOTH,
+            what="shadowing and smart schedule: FastMoE over both",
+            why=load,
+        ),
+        Headline(
+            cells=("fastermoe.shadow.johnny",),
+            slow=(PLAIN,),
+            fast=("shadow, published", "shadow"),
+            what="shadowing alone",
+            why=load,
+        ),
+        Headline(
+            cells=("fastermoe.schedule.johnny",),
+            slow=(PLAIN,),
+            fast=(SMART,),
+            what="smart schedule alone",
+            why=STEPS,
+        ),
+        Headline(
+            cells=("fastermoe.zero3.johnny",),
+            slow=("ZeRO-3 (r = 0)",),
+            fast=BOTH,
+            what="both over ZeRO-3, layers alone, up to",
+            why="a rank fetches every expert from its owner, so a "
+            "node's link carries each one four times; the paper's rings carry it once",
+        ),
+    )
+
+
+LOCALITY = 0.9
+LAYERS = 8
+"""Locality of the samples' choices, at which placement saves as much as in NetMoE's Table 5 (39 %
+between nodes); and the number of consecutive MoE layers."""
 
 
 def netmoe() -> Comparison:
-    """Return NetMoE's comparison on 2 nodes: consecutive MoE layers, between which samples move towards their experts.
+    """Return NetMoE's comparison on 2 nodes: consecutive MoE layers, between which samples move
+    towards their experts.
 
-    The paper's Table 4 has 5.34 ms of scatter and 1.79 ms of computation at 4 samples per device, so messages have 86 % of a
-    layer. Here, 1024 rows x 1 KiB / 2 x 2 ranks, 4 times per layer, at 25 MB/s take 168 ms, and 1.61 GFLOP at 50 GFLOP/s take
-    32 ms. SmartMoE's placement moves no expert under even loads, where it would be FastMoE again; it has no headline.
+    The paper's Table 4 has 5.34 ms of scatter and 1.79 ms of computation at 4 samples per device,
+    so messages have 86 % of a layer. Here, 1024 rows x 1 KiB / 2 x 2 ranks, 4 times per layer, at
+    25 MB/s take 168 ms, and 1.61 GFLOP at 50 GFLOP/s take 32 ms. SmartMoE's placement moves no
+    expert under even loads, where it would be FastMoE again; it has no headline.
     """
     setting = Setting(nodes=2, per_node=2, slots=8, layer=BED_LAYER, num_layers=LAYERS)
     bed = Bed(nodes=2, ranks_per_node=2, inter=INTER)
-    fast, faster, placed = "FastMoE", "FasterMoE", "NetMoE"
+    fast = "FastMoE"
+    faster = "FasterMoE"
+    placed = "NetMoE"
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
         plans = {faster: compile_plan(Plan(peer_groups=setting.nodes), setting.grid)}
@@ -370,21 +501,31 @@ def netmoe() -> Comparison:
         return TimedCell(**timed([rank.spans for rank in of_ranks])), computing
 
     return Comparison(
-        paper="netmoe", name="netmoe", bed=bed, share=0.86, of="its Table 4, 4 samples a device", reference=fast,
+        paper="netmoe",
+        name="netmoe",
+        bed=bed,
+        share=0.86,
+        of="its Table 4, 4 samples a device",
+        reference=fast,
         headlines=(
             Headline(
-                cells=("netmoe.speedup.fastmoe",), slow=(fast,), fast=(placed,),
+                cells=("netmoe.speedup.fastmoe",),
+                slow=(fast,),
+                fast=(placed,),
                 what=f"{LAYERS} MoE layers in a row: FastMoE over NetMoE, up to",
                 why="39 % fewer bytes between nodes limit the gain to 1.64, and the "
                 "first scatter and the last gather are not saved",
             ),
             Headline(
-                cells=("netmoe.speedup.fastermoe",), slow=(faster,), fast=(placed,),
-                what="FasterMoE over NetMoE, up to (even loads: nothing to shadow)", why=STEPS,
+                cells=("netmoe.speedup.fastermoe",),
+                slow=(faster,),
+                fast=(placed,),
+                what="FasterMoE over NetMoE, up to (even loads: nothing to shadow)",
+                why=STEPS,
             ),
         ),
         run=run,
-    )  # fmt: skip
+    )
 
 
 COMPARISONS: dict[Paper, tuple[Callable[[], Comparison], ...]] = {
@@ -398,7 +539,8 @@ COMPARISONS: dict[Paper, tuple[Callable[[], Comparison], ...]] = {
 
 
 def cases(options: HeadlinesOptions) -> list[Comparison]:
-    """Return the comparisons of `options.papers`; fails on a machine that cannot emulate clusters."""
+    """Return the comparisons of `options.papers`; fails on a machine that cannot emulate
+    clusters."""
     require_cluster()
     return [make() for paper in options.papers for make in COMPARISONS[paper]]
 
@@ -412,17 +554,29 @@ def rows_of(comparison: Comparison, cell: TimedCell, computing: float) -> list[d
     here = 1 - computing / cell.timings[comparison.reference].median
     rows: list[dict[str, Any]] = []
     for headline in comparison.headlines:
-        slow, fast = fastest(headline.slow), fastest(headline.fast)
+        slow = fastest(headline.slow)
+        fast = fastest(headline.fast)
         ratio = cell.ratio(slow, fast)
         rows.append(
             {
-                "part": "headline", "paper": comparison.paper, "what": headline.what, "cells": list(headline.cells),
-                "published": headline.published, **ratio.row("here"), "off": ratio.median / headline.published - 1,
-                "slow": slow, "fast": fast,
-                "bed": f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}",
-                "share": comparison.share, "share_of": comparison.of, "share_here": here, "why": headline.why,
+                "part": "headline",
+                "paper": comparison.paper,
+                "what": headline.what,
+                "cells": list(headline.cells),
+                "published": headline.published,
+                **ratio.row("here"),
+                "off": ratio.median / headline.published - 1,
+                "slow": slow,
+                "fast": fast,
+                "bed": (
+                    f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}"
+                ),
+                "share": comparison.share,
+                "share_of": comparison.of,
+                "share_here": here,
+                "why": headline.why,
             }
-        )  # fmt: skip
+        )
     timed = [
         {
             "part": "method",
@@ -453,12 +607,14 @@ def measure(
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return a claim per headline: the lower end of its interval must show at least half of the published gain, thus a gain."""
+    """Return a claim per headline: the lower end of its interval must show at least half of the
+    published gain, thus a gain."""
     lows = {tuple(row["cells"]): row["here_95"][0] for row in rows if row["part"] == "headline"}
     claimed = []
     for comparison in (make() for of_paper in COMPARISONS.values() for make in of_paper):
         for headline in comparison.headlines:
-            low, target = lows.get(headline.cells), 1 + LEAST * (headline.published - 1)
+            low = lows.get(headline.cells)
+            target = 1 + LEAST * (headline.published - 1)
             reason = "" if low is not None else "not run"
             name = f"papers.{headline.cells[0]}"
             claimed.append(
@@ -470,8 +626,19 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 COLUMNS = ("paper", "what", "published", "here", "pairs", "share", "share_here", "off")
 
 BENCHMARK = Benchmark(
-    name="headlines", description="Repeat the headline of each of the five papers on emulated clusters.",
-    options=HeadlinesOptions, notes=notes_of(__doc__), cases=cases, measure=measure, claims=claims,
-    columns=(Shown(title="The papers' headlines, virtual compute", where={"part": ("headline",)}, columns=COLUMNS,
-                   group_by=("paper",)),),
-  )  # fmt: skip
+    name="headlines",
+    description="Repeat the headline of each of the five papers on emulated clusters.",
+    options=HeadlinesOptions,
+    notes=notes_of(__doc__),
+    cases=cases,
+    measure=measure,
+    claims=claims,
+    columns=(
+        Shown(
+            title="The papers' headlines, virtual compute",
+            where={"part": ("headline",)},
+            columns=COLUMNS,
+            group_by=("paper",),
+        ),
+    ),
+)

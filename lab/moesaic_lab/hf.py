@@ -1,7 +1,8 @@
-"""Moesaic inside transformers: tiny models of all families against their own expert loop, and ranks against one process.
+"""Moesaic inside transformers: tiny models of all families against their own expert loop, and ranks
+against one process.
 
-Errors of logits and gradients are relative to the largest value of each tensor, in float64 if the family computes in it.
-On several ranks models compute in float32, and the one process in float64.
+Errors of logits and gradients are relative to the largest value of each tensor, in float64 if the
+family computes in it. On several ranks models compute in float32, and the one process in float64.
 
 moesaic bench hf --json benchmarks/results/hf.json
 """
@@ -53,9 +54,11 @@ class RankCase:
     ep: int
     tp: int = 1
     plan: dict[str, Any] | None = None
-    """Fields of a plan to register under a name of its own; None for the default plan of "moesaic"."""
+    """Fields of a plan to register under a name of its own; None for the default plan of
+    "moesaic"."""
     then: dict[str, Any] = field(default_factory=dict)
-    """Fields of a plan for a second step, whose results are then compared; empty for one step only."""
+    """Fields of a plan for a second step, whose results are then compared; empty for one step
+    only."""
     recompute: bool = False
 
 
@@ -74,7 +77,8 @@ def whole(tensor: Tensor) -> Tensor:
     parts: list[Any] = [None] * dist.get_world_size()
     place = (tensor.device_mesh.get_local_rank("ep"), dist.get_rank())
     dist.all_gather_object(parts, (place, tensor.to_local().detach().cpu()))
-    return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])])
+    in_order = sorted(parts, key=lambda entry: entry[0])
+    return torch.cat([part for _, part in in_order])
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -105,7 +109,8 @@ def step(model: Any, ids: Tensor) -> Step:
 
 
 def as_launched(device: str = "cpu") -> None:
-    """Set the environment variables of a launcher. Ranks on GPUs share the first one, as if each were alone on its node."""
+    """Set the environment variables of a launcher. Ranks on GPUs share the first one, as if each
+    were alone on its node."""
     os.environ["RANK"] = str(dist.get_rank())
     os.environ["LOCAL_RANK"] = str(dist.get_rank() if device == "cpu" else 0)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -113,7 +118,8 @@ def as_launched(device: str = "cpu") -> None:
 
 
 def steps(device: str, cases: list[RankCase]) -> list[Step]:
-    """Run the cases; return for each the logits of this rank's sequence and all gradients, on the CPU."""
+    """Run the cases; return for each the logits of this rank's sequence and all gradients, on the
+    CPU."""
     as_launched(device)
     results = []
     for case in cases:
@@ -131,7 +137,8 @@ def steps(device: str, cases: list[RankCase]) -> list[Step]:
 
 
 def outcome(model: Any, implementation: str) -> Step:
-    """Run a model with an implementation of experts; return its logits (hidden states without a head) and gradients."""
+    """Run a model with an implementation of experts; return its logits (hidden states without a
+    head) and gradients."""
     model.set_experts_implementation(implementation)
     model.zero_grad()
     torch.manual_seed(0)
@@ -145,17 +152,17 @@ def outcome(model: Any, implementation: str) -> Step:
 
 
 def tolerance_of(model: Any) -> float:
-    """Return the largest error of a family's logits that rounding explains; gradients may have ten times as much."""
+    """Return the largest error of a family's logits that rounding explains; gradients may have ten
+    times as much."""
     rounds = any(type(module).__name__ in IN_FLOAT32 for module in model.modules())
     return 1e-5 if rounds or next(model.parameters()).dtype != torch.float64 else 1e-12
 
 
 def family_errors(model: Any) -> tuple[float, float]:
-    """Return the errors of logits and gradients against the family's own loop, relative to each tensor's largest value."""
-    (y, actual_gradients), (expected, expected_gradients) = (
-        outcome(model, "moesaic"),
-        outcome(model, "eager"),
-    )
+    """Return the errors of logits and gradients against the family's own loop, relative to each
+    tensor's largest value."""
+    (y, actual_gradients) = outcome(model, "moesaic")
+    (expected, expected_gradients) = outcome(model, "eager")
     assert actual_gradients.keys() == expected_gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     worst = max(
@@ -167,13 +174,23 @@ def family_errors(model: Any) -> tuple[float, float]:
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_local_experts": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def write_models(path: Path) -> tuple[str, str, str]:
-    """Save a tiny Mixtral, a tiny gpt-oss, and a gpt-oss that routes every token to experts 0 and 1; return their folders."""
+    """Save a tiny Mixtral, a tiny gpt-oss, and a gpt-oss that routes every token to experts 0 and
+    1; return their folders."""
     torch.manual_seed(0)
     MixtralForCausalLM(MixtralConfig(**SIZES)).double().save_pretrained(path / "mixtral")
     model = GptOssForCausalLM(
@@ -216,7 +233,8 @@ def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[RankCa
 def ep_errors(
     world: int, cases: Sequence[RankCase], results: Sequence[Sequence[Step]]
 ) -> list[float]:
-    """Return each case's largest error of a logit or gradient on any rank, against one process in float64.
+    """Return each case's largest error of a logit or gradient on any rank, against one process in
+    float64.
 
     Args:
         world: number of ranks.
@@ -288,16 +306,23 @@ def measure(options: HFOptions, selected: list[Family], told: Told) -> list[dict
 
 
 def _on_ranks(world: int) -> list[dict[str, Any]]:
+    """Return the rows about models on a number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         cases = cases_on(world, *write_models(Path(folder)))
         errors = ep_errors(world, cases, on_ranks(world, steps, "cpu", cases))
     return [
         {
-            "world": world, "model": Path(case.folder).name, "ep": case.ep, "tp": case.tp,
-            "plan": str({**(case.plan or {}), **case.then} or ("recomputed" if case.recompute else "auto")), "error": error,
+            "world": world,
+            "model": Path(case.folder).name,
+            "ep": case.ep,
+            "tp": case.tp,
+            "plan": str(
+                {**(case.plan or {}), **case.then} or ("recomputed" if case.recompute else "auto")
+            ),
+            "error": error,
         }
         for case, error in zip(cases, errors)
-    ]  # fmt: skip
+    ]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -315,7 +340,15 @@ ERROR = "{:.1e}".format
 COLUMNS = ("family", "logits", "gradients", "world", "model", "plan", "error", "reason")
 
 BENCHMARK = Benchmark(
-    name="hf", description="Compare Moesaic inside transformers with its own loop: all families, and sharded experts.",
-    options=HFOptions, notes=notes_of(__doc__), cases=chosen, measure=measure, claims=claims,
-    columns=(Shown(title="families", columns=COLUMNS),), packages=("torch", "transformers"),
-)  # fmt: skip
+    name="hf",
+    description=(
+        "Compare Moesaic inside transformers with its own loop: all families, and sharded experts."
+    ),
+    options=HFOptions,
+    notes=notes_of(__doc__),
+    cases=chosen,
+    measure=measure,
+    claims=claims,
+    columns=(Shown(title="families", columns=COLUMNS),),
+    packages=("torch", "transformers"),
+)

@@ -1,8 +1,9 @@
-"""Rows that a plan moves inside a device, per token and direction: what its movements cost besides messages and products.
+"""Rows that a plan moves inside a device, per token and direction: what its movements cost besides
+messages and products.
 
-A layer runs forward and backward on loopback ranks. Every operator that only moves rows is counted by the bytes that it writes,
-outside the experts' kernels and the messages. The unit is one row of the layer's width. Sums of a token's rows are not counted:
-the layer on one device makes them too.
+A layer runs forward and backward on loopback ranks. Every operator that only moves rows is counted
+by the bytes that it writes, outside the experts' kernels and the messages. The unit is one row of
+the layer's width. Sums of a token's rows are not counted: the layer on one device makes them too.
 
     moesaic bench local_copies --json benchmarks/results/local_copies.json
 """
@@ -22,14 +23,19 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, summary_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.schedules import EvenRouter
 
-DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 64, 32, 8, 2, 128
+DIM = 64
+HIDDEN = 32
+EXPERTS = 8
+TOP_K = 2
+TOKENS = 128
 PARTS = ("index_copy_", "index_put_", "scatter_")
 MOVES = ("index_select", "cat", "copy_", "_foreach_copy_", "clone", *PARTS)
-"""Names of the operators that only move; those of `PARTS` write their last argument into a part of the first."""
+"""Names of the operators that only move; those of `PARTS` write their last argument into a part of
+the first."""
 NODES = Grid(world=4, ep=4, ranks_per_node=2)
 CASES: dict[str, tuple[Grid, Plan, tuple[float, float]]] = {
     "one_rank": (Grid(world=1), Plan(), (2.36, 2.0)),
@@ -39,7 +45,8 @@ CASES: dict[str, tuple[Grid, Plan, tuple[float, float]]] = {
     "ep4_multicast": (NODES, Plan(all_to_all="multicast"), (12.12, 11.29)),
     "tp2_ep2_etp2": (Grid(world=4, tp=2, ep=2, etp=2), Plan(schedule="s2"), (15.97, 18.28)),
 }
-"""The mesh, the plan, and the rows per token forward and backward when every movement put its rows in order."""
+"""The mesh, the plan, and the rows per token forward and backward when every movement put its rows
+in order."""
 
 
 class CountedMoves(TorchDispatchMode):
@@ -74,7 +81,8 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> tuple[float, float]:
-    """Run a layer on one rank; return the rows that it moves, forward and backward, per token of the rank."""
+    """Run a layer on one rank; return the rows that it moves, forward and backward, per token of
+    the rank."""
     torch.manual_seed(0)
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, router=EvenRouter, losses=())
     layer.parallelize(Mesh(grid, transport), plan)
@@ -115,18 +123,25 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the rows per token of each case and direction; the target is nine tenths of what they were."""
+    """Return the rows per token of each case and direction; the target is nine tenths of what they
+    were."""
     return [
         Claim(
-            name=f"runtime.local_copies.{row['case']}.{row['direction']}", value=row["rows"], unit="rows per token",
+            name=f"runtime.local_copies.{row['case']}.{row['direction']}",
+            value=row["rows"],
+            unit="rows per token",
             target=0.9 * row["before"],
         )
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 BENCHMARK = Benchmark(
-    name="local_copies", description="Count the rows that plans move inside a device.", options=BenchmarkOptions,
-    notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
+    name="local_copies",
+    description="Count the rows that plans move inside a device.",
+    options=BenchmarkOptions,
+    notes=summary_of(__doc__),
+    measure=measure,
+    claims=claims,
     columns=[Shown(title="rows moved inside a device, per token")],
-)  # fmt: skip
+)

@@ -1,7 +1,9 @@
-"""How every benchmark times: interleaved methods, a clock shared by all ranks, medians with quartiles, paired ratios.
+"""How every benchmark times: interleaved methods, a clock shared by all ranks, medians with
+quartiles, paired ratios.
 
-The other load of a machine drifts over seconds. So methods are never timed in blocks: each repeat runs every method once, in
-rotating order. Ratios are computed within each repeat, and then their median is taken.
+The other load of a machine drifts over seconds. So methods are never timed in blocks: each repeat
+runs every method once, in rotating order. Ratios are computed within each repeat, and then their
+median is taken.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ def in_turn(
     barrier: Callable[[], object],
     warmup: int = 1,
 ) -> dict[str, list[Span]]:
-    """Time interleaved methods. Every rank must call this function with the same methods in the same order.
+    """Time interleaved methods. Every rank must call this function with the same methods in the
+    same order.
 
     Args:
         methods: the functions to time, by name; the time to free their results does not count.
-        repeats: how often each method is timed; repeat r starts with method r, so no method always follows the same one.
-        barrier: called on all ranks before each method; `moesaic.measure.together.start_together` makes one.
+        repeats: how often each method is timed; repeat r starts with method r, so no method always
+            follows the same one.
+        barrier: called on all ranks before each method; `moesaic.measure.together.start_together`
+            makes one.
         warmup: untimed repeats at the beginning.
 
     Returns:
@@ -61,7 +66,8 @@ def in_turn(
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Exclude all existing objects from garbage collection inside the block: all ranks would wait for a collecting one."""
+    """Exclude all existing objects from garbage collection inside the block: all ranks would wait
+    for a collecting one."""
     gc.collect()
     gc.freeze()
     yield
@@ -105,8 +111,11 @@ class Timing:
     def row(self) -> dict[str, Any]:
         """Return the timing as keys of a benchmark's row."""
         return {
-            "median_seconds": self.median, "low_seconds": self.low, "high_seconds": self.high, "repeats": len(self.seconds),
-        }  # fmt: skip
+            "median_seconds": self.median,
+            "low_seconds": self.low,
+            "high_seconds": self.high,
+            "repeats": len(self.seconds),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +152,8 @@ class TimedCell:
     timings: Mapping[str, Timing]
     """Times by method, from the repeats in which all methods ran."""
     near: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Seconds by method, with the further repeats included that only the reference and methods near it ran. Only these
-    methods have an entry."""
+    """Seconds by method, with the further repeats included that only the reference and methods near
+    it ran. Only these methods have an entry."""
 
     def ratio(self, name: str, other: str) -> Ratio:
         """Return the time of one method over another's, from all repeats in which both ran."""
@@ -161,9 +170,11 @@ def timed(
 
     Args:
         spans: per rank, the spans of all methods by name.
-        pairs: per rank, the spans of further repeats that only the reference and methods near it ran.
+        pairs: per rank, the spans of further repeats that only the reference and methods near it
+            ran.
     """
-    seconds, further = over_ranks(spans), over_ranks(pairs)
+    seconds = over_ranks(spans)
+    further = over_ranks(pairs)
     return {
         "timings": {name: Timing.of(times) for name, times in seconds.items()},
         "near": {name: (*seconds[name], *times) for name, times in further.items()},
@@ -171,10 +182,11 @@ def timed(
 
 
 def paired(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Ratio:
-    """Return the median of a / b over repeats, with its confidence interval by the percentile bootstrap.
+    """Return the median of a / b over repeats, with its confidence interval by the percentile
+    bootstrap.
 
-    The resampling is seeded: the same times give the same interval. Efron and Tibshirani, An Introduction to the
-    Bootstrap (1993), chapter 13.
+    The resampling is seeded: the same times give the same interval. Efron and Tibshirani, An
+    Introduction to the Bootstrap (1993), chapter 13.
 
     Args:
         a: seconds of each repeat.

@@ -1,7 +1,9 @@
-"""Does sparsity pay? The demo's GPT-MoE against a dense GPT with the same active parameters, tokens and steps.
+"""Does sparsity pay? The demo's GPT-MoE against a dense GPT with the same active parameters, tokens
+and steps.
 
-Both models train with three seeds and three learning rates. Each is judged at its best learning rate, the one with the lowest
-mean validation loss over the seeds. The two models train in turn, so the ratio of their times is valid on a noisy machine.
+Both models train with three seeds and three learning rates. Each is judged at its best learning
+rate, the one with the lowest mean validation loss over the seeds. The two models train in turn, so
+the ratio of their times is valid on a noisy machine.
 
     moesaic bench moe_vs_dense --json benchmarks/results/moe_vs_dense.json
 """
@@ -20,7 +22,7 @@ from rich.table import Table
 
 from moesaic.train.config import SaveConfig
 from moesaic.train.presets import demo, demo_dense
-from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, summary_of
 from moesaic_lab.claims import Claim, figures
 from moesaic_lab.tables import spread
 from moesaic_lab.training import train_quietly
@@ -46,10 +48,16 @@ def one_run(name: str, seed: int, lr: float, steps: int | None) -> dict[str, Any
     preset = MODELS[name]()
     with tempfile.TemporaryDirectory() as folder:
         config = replace(
-            preset, out=folder, existing="replace", seed=seed, steps=steps or preset.steps, tensorboard=False,
-            evaluate=replace(preset.evaluate, every=10**9), save=SaveConfig(every=10**9),
+            preset,
+            out=folder,
+            existing="replace",
+            seed=seed,
+            steps=steps or preset.steps,
+            tensorboard=False,
+            evaluate=replace(preset.evaluate, every=10**9),
+            save=SaveConfig(every=10**9),
             optimizer=replace(preset.optimizer, lr=lr),
-        )  # fmt: skip
+        )
         result = train_quietly(config)
     if result.was_stopped:
         sys.exit("stopped")
@@ -63,7 +71,8 @@ def one_run(name: str, seed: int, lr: float, steps: int | None) -> dict[str, Any
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the claims: the gain in validation loss, its range over the seeds, and the ratio of times."""
+    """Return the claims: the gain in validation loss, its range over the seeds, and the ratio of
+    times."""
     means = {
         name: [each for each in spread(rows, LOSS, "model", "lr") if each["model"] == name]
         for name in MODELS
@@ -106,7 +115,8 @@ def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[st
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Return a table of the mean and range of the loss, and the median time, per model and learning rate."""
+    """Return a table of the mean and range of the loss, and the median time, per model and learning
+    rate."""
     means = [
         each
         | {
@@ -120,7 +130,11 @@ def tables(rows: list[dict[str, Any]]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    name="moe_vs_dense", description="Train the demo and a dense model with as many operations per token.",
-    options=MoeVsDenseOptions, notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
+    name="moe_vs_dense",
+    description="Train the demo and a dense model with as many operations per token.",
+    options=MoeVsDenseOptions,
+    notes=summary_of(__doc__),
+    measure=measure,
+    claims=claims,
     columns=tables,
-)  # fmt: skip
+)

@@ -1,12 +1,14 @@
-"""`moesaic bench operators`: what a call of the layer costs the host and keeps, besides its experts' products.
+"""`moesaic bench operators`: what a call of the layer costs the host and keeps, besides its
+experts' products.
 
-Operators of one call with defaults (64 tokens, width 64, 16 experts, top-2, load-balance loss, float32), counted by a dispatch
-mode: every operator that reaches torch's dispatcher, views and allocations too, those inside Moesaic's own operators
-included, a Triton launch as one; the expert stage is not counted. gpu: CPU tensors on the GPU's path, kernels under
-Triton's interpreter. mesh: the rank with most of 4, CPU. host_over_hand: seconds of a step, forward and backward, over
-those of a hand-written layer of plain torch operators on the same tiny tensors, in turn, both by grouped_mm.
-kept_over_need: bytes that autograd keeps for backward, over x, the pre-activations, one (T, E) float32 matrix and 48
-bytes per copy; bfloat16.
+Operators of one call with defaults (64 tokens, width 64, 16 experts, top-2, load-balance loss,
+float32), counted by a dispatch mode: every operator that reaches torch's dispatcher, views and
+allocations too, those inside Moesaic's own operators included, a Triton launch as one; the expert
+stage is not counted. gpu: CPU tensors on the GPU's path, kernels under Triton's interpreter. mesh:
+the rank with most of 4, CPU. host_over_hand: seconds of a step, forward and backward, over those of
+a hand-written layer of plain torch operators on the same tiny tensors, in turn, both by grouped_mm.
+kept_over_need: bytes that autograd keeps for backward, over x, the pre-activations, one (T, E)
+float32 matrix and 48 bytes per copy; bfloat16.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.local_copies import unseen
 from moesaic_lab.measure import in_turn, over_ranks, paired, without_collections
 
-TOKENS, DIM, HIDDEN, EXPERTS, WORLD = 64, 64, 32, 16, 4
+TOKENS = 64
+DIM = 64
+HIDDEN = 32
+EXPERTS = 16
+WORLD = 4
 MOST = {"forward": 40, "backward": 25}
 """The most operators of a pass."""
 EXPERT_STAGE = ("expert_forward", "expert_backward")
@@ -56,7 +62,8 @@ class OperatorCounter(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note an operator and run it; of one of Moesaic note those in the function behind it, which eager calls run."""
+        """Note an operator and run it; of one of Moesaic note those in the function behind it,
+        which eager calls run."""
         kwargs = kwargs or {}
         if func.namespace != "moesaic":
             self.names.append(str(func))
@@ -104,13 +111,15 @@ def _count_on_mesh() -> dict[str, list[str]]:
             deferred[:] = map(unseen, deferred)
         return results
 
-    experts.run, experts.gradients = unseen(experts.run), seen_as_the_stage
+    experts.run = unseen(experts.run)
+    experts.gradients = seen_as_the_stage
     return counted(layer, list(layer.parameters()))
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Run the GPU's path on CPU tensors, with the kernels under Triton's interpreter; a launch is noted as one operator."""
+    """Run the GPU's path on CPU tensors, with the kernels under Triton's interpreter; a launch is
+    noted as one operator."""
     from triton.runtime import interpreter
 
     from moesaic_lab.device.interpreter import mend_the_interpreter
@@ -147,20 +156,20 @@ def _row(path: str, names: dict[str, list[str]]) -> list[dict[str, Any]]:
 
 
 def _count_by_triton() -> list[dict[str, Any]]:
-    """Return the rows of the GPU's path, counted in a process of its own: Triton chooses its interpreter when imported."""
+    """Return the rows of the GPU's path, counted in a process of its own: Triton chooses its
+    interpreter when imported."""
     if find_spec("triton") is None:
         return []
-    command, environment = (
-        [sys.executable, "-m", __name__, BY_TRITON],
-        os.environ | {"TRITON_INTERPRET": "1"},
-    )
+    command = [sys.executable, "-m", __name__, BY_TRITON]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     rows: list[dict[str, Any]] = json.loads(process.stdout)
     return rows
 
 
 class HandWritten(nn.Module):
-    """A softmax top-k layer of SwiGLU experts with a load-balance loss, in about forty operators of plain torch.
+    """A softmax top-k layer of SwiGLU experts with a load-balance loss, in about forty operators of
+    plain torch.
 
     Args:
         layer: the layer whose weights it copies.
@@ -169,15 +178,14 @@ class HandWritten(nn.Module):
     def __init__(self, layer: MoE) -> None:
         super().__init__()
         weight, w13, w2 = (
-            each.detach().clone()
+            each.detach().clone()  # type: ignore[operator]
             for each in (layer.router.weight, layer.experts.w13, layer.experts.w2)
-        )  # type: ignore[operator]
-        self.router, self.w13, self.w2 = (
-            nn.Parameter(weight),
-            nn.Parameter(w13.flatten(1, 2)),
-            nn.Parameter(w2),
         )
-        self.top_k, self.coefficient = layer.top_k, layer.losses[0].coefficient
+        self.router = nn.Parameter(weight)
+        self.w13 = nn.Parameter(w13.flatten(1, 2))
+        self.w2 = nn.Parameter(w2)
+        self.top_k = layer.top_k
+        self.coefficient = layer.losses[0].coefficient
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return y and the loss, times its coefficient, for x of (..., dim)."""
@@ -185,7 +193,8 @@ class HandWritten(nn.Module):
         logits = F.linear(tokens, self.router)
         probs = logits.softmax(1)
         top, expert = logits.topk(self.top_k, dim=1)
-        weight, expert = top.softmax(1).view(-1), expert.view(-1)
+        weight = top.softmax(1).view(-1)
+        expert = expert.view(-1)
         counts = torch.zeros(len(self.router), dtype=expert.dtype).scatter_add_(
             0, expert, torch.ones_like(expert)
         )
@@ -193,7 +202,8 @@ class HandWritten(nn.Module):
         loss = self.coefficient * len(self.router) * (probs.sum(0) * share).sum()
         order = expert.argsort(stable=True)
         token = order // self.top_k
-        rows, ends = tokens.index_select(0, token), counts.cumsum(0).to(torch.int32)
+        rows = tokens.index_select(0, token)
+        ends = counts.cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(rows, self.w13.transpose(1, 2), offs=ends).chunk(2, 1)
         out = F.grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=ends)
         out = out * weight.index_select(0, order).unsqueeze(1)
@@ -201,7 +211,8 @@ class HandWritten(nn.Module):
 
 
 def hand_step(layer: HandWritten, x: Tensor) -> Tensor:
-    """Run a step of the hand-written layer, with the loss injected as `MoE` does; return the result."""
+    """Run a step of the hand-written layer, with the loss injected as `MoE` does; return the
+    result."""
     y, loss = layer(x)
     torch.autograd.backward([y, loss], [torch.ones_like(y), torch.ones_like(loss)])
     return y
@@ -209,7 +220,8 @@ def hand_step(layer: HandWritten, x: Tensor) -> Tensor:
 
 def _host_over_hand(repeats: int) -> dict[str, Any]:
     layer = make_layer(kernel="grouped_mm")
-    hand, x = HandWritten(layer), torch.randn(4, TOKENS // 4, DIM)
+    hand = HandWritten(layer)
+    x = torch.randn(4, TOKENS // 4, DIM)
 
     def run(module: nn.Module, step: Callable[[Tensor], object]) -> Callable[[], object]:
         def once() -> None:
@@ -230,7 +242,8 @@ def _host_over_hand(repeats: int) -> dict[str, Any]:
 
 
 def kept_bytes(layer: MoE, x: Tensor, **options: Any) -> int:
-    """Return the bytes that autograd keeps for the backward pass of a call, besides parameters and their casts."""
+    """Return the bytes that autograd keeps for the backward pass of a call, besides parameters and
+    their casts."""
     known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     kept: dict[int, int] = {}
 
@@ -249,7 +262,10 @@ def kept_bytes(layer: MoE, x: Tensor, **options: Any) -> int:
 
 def kept_row(router: str) -> dict[str, Any]:
     """Return the row of a layer with a router: what it keeps, and what backward needs."""
-    tokens, dim, hidden, experts = 2048, 256, 128, 32
+    tokens = 2048
+    dim = 256
+    hidden = 128
+    experts = 32
     torch.manual_seed(0)
     top_k = {"switch": 1, "base": 1}.get(router, 2)
     layer = MoE(dim, hidden, experts, top_k, router=router, dtype=torch.bfloat16)
@@ -321,10 +337,17 @@ COLUMNS = (
 )
 
 BENCHMARK = Benchmark(
-    name="operators", description="Count what a call of a layer costs the host and keeps, besides its experts' products.",
-    options=OperatorOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
-    columns=(Shown(title="One call", columns=COLUMNS),), packages=("torch", "triton"),
-)  # fmt: skip
+    name="operators",
+    description=(
+        "Count what a call of a layer costs the host and keeps, besides its experts' products."
+    ),
+    options=OperatorOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
+    columns=(Shown(title="One call", columns=COLUMNS),),
+    packages=("torch", "triton"),
+)
 
 if __name__ == "__main__" and sys.argv[1:] == [BY_TRITON]:
     with as_on_a_gpu():

@@ -1,7 +1,9 @@
-"""Write the evidence on the pages of the five papers, and the claims of docs/reproduce.md, from committed results.
+"""Write the evidence on the pages of the five papers, and the claims of docs/reproduce.md, from
+committed results.
 
-Every figure comes from a file of benchmarks/results; none is typed by hand. `moesaic bench pays` simulates where techniques
-pay. Measured gains are those of all pairs of methods in the committed benchmarks that differ by the technique alone.
+Every figure comes from a file of benchmarks/results; none is typed by hand. `moesaic bench pays`
+simulates where techniques pay. Measured gains are those of all pairs of methods in the committed
+benchmarks that differ by the technique alone.
 
     python -m moesaic_lab.papers_page
 """
@@ -15,16 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moesaic_lab.house import ROOT
+from moesaic_lab.measured import measured
 from moesaic_lab.pays import TECHNIQUES
 from moesaic_lab.pictures import Panel, PlottedSeries, write_picture
 from moesaic_lab.reproduce.records import PAPERS, read_book
 from moesaic_lab.tables import markdown_table, share, write_page
 
-DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-CLAIMS, CLAIM_MARKS = (
-    DOCS / "reproduce.md",
-    ("<!-- claims: moesaic_lab/papers_page.py -->", "<!-- end of claims -->"),
-)
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+CLAIMS = DOCS / "reproduce.md"
+CLAIM_MARKS = ("<!-- claims: moesaic_lab/papers_page.py -->", "<!-- end of claims -->")
 MARKS = ("<!-- evidence: moesaic_lab/papers_page.py -->", "<!-- end of evidence -->")
 CASE = ("part", "cell", "bed", "case", "what", "size_bytes", "locality")
 """Keys that two rows share if their methods were timed in turn on the same layer."""
@@ -36,9 +38,11 @@ Row = Mapping[str, Any]
 def pairs(
     rows: Sequence[Row], word: str, without: str, bed: str = ""
 ) -> list[tuple[float, float | None]]:
-    """Return the measured gain of each pair of methods that differ by a word, and the predicted one if the benchmark has it.
+    """Return the measured gain of each pair of methods that differ by a word, and the predicted one
+    if the benchmark has it.
 
-    Trials of a search are left out: they are of few repeats, and the layers are timed again among the methods.
+    Trials of a search are left out: they are of few repeats, and the layers are timed again among
+    the methods.
 
     Args:
         rows: rows of a benchmark.
@@ -109,7 +113,8 @@ def read_results() -> dict[str, Any]:
 
 
 def claims_by_paper(results: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """Return the claims of every paper: its headlines, its simulated figures, and those with a target of trained models."""
+    """Return the claims of every paper: its headlines, its simulated figures, and those with a
+    target of trained models."""
     listed = [claim for name in ("headlines", "reproduce") for claim in results[name]["claims"]]
     by_paper = {
         paper: [claim for claim in listed if claim["name"].split(".")[1] == paper]
@@ -130,6 +135,7 @@ def evidence(paper: str, results: Mapping[str, Any]) -> str:
         "## Where it pays",
         f"![gain over tokens](images/papers_{paper}.svg)",
         summary(paper, results),
+        f"Measured {measured({name: results[name] for name in measured_in(paper)})}.",
         *(
             [predictor(results["balance"]["rows"]), by_load(results["balance"]["rows"])]
             if paper == "fastermoe"
@@ -141,6 +147,7 @@ def evidence(paper: str, results: Mapping[str, Any]) -> str:
             for name in dict.fromkeys(r["technique"] for r in maps)
         ),
         "## Headlines, measured",
+        f"Measured {measured({'headlines': results['headlines']})}.",
         headlines_table([row for row in results["headlines"]["rows"] if row["paper"] == paper]),
         "## Claims",
         claims_of(claims_by_paper(results)[paper]),
@@ -150,8 +157,15 @@ def evidence(paper: str, results: Mapping[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def measured_in(paper: str) -> list[str]:
+    """Return the benchmarks whose measurements a paper's page shows, without its headlines."""
+    shown = [result for each in TECHNIQUES if each.paper == paper for result, *_ in each.measured]
+    return sorted({*shown, *filter(None, [TRAINED.get(paper)])})
+
+
 def summary(paper: str, results: Mapping[str, Any]) -> str:
-    """Return a line per technique and benchmark: the simulated map in short, beside the measured pairs."""
+    """Return a line per technique and benchmark: the simulated map in short, beside the measured
+    pairs."""
     names = (
         "technique|simulated|pays from, tokens per rank|measured|faster in|median|range|predicted"
     )
@@ -165,10 +179,8 @@ def summary(paper: str, results: Mapping[str, Any]) -> str:
             if not found:
                 lines.append([technique.name, *in_short(maps), "not yet", "", "", "", ""])
                 continue
-            values, predicted = (
-                [gain for gain, _ in found],
-                [each for _, each in found if each is not None],
-            )
+            values = [gain for gain, _ in found]
+            predicted = [each for _, each in found if each is not None]
             on = f" on {words[2]}" if len(words) > 2 else ""
             measured = [
                 f"{len(values)} {SOURCES[result]}{on} (`{result}.json`)",
@@ -196,7 +208,8 @@ def in_short(maps: Sequence[Row]) -> tuple[str, str]:
 
 
 def predictor(rows: Sequence[Row]) -> str:
-    """Return FasterMoE's figure 9: R^2 of equations 1 and 2 together against the measured layers without a technique."""
+    """Return FasterMoE's figure 9: R^2 of equations 1 and 2 together against the measured layers
+    without a technique."""
     plain = [row for row in rows if row.get("part") == "bed" and row["method"] == "plain ep"]
     measured = [row["median_seconds"] for row in plain]
     errors = [
@@ -206,13 +219,15 @@ def predictor(rows: Sequence[Row]) -> str:
     mean = statistics.mean(measured)
     r2 = 1 - sum(error**2 for error in errors) / sum((each - mean) ** 2 for each in measured)
     return (
-        f"Figure 9: the time of the busiest link (equation 2) plus that of the busiest rank (equation 1) against {len(plain)} "
-        f"measured layers without a technique: R^2 {r2:.3f}, published 0.987 and 0.967 for the two alone (`balance.json`)."
+        "Figure 9: the time of the busiest link (equation 2) plus that of the busiest rank "
+        f"(equation 1) against {len(plain)} measured layers without a technique: R^2 {r2:.3f}, "
+        "published 0.987 and 0.967 for the two alone (`balance.json`)."
     )
 
 
 def by_load(rows: Sequence[Row]) -> str:
-    """Return the measured gains of FasterMoE's techniques under every load: of a Zipf law, by bed and MaxVio, or recorded."""
+    """Return the measured gains of FasterMoE's techniques under every load: of a Zipf law, by bed
+    and MaxVio, or recorded."""
     lines = [["load", "MaxVio", "shadowing", "smart schedule", "both"]]
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -230,7 +245,8 @@ def by_load(rows: Sequence[Row]) -> str:
 
 
 def trained(rows: Sequence[Row]) -> str:
-    """Return what placement saves and gains under the recorded routing of trained models; "" if that was not run."""
+    """Return what placement saves and gains under the recorded routing of trained models; "" if
+    that was not run."""
     chosen = [row for row in rows if row["part"] == "trained" and row["method"] == "two_stage"]
     lines = [
         [
@@ -248,7 +264,10 @@ def trained(rows: Sequence[Row]) -> str:
             of_part = [row for row in chosen if row["text"] == text and row["step"] in part]
             simulated = [row for row in of_part if "time_ratio" not in row]
             measured = [
-                f"{row['bed']}: {1 / row['time_ratio']:.2f} ({span([1 / row['time_ratio_high'], 1 / row['time_ratio_low']])})"
+                (
+                    f"{row['bed']}: {1 / row['time_ratio']:.2f} "
+                    f"({span([1 / row['time_ratio_high'], 1 / row['time_ratio_low']])})"
+                )
                 for row in of_part
                 if "time_ratio" in row
             ]
@@ -299,7 +318,8 @@ def map_table(maps: Sequence[Row], technique: str) -> str:
 
 
 def panels_of(paper: str, results: Mapping[str, Any]) -> Iterator[Panel]:
-    """Yield a panel per technique: its gain over tokens at the paper's links; NetMoE's over the locality of samples."""
+    """Yield a panel per technique: its gain over tokens at the paper's links; NetMoE's over the
+    locality of samples."""
     if paper == "netmoe":
         rows = [row for row in results["netmoe"]["rows"] if row["part"] == "simulated"]
         lines = tuple(
@@ -356,7 +376,8 @@ def headlines_table(rows: Sequence[Row]) -> str:
 
 def claims_of(claims: Sequence[Row]) -> str:
     """Return a table of claims, with the reason of each that is missed."""
-    lines, reasons = [["claim", "value", "target", "holds"]], read_book().missed
+    lines = [["claim", "value", "target", "holds"]]
+    reasons = read_book().missed
     for claim in claims:
         holds = {True: "yes", False: f"**no**: {reasons.get(claim['name'], '')}", None: ""}[
             claim["holds"]

@@ -1,8 +1,10 @@
-"""Where a technique of the papers pays: the time of a layer without it over the time with it, simulated.
+"""Where a technique of the papers pays: the time of a layer without it over the time with it,
+simulated.
 
-Forward and backward passes of one layer on a cluster of the technique's paper, over tokens per rank, the rate between nodes
-relative to the paper's, the layer's width, and the skew of the routing: the exponent of a Zipf law over the experts, 0 for even
-loads. Nothing is fitted here. `python -m moesaic_lab.papers_page` writes the pages of the papers from the results.
+Forward and backward passes of one layer on a cluster of the technique's paper, over tokens per
+rank, the rate between nodes relative to the paper's, the layer's width, and the skew of the
+routing: the exponent of a Zipf law over the experts, 0 for even loads. Nothing is fitted here.
+`python -m moesaic_lab.papers_page` writes the pages of the papers from the results.
 
     moesaic bench pays --json benchmarks/results/pays.json
 """
@@ -19,7 +21,7 @@ from typing import Any
 from moesaic.configfile import override, read_table
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import ClusterSpec, read_cluster
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
@@ -31,7 +33,8 @@ from moesaic_lab.reproduce.fastermoe import FasterMoEBed, Model
 TOKENS = (16, 64, 256, 1024, 4096, 16384)
 LINKS = (0.25, 1.0, 4.0)
 """Rates between nodes, relative to the paper's cluster."""
-WIDTHS, SKEWS = (256, 2048), (0.0, 1.2)
+WIDTHS = (256, 2048)
+SKEWS = (0.0, 1.2)
 SEED = 1
 CONFIG = Path(__file__).parent / "configs" / "pays.toml"
 
@@ -46,8 +49,8 @@ class Technique:
     plan: Plan
     without: Plan
     measured: tuple[tuple[str, ...], ...]
-    """Committed benchmarks: name, the word of a method's name with the technique, the word in its place without it, and how the
-    names of beds begin if not all count."""
+    """Committed benchmarks: name, the word of a method's name with the technique, the word in its
+    place without it, and how the names of beds begin if not all count."""
     cluster: str = ""
     """Preset of the paper's cluster; empty if the technique is not simulated here."""
     tp: int = 1
@@ -66,6 +69,7 @@ class Technique:
 
 
 def _technique(entry: dict[str, Any]) -> Technique:
+    """Return a technique from its table in the configuration."""
     plans = {
         key: override(Plan(), entry.get(key, {}), source=str(CONFIG)) for key in ("plan", "without")
     }
@@ -79,12 +83,12 @@ class TechniqueBed:
     """Simulates layers with and without a technique.
 
     Args:
-        technique: the technique.
         faster: rate between nodes over that of the preset.
     """
 
     def __init__(self, technique: Technique, faster: float) -> None:
-        self.technique, self.grid = technique, technique.grid
+        self.technique = technique
+        self.grid = technique.grid
         spec = read_cluster(
             technique.cluster, nodes=16 // read_cluster(technique.cluster).devices_per_node
         )
@@ -94,9 +98,8 @@ class TechniqueBed:
             else link
             for link in spec.links
         )
-        host = replace(
-            spec.host, messages="together"
-        )  # as our layers send; the plan "sequential" sends in turn
+        # as our layers send; the plan "sequential" sends in turn
+        host = replace(spec.host, messages="together")
         self.spec: ClusterSpec = replace(spec, links=tuple(links), host=host)
         self._simulator = Simulator(self.spec)
         self._beds: dict[Model, FasterMoEBed | None] = {}
@@ -126,6 +129,7 @@ class TechniqueBed:
         return slow / self._seconds(technique.plan, layer, skew, technique.shadows)
 
     def _seconds(self, plan: Plan, layer: Workload, skew: float, shadows: bool) -> float:
+        """Return the simulated seconds of a layer under a plan."""
         if shadows or self.technique.paper == "fastermoe":
             model = Model(cluster="johnny", gpus=16, tokens=layer.tokens, dim=layer.dim)
             bed = self._beds.setdefault(model, None) or FasterMoEBed(model, self.spec)
@@ -157,7 +161,8 @@ def crossovers(tokens: Sequence[int], gains: Sequence[float]) -> list[float]:
 
 
 def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
-    """Simulate every technique; return a row per technique, rate, width and skew, with the gains by tokens."""
+    """Simulate every technique; return a row per technique, rate, width and skew, with the gains by
+    tokens."""
     rows = []
     simulated = [technique for technique in TECHNIQUES if technique.cluster]
     for technique, links in itertools.product(simulated, LINKS):

@@ -1,11 +1,12 @@
-"""Write the tables of docs/performance.md from the results in the repository: no figure is typed by hand.
+"""Write the tables of docs/performance.md from the results in the repository: no figure is typed by
+hand.
 
-The page has a region for each question, between a line `<!-- claims: RESULT, ... -->` and the next `<!-- end of claims -->`:
-the claims with a target of these results. A result that a change of Moesaic outdated has a field `stale` with the reason
-until it is measured again; the region says so.
+The page has a region for each question, between a line `<!-- claims: RESULT, ... -->` and the next
+`<!-- end of claims -->`: the claims with a target of these results. A result that a change of
+Moesaic outdated has a field `stale` with the reason until it is measured again; the region says so.
 
 python -m moesaic_lab.performance_page            # writes docs/performance.md
-python -m moesaic_lab.performance_page --check    # exit code 1 if the page does not match the results
+python -m moesaic_lab.performance_page --check    # exit code 1 if the page is not of the results
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moesaic_lab.measured import measured
 from moesaic_lab.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +32,8 @@ FEW = 4
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page, or compare it with the results if --check is given, and return the exit code."""
+    """Write the page, or compare it with the results if --check is given, and return the exit
+    code."""
     results = {
         path.stem: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(RESULTS.glob("*.json"))
@@ -65,7 +68,8 @@ def page(text: str, results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
-    """Return the region of some results: what is missed, where it was measured, and the claims that have a target."""
+    """Return the region of some results: what is missed, where it was measured, and the claims that
+    have a target."""
     answers = [(name, results[name]) for name in names if name in results]
     claims = [
         claim for _, result in answers for claim in result["claims"] if claim["target"] is not None
@@ -78,11 +82,7 @@ def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
         else f"Missed: {len(missed)} of {len(claims)}."
     )
     verdict = verdict if missed else "Every target holds."
-    dates = sorted({result["date"] for _, result in answers})
-    cores = sorted(
-        {f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in answers}
-    )
-    where = f"Measured {' and '.join(dates)} on {'; '.join(cores)}." if answers else "Not measured."
+    where = f"Measured {measured(dict(answers))}." if answers else "Not measured."
     where += "".join(
         f" **Stale:** `{name}.json`, {result['stale']}."
         for name, result in answers
@@ -92,8 +92,8 @@ def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Group claims in their order: those that hold with the same first word and target, missed ones if their last word is the
-    same too. Claims without a value stay alone."""
+    """Group claims in their order: those that hold with the same first word and target, missed ones
+    if their last word is the same too. Claims without a value stay alone."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for claim in claims:
         words = claim["name"].split(".")

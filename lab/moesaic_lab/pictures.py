@@ -1,4 +1,5 @@
-"""Pictures of benchmarks with matplotlib: several small line or bar charts, each point with its spread and lower bound."""
+"""Pictures of benchmarks with matplotlib: several small line or bar charts, each point with its
+spread and lower bound."""
 
 from __future__ import annotations
 
@@ -17,14 +18,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = (
-    "#3a6ea5", "#d9772b", "#2f8f6f", "#b8478a", "#8a6d1f", "#4fa8c9", "#5b5f6b", "#9c2f2f",
-    "#6f5bb0", "#c9a227", "#7fb069", "#d46a6a", "#101010", "#00a2a2", "#b0b0b0",
-)  # fmt: skip
-"""Colours of the series, in the order in which their names first appear; reused from the start if there are more."""
+    "#3a6ea5",
+    "#d9772b",
+    "#2f8f6f",
+    "#b8478a",
+    "#8a6d1f",
+    "#4fa8c9",
+    "#5b5f6b",
+    "#9c2f2f",
+    "#6f5bb0",
+    "#c9a227",
+    "#7fb069",
+    "#d46a6a",
+    "#101010",
+    "#00a2a2",
+    "#b0b0b0",
+)
+"""Colours of the series, in the order in which their names first appear; reused from the start if
+there are more."""
 BOUND = "#111827"
 """Colour of the marks for bounds."""
 BOUND_NAME = "bound"
-WIDTH, HEIGHT = 3.6, 2.7
+WIDTH = 3.6
+HEIGHT = 2.7
 """Size of a panel in inches."""
 LETTERS = 52
 """Number of letters that fit in one line under a panel."""
@@ -67,7 +83,6 @@ class PlottedSeries:
         """Return the series of a method's times.
 
         Args:
-            name: the method's name.
             points: position, times and lower bound in seconds of each point; 0 for no bound.
             scales: factor on the seconds of each point; None for milliseconds.
         """
@@ -76,12 +91,13 @@ class PlottedSeries:
             for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))
         ]
         return cls(
-            name=name, x=tuple(x for x, *_ in rows),
+            name=name,
+            x=tuple(x for x, *_ in rows),
             y=tuple(scale * timing.median for _, timing, _, scale in rows),
             low=tuple(scale * timing.low for _, timing, _, scale in rows),
             high=tuple(scale * timing.high for _, timing, _, scale in rows),
             bounds=tuple(scale * bound if bound else None for *_, bound, scale in rows),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +111,8 @@ class Panel:
     """Label of the y axis, with the unit."""
     series: tuple[PlottedSeries, ...]
     categories: tuple[str, ...] = ()
-    """Names of the groups of a bar chart, all different; they may have several lines. () makes a line chart."""
+    """Names of the groups of a bar chart, all different; they may have several lines. () makes a
+    line chart."""
     x_ticks: tuple[tuple[float, str], ...] = ()
     """Position and label of each tick on the x axis of a line chart; () for round numbers."""
     log_x: bool = False
@@ -109,7 +126,8 @@ class Panel:
 
 
 def check_picture(path: Path) -> None:
-    """Raise InputError if a file's suffix is not one of `SUFFIXES`; called before anything is measured."""
+    """Raise InputError if a file's suffix is not one of `SUFFIXES`; called before anything is
+    measured."""
     if path.suffix not in SUFFIXES:
         raise InputError(
             f"--picture {path}: unknown kind of picture: end its name with {', '.join(SUFFIXES)}"
@@ -169,9 +187,15 @@ def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 
     shown = {label: handle for on in axes for handle, label in zip(*on.get_legend_handles_labels())}
     heading = {"title": _plain(title), "title_fontproperties": {"size": 12, "weight": "bold"}}
     drawing.legend(
-        shown.values(), shown.keys(), loc="outside upper left", ncols=2 * columns, fontsize=8, frameon=False, alignment="left",
+        shown.values(),
+        shown.keys(),
+        loc="outside upper left",
+        ncols=2 * columns,
+        fontsize=8,
+        frameon=False,
+        alignment="left",
         **heading,
-    )  # fmt: skip
+    )
     drawing.supxlabel(below, fontsize=7, ha="left", x=0.01)
     return drawing
 
@@ -180,7 +204,8 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
     """Draw one panel: medians with their spread, and bounds as short horizontal marks."""
     width = BAR_SHARE / max(len(panel.series), 1)
     for place, series in enumerate(panel.series):
-        colour, name = of_name[series.name], _plain(series.name)
+        colour = of_name[series.name]
+        name = _plain(series.name)
         shift = (place - (len(panel.series) - 1) / 2) * width if panel.categories else 0.0
         at = [x + shift for x in series.x]
         if panel.categories:
@@ -221,7 +246,8 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
 
 
 def _wrapped(text: str, letters: int) -> str:
-    """Break a label at commas into lines of at most `letters` letters, if its parts are that short."""
+    """Break a label at commas into lines of at most `letters` letters, if its parts are that
+    short."""
     lines: list[str] = []
     for part in text.split(", "):
         if lines and len(lines[-1]) + 2 + len(part) <= letters:

@@ -1,10 +1,11 @@
-"""Checks in float64 that moving samples to other homes changes no result, in every case that the layer treats
-specially.
+"""Checks in float64 that moving samples to other homes changes no result, in every case that the
+layer treats specially.
 
-Two consecutive MoE layers, each with a residual, on four loopback ranks; before the second layer, samples move to
-random homes. The output and the gradients of the input, routers, norms and experts are compared with a dense loop over
-copies in one process. Since a capacity depends on the order of tokens, the reference takes the samples of the second
-layer in the order in which they lie on the mesh. Errors are relative to the largest expected value.
+Two consecutive MoE layers, each with a residual, on four loopback ranks; before the second layer,
+samples move to random homes. The output and the gradients of the input, routers, norms and experts
+are compared with a dense loop over copies in one process. Since a capacity depends on the order of
+tokens, the reference takes the samples of the second layer in the order in which they lie on the
+mesh. Errors are relative to the largest expected value.
 
     moesaic bench placement_cases --json benchmarks/results/placement_cases.json
 """
@@ -39,7 +40,11 @@ from moesaic.testing.reference import reference, relative
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 
-DIM, HIDDEN, EXPERTS, LENGTH, SAMPLES = 4, 6, 4, 3, 8
+DIM = 4
+HIDDEN = 6
+EXPERTS = 4
+LENGTH = 3
+SAMPLES = 8
 EXACT = 1e-10
 """Largest relative error of a case that counts as exact."""
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
@@ -67,7 +72,8 @@ class PlacementCase:
     norm: Literal["before", "after", "none"] = "before"
     padding: bool = False
     dropout: float = 0.0
-    """Dropout on the layer's result before the residual is added. With dropout, the residual travels separately."""
+    """Dropout on the layer's result before the residual is added. With dropout, the residual
+    travels separately."""
     shared: int = 0
     apply_weight: Literal["after", "before"] = "after"
 
@@ -121,10 +127,18 @@ class Layers(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
         self.moes = nn.ModuleList(
             MoE(
-                DIM, HIDDEN, EXPERTS, case.top_k, router=case.router, losses=(), capacity=case.capacity,
-                shared_hidden=case.shared, apply_weight=case.apply_weight,
-            ) for _ in range(2)
-        )  # fmt: skip
+                DIM,
+                HIDDEN,
+                EXPERTS,
+                case.top_k,
+                router=case.router,
+                losses=(),
+                capacity=case.capacity,
+                shared_hidden=case.shared,
+                apply_weight=case.apply_weight,
+            )
+            for _ in range(2)
+        )
         for norm in self.norms:
             nn.init.normal_(norm.weight)  # type: ignore[arg-type]
 
@@ -137,7 +151,8 @@ class Layers(nn.Module):
             order: (samples,) int64 order of the samples on the mesh in the second layer.
         """
         for number, positions in enumerate((torch.arange(len(x)), order)):
-            norm, moe = self.norms[number], self.moes[number]
+            norm = self.norms[number]
+            moe = self.moes[number]
             assert isinstance(moe, MoE)
             inputs = norm(x) if self.case.norm == "before" else x
             y = reference(moe, inputs[positions], mask=None if mask is None else mask[positions]).y[
@@ -150,16 +165,18 @@ class Layers(nn.Module):
     def placed(
         self, x: Tensor, mask: Tensor | None, relocator: Relocator
     ) -> tuple[Tensor, list[bool]]:
-        """Return the output for this rank's samples, which move in between, and for each layer whether its residual
-        travelled with the results."""
+        """Return the output for this rank's samples, which move in between, and for each layer
+        whether its residual travelled with the results."""
         trip = relocator.start(
-            [Following(moe.router, self.case.top_k) for moe in self.moes], *x.shape[:2]
-        )  # type: ignore[arg-type]
+            [Following(moe.router, self.case.top_k) for moe in self.moes],  # type: ignore[arg-type]
+            *x.shape[:2],
+        )
         rides = []
         for number, (norm, moe) in enumerate(zip(self.norms, self.moes)):
             assert isinstance(moe, MoE)
             before = self.case.norm == "before"
-            move, inputs = trip.next(), norm(x) if before else x
+            move = trip.next()
+            inputs = norm(x) if before else x
             local_mask = None if mask is None else mask[samples_of(relocator, move.before)]
             if self.case.dropout:
                 y = MovingMoE(moe)(inputs, move=move, mask=local_mask)
@@ -177,19 +194,22 @@ class Layers(nn.Module):
 
 
 def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, Any]:
-    """Return the largest relative error of a case on a mesh, and whether residuals travelled with the results."""
+    """Return the largest relative error of a case on a mesh, and whether residuals travelled with
+    the results."""
     grid, plan = MESHES[mesh_name]
     torch.manual_seed(seed)
     layers = Layers(case).double()
     x, upstream = (torch.randn(SAMPLES, LENGTH, DIM, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(SAMPLES, LENGTH) > 0.3 if case.padding else None
     homes = random_homes(grid, SAMPLES // grid.world, np.random.default_rng(seed))
-    alone, leaf = copy.deepcopy(layers), x.clone().requires_grad_()
+    alone = copy.deepcopy(layers)
+    leaf = x.clone().requires_grad_()
     expected = alone.dense(leaf, mask, torch.from_numpy(homes.samples.reshape(-1).copy()))
     (expected * upstream).sum().backward()
 
     def rank(transport: AbstractTransport) -> dict[str, Any]:
-        mine, mesh = copy.deepcopy(layers), Mesh(grid, transport)
+        mine = copy.deepcopy(layers)
+        mesh = Mesh(grid, transport)
         for moe in mine.moes:
             moe.parallelize(mesh, plan)  # type: ignore[operator]
         share = SAMPLES // grid.dp
@@ -201,7 +221,8 @@ def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, An
         average_gradients(mine, mesh)
         pairs = [(y, expected[own]), (inputs.grad, leaf.grad[own])]  # type: ignore[index]
         for name, parameter in alone.named_parameters():
-            expected_grad, grad = parameter.grad, mine.get_parameter(name).grad
+            expected_grad = parameter.grad
+            grad = mine.get_parameter(name).grad
             if expected_grad is None:
                 continue
             if ".experts." in name and ".shared." not in name:
@@ -211,15 +232,18 @@ def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, An
                 (torch.zeros_like(expected_grad) if grad is None else grad, expected_grad / grid.dp)
             )
         error = max(
-            relative(actual.detach(), wanted.detach(), least=1e-30) for actual, wanted in pairs
-        )  # type: ignore[union-attr]
+            relative(actual.detach(), wanted.detach(), least=1e-30)  # type: ignore[union-attr]
+            for actual, wanted in pairs
+        )
         return {"error": error, "rides": rides}
 
     results = run_ranks(grid.world, rank, seed=seed)
     return {
-        "case": case.about, "mesh": mesh_name, "rides": all(rides for result in results for rides in result["rides"]),
+        "case": case.about,
+        "mesh": mesh_name,
+        "rides": all(rides for result in results for rides in result["rides"]),
         "error": max(result["error"] for result in results),
-    }  # fmt: skip
+    }
 
 
 def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -232,7 +256,8 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the share of cases that are exact, and the share in which residuals travelled with the results."""
+    """Return the share of cases that are exact, and the share in which residuals travelled with the
+    results."""
     exact = sum(row["error"] <= EXACT for row in rows) / len(rows)
     rides = sum(row["rides"] for row in rows) / len(rows)
     return [
@@ -242,9 +267,17 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="placement_cases", description="Compare layers whose samples change home with a dense loop.", options=BenchmarkOptions,
-    notes=notes_of(__doc__), measure=measure, claims=claims, is_proof=True,
+    name="placement_cases",
+    description="Compare layers whose samples change home with a dense loop.",
+    options=BenchmarkOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
+    is_proof=True,
     columns=(
-        Shown(title="largest error relative to the largest expected value", columns=("case", "mesh", "rides", "error")),
+        Shown(
+            title="largest error relative to the largest expected value",
+            columns=("case", "mesh", "rides", "error"),
+        ),
     ),
-)  # fmt: skip
+)

@@ -1,12 +1,13 @@
-"""Compares placements of samples and of experts with the best possible ones, found by integer programs on small random
-loads.
+"""Compares placements of samples and of experts with the best possible ones, found by integer
+programs on small random loads.
 
-Samples: 2 or 4 on each of 4 to 8 ranks in nodes of 2 and 4, two experts per rank, 16 copies per sample and layer, two
-layers. Each sample's shares of the experts come from a Dirichlet distribution of 0.3, and homes are random; the time is
-that of the slower kind of link. Experts: 12 to 16 on 2 to 4 places, popularity by powers of 0.3, 0.8 and 1.2 of the
-rank among experts, 4,096 copies in all; the measure is the rows at the busiest place, and moving is free. A gap is the
-share by which a policy takes longer, or has more rows, than the best placement. Times are of one two-stage decision for
-16 ranks in two nodes, on this processor, next to those of KM and PuLP in NetMoE's Table 4.
+Samples: 2 or 4 on each of 4 to 8 ranks in nodes of 2 and 4, two experts per rank, 16 copies per
+sample and layer, two layers. Each sample's shares of the experts come from a Dirichlet distribution
+of 0.3, and homes are random; the time is that of the slower kind of link. Experts: 12 to 16 on 2 to
+4 places, popularity by powers of 0.3, 0.8 and 1.2 of the rank among experts, 4,096 copies in all;
+the measure is the rows at the busiest place, and moving is free. A gap is the share by which a
+policy takes longer, or has more rows, than the best placement. Times are of one two-stage decision
+for 16 ranks in two nodes, on this processor, next to those of KM and PuLP in NetMoE's Table 4.
 
     moesaic bench placement_gaps --json benchmarks/results/placement_gaps.json
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.balance.experts import Balanced, ExpertLoad, SmartMoE, places_of
+from moesaic.balance.expert_placement import Balanced, ExpertLoad, SmartMoE, places_of
 from moesaic.balance.machine import Machine
 from moesaic.balance.samples import (
     AbstractPlacer,
@@ -53,7 +54,8 @@ SOLVERS = {
     "integer program (HiGHS)": assign_by_program,
 }
 TABLE_4 = {2: (0.08, 42.8), 4: (0.48, 50.1), 8: (1.48, 72.9), 16: (10.82, 143.7), 24: (None, None)}
-"""By samples per rank: the milliseconds that NetMoE prints for KM and PuLP; None if the values are held out."""
+"""By samples per rank: the milliseconds that NetMoE prints for KM and PuLP; None if the values are
+held out."""
 Rows = list[dict[str, Any]]
 
 
@@ -72,8 +74,11 @@ class PlacementGapsOptions(BenchmarkOptions):
 def of_samples(draws: int) -> Rows:
     """Return the gaps of the sample-placement policies, for each ratio of link speeds."""
     loads = [
-        sample_load(nodes, per_node, slots, seed) for nodes, per_node in NODES for slots in (2, 4) for seed in range(draws)
-    ]  # fmt: skip
+        sample_load(nodes, per_node, slots, seed)
+        for nodes, per_node in NODES
+        for slots in (2, 4)
+        for seed in range(draws)
+    ]
     rows = Rows()
     for links, (intra, inter) in ALL_TO_ALLS.items():
         machine = Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)
@@ -96,7 +101,8 @@ def of_samples(draws: int) -> Rows:
 def sample_load(nodes: int, per_node: int, slots: int, seed: int) -> SampleLoad:
     """Return a load in which each sample prefers few experts, with random homes of the samples."""
     world = nodes * per_node
-    random, num_experts = np.random.default_rng((seed, nodes, per_node, slots)), 2 * world
+    random = np.random.default_rng((seed, nodes, per_node, slots))
+    num_experts = 2 * world
     homes = Homes.of_ranks(random.permutation(np.arange(world * slots) // slots), world)
     tastes = [random.dirichlet(np.full(num_experts, 0.3), size=world * slots) for _ in range(2)]
     current, following = (
@@ -114,16 +120,24 @@ def of_solvers(repeats: int) -> Rows:
         load = sample_load(2, 8, slots, 0)
         of_load = {}
         for name, solve in SOLVERS.items():
-            placer, seconds = TwoStage(least_gain=0.0, solve=solve), []
+            placer = TwoStage(least_gain=0.0, solve=solve)
+            seconds = []
             for _ in range(repeats):
                 start = time.perf_counter()
                 homes = placer.decide(load)
                 seconds.append(time.perf_counter() - start)
             of_load[name] = load.volume(homes)
-            rows.append({
-                "part": "solvers", "slots": slots, "method": name, "milliseconds": 1e3 * min(seconds), "km_printed": km,
-                "pulp_printed": pulp, "rows_between_nodes": of_load[name].inter,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "part": "solvers",
+                    "slots": slots,
+                    "method": name,
+                    "milliseconds": 1e3 * min(seconds),
+                    "km_printed": km,
+                    "pulp_printed": pulp,
+                    "rows_between_nodes": of_load[name].inter,
+                }
+            )
     return rows
 
 
@@ -150,7 +164,8 @@ def of_experts(draws: int) -> Rows:
 
 
 def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad:
-    """Return a load in which experts differ in popularity, and ranks slightly in their preferences."""
+    """Return a load in which experts differ in popularity, and ranks slightly in their
+    preferences."""
     random = np.random.default_rng((seed, ep, num_experts, round(10 * skew)))
     popular = random.permutation(np.arange(1, num_experts + 1) ** -skew)
     tastes = random.dirichlet(20 * popular / popular.mean(), size=ep)
@@ -159,8 +174,14 @@ def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad
     )
     grid = Grid(world=ep, ep=ep, ranks_per_node=2 if ep % 2 == 0 else None)
     return ExpertLoad(
-        grid=grid, copies=copies, order=random.permutation(num_experts), dim=64, expert_parameters=1, expert_bytes=1, steps=1
-    )  # fmt: skip
+        grid=grid,
+        copies=copies,
+        order=random.permutation(num_experts),
+        dim=64,
+        expert_parameters=1,
+        expert_bytes=1,
+        steps=1,
+    )
 
 
 def summary(values: list[float], best: list[float]) -> dict[str, float]:
@@ -172,9 +193,12 @@ def summary(values: list[float], best: list[float]) -> dict[str, float]:
     """
     gaps = np.array(values) / np.array(best) - 1
     return {
-        "cases": len(gaps), "gap_mean": float(gaps.mean()), "gap_median": float(np.median(gaps)),
-        "gap_worst": float(gaps.max()), "share_optimal": float((gaps < 1e-9).mean()),
-    }  # fmt: skip
+        "cases": len(gaps),
+        "gap_mean": float(gaps.mean()),
+        "gap_median": float(np.median(gaps)),
+        "gap_worst": float(gaps.max()),
+        "share_optimal": float((gaps < 1e-9).mean()),
+    }
 
 
 def claims(rows: Rows) -> list[Claim]:
@@ -211,10 +235,17 @@ def measure(options: PlacementGapsOptions, cases: None, told: Told) -> Rows:
 
 
 BENCHMARK = Benchmark(
-    name="placement_gaps", description="Compare placements of samples and experts with the best ones.",
-    options=PlacementGapsOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
+    name="placement_gaps",
+    description="Compare placements of samples and experts with the best ones.",
+    options=PlacementGapsOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
     columns=(
-        *(Shown(title=part, where={"part": (part,)}, columns=COLUMNS, group_by=("links",)) for part in ("samples", "experts")),
+        *(
+            Shown(title=part, where={"part": (part,)}, columns=COLUMNS, group_by=("links",))
+            for part in ("samples", "experts")
+        ),
         Shown(title="solvers", where={"part": ("solvers",)}, group_by=("slots",)),
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Wrappers of a transport, among them one that records all messages, for benchmarks and tests of message volumes."""
+"""Wrappers of a transport, among them one that records all messages, for benchmarks and tests of
+message volumes."""
 
 from __future__ import annotations
 

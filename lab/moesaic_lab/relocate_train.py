@@ -1,10 +1,12 @@
-"""Trains the demo's model under every method for skewed routing: times the steps, and checks that the losses agree.
+"""Trains the demo's model under every method for skewed routing: times the steps, and checks that
+the losses agree.
 
-Four ranks in two nodes, with 16 of the 64 experts on each; routing of a model pretrained on the Python standard
-library, and real matrix products on shared cores. Steps (forward, backward, optimizer, moves of experts) are timed on
-an emulated cluster, all methods in turn on the same batches and weights, with eight sequences of 128 per rank. The loss
-curves are of `moesaic train` from scratch on four Gloo processes with eight sequences in all; each run replays the
-routing of the plain run.
+Four ranks in two nodes, with 16 of the 64 experts on each; routing of a model pretrained on the
+Python standard library, and real matrix products on shared cores. Steps (forward, backward,
+optimizer, moves of experts) are timed on an emulated cluster, all methods in turn on the same
+batches and weights, with eight sequences of 128 per rank. The loss curves are of `moesaic train`
+from scratch on four Gloo processes with eight sequences in all; each run replays the routing of the
+plain run.
 
     moesaic bench relocate_train --json benchmarks/results/relocate_train.json
 """
@@ -23,9 +25,9 @@ import torch
 from torch import Tensor
 
 from moesaic.balance import EXPERT_PLACERS
-from moesaic.balance.experts import ExpertRates
+from moesaic.balance.expert_placement import ExpertRates
 from moesaic.balance.run.calls import decisions_of
-from moesaic.balance.run.experts import ExpertPlacement
+from moesaic.balance.run.expert_moves import ExpertPlacement
 from moesaic.balance.samples import AbstractPlacer, TwoStage
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
@@ -68,8 +70,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "arbiter": ARBITER,
     "all": SAMPLES | EXPERTS | ARBITER,
 }
-"""Fields of `balance` that each method adds to the plain configuration. Policies that need rates get those of the
-emulated cluster."""
+"""Fields of `balance` that each method adds to the plain configuration. Policies that need rates
+get those of the emulated cluster."""
 ALWAYS = "samples, always"
 """The method that decides in every pass and moves for the least gain, as published."""
 PLACERS: dict[str, AbstractPlacer] = {
@@ -102,8 +104,8 @@ class RelocateTrainOptions(KeptOptions):
 def configuration(
     steps: int, batch_size: int, changes: dict[str, Any] | None = None
 ) -> TrainConfig:
-    """Return the demo's configuration with sequences of 128, on four ranks in two nodes, with the tables of `changes`
-    applied."""
+    """Return the demo's configuration with sequences of 128, on four ranks in two nodes, with the
+    tables of `changes` applied."""
     plain = demo()
     sizes: dict[str, Any] = {
         "model": replace(plain.model, seq_len=128),
@@ -127,7 +129,8 @@ def pretrain(weights: Path, steps: int) -> None:
 
 def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
     """Return the rows with step times on the emulated cluster."""
-    steps, batch_size = options.repeats + 1, 4 * options.sequences
+    steps = options.repeats + 1
+    batch_size = 4 * options.sequences
     configs = {
         name: configuration(steps, batch_size, {"balance": METHODS[name]})
         for name in options.methods
@@ -136,29 +139,43 @@ def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
     corpus = load_corpus(plain.data)
     batches = Batches(corpus.train, plain.model.seq_len, batch_size, seed=99)
     job = StepJob(
-        methods={name: StepMethod(config=config, placer=PLACERS.get(name)) for name, config in configs.items()},
-        vocab=corpus.vocab_size, batches=[batches.get(number) for number in range(steps)], weights=str(weights.resolve()),
-    )  # fmt: skip
+        methods={
+            name: StepMethod(config=config, placer=PLACERS.get(name))
+            for name, config in configs.items()
+        },
+        vocab=corpus.vocab_size,
+        batches=[batches.get(number) for number in range(steps)],
+        weights=str(weights.resolve()),
+    )
     with Launcher() as launcher, launcher.open(BED) as ranks:
         of_ranks = ranks.run(step_times, job)
-    cell, rows = BedCell(**joined([timed for timed, _ in of_ranks], BED)), []
+    cell = BedCell(**joined([timed for timed, _ in of_ranks], BED))
+    rows = []
     base = cell.across["plain"][0]
     for name, own in of_ranks[0][1].items():
-        seconds, inter_bytes = cell.timings[name], cell.across[name][0]
+        seconds = cell.timings[name]
+        inter_bytes = cell.across[name][0]
         rows.append(
             {
-                "method": name, "repeats": options.repeats, "inter_bytes": inter_bytes, **asdict(own),
-                "inter_saved": 1 - inter_bytes / base, **spread("step_seconds", seconds),
+                "method": name,
+                "repeats": options.repeats,
+                "inter_bytes": inter_bytes,
+                **asdict(own),
+                "inter_saved": 1 - inter_bytes / base,
+                **spread("step_seconds", seconds),
                 **spread("time_ratio", cell.ratio(name, "plain")),
                 "total_ratio": sum(seconds.seconds) / sum(cell.timings["plain"].seconds),
-                "chosen": ", ".join(f"{option} {number}" for option, number in sorted(own.options.items())),
+                "chosen": ", ".join(
+                    f"{option} {number}" for option, number in sorted(own.options.items())
+                ),
             }
-        )  # fmt: skip
+        )
     return rows
 
 
 def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
-    """Return the rows with the differences between losses under replayed routing and those of the plain run."""
+    """Return the rows with the differences between losses under replayed routing and those of the
+    plain run."""
     with tempfile.TemporaryDirectory() as folder:
         runs: dict[str, TrainConfig] = {}
         for name in options.methods:
@@ -173,7 +190,8 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
             )
         on_ranks(4, train_all, list(runs.values()), timeout_seconds=HOUR)
         lines = {name: steps_of(read_metrics(Path(run.out))) for name, run in runs.items()}
-    rows, plain = [], lines["plain"]
+    rows = []
+    plain = lines["plain"]
     for name, of_run in lines.items():
         difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(of_run, plain, strict=True))
         layers = [
@@ -181,13 +199,18 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
         ]
         rows.append(
             {
-                "method": name, "steps": options.steps, "first_loss": of_run[0]["loss"], "last_loss": of_run[-1]["loss"],
+                "method": name,
+                "steps": options.steps,
+                "first_loss": of_run[0]["loss"],
+                "last_loss": of_run[-1]["loss"],
                 "loss_difference": difference,
                 "samples_moved": sum(layer.get("samples_moved", 0.0) for layer in layers),
                 "copies_replicated": sum(layer.get("copies_replicated", 0.0) for layer in layers),
-                "experts_moved": sum(line["place_experts"]["experts"] for line in of_run if "place_experts" in line),
+                "experts_moved": sum(
+                    line["place_experts"]["experts"] for line in of_run if "place_experts" in line
+                ),
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -239,13 +262,16 @@ class StepFound:
 
 
 class Training:
-    """A model on a mesh under one method, with an optimizer whose steps change no bit of the weights."""
+    """A model on a mesh under one method, with an optimizer whose steps change no bit of the
+    weights."""
 
     def __init__(self, job: StepJob, name: str, mesh: Mesh) -> None:
         method = job.methods[name]
-        config, element_bytes = method.config, 4
+        config = method.config
+        element_bytes = 4
         torch.manual_seed(config.seed)
-        self.mesh, self.model = mesh, make_decoder(config, job.vocab)
+        self.mesh = mesh
+        self.model = make_decoder(config, job.vocab)
         if job.weights is not None:
             self.model.load_state_dict(torch.load(job.weights))
         parallelize(self.model, mesh, config.layer_plan, calls=make_calls(config, mesh.grid))
@@ -287,17 +313,20 @@ class Training:
 
 
 def step_times(job: StepJob) -> tuple[Timed, dict[str, StepFound]]:
-    """Time steps of all methods in turn, on the same batches and weights. All ranks call this together.
+    """Time steps of all methods in turn, on the same batches and weights. All ranks call this
+    together.
 
     Returns:
-        this rank's spans and the messages of its MoE layers in the first step, forward and backward, with replicated weights
-        but without moves of experts; and what each method decided.
+        this rank's spans and the messages of its MoE layers in the first step, forward and
+        backward, with replicated weights but without moves of experts; and what each method
+        decided.
     """
     plain = mesh_of(next(iter(job.methods.values())).config)
     recorder = Recorder(plain.transport)
     mesh = replace(plain, transport=recorder)
     trainings = {name: Training(job, name, mesh) for name in job.methods}
-    steps_taken, messages = dict.fromkeys(job.methods, 0), dict[str, list[list[Message]]]()
+    steps_taken = dict.fromkeys(job.methods, 0)
+    messages = dict[str, list[list[Message]]]()
 
     def step(name: str) -> None:
         recorder.ranges.clear()
@@ -316,18 +345,23 @@ def step_times(job: StepJob) -> tuple[Timed, dict[str, StepFound]]:
 
 
 def _of_trip(training: Training) -> dict[str, float]:
-    """Return figures about the sample moves of the last forward pass; zeros if no complete set of decisions exists."""
+    """Return figures about the sample moves of the last forward pass; zeros if no complete set of
+    decisions exists."""
     trip = None if training.relocator is None else training.relocator.trip
     counted = [] if trip is None else [move.copies is not None for move in trip.moves]
     if trip is None or not all(counted):  # a policy pauses, or an arbiter left samples in place
         return dict.fromkeys(
             ("decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality"), 0.0
         )
-    moves, mesh, top_k = trip.moves, training.mesh, training.layers[0].top_k
+    moves = trip.moves
+    mesh = training.mesh
+    top_k = training.layers[0].top_k
     node = np.array([mesh.grid.node_of(rank) for rank in range(mesh.grid.world)])
-    decided, samples = moves[:-1], moves[0].before.samples.size
+    decided = moves[:-1]
+    samples = moves[0].before.samples.size
     before, after = (sum(move.volumes()[part].inter for move in decided) for part in (0, 1))
-    right, localities = [], []
+    right = []
+    localities = []
     for move, following in zip(moves, [*moves[1:], None]):
         assert move.load is not None
         localities.append(locality(move.load.copies, top_k))
@@ -430,7 +464,11 @@ def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict
 
 
 BENCHMARK = Benchmark(
-    name="relocate_train", description="Time training steps under every method for skewed routing, and compare losses.",
-    options=RelocateTrainOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
+    name="relocate_train",
+    description="Time training steps under every method for skewed routing, and compare losses.",
+    options=RelocateTrainOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
     columns=TABLES,
-)  # fmt: skip
+)

@@ -1,8 +1,10 @@
-"""Bytes that every schedule and all-to-all sends, counted on the wire and compared with the papers' closed formulas.
+"""Bytes that every schedule and all-to-all sends, counted on the wire and compared with the papers'
+closed formulas.
 
-A layer under even routing runs forward and backward on eight loopback ranks (two nodes of four) and on four Gloo
-processes (two nodes of two). A recorder on the layer's transport counts the bytes of every message by link. The
-formulas are written out below, for each movement of rows, and share no code with the programs.
+A layer under even routing runs forward and backward on eight loopback ranks (two nodes of four) and
+on four Gloo processes (two nodes of two). A recorder on the layer's transport counts the bytes of
+every message by link. The formulas are written out below, for each movement of rows, and share no
+code with the programs.
 
     moesaic bench schedules --json benchmarks/results/schedules.json
 """
@@ -23,9 +25,9 @@ from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
-from moesaic.program.bundles import bundles
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Axis, Grid
+from moesaic.program.joined_messages import bundles
 from moesaic.program.plan import Crossing, Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
@@ -33,11 +35,15 @@ from moesaic.routing.routers.hash import Hash
 from moesaic.routing.routing import Choice, Scores
 from moesaic.runtime.tasks import Indices
 from moesaic.testing.runner import on_ranks
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, summary_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.recorder import RecordedMessage, Recorder
 
-DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 16, 8, 2, 128
+DIM = 16
+HIDDEN = 16
+EXPERTS = 8
+TOP_K = 2
+TOKENS = 128
 ELEMENT = 8
 """Bytes per element: the layers run in float64."""
 GRIDS = {
@@ -47,7 +53,8 @@ GRIDS = {
 
 
 class EvenRouter(Hash):
-    """Sends a token's copies to TOP_K neighbouring experts; each expert gets equally many tokens from every rank."""
+    """Sends a token's copies to TOP_K neighbouring experts; each expert gets equally many tokens
+    from every rank."""
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
@@ -59,7 +66,8 @@ class EvenRouter(Hash):
 
 
 Counted = dict[str, tuple[int, int]]
-"""Maps direction and slot of a movement to (bytes inside nodes, bytes across nodes), over all ranks."""
+"""Maps direction and slot of a movement to (bytes inside nodes, bytes across nodes), over all
+ranks."""
 
 
 def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
@@ -70,7 +78,8 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
     layer.parallelize(Mesh(grid, recorder), plan)
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
     assert layer.on_mesh is not None
-    tables_of, seen = layer.on_mesh._tables, list[tuple[CallSizes, Indices]]()
+    tables_of = layer.on_mesh._tables
+    seen = list[tuple[CallSizes, Indices]]()
     layer.on_mesh._tables = lambda *arguments: seen.append(tables_of(*arguments)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
     layer(x, token_ids=torch.arange(TOKENS)).sum().backward()
     compiled: Compiled = compile_plan(plan, grid)
@@ -107,10 +116,8 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
 def small_bytes(task: Task, program: Program, sizes: CallSizes, sent: RecordedMessage) -> int:
     """Return a message's bytes of routing weights or indices."""
     slots = {slot.name: slot for slot in program.slots}
-    pair, each = (
-        (sent.source, sent.target),
-        ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES,
-    )
+    pair = (sent.source, sent.target)
+    each = ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES
     return sum(
         each * rows
         for source, target, rows in messages_of(task, slots, sizes)
@@ -138,20 +145,26 @@ def total(per_rank: list[Counted]) -> Counted:
     """Return the sum of the ranks' bytes."""
     keys = sorted({key for counted in per_rank for key in counted})
     return {
-        key: tuple(sum(c.get(key, (0, 0))[i] for c in per_rank) for i in (0, 1)) for key in keys
-    }  # type: ignore[misc]
+        key: tuple(sum(c.get(key, (0, 0))[i] for c in per_rank) for i in (0, 1))  # type: ignore[misc]
+        for key in keys
+    }
 
 
 def formulas(grid: Grid, plan: Plan) -> Counted | None:
-    """Return the forward bytes of every movement of rows by the papers' formulas, over all ranks; None if there is no
-    formula.
+    """Return the forward bytes of every movement of rows by the papers' formulas, over all ranks;
+    None if there is no formula.
 
-    n copies and T tokens of a tensor-parallel group, m = tp, p = ep, s = etp, L indices of ep on a node. Per rank, an
-    all-to-all over ep sends 1 / p of its rows to each index, of which L - 1 others are on the node and p - L elsewhere.
+    n copies and T tokens of a tensor-parallel group, m = tp, p = ep, s = etp, L indices of ep on a
+    node. Per rank, an all-to-all over ep sends 1 / p of its rows to each index, of which L - 1
+    others are on the node and p - L elsewhere.
     """
-    n, m, p, s = TOKENS * TOP_K, grid.tp, grid.ep, grid.etp
+    n = TOKENS * TOP_K
+    m = grid.tp
+    p = grid.ep
+    s = grid.etp
     local = (grid.ranks_per_node or grid.world) // s
-    inside, across = (local - 1) / p, (p - local) / p
+    inside = (local - 1) / p
+    across = (p - local) / p
     to_all = (s * n / m * local / p - n / m / p, s * n / m * across)
     over_ep = (n / m * inside, n / m * across)
     gather = (
@@ -160,14 +173,12 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
         else {"z_full": ((m - 1) * n / m, 0)}
     )
     rows: dict[str, tuple[float, float]] = {}
-    if (
-        plan.gather_weights == 0
-    ):  # every rank gathers all weights except its own share: 3 matrices of HIDDEN x DIM
+    # every rank gathers all weights except its own share: 3 matrices of HIDDEN x DIM
+    if plan.gather_weights == 0:
         shard = 3 * EXPERTS * HIDDEN / (p * s)
         rows = {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
-    elif (
-        plan.gather_weights == 1
-    ):  # a token visits one rank of an expert, and the ranks of etp gather the shards
+    elif plan.gather_weights == 1:
+        # a token visits one rank of an expert, and the ranks of etp gather the shards
         rows = {
             "h": over_ep,
             "z": over_ep,
@@ -179,15 +190,18 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
     elif plan.schedule in ("s1", "s2"):
         rows = {"h": hops(plan, grid, to_all), "z": hops(plan, grid, to_all), **gather}
     elif plan.schedule == "s3":
-        shards, moved = ((s - 1) * n / m, 0), hops(plan, grid, over_ep)
+        shards = ((s - 1) * n / m, 0)
+        moved = hops(plan, grid, over_ep)
         rows = {"arrived": moved, "h": shards, "reduced": shards, "z": moved, **gather}
     elif plan.schedule == "ted":
-        once, reduce = (n * inside, n * across), (2 * (s - 1) / s * n, 0)
+        once = (n * inside, n * across)
+        reduce = (2 * (s - 1) / s * n, 0)
         rows = {"h_same": once, "summed": reduce, "back": once}
     elif plan.schedule != "baseline":
         return None
     else:
-        wide, reduce = (s * n * inside, s * n * across), (2 * (s - 1) / s * s * n, 0)
+        wide = (s * n * inside, s * n * across)
+        reduce = (2 * (s - 1) / s * s * n, 0)
         rows = {"x_wide": ((s - 1) * TOKENS, 0), "h": wide, "summed": reduce, "back": wide}
     scale = grid.world * DIM * ELEMENT
     return {
@@ -196,14 +210,16 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
 
 
 def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, float]:
-    """Return rows per rank (inside, across) for the plan's all-to-all, where a direct exchange sends `direct`.
+    """Return rows per rank (inside, across) for the plan's all-to-all, where a direct exchange
+    sends `direct`.
 
-    2DH, with g ranks of the group on a node: rows that cross first move inside the node, unless the sender already has
-    the target's place; that is 1 - 1 / g of them. One rank per node (1DH): rows go to the leader and from a leader, 1 -
-    1 / g each. For other algorithms, which have no formula here, the mean number of legs of their paths is used.
+    2DH, with g ranks of the group on a node: rows that cross first move inside the node, unless the
+    sender already has the target's place; that is 1 - 1 / g of them. One rank per node (1DH): rows
+    go to the leader and from a leader, 1 - 1 / g each. For other algorithms, which have no formula
+    here, the mean number of legs of their paths is used.
     """
     inside, across = direct
-    over_etp = SCHEDULES[plan.schedule](False).delivers_at_once
+    over_etp = SCHEDULES[plan.schedule]().delivers_at_once
     of_group = (grid.ranks_per_node or grid.world) // (1 if over_etp else grid.etp)
     moved = across * (1 - 1 / of_group)
     if plan.all_to_all in ("hier2d", "naive", "hier3d"):  # with two nodes the third level is empty
@@ -218,7 +234,8 @@ def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, fl
 
 
 def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[float, float]]:
-    """Return the mean legs (inside, across nodes) of a packet that stays on its node, and of one that crosses nodes."""
+    """Return the mean legs (inside, across nodes) of a packet that stays on its node, and of one
+    that crosses nodes."""
     by_crossing: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for ranks in {grid.group(rank, group) for rank in range(grid.world)}:
         places = NodeMap(grid, ranks)
@@ -237,15 +254,19 @@ def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[floa
 
 
 def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[float, float]]:
-    """Return the multicast's rows per rank: a token crosses once per node, then goes once to every shard on that node.
+    """Return the multicast's rows per rank: a token crosses once per node, then goes once to every
+    shard on that node.
 
-    A token's copies go to TOP_K neighbouring experts. Under S1 a rank has T / m tokens. Both copies of a token are at
-    one place of ep unless they straddle two. Since TOP_K divides the EXPERTS / p experts of a place, every token stops
-    at one place. Under S2 a rank holds every m-th part of each expert's run, so the same rank holds both copies of a
-    token.
+    A token's copies go to TOP_K neighbouring experts. Under S1 a rank has T / m tokens. Both copies
+    of a token are at one place of ep unless they straddle two. Since TOP_K divides the EXPERTS / p
+    experts of a place, every token stops at one place. Under S2 a rank holds every m-th part of
+    each expert's run, so the same rank holds both copies of a token.
     """
-    m, p, s = grid.tp, grid.ep, grid.etp
-    nodes, node_tokens = p // local, TOKENS / m
+    m = grid.tp
+    p = grid.ep
+    s = grid.etp
+    nodes = p // local
+    node_tokens = TOKENS / m
     crossing = (0.0, node_tokens * (nodes - 1) / nodes)
     fan_out = (s * node_tokens - node_tokens / local, 0.0)
     arrived = "node_tokens_here" if local > 1 else "rank_tokens_here"
@@ -265,7 +286,10 @@ def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[s
             before = forward.get(name, (0, 0))
             forward[name] = (before[0] + inside, before[1] + across)
     wrong = [
-        f"{key.split()[1]} sends {forward.get(key, (0, 0))}, the formula says {expected.get(key, (0, 0))}"
+        (
+            f"{key.split()[1]} sends {forward.get(key, (0, 0))}, the formula says "
+            f"{expected.get(key, (0, 0))}"
+        )
         for key in sorted(set(forward) | set(expected or ()))
         if expected is not None and forward.get(key, (0, 0)) != expected.get(key, (0, 0))
     ]
@@ -274,12 +298,18 @@ def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[s
         for d in ("forward", "backward")
     }
     return {
-        "transport": transport_name, "ranks": grid.world,
-        "schedule": plan.schedule + ("" if plan.gather_weights is None else f", r={plan.gather_weights}"),
+        "transport": transport_name,
+        "ranks": grid.world,
+        "schedule": plan.schedule
+        + ("" if plan.gather_weights is None else f", r={plan.gather_weights}"),
         "all_to_all": plan.all_to_all,
-        **{f"{way}_{where}_bytes": num for way, of in sums.items() for where, num in zip(("inside", "across"), of)},
+        **{
+            f"{way}_{where}_bytes": num
+            for way, of in sums.items()
+            for where, num in zip(("inside", "across"), of)
+        },
         "wrong": "; ".join(wrong),
-    }  # fmt: skip
+    }
 
 
 OTHERS = [link for link in ALL_TO_ALLS if link != Plan().link]
@@ -321,7 +351,12 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="schedules", description="Count the bytes of every schedule and all-to-all, and compare them with formulas.",
-    options=BenchmarkOptions, notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
-    columns=(Shown(title="Rows and weights over all ranks, even routing, float64"),), is_proof=True,
-)  # fmt: skip
+    name="schedules",
+    description="Count the bytes of every schedule and all-to-all, and compare them with formulas.",
+    options=BenchmarkOptions,
+    notes=summary_of(__doc__),
+    measure=measure,
+    claims=claims,
+    columns=(Shown(title="Rows and weights over all ranks, even routing, float64"),),
+    is_proof=True,
+)

@@ -1,8 +1,9 @@
-"""Times the simulator: how long it takes to compile and simulate a layer, forward and backward, on very large clusters.
+"""Times the simulator: how long it takes to compile and simulate a layer, forward and backward, on
+very large clusters.
 
-One process, one thread. Cold: the plan is compiled on the whole mesh and simulated, with empty caches. Warm: simulated
-again, as in a planner's search. Under even routing, one rank is simulated for all. If each group has its own loads,
-every rank is simulated.
+One process, one thread. Cold: the plan is compiled on the whole mesh and simulated, with empty
+caches. Warm: simulated again, as in a planner's search. Under even routing, one rank is simulated
+for all. If each group has its own loads, every rank is simulated.
 
     moesaic bench simulator --json benchmarks/results/simulator.json
 """
@@ -23,16 +24,17 @@ from typing import Any
 from moesaic.cli import plan
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.loads import simulate_counts
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, dirichlet_counts
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, summary_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.ledger.records import read_published
 
-COLD, WARM = 9, 30
+COLD = 9
+WARM = 30
 """Numbers of cold and of warm repeats."""
 PLANNED = 64
 """Number of devices of the plan search."""
@@ -75,8 +77,8 @@ SKEWED = SimulatedCase(
 )
 """Simulated rank by rank, since each data-parallel group prefers other experts."""
 CONCENTRATION = 0.3
-"""Dirichlet concentration of each group's shares of the experts: the busiest of its 64 experts has about 9 times the
-mean."""
+"""Dirichlet concentration of each group's shares of the experts: the busiest of its 64 experts has
+about 9 times the mean."""
 
 
 def whole(case: SimulatedCase) -> Compiled:
@@ -111,7 +113,8 @@ def simulate_skewed(case: SimulatedCase) -> None:
 
 def measure(case: SimulatedCase) -> dict[str, Any]:
     """Return a row of the table, with median seconds."""
-    warm, compiled = simulator_of(case), whole(case)
+    warm = simulator_of(case)
+    compiled = whole(case)
     simulate(warm, case, compiled)
     cold_seconds = seconds(lambda: simulate(simulator_of(case), case, whole(case)), COLD)
     warm_seconds = seconds(lambda: simulate(warm, case, compiled), WARM)
@@ -131,6 +134,7 @@ def _line(
     cold_seconds: list[float],
     warm_seconds: list[float],
 ) -> dict[str, Any]:
+    """Return the row of a case."""
     return {
         "ranks": case.world,
         "mesh": f"tp {case.tp}, ep {case.ep}, etp {case.etp}",
@@ -155,7 +159,8 @@ def seconds(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def measure_plan(model: str, devices: int) -> dict[str, Any]:
-    """Return a row with the time of `moesaic plan` for a model of the Hugging Face hub on H100s, including its output."""
+    """Return a row with the time of `moesaic plan` for a model of the Hugging Face hub on H100s,
+    including its output."""
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(read_published()["model"][model]), encoding="utf-8")
@@ -172,9 +177,16 @@ def measure_plan(model: str, devices: int) -> dict[str, Any]:
             times = seconds(lambda: plan.run(arguments), 1)
     best = json.loads(text.getvalue())["ranking"][0]
     return {
-        "ranks": devices, "mesh": f"searched for {model}", "plan": f"ep {best['mesh']['ep']}, {best['plan']['all_to_all']}",
-        "loads": "even", "tasks": 0, "cold_seconds": times[0], "cold_range": "", "warm_seconds": times[0], "warm_range": "",
-    }  # fmt: skip
+        "ranks": devices,
+        "mesh": f"searched for {model}",
+        "plan": f"ep {best['mesh']['ep']}, {best['plan']['all_to_all']}",
+        "loads": "even",
+        "tasks": 0,
+        "cold_seconds": times[0],
+        "cold_range": "",
+        "warm_seconds": times[0],
+        "warm_range": "",
+    }
 
 
 def measure_all(
@@ -205,7 +217,13 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="simulator", description="Measure how long the simulator takes.", options=BenchmarkOptions,
-    notes=(__doc__ or "").splitlines()[0], cases=lambda options: CASES, measure=measure_all, claims=claims,
-    columns=(Shown(title="one layer, forward and backward"),), packages=("numpy",),
-)  # fmt: skip
+    name="simulator",
+    description="Measure how long the simulator takes.",
+    options=BenchmarkOptions,
+    notes=summary_of(__doc__),
+    cases=lambda options: CASES,
+    measure=measure_all,
+    claims=claims,
+    columns=(Shown(title="one layer, forward and backward"),),
+    packages=("numpy",),
+)

@@ -1,11 +1,14 @@
-"""`moesaic bench small`: splits of a frozen model over small cards, timed in turn on an emulated cluster with virtual compute.
+"""`moesaic bench small`: splits of a frozen model over small cards, timed in turn on an emulated
+cluster with virtual compute.
 
-Virtual compute, real bytes over shaped links in the proportion that PCIe and Ethernet have to the compute of consumer cards
-(configs/small.toml derives them). A step of adapters' training: every layer forward, then forward again and backward, with the
-rows' gradients only. ours: experts spread, by the plan that the planner searched. all-to-all and all-reduce: the two of
-transformers that train, its own code over Gloo; under all-reduce all ranks hold one batch, so attention ends in an all-reduce
-too (ep_size = tp_size). layers: a split of layers over ranks, forward passes of all micro-batches, then backward passes; a
-micro-batch has the tokens of a rank. Regret: time of what the planner picks of ours and layers over the faster, less 1.
+Virtual compute, real bytes over shaped links in the proportion that PCIe and Ethernet have to the
+compute of consumer cards (configs/small.toml derives them). A step of adapters' training: every
+layer forward, then forward again and backward, with the rows' gradients only. ours: experts spread,
+by the plan that the planner searched. all-to-all and all-reduce: the two of transformers that
+train, its own code over Gloo; under all-reduce all ranks hold one batch, so attention ends in an
+all-reduce too (ep_size = tp_size). layers: a split of layers over ranks, forward passes of all
+micro-batches, then backward passes; a micro-batch has the tokens of a rank. Regret: time of what
+the planner picks of ours and layers over the faster, less 1.
 
 moesaic bench small --json benchmarks/results/small.json
 """
@@ -30,7 +33,7 @@ from moesaic.measure.together import latest, start_together
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.finetune import FinetuneJob, layer_splits, spread_experts
 from moesaic.planner.hub import HubShape
-from moesaic.planner.model import DataShape
+from moesaic.planner.job import DataShape
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan, plan_in_words
 from moesaic.shapes import MoEShape
@@ -43,7 +46,8 @@ from moesaic_lab.virtual import Accelerator, virtual_experts
 from moesaic_testbed.cluster import Cluster
 
 COMMITTED = Path(__file__).parent / "configs" / "small.toml"
-OURS, LAYERS = "ours", "layers"
+OURS = "ours"
+LAYERS = "layers"
 TRANSFORMERS = ("all-to-all", "all-reduce")
 PIPELINE = "layers, micro-batches"
 """Name of that split in the planner."""
@@ -78,7 +82,8 @@ class SmallPlace(LayerPlace):
 
     @property
     def flops(self) -> float:
-        """FLOPs of the experts of one layer for a rank's tokens, in a forward pass; those around the experts are as many."""
+        """FLOPs of the experts of one layer for a rank's tokens, in a forward pass; those around
+        the experts are as many."""
         return 2.0 * self.tokens_per_rank * self.top_k * self.matrices * self.dim * self.hidden
 
     @property
@@ -112,7 +117,8 @@ class SmallPlace(LayerPlace):
 
     @property
     def planned_on(self) -> ClusterSpec:
-        """The bed for the planner. Virtual compute charges products alone, so memory is as good as free."""
+        """The bed for the planner. Virtual compute charges products alone, so memory is as good as
+        free."""
         cluster = super().cluster
         return replace(cluster, device=replace(cluster.device, memory_gigabytes_per_second=1e3))
 
@@ -169,9 +175,8 @@ def measure(config: SmallConfig, ranks: Cluster, place: SmallPlace) -> SmallCell
     step = spread_experts(place.job, place.planned_on)
     tokens = place.world * place.micro_batches * place.tokens_per_rank
     of_layers = layer_splits(place.job, place.planned_on, 0.0)[PIPELINE].tokens_per_second
-    seconds = step.seconds - step.estimate.parts.get(
-        "parameters", 0.0
-    )  # on the bed no dense weights are gathered
+    # on the bed no dense weights are gathered
+    seconds = step.seconds - step.estimate.parts.get("parameters", 0.0)
     picked = OURS if tokens / seconds >= of_layers else LAYERS
     spans = ranks.run(on_rank, place, step.plan, config.warmup, config.seed)
     return SmallCell(place=place, plan=step.plan, picked=picked, **timed(spans))
@@ -179,7 +184,9 @@ def measure(config: SmallConfig, ranks: Cluster, place: SmallPlace) -> SmallCell
 
 def on_rank(place: SmallPlace, plan: Plan, warmup: int, seed: int) -> dict[str, list[Span]]:
     """Time the splits in turn on this rank; all ranks call this together."""
-    ours, theirs, of_layers = Ours(place, plan, seed), Theirs(place, seed), SplitLayers(place)
+    ours = Ours(place, plan, seed)
+    theirs = Theirs(place, seed)
+    of_layers = SplitLayers(place)
     methods: dict[str, Callable[[], object]] = {
         OURS: ours.step,
         "all-to-all": theirs.step,
@@ -192,7 +199,8 @@ def on_rank(place: SmallPlace, plan: Plan, warmup: int, seed: int) -> dict[str, 
 
 @dataclass
 class Virtual:
-    """A rank's accelerator, whose backward passes of frozen weights count half of what trained weights take."""
+    """A rank's accelerator, whose backward passes of frozen weights count half of what trained
+    weights take."""
 
     place: SmallPlace
     share: float = 1.0
@@ -208,7 +216,8 @@ class Virtual:
     def train(
         self, run: Callable[[Tensor], Tensor], around: Callable[[], object], tokens: int
     ) -> None:
-        """Run a step of a micro-batch: every layer forward; then, last to first, again and backward."""
+        """Run a step of a micro-batch: every layer forward; then, last to first, again and
+        backward."""
         x = torch.zeros(tokens, self.place.dim)
         for _ in range(self.place.layers):
             around()
@@ -227,7 +236,8 @@ class Ours:
     """Our layer with its experts spread over all ranks."""
 
     def __init__(self, place: SmallPlace, plan: Plan, seed: int) -> None:
-        self.place, self.virtual = place, Virtual(place)
+        self.place = place
+        self.virtual = Virtual(place)
         experts = virtual_experts(self.virtual)  # type: ignore[arg-type]  # has `multiply`
         self.layer = MoE(
             place.dim,
@@ -269,11 +279,9 @@ class FrozenModule(nn.Module):
 
     def __init__(self, place: SmallPlace, accelerator: Accelerator) -> None:
         super().__init__()
-        self.num_experts, self.place, self.accelerator = (
-            place.num_experts // place.world,
-            place,
-            accelerator,
-        )
+        self.num_experts = place.num_experts // place.world
+        self.place = place
+        self.accelerator = accelerator
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return a row for each token after the time of the products of this rank's experts."""
@@ -289,23 +297,26 @@ class Theirs:
     def __init__(self, place: SmallPlace, seed: int) -> None:
         from transformers.distributed.expert_parallel import AllReduceEP, AllToAllEP
 
-        self.place, self.virtual = place, Virtual(place)
-        module, world = FrozenModule(place, self.virtual.accelerator), place.world
+        self.place = place
+        self.virtual = Virtual(place)
+        module = FrozenModule(place, self.virtual.accelerator)
+        world = place.world
         whole = init_device_mesh("cpu", (world,))
         alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
-        self.all_to_all, self.all_reduce = (
-            AllToAllEP(module, alone["ep"], alone["tp"]),
-            AllReduceEP(module, whole, whole),
-        )
+        self.all_to_all = AllToAllEP(module, alone["ep"], alone["tp"])
+        self.all_reduce = AllReduceEP(module, whole, whole)
         choice = balanced_choice(place.tokens_per_rank, place.top_k, place.num_experts, seed)
         self.chosen = choice.expert.view(-1, place.top_k)
         self.weights = torch.full(self.chosen.shape, 1 / place.top_k)
 
     def step(self, *, shares: bool = False) -> None:
-        """Train one step; `shares`: all ranks hold one batch, and an all-reduce sums what their experts add."""
-        place, world = self.place, self.place.world
+        """Train one step; `shares`: all ranks hold one batch, and an all-reduce sums what their
+        experts add."""
+        place = self.place
+        world = self.place.world
         ways = world if shares else 1
-        chosen, weights = self.chosen.repeat(ways, 1), self.weights.repeat(ways, 1)
+        chosen = self.chosen.repeat(ways, 1)
+        weights = self.weights.repeat(ways, 1)
         implementation = self.all_reduce if shares else self.all_to_all
 
         def around() -> None:
@@ -323,11 +334,15 @@ class SplitLayers:
     """A part of the layers on each rank, between which micro-batches pass."""
 
     def __init__(self, place: SmallPlace) -> None:
-        self.place, self.virtual, self.rank = place, Virtual(place), dist.get_rank()
+        self.place = place
+        self.virtual = Virtual(place)
+        self.rank = dist.get_rank()
 
     def step(self) -> None:
-        """Train one step: forward passes of all micro-batches, then backward passes with their recomputation."""
-        place, last = self.place, self.place.world - 1
+        """Train one step: forward passes of all micro-batches, then backward passes with their
+        recomputation."""
+        place = self.place
+        last = self.place.world - 1
         count = place.world * place.micro_batches
         flops = place.layers / place.world * 2 * place.flops
         self._pass(count, flops, self.rank - 1, self.rank + 1)
@@ -339,7 +354,9 @@ class SplitLayers:
         )
 
     def _pass(self, count: int, flops: float, source: int, target: int) -> None:
-        sent, shape = [], (self.place.tokens_per_rank, self.place.dim)
+        """Take rows from a rank, compute and pass them on, several times."""
+        sent = []
+        shape = (self.place.tokens_per_rank, self.place.dim)
         for _ in range(count):
             rows = torch.zeros(shape)
             if 0 <= source < self.place.world:
@@ -353,7 +370,8 @@ class SplitLayers:
 
 
 def claims(cells: list[SmallCell]) -> list[Claim]:
-    """Return the claims: the worst ratio to transformers, to a split of layers where computing binds, and the worst regret."""
+    """Return the claims: the worst ratio to transformers, to a split of layers where computing
+    binds, and the worst regret."""
     rows = [cell.row for cell in cells]
     return [
         claimed("small.over_transformers_ep", lambda: max(figures(rows, "over_transformers")), 0.7),

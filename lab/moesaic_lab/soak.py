@@ -1,9 +1,10 @@
 """A long training run on four processes that checks memory, file descriptors and threads for leaks.
 
-Plans, replication policies and checkpoints change all the time. After each round of all plans, every rank samples its own
-process. Growth compares two medians: that of the last sixth of the samples, and that of the sixth of them that begins after
-one third of the run, when every cache is warm. The rank with the largest growth counts. An interrupted run reports the samples
-taken until then and is marked as interrupted.
+Plans, replication policies and checkpoints change all the time. After each round of all plans,
+every rank samples its own process. Growth compares two medians: that of the last sixth of the
+samples, and that of the sixth of them that begins after one third of the run, when every cache is
+warm. The rank with the largest growth counts. An interrupted run reports the samples taken until
+then and is marked as interrupted.
 
 moesaic soak --json benchmarks/results/soak.json
 """
@@ -52,15 +53,29 @@ PLANS = (
     Plan(replication="spill"),
     Plan(replication="eplb", memory_budget=500_000),
 )
-"""Plans that each round runs in turn: they differ in schedule, chunks, all-to-all, codec and replication policy."""
+"""Plans that each round runs in turn: they differ in schedule, chunks, all-to-all, codec and
+replication policy."""
 STEPS_EACH = 3
 """Training steps under each plan. A checkpoint is saved after them."""
 SMALL: dict[str, Any] = {
-    "batch_size": 4, "device": "cpu", "threads": 1, "precision": "float32", "tensorboard": False, "log_every": 1,
-    "evaluate": {"every": 10_000_000, "sequences": 4}, "steps": 10_000_000, "save": {"every": 10_000_000},
-    "model": {"dim": 32, "num_layers": 2, "num_heads": 2, "seq_len": 32, "moe": {"num_experts": 8, "hidden": 16}},
+    "batch_size": 4,
+    "device": "cpu",
+    "threads": 1,
+    "precision": "float32",
+    "tensorboard": False,
+    "log_every": 1,
+    "evaluate": {"every": 10_000_000, "sequences": 4},
+    "steps": 10_000_000,
+    "save": {"every": 10_000_000},
+    "model": {
+        "dim": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "seq_len": 32,
+        "moe": {"num_experts": 8, "hidden": 16},
+    },
     "mesh": {"ep": 4},
-}  # fmt: skip
+}
 """Settings that shrink the demo model."""
 STOP = "stop"
 """Name of a file in the run's folder. Once it exists, the run ends after the current round."""
@@ -85,7 +100,8 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
         words = ("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(4000))
         (folder / "text.txt").write_text(" ".join(words), encoding="utf-8")
         future = pool.submit(on_ranks, WORLD, _rank, folder, 60 * options.minutes)
-        started, is_interrupted = time.monotonic(), False
+        started = time.monotonic()
+        is_interrupted = False
         while not future.done():
             try:
                 told(f"{(time.monotonic() - started) / 60:.1f} of {options.minutes:g} minutes")
@@ -130,11 +146,13 @@ def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
 
 
 def _is_over(folder: Path, passed: float, seconds: float) -> bool:
+    """Return whether the time is over or a stop was asked for."""
     return passed > seconds or (folder / STOP).exists()
 
 
 @contextmanager
 def _trainer(folder: Path) -> Iterator[Trainer]:
+    """Open the run of the soak, and yield its trainer."""
     config: TrainConfig = override(replace(demo(), out=str(folder / "run")), SMALL, source="soak")
     config = replace(config, data=replace(config.data, path=(str(folder / "text.txt"),)))
     run = open_run(config, lambda line: None)
@@ -145,16 +163,21 @@ def _trainer(folder: Path) -> Iterator[Trainer]:
 
 
 def _sample(seconds: float, step: int) -> dict[str, float]:
+    """Return the memory, descriptors and threads of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
-        "seconds": seconds, "step": step, "rss": pages * resource.getpagesize() / 2**20,
-        "descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+        "seconds": seconds,
+        "step": step,
+        "rss": pages * resource.getpagesize() / 2**20,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
         "python_threads": threading.active_count(),
-    }  # fmt: skip
+    }
 
 
 def growth(values: list[float]) -> float:
-    """Return the relative growth from the median of the sixth that begins after one third to that of the last sixth.
+    """Return the relative growth from the median of the sixth that begins after one third to that
+    of the last sixth.
 
     A median that shrank gives 0.
 
@@ -163,12 +186,15 @@ def growth(values: list[float]) -> float:
     """
     if len(values) < 6:
         raise InputError(f"{len(values)} rounds are too few to tell growth: give more --minutes")
-    part, begin = max(len(values) // 6, 1), len(values) // 3
-    before, after = median(values[begin : begin + part]), median(values[-part:])
+    part = max(len(values) // 6, 1)
+    begin = len(values) // 3
+    before = median(values[begin : begin + part])
+    after = median(values[-part:])
     return max(after / before - 1, 0.0)
 
 
 def _row(rank: int, samples: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the row of a rank."""
     last = samples[-1]
     row: dict[str, Any] = {
         "rank": rank,
@@ -192,8 +218,14 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="soak", description="Train for a long time while plans, policies and checkpoints change, and check that memory, file "
-    "descriptors and threads do not grow.",
-    options=SoakOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
-    columns=[Shown(title="Ranks")], is_proof=True, is_command=True,
-)  # fmt: skip
+    name="soak",
+    description="Train for a long time while plans, policies and checkpoints change, and check "
+    "that memory, file descriptors and threads do not grow.",
+    options=SoakOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
+    columns=[Shown(title="Ranks")],
+    is_proof=True,
+    is_command=True,
+)

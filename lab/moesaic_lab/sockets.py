@@ -1,14 +1,18 @@
-"""A transport over sockets, offered to Moesaic by name: eager tagged messages, a connection per pair of ranks, no threads.
+"""A transport over sockets, offered to Moesaic by name: eager tagged messages, a connection per
+pair of ranks, no threads.
 
-Gloo, the default on CPUs, asks the receiver before it sends, and passes every message to a thread and back. Here a send
-writes straight into the kernel's buffer and ends there; the kernel transmits while the rank computes. Data that does
-not fit, and data that arrives, is moved whenever the rank issues or waits. Messages may arrive before their receive is
-posted and are kept until then. Beyond a limit, a rank stops reading from a peer until it posts a receive from it.
+Gloo, the default on CPUs, asks the receiver before it sends, and passes every message to a thread
+and back. Here a send writes straight into the kernel's buffer and ends there; the kernel transmits
+while the rank computes. Data that does not fit, and data that arrives, is moved whenever the rank
+issues or waits. Messages may arrive before their receive is posted and are kept until then. Beyond
+a limit, a rank stops reading from a peer until it posts a receive from it.
 
-Several threads may issue and wait at the same time. One of the waiting threads polls for all of them.
+Several threads may issue and wait at the same time. One of the waiting threads polls for all of
+them.
 
-Every pair of ranks is first connected over TCP. Ranks exchange the addresses they listen on through their process
-group. A random word keeps out other programs and shows that an address leads to the right process.
+Every pair of ranks is first connected over TCP. Ranks exchange the addresses they listen on through
+their process group. A random word keeps out other programs and shows that an address leads to the
+right process.
 """
 
 from __future__ import annotations
@@ -43,13 +47,16 @@ _HEADER = struct.Struct("<qq")
 """Precedes each message: its tag and its size in bytes."""
 
 _WAKE_BYTES = 1 << 18
-"""A rank that waits for more data is woken once this many bytes have arrived, not for every packet."""
+"""A rank that waits for more data is woken once this many bytes have arrived, not for every
+packet."""
 
 _MAY_SLEEP_LONGER = sys.platform == "linux"
-"""Only Linux grows the buffer for the bytes a rank waits for, and wakes the rank even if it cannot."""
+"""Only Linux grows the buffer for the bytes a rank waits for, and wakes the rank even if it
+cannot."""
 
 _EARLY_BYTES = 1 << 26
-"""Most bytes of messages from one peer to keep before their receives are posted. Further messages stay with the peer."""
+"""Most bytes of messages from one peer to keep before their receives are posted. Further messages
+stay with the peer."""
 
 _MOST_EARLY_BYTES = 1 << 32
 """Most bytes of such messages to keep if this rank waits for a message behind them."""
@@ -62,7 +69,8 @@ PATIENCE = 30 * 60.0
 
 
 class MessageSizeError(RuntimeError):
-    """A peer sent a message of another size than this rank expects, so the two do not run the same program."""
+    """A peer sent a message of another size than this rank expects, so the two do not run the same
+    program."""
 
 
 @dataclass(eq=False)
@@ -90,7 +98,8 @@ class _Connection:
     peer: int
     socket: socket.socket
     outgoing: deque[tuple[list[memoryview], _Work]] = field(default_factory=deque)
-    """Parts of messages that are not in the kernel's buffer yet, with the transfer of each message."""
+    """Parts of messages that are not in the kernel's buffer yet, with the transfer of each
+    message."""
     posted: dict[int, deque[_Receive]] = field(default_factory=dict)
     """Receives without a message, by tag."""
     early: dict[int, deque[memoryview]] = field(default_factory=dict)
@@ -106,17 +115,18 @@ class _Connection:
     incoming: _Receive | None = None
     """The message after the header."""
     unread_bytes: int = 0
-    """Size of the message after the header if it is left with the peer until this rank posts a receive; else 0."""
+    """Size of the message after the header if it is left with the peer until this rank posts a
+    receive; else 0."""
     wake_bytes: int = 1
     """Number of bytes at which the kernel wakes this rank."""
     is_closed: bool = False
 
 
 class Sockets(AbstractTransport):
-    """Sends between processes over stream sockets. Lanes make no difference: messages of both overlap.
+    """Sends between processes over stream sockets. Lanes make no difference: messages of both
+    overlap.
 
     Args:
-        rank: this rank.
         connections: a connected stream socket for every other rank.
         patience: seconds without any progress after which a wait fails.
     """
@@ -168,7 +178,8 @@ class Sockets(AbstractTransport):
         Messages without bytes are not sent; both sides know that.
 
         Raises:
-            RuntimeError: if a peer has closed its connection, or has sent a message of another size than its receive.
+            RuntimeError: if a peer has closed its connection, or has sent a message of another size
+                than its receive.
         """
         work = _Work()
         with self._condition:
@@ -188,11 +199,13 @@ class Sockets(AbstractTransport):
         return Handle(transfer, [work])
 
     def wait(self, handle: Handle) -> None:
-        """Wait until all messages of a transfer have arrived in their buffers or are in the kernel's buffers.
+        """Wait until all messages of a transfer have arrived in their buffers or are in the
+        kernel's buffers.
 
         Raises:
-            RuntimeError: if a peer has closed its connection or has sent a message of another size than its receive, or
-                if no byte of the transfer's peers has moved for `patience` seconds.
+            RuntimeError: if a peer has closed its connection or has sent a message of another size
+                than its receive, or if no byte of the transfer's peers has moved for `patience`
+                seconds.
         """
         with self._condition:
             for work in handle.works:
@@ -200,7 +213,9 @@ class Sockets(AbstractTransport):
         handle.works.clear()
 
     def _finish_work(self, work: _Work) -> None:
-        end, bytes_moved = time.monotonic() + self._patience, _bytes_moved(work)
+        """Move data until the work is done, or refuse to wait longer."""
+        end = time.monotonic() + self._patience
+        bytes_moved = _bytes_moved(work)
         while work.connections:
             # No more data arrives on these, and another thread may have caught the first error.
             for connection in self._closed_connections:
@@ -209,18 +224,20 @@ class Sockets(AbstractTransport):
             if _bytes_moved(work) == bytes_moved and time.monotonic() >= end:
                 for connection in tuple(work.connections):
                     if not connection.is_closed:
-                        self._pull(
-                            connection
-                        )  # there may be fewer bytes than the kernel wakes a rank for
+                        # there may be fewer bytes than the kernel wakes a rank for
+                        self._pull(connection)
             if _bytes_moved(work) != bytes_moved:
-                end, bytes_moved = time.monotonic() + self._patience, _bytes_moved(work)
+                end = time.monotonic() + self._patience
+                bytes_moved = _bytes_moved(work)
             elif time.monotonic() >= end:
                 missing = sorted({connection.peer for connection in work.connections})
                 raise RuntimeError(
-                    f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: nothing was sent or received"
+                    f"rank {self.rank} has waited {self._patience:g} s for ranks {missing}: "
+                    "nothing was sent or received"
                 )
 
     def _receive(self, connection: _Connection, tag: int, receive: _Receive) -> None:
+        """Take a message that has arrived, or post a buffer for it."""
         message = _pop(connection.early, tag)
         if message is not None:
             connection.early_bytes -= len(message)
@@ -236,6 +253,7 @@ class Sockets(AbstractTransport):
         self._resume(connection)
 
     def _send(self, connection: _Connection, tag: int, data: memoryview, work: _Work) -> None:
+        """Send a message, at once as far as the socket takes it."""
         if connection.is_closed:
             raise _closed_error(self.rank, connection.peer)
         work.connections.append(connection)
@@ -246,13 +264,15 @@ class Sockets(AbstractTransport):
                 self._listen(connection)
 
     def _listen(self, connection: _Connection) -> None:
-        """Poll a connection for incoming data unless a message is left unread, and for room if messages are outgoing."""
+        """Poll a connection for incoming data unless a message is left unread, and for room if
+        messages are outgoing."""
         reads = 0 if connection.unread_bytes else select.POLLIN
         writes = select.POLLOUT if connection.outgoing else 0
         self._poll.modify(connection.socket, reads | writes)
 
     def _move(self, seconds: float) -> None:
-        """Move the data that can be moved, waiting for at most `seconds`. If another thread polls, wait for it instead."""
+        """Move the data that can be moved, waiting for at most `seconds`. If another thread polls,
+        wait for it instead."""
         if self._is_polling:
             self._condition.wait(min(seconds, threading.TIMEOUT_MAX))
             return
@@ -320,9 +340,8 @@ class Sockets(AbstractTransport):
                 return
             except OSError:
                 count = 0
-            if (
-                not count
-            ):  # the peer has closed its end, an error only if messages are still expected
+            # the peer has closed its end, an error only if messages are still expected
+            if not count:
                 self._close_connection(connection)
                 self._check_open(connection)
                 return
@@ -345,14 +364,14 @@ class Sockets(AbstractTransport):
         if not size > 0:
             self._close_connection(connection)
             raise MessageSizeError(
-                f"rank {connection.peer} announced {size} bytes under tag {connection.tag}: this is not a "
-                "message of this transport"
+                f"rank {connection.peer} announced {size} bytes under tag {connection.tag}: this "
+                "is not a message of this transport"
             )
         self._route_message(connection, size)
 
     def _route_message(self, connection: _Connection, size: int) -> None:
-        """Read the message after a header into the buffer of its receive, keep it until there is one, or leave it with
-        the peer."""
+        """Read the message after a header into the buffer of its receive, keep it until there is
+        one, or leave it with the peer."""
         connection.incoming = _pop(connection.posted, connection.tag)
         if connection.incoming is not None:
             self._check_size(connection, connection.tag, size, len(connection.incoming.buffer))
@@ -367,21 +386,25 @@ class Sockets(AbstractTransport):
         if connection.early_bytes + size > _MOST_EARLY_BYTES:
             self._close_connection(connection)
             raise MessageSizeError(
-                f"rank {connection.peer} announced {size} bytes under tag {connection.tag}, for which rank {self.rank} "
-                f"has not posted a receive: it keeps at most {_MOST_EARLY_BYTES} bytes of such messages"
+                f"rank {connection.peer} announced {size} bytes under tag {connection.tag}, for "
+                f"which rank {self.rank} has not posted a receive: it keeps at most "
+                f"{_MOST_EARLY_BYTES} bytes of such messages"
             )
         connection.unread_bytes = 0
         connection.early_bytes += size
         connection.incoming = _Receive(memoryview(bytearray(size)), None)
 
     def _resume(self, connection: _Connection) -> None:
-        """Reconsider a message that was left with its peer, after this rank has posted a receive from that peer."""
-        size, connection.unread_bytes = connection.unread_bytes, 0
+        """Reconsider a message that was left with its peer, after this rank has posted a receive
+        from that peer."""
+        size = connection.unread_bytes
+        connection.unread_bytes = 0
         if size and not connection.is_closed:
             self._route_message(connection, size)
             self._listen(connection)
 
     def _finish_message(self, connection: _Connection, message: _Receive) -> None:
+        """Hand over a message that has arrived completely."""
         connection.incoming = None
         self._set_wake_bytes(connection, 1)
         if message.work is not None:
@@ -398,25 +421,30 @@ class Sockets(AbstractTransport):
             connection.early.setdefault(connection.tag, deque()).append(message.buffer)
 
     def _close_connection(self, connection: _Connection) -> None:
+        """Note that a connection is closed."""
         if not connection.is_closed:
             connection.is_closed = True
             self._closed_connections.append(connection)
             self._poll.unregister(connection.socket)
 
     def _set_wake_bytes(self, connection: _Connection, count: int) -> None:
+        """Set how many bytes must arrive before the receiver wakes."""
         if connection.wake_bytes != count and _MAY_SLEEP_LONGER:
             connection.wake_bytes = count
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def _check_size(self, connection: _Connection, tag: int, sent: int, expected: int) -> None:
+        """Refuse a message of another size than expected."""
         if sent != expected:
             self._close_connection(connection)  # the boundaries of further messages are unknown
             raise MessageSizeError(
-                f"rank {connection.peer} sent {sent} bytes under tag {tag}, where {expected} were expected: the two "
-                "do not run the same layer (dtype, top_k, losses or plan differ)"
+                f"rank {connection.peer} sent {sent} bytes under tag {tag}, where {expected} were "
+                "expected: the two do not run the same layer (dtype, top_k, losses or plan "
+                "differ)"
             )
 
     def _check_open(self, connection: _Connection) -> None:
+        """Refuse a closed connection on which something is pending."""
         if connection.posted or connection.outgoing or connection.incoming:
             raise _closed_error(self.rank, connection.peer)
 
@@ -431,8 +459,11 @@ class _Memory:
         assert tensor.device.type == "cpu", f"sockets send from CPUs, not from {tensor.device}"
         self._tensor = tensor
         self.__array_interface__ = {
-            "version": 3, "typestr": "|u1", "shape": (tensor.numel(),), "data": (tensor.data_ptr(), False),
-        }  # fmt: skip
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (tensor.numel(),),
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 def _pop(queues: dict[int, deque[T]], tag: int) -> T | None:
@@ -466,12 +497,15 @@ def _patience(group: dist.ProcessGroup) -> float:
 
 
 def _closed_error(rank: int, peer: int) -> RuntimeError:
+    """Return the error for a closed connection."""
     return RuntimeError(
-        f"rank {rank}: connection closed by rank {peer}, which has ended or failed: its own message says why"
+        f"rank {rank}: connection closed by rank {peer}, which has ended or failed: its own "
+        "message says why"
     )
 
 
 def _close_sockets(connections: Iterable[socket.socket]) -> None:
+    """Close all sockets."""
     for connection in connections:
         connection.close()
 
@@ -480,7 +514,8 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The variable that names the network interface to use, as for Gloo."""
 
 MASTER_VARIABLE = "MASTER_ADDR"
-"""The variable with the address at which all ranks meet. The interface that reaches it also reaches the other ranks."""
+"""The variable with the address at which all ranks meet. The interface that reaches it also reaches
+the other ranks."""
 
 TIMEOUT = 10.0
 """Seconds after which an attempt to connect to an address is given up."""
@@ -489,7 +524,8 @@ HELLO_TIMEOUT = 1.0
 """Seconds within which a caller must have sent its whole hello."""
 
 CONNECT_SECONDS = 60.0
-"""Seconds within which all ranks must be connected: some may first try addresses that lead nowhere."""
+"""Seconds within which all ranks must be connected: some may first try addresses that lead
+nowhere."""
 
 _HELLO = struct.Struct("<16sq")
 """The listener's word and the caller's rank."""
@@ -534,7 +570,8 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
     Raises:
         InputError: on every rank, if some pair of ranks could not be connected.
     """
-    rank, world = group.rank(), group.size()
+    rank = group.rank()
+    world = group.size()
     connections: dict[int, socket.socket] = {}
     problem: str | None = None
     with ExitStack() as stack:
@@ -552,8 +589,8 @@ def connect(group: dist.ProcessGroup) -> dict[int, socket.socket]:
             connection.close()
         peer, text = next((peer, text) for peer, text in enumerate(problems) if text)
         raise InputError(
-            f"transport=sockets cannot connect rank {peer}: {text}: set {INTERFACE_VARIABLE} to the network interface that all "
-            "ranks reach, or choose transport=gloo"
+            f"transport=sockets cannot connect rank {peer}: {text}: set {INTERFACE_VARIABLE} to "
+            "the network interface that all ranks reach, or choose transport=gloo"
         )
     return connections
 
@@ -583,7 +620,8 @@ def _connect_all(
     listeners: Sequence[socket.socket],
     connections: dict[int, socket.socket],
 ) -> None:
-    """Connect to all ranks before this one, then accept those after it. Raise OSError if one is not reached in time."""
+    """Connect to all ranks before this one, then accept those after it. Raise OSError if one is not
+    reached in time."""
     unreachable = [peer for peer, endpoint in enumerate(endpoints) if endpoint is None]
     if unreachable:
         raise OSError(f"rank {unreachable[0]} has no address to listen on")
@@ -595,8 +633,8 @@ def _connect_all(
 
 
 def _hosts() -> list[str]:
-    """Return addresses to listen on: the named interface's, else those of the interface towards the master and of the
-    host name."""
+    """Return addresses to listen on: the named interface's, else those of the interface towards the
+    master and of the host name."""
     name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
     hosts = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -618,7 +656,8 @@ def _hosts() -> list[str]:
 
 
 def _connect_to(endpoint: _Endpoint, rank: int, end: float) -> socket.socket:
-    """Connect to a rank that listens. Raise OSError if none of its addresses leads to it before `end`."""
+    """Connect to a rank that listens. Raise OSError if none of its addresses leads to it before
+    `end`."""
     for address in endpoint.addresses:
         with suppress(OSError):
             connection = socket.create_connection(address, min(TIMEOUT, _seconds_left(end)))
@@ -640,7 +679,8 @@ def _accept_ranks(
     connections: dict[int, socket.socket],
     end: float,
 ) -> None:
-    """Accept connections, some of them from other programs, until all `ranks` have connected. Raise OSError at `end`.
+    """Accept connections, some of them from other programs, until all `ranks` have connected. Raise
+    OSError at `end`.
 
     Callers are read concurrently, so a slow or silent one delays nobody.
     """
@@ -672,6 +712,7 @@ def _accept_ranks(
 def _accept(
     listener: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector
 ) -> None:
+    """Accept a caller; the oldest one is dropped if there are too many."""
     with suppress(OSError):  # the caller may have closed the connection
         connection, _ = listener.accept()
         if len(callers) >= _CALLERS:
@@ -689,7 +730,8 @@ def _read_hello(
     ranks: range,
     connections: dict[int, socket.socket],
 ) -> None:
-    """Read what a caller sends. A complete and valid hello makes it the rank's connection; otherwise it is closed."""
+    """Read what a caller sends. A complete and valid hello makes it the rank's connection;
+    otherwise it is closed."""
     caller = callers[connection]
     try:
         data = connection.recv(_HELLO.size - len(caller.received))
@@ -716,6 +758,7 @@ def _read_hello(
 def _forget(
     connection: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector
 ) -> None:
+    """Forget a caller."""
     ready.unregister(connection)
     del callers[connection]
 
@@ -723,6 +766,7 @@ def _forget(
 def _drop(
     connection: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector
 ) -> None:
+    """Forget a caller and close the connection."""
     _forget(connection, callers, ready)
     connection.close()
 
@@ -736,7 +780,8 @@ def _seconds_left(end: float) -> float:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Send small messages at once, and let the kernel receive as much as it allows while a rank computes."""
+    """Send small messages at once, and let the kernel receive as much as it allows while a rank
+    computes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for count in (_RECEIVE_BUFFER_BYTES, 1):  # on Linux the buffer grows with this, and stays
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)

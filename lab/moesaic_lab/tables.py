@@ -17,7 +17,8 @@ Marks = tuple[str, str]
 
 
 Columns = Sequence[str | tuple[str, str]]
-"""Keys of the rows that a table shows, from left to right; a pair gives a key a shorter title than its own words."""
+"""Keys of the rows that a table shows, from left to right; a pair gives a key a shorter title than
+its own words."""
 
 
 def table(
@@ -27,10 +28,10 @@ def table(
     *,
     group_by: tuple[str, ...] = (),
 ) -> Table:
-    """Return rows as a table; how a value is shown follows from its type and from the unit in its key.
+    """Return rows as a table; how a value is shown follows from its type and from the unit in its
+    key.
 
     Args:
-        title: title of the table.
         rows: the rows from top to bottom.
         columns: the columns; () for all keys of the first row.
         group_by: keys; a line separates two rows that differ in one of them.
@@ -75,7 +76,8 @@ def cell(key: str, value: object) -> str:
 
 
 def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dict[str, Any]]:
-    """Group rows by the keys `by`; return for each group these keys and the mean, least and most of `figure`."""
+    """Group rows by the keys `by`; return for each group these keys and the mean, least and most of
+    `figure`."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in by), []).append(row[figure])
@@ -97,13 +99,15 @@ def write_page(path: Path, text: str, marks: Marks | None = None) -> None:
     if marks is not None:
         start, end = marks
         whole = path.read_text(encoding="utf-8")
-        before, after = whole.split(start)[0], whole.split(end)[1]
+        before = whole.split(start)[0]
+        after = whole.split(end)[1]
         text = f"{before}{start}\n\n{text.strip()}\n\n{end}{after}"
     path.write_text(text, encoding="utf-8")
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds, with at least three significant digits if it is 1 ms or more."""
+    """Return a time in milliseconds, with at least three significant digits if it is 1 ms or
+    more."""
     value = 1e3 * seconds
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 

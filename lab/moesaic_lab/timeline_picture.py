@@ -1,4 +1,5 @@
-"""Draws docs/images/timeline.svg: when each task of one MoE layer runs, forward and backward, according to the simulator.
+"""Draws docs/images/timeline.svg: when each task of one MoE layer runs, forward and backward,
+according to the simulator.
 
 python -m moesaic_lab.timeline_picture
 """
@@ -13,7 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -44,13 +45,15 @@ def timelines() -> dict[str, Timeline]:
 
 
 def title(name: str, timeline: Timeline) -> str:
-    """Return the title of a program's timeline: its time, and the share of communication that is hidden."""
+    """Return the title of a program's timeline: its time, and the share of communication that is
+    hidden."""
     hidden = f"{timeline.overlap:.0%} of the communication behind computation"
     return f"{name}: {1e3 * timeline.makespan:.2f} ms, {hidden}"
 
 
 def picture(by_name: Mapping[str, Timeline]) -> str:
-    """Return timelines as SVG, one below the other with the same time axis: a row per lane, a bar per task."""
+    """Return timelines as SVG, one below the other with the same time axis: a row per lane, a bar
+    per task."""
     until = 1e3 * max(timeline.makespan for timeline in by_name.values())
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesaic"}):
         figure = Figure(figsize=(9, 2.2 * len(by_name)), layout="constrained")
@@ -59,7 +62,8 @@ def picture(by_name: Mapping[str, Timeline]) -> str:
         ):
             lanes = [lane for lane in LANES if timeline.on(lane)]
             for span in timeline.spans:
-                start, length = 1e3 * span.start, 1e3 * (span.end - span.start)
+                start = 1e3 * span.start
+                length = 1e3 * (span.end - span.start)
                 colour = NO_CHUNK if span.chunk is None else COLOURS[span.chunk % len(COLOURS)]
                 row = lanes.index(span.lane)
                 axes.barh(

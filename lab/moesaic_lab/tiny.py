@@ -1,8 +1,9 @@
-"""Do the tiny models end below their dense twins? gpt-tiny, bert-tiny, seq2seq-tiny and swin-tiny, five seeds each.
+"""Do the tiny models end below their dense twins? gpt-tiny, bert-tiny, seq2seq-tiny and swin-tiny,
+five seeds each.
 
-A twin has the same active parameters (for Swin, one expert's), data, steps and learning rate. All models are judged by their
-loss on held-out data. A model beats its twin if the 95 % interval of its mean gain over the seeds is above 0. For the digits,
-the accuracy is reported too.
+A twin has the same active parameters (for Swin, one expert's), data, steps and learning rate. All
+models are judged by their loss on held-out data. A model beats its twin if the 95 % interval of its
+mean gain over the seeds is above 0. For the digits, the accuracy is reported too.
 
     moesaic bench tiny --json benchmarks/results/tiny.json
 """
@@ -21,7 +22,7 @@ from scipy.stats import t as student
 
 from moesaic.configfile import override
 from moesaic.train.config import SaveConfig
-from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, summary_of
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed, figures
 from moesaic_lab.paper_train.command import paper_preset
 from moesaic_lab.tables import spread
@@ -35,7 +36,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt-tiny": {"steps": 1000, "batch_size": 16, "evaluate": {"sequences": 2048}},
     "bert-tiny": {"steps": 3000},
 }
-"""Settings of the presets whose few steps suffice to try them out, but not to tell their losses apart."""
+"""Settings of the presets whose few steps suffice to try them out, but not to tell their losses
+apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class TinyOptions(KeptOptions):
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of initialisation and data order."""
     steps: int | None = None
-    """Steps of each run; by default those of the presets; 1,000 for `gpt-tiny`, 3,000 for `bert-tiny`."""
+    """Steps of each run; by default those of the presets; 1,000 for `gpt-tiny`, 3,000 for
+    `bert-tiny`."""
 
 
 def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any]:
@@ -62,9 +65,15 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
             changes = {"model": {"ffn": ffn}, "precision": "float32"} | CHANGES.get(model, {})
             config = override(paper_preset(model), changes, source=model)
             config = replace(
-                config, out=folder, existing="replace", seed=seed, tensorboard=False, steps=steps or config.steps,
-                evaluate=replace(config.evaluate, every=10**9), save=SaveConfig(every=10**9),
-            )  # fmt: skip
+                config,
+                out=folder,
+                existing="replace",
+                seed=seed,
+                tensorboard=False,
+                steps=steps or config.steps,
+                evaluate=replace(config.evaluate, every=10**9),
+                save=SaveConfig(every=10**9),
+            )
             metrics = {"loss": train_quietly(config).val_nats_per_byte}
     return {"model": model, "ffn": ffn, "seed": seed, **metrics}
 
@@ -92,7 +101,8 @@ def least_mean(values: list[float]) -> float:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the claims: how many sparse models beat their twins, the lower end of each gain, the accuracy on the digits."""
+    """Return the claims: how many sparse models beat their twins, the lower end of each gain, the
+    accuracy on the digits."""
     by_model = gains(rows)
     lows = [
         claimed(f"tiny.gain_low.{model}", partial(least_mean, each), 0.0, ">=", "nats")
@@ -129,7 +139,13 @@ def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any
 
 
 BENCHMARK = Benchmark(
-    name="tiny", description="Train tiny models and their dense twins.", options=TinyOptions,
-    notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
-    columns=lambda rows: Shown(title="validation loss, nats").of(spread(rows, "loss", "model", "ffn")),
-)  # fmt: skip
+    name="tiny",
+    description="Train tiny models and their dense twins.",
+    options=TinyOptions,
+    notes=summary_of(__doc__),
+    measure=measure,
+    claims=claims,
+    columns=lambda rows: Shown(title="validation loss, nats").of(
+        spread(rows, "loss", "model", "ffn")
+    ),
+)

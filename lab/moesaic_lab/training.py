@@ -1,4 +1,5 @@
-"""Training runs that benchmarks compare: without output, on one process or several, with the metrics that they write."""
+"""Training runs that benchmarks compare: without output, on one process or several, with the
+metrics that they write."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from moesaic_lab.paper_train.command import task_of
 
 
 def short_run(config: TrainConfig, steps: int, **changes: Any) -> TrainConfig:
-    """Return a run of some steps in float32 on one thread of a CPU that evaluates and saves at its end.
+    """Return a run of some steps in float32 on one thread of a CPU that evaluates and saves at its
+    end.
 
     Args:
         config: the configuration of the model and the data.
@@ -46,7 +48,8 @@ def train_quietly(config: TrainConfig) -> TrainResult:
 
 
 def train_all(configs: list[TrainConfig]) -> None:
-    """Train configurations one after another; on several ranks, all ranks must call this together."""
+    """Train configurations one after another; on several ranks, all ranks must call this
+    together."""
     for config in configs:
         train_quietly(config)
 
@@ -67,11 +70,11 @@ def train_step(
 
     Args:
         model: the decoder, parallelized.
-        optimizer: its optimizer.
         batch: tokens and targets of all ranks, (sequences, positions) int64 each.
         mesh: the mesh of all ranks.
     """
-    place, groups = mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp
+    place = mesh.grid.coordinate(mesh.rank, "dp")
+    groups = mesh.grid.dp
     loss = model(*(part.chunk(groups)[place] for part in batch)).loss
     loss.backward()
     finish_step(model)
@@ -86,7 +89,8 @@ def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def changes(config: Any) -> str:
-    """Return the fields of a configuration that differ from their defaults, as "name=value" words."""
+    """Return the fields of a configuration that differ from their defaults, as "name=value"
+    words."""
     plain = vars(type(config)())
     return " ".join(
         f"{name}={value}" for name, value in vars(config).items() if value != plain[name]

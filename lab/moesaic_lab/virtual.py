@@ -1,8 +1,10 @@
-"""Virtual accelerators: a compute task sleeps for as long as an accelerator of a given rate would take.
+"""Virtual accelerators: a compute task sleeps for as long as an accelerator of a given rate would
+take.
 
-An emulated cluster has more ranks than cores. Real products of many ranks would queue for the processor and hide what a
-schedule overlaps. Sleeping ranks do not compete, and messages are still sent for real. The computed values are meaningless,
-so every figure measured this way says "virtual compute".
+An emulated cluster has more ranks than cores. Real products of many ranks would queue for the
+processor and hide what a schedule overlaps. Sleeping ranks do not compete, and messages are still
+sent for real. The computed values are meaningless, so every figure measured this way says "virtual
+compute".
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ class Accelerator:
     flops_per_second: float
     """Speed of the experts' products."""
     coded_bytes_per_second: float = 0.0
-    """Bytes of rows that a codec encodes, or decodes, per second; needed if a plan names a codec."""
+    """Bytes of rows that a codec encodes, or decodes, per second; needed if a plan names a
+    codec."""
     shortest_sleep: float = 1e-3
-    """Shortest sleep in seconds. Shorter tasks are added up first, since waking up takes tens of microseconds."""
+    """Shortest sleep in seconds. Shorter tasks are added up first, since waking up takes tens of
+    microseconds."""
     sleep: Callable[[float], object] = time.sleep
     """Sleeps for a number of seconds."""
     clock: Callable[[], float] = time.perf_counter
-    """Measures how long a sleep took; the time by which it was too long is subtracted from the next one."""
+    """Measures how long a sleep took; the time by which it was too long is subtracted from the next
+    one."""
     charged: float = field(default=0.0, init=False)
     """Total seconds of all tasks so far."""
     _owed: float = field(default=0.0, init=False)
@@ -48,7 +53,8 @@ class Accelerator:
             )
         if not self.coded_bytes_per_second >= 0:
             raise InputError(
-                f"coded_bytes_per_second={self.coded_bytes_per_second}: write bytes per second, 0 for none"
+                f"coded_bytes_per_second={self.coded_bytes_per_second}: write bytes per "
+                "second, 0 for none"
             )
 
     def multiply(self, flops: float) -> None:
@@ -78,7 +84,8 @@ class Accelerator:
 
 
 def virtual_experts(accelerator: Accelerator) -> Callable[[int, int, int], IdleExperts]:
-    """Return a factory of experts that spend time and compute nothing; its arguments are dim, hidden and num_experts.
+    """Return a factory of experts that spend time and compute nothing; its arguments are dim,
+    hidden and num_experts.
 
     Args:
         accelerator: spends the time: 2 flops per row and matrix element forward, 4 backward.
@@ -88,7 +95,8 @@ def virtual_experts(accelerator: Accelerator) -> Callable[[int, int, int], IdleE
 
 @final
 class VirtualCodec(AbstractCodec):
-    """A codec with messages of the right length and virtual time, which encodes nothing: rows are decoded as zeros.
+    """A codec with messages of the right length and virtual time, which encodes nothing: rows are
+    decoded as zeros.
 
     Args:
         codec: the codec that is imitated.
@@ -98,27 +106,32 @@ class VirtualCodec(AbstractCodec):
     name: ClassVar[str] = "virtual"
 
     def __init__(self, codec: AbstractCodec, accelerator: Accelerator) -> None:
-        self._codec, self._accelerator = codec, accelerator
+        self._codec = codec
+        self._accelerator = accelerator
 
     @property
     def spec(self) -> CodecSpec:
         return self._codec.spec
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Take the time of encoding; the fields are 0."""
         self._accelerator.code(rows.numel() * rows.element_size())
         for part in fields:
             part.zero_()
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """Take the time of decoding; the rows are 0."""
         self._accelerator.code(num_rows * dim * dtype.itemsize)
         return torch.zeros(num_rows, dim, dtype=dtype, device=fields[0].device)
 
     def _bound(self, rows: Tensor) -> Tensor:
+        """Return infinite bounds of the error."""
         return torch.full(rows.shape, torch.inf, dtype=torch.float64, device=rows.device)
 
 
 def virtual_codecs(accelerator: Accelerator) -> Codecs:
-    """Return a replacement for a layer's codecs (`ExpertParallel.codecs`), with the same lengths and virtual time."""
+    """Return a replacement for a layer's codecs (`ExpertParallel.codecs`), with the same lengths
+    and virtual time."""
 
     @cache
     def virtual_codec(name: str) -> AbstractCodec:

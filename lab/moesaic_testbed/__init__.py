@@ -1,4 +1,5 @@
-"""An emulated cluster on one Linux machine: real processes, real bytes, really slow links. See docs/testbed.md."""
+"""An emulated cluster on one Linux machine: real processes, real bytes, really slow links. See
+docs/testbed.md."""
 
 from moesaic_testbed.bed import Bed, Change
 from moesaic_testbed.cluster import Cluster, Launcher, RankError, cluster, refusal

@@ -12,9 +12,11 @@ MAX_NODES = 250
 """A node's number is one byte of its IP address."""
 MAX_WORLD = 1024
 MAX_PER_MESSAGE = 65535
-"""Upper limit of `Bed.per_message` in bytes. Packets have at most 16384, so a larger charge slows down bulk data too."""
+"""Upper limit of `Bed.per_message` in bytes. Packets have at most 16384, so a larger charge slows
+down bulk data too."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-SLOWEST, FASTEST = 100e3, 100e9
+SLOWEST = 100e3
+FASTEST = 100e9
 """Range of valid rates in bits per second."""
 EXAMPLES = "write a number with kbit, mbit or gbit, as in 200mbit"
 
@@ -24,7 +26,8 @@ class Change:
     """A change of a link's rate while ranks run."""
 
     at_seconds: float
-    """Seconds after the start of a command on the ranks; for a function, seconds after all ranks have connected."""
+    """Seconds after the start of a command on the ranks; for a function, seconds after all ranks
+    have connected."""
     node: int
     """The node whose link changes, in both directions."""
     rate: str
@@ -49,9 +52,11 @@ class Bed:
     inter: str | tuple[str, ...] = "200mbit"
     """Rate of each node's link to the switch, in each direction; a tuple has one rate per node."""
     intra: str | None = None
-    """Rate of the traffic inside each node, summed over all its processes and both directions; None: not limited."""
+    """Rate of the traffic inside each node, summed over all its processes and both directions;
+    None: not limited."""
     per_message: int = 0
-    """Least number of bytes that a packet on a node's link is charged for; emulates the start-up cost of a message."""
+    """Least number of bytes that a packet on a node's link is charged for; emulates the start-up
+    cost of a message."""
     changes: tuple[Change, ...] = ()
     """Changes of link rates during each run."""
 
@@ -61,12 +66,13 @@ class Bed:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.nodes > MAX_NODES or self.world > MAX_WORLD:
             raise InputError(
-                f"nodes={self.nodes} x ranks_per_node={self.ranks_per_node}: at most {MAX_NODES} nodes and "
-                f"{MAX_WORLD} ranks"
+                f"nodes={self.nodes} x ranks_per_node={self.ranks_per_node}: at most {MAX_NODES} "
+                f"nodes and {MAX_WORLD} ranks"
             )
         if not isinstance(self.inter, str) and len(self.inter) != self.nodes:
             raise InputError(
-                f"inter has {len(self.inter)} rates for {self.nodes} nodes: write one rate, or one per node"
+                f"inter has {len(self.inter)} rates for {self.nodes} nodes: write one rate, "
+                "or one per node"
             )
         for rate in (self.inter,) if isinstance(self.inter, str) else self.inter:
             bytes_per_second(rate, "inter")
@@ -109,7 +115,8 @@ def bytes_per_second(rate: str, where: str) -> float:
         where: the field's name, for the error message.
 
     Raises:
-        InputError: for any other text. `mbps` is refused too: `tc` reads it as megabytes, other tools as megabits.
+        InputError: for any other text. `mbps` is refused too: `tc` reads it as megabytes, other
+            tools as megabits.
     """
     match = (
         re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower())

@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """A rank failed. The message has its number, the reason and its traceback; `__cause__` is its exception if it pickles."""
+    """A rank failed. The message has its number, the reason and its traceback; `__cause__` is its
+    exception if it pickles."""
 
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message)
@@ -41,12 +42,14 @@ class RankError(RuntimeError):
 
 
 class Launcher:
-    """A process with torch imported, from which beds are forked. Several clusters can share one launcher.
+    """A process with torch imported, from which beds are forked. Several clusters can share one
+    launcher.
 
     It is a context manager: leaving the block ends the process and all its beds.
 
     Args:
-        with_torch: import torch, which beds need to run functions. False starts at once, but its beds run only commands.
+        with_torch: import torch, which beds need to run functions. False starts at once, but its
+            beds run only commands.
     """
 
     def __init__(self, with_torch: bool = True) -> None:
@@ -111,13 +114,14 @@ class Cluster:
         self._gone = gone
 
     def run(self, function: Callable[..., T], *args: Any, threads: int = 1) -> list[T]:
-        """Call a function on every rank, with `torch.distributed` (Gloo) initialised. Each rank is a process of its node.
+        """Call a function on every rank, with `torch.distributed` (Gloo) initialised. Each rank is
+        a process of its node.
 
         All ranks start the function together, after they have connected.
 
         Args:
-            function: a function at the top level of an importable module. A test module works too, and the main script if it
-                has the usual `if __name__ == "__main__":`.
+            function: a function at the top level of an importable module. A test module works too,
+                and the main script if it has the usual `if __name__ == "__main__":`.
             args: the function's arguments; they must pickle.
             threads: number of torch threads per rank.
 
@@ -126,7 +130,8 @@ class Cluster:
 
         Raises:
             InputError: for a function or arguments that do not pickle.
-            RankError: if a rank raises or dies; the other ranks are ended first. The bed can be used again.
+            RankError: if a rank raises or dies; the other ranks are ended first. The bed can be
+                used again.
         """
         if threads < 1:
             raise InputError(f"threads={threads}: must be at least 1")
@@ -136,12 +141,14 @@ class Cluster:
         ]
 
     def run_inside(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function once, in the bed's own process. Use it for functions that start and disturb ranks themselves.
+        """Call a function once, in the bed's own process. Use it for functions that start and
+        disturb ranks themselves.
 
         The function may fork; its children live until the bed is closed.
 
         Args:
-            function: a function at the top level of an importable module; its first argument is the bed's `Wiring`.
+            function: a function at the top level of an importable module; its first argument is the
+                bed's `Wiring`.
             args: the further arguments; they must pickle.
 
         Returns:
@@ -161,10 +168,11 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
     ) -> list[int]:
-        """Run a command on every rank, with the environment that torchrun sets. The command's output is shown unchanged.
+        """Run a command on every rank, with the environment that torchrun sets. The command's
+        output is shown unchanged.
 
-        When one rank fails, the others get SIGTERM after 5 seconds and are killed after 5 more. Ctrl-C is passed on to the
-        ranks, which then have 15 seconds to save.
+        When one rank fails, the others get SIGTERM after 5 seconds and are killed after 5 more.
+        Ctrl-C is passed on to the ranks, which then have 15 seconds to save.
 
         Args:
             words: the command and its arguments.
@@ -186,8 +194,8 @@ class Cluster:
         """Return how much each end of each link has sent since the bed was started.
 
         Returns:
-            the traffic by end: "node0 up" from node 0 to the switch, "node0 down" from the switch to node 0, "node0 inside"
-            between the ranks of node 0.
+            the traffic by end: "node0 up" from node 0 to the switch, "node0 down" from the switch
+            to node 0, "node0 inside" between the ranks of node 0.
         """
         carried: dict[str, Carried] = self._ask(Count())
         return carried
@@ -208,6 +216,7 @@ class Cluster:
         self.close()
 
     def _ask(self, request: object, interrupt: bool = False) -> Any:
+        """Send a request to the bed and return its answer."""
         if self._channel is None:
             raise RuntimeError("this cluster is closed: make a new one")
         try:
@@ -255,7 +264,8 @@ def cluster(
         options: the other fields of `Bed`.
 
     Raises:
-        InputError: for an invalid bed, or if this machine cannot emulate clusters (`refusal` says why).
+        InputError: for an invalid bed, or if this machine cannot emulate clusters (`refusal` says
+            why).
     """
     described = bed or Bed(nodes=nodes, ranks_per_node=ranks_per_node, **options)
     with Launcher() as launcher, launcher.open(described) as opened:
@@ -263,7 +273,8 @@ def cluster(
 
 
 def refusal() -> str | None:
-    """Return why this machine cannot emulate clusters, and what would help, in one line; None if it can.
+    """Return why this machine cannot emulate clusters, and what would help, in one line; None if it
+    can.
 
     This is tested by creating the network of two nodes, without torch.
     """
@@ -280,12 +291,13 @@ def refusal() -> str | None:
 def _request(
     kind: type[RunFunction], function: Callable[..., Any], args: tuple[Any, ...], threads: int
 ) -> RunFunction:
+    """Return the request to run a function, which must pickle."""
     try:
         call = pickle.dumps((function, args))
     except Exception as error:
         raise InputError(
-            f"{function!r} cannot be sent to ranks ({error}): define it at the top level of a module, and pass "
-            "arguments that pickle"
+            f"{function!r} cannot be sent to ranks ({error}): define it at the top level of a "
+            "module, and pass arguments that pickle"
         ) from error
     main = _main_script() if b"__main__" in call else None
     return kind(call=call, main=main, path=list(sys.path), cwd=os.getcwd(), threads=threads)
@@ -301,6 +313,7 @@ def _main_script() -> dict[str, Any]:
 
 
 def _error(failure: Failure) -> RankError:
+    """Return the error for a failure."""
     who = "" if failure.rank is None else f"rank {failure.rank} "
     lines = [f"{who}{'failed: ' if failure.traceback and who else ''}{failure.reason}"]
     if failure.traceback:
@@ -309,6 +322,7 @@ def _error(failure: Failure) -> RankError:
 
 
 def _cause(failure: Failure) -> BaseException | None:
+    """Return the exception of a failure, if it can be read here."""
     if not failure.error:
         return None
     try:

@@ -1,4 +1,5 @@
-"""`moesaic testbed`: run a command on every rank of an emulated cluster, or tell what this machine can emulate."""
+"""`moesaic testbed`: run a command on every rank of an emulated cluster, or tell what this machine
+can emulate."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class RunOptions:
     intra: str | None = None
     """Rate inside each node, summed over its ranks; by default as fast as the machine."""
     per_message: int = 0
-    """Least number of bytes that a packet on a node's link is charged for: the start-up cost of a message."""
+    """Least number of bytes that a packet on a node's link is charged for: the start-up cost of a
+    message."""
     changes: tuple[str, ...] = ()
     """Change links while the command runs: seconds:node:rate, as in 10:1:20mbit."""
     threads: int = 1
@@ -62,6 +64,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    """Run a command on the ranks of a bed, and return its exit code."""
     from moesaic_testbed import Launcher
 
     split = arguments.index("--") if "--" in arguments else len(arguments)
@@ -87,7 +90,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def torchrun_line(nodes: int, ranks_per_node: int, words: Sequence[str]) -> str:
-    """Return the torchrun command that runs the same on a real cluster, to be typed on each node."""
+    """Return the torchrun command that runs the same on a real cluster, to be typed on each
+    node."""
     start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks_per_node}"
     if nodes > 1:
         start += f" --node-rank <0..{nodes - 1}> --master-addr <node 0> --master-port 29500"
@@ -101,17 +105,19 @@ def exit_code(codes: Sequence[int]) -> int:
     """Return one exit code for all ranks.
 
     Args:
-        codes: exit code of each rank; minus the signal's number for a rank that was killed. When a rank fails, the others
-            are killed too.
+        codes: exit code of each rank; minus the signal's number for a rank that was killed. When a
+            rank fails, the others are killed too.
 
     Returns:
-        the first nonzero exit code of a rank that exited by itself, else 128 + the first signal that killed a rank, else 0.
+        the first nonzero exit code of a rank that exited by itself, else 128 + the first signal
+        that killed a rank, else 0.
     """
     failed = sorted((code for code in codes if code), key=lambda code: code < 0)
     return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]
 
 
 def _bed(options: RunOptions) -> Bed:
+    """Return the bed of the options."""
     from moesaic_testbed import Bed
 
     fields = {
@@ -124,6 +130,7 @@ def _bed(options: RunOptions) -> Bed:
 
 
 def _change(text: str) -> Change:
+    """Return a change of a link from its text."""
     from moesaic_testbed import Change
 
     try:
@@ -136,6 +143,7 @@ def _change(text: str) -> Change:
 
 
 def _info() -> int:
+    """Print whether this machine can emulate clusters."""
     from moesaic_testbed import refusal
     from moesaic_testbed.kernel import may_configure_networks
 
@@ -144,6 +152,7 @@ def _info() -> int:
     console = Console(soft_wrap=True, highlight=False)
     console.print(reason or "this machine can emulate clusters", markup=False)
     console.print(
-        f"with the rights of {rights}, Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores"
+        f"with the rights of {rights}, Linux {platform.release()}, "
+        f"{len(os.sched_getaffinity(0))} cores"
     )
     return 0 if reason is None else 1

@@ -1,4 +1,5 @@
-"""Linux system calls that Python 3.10 does not wrap: namespaces, mounts, and the death of a process with its parent.
+"""Linux system calls that Python 3.10 does not wrap: namespaces, mounts, and the death of a process
+with its parent.
 
 This module also has the advice that is shown when the kernel or a tool refuses.
 """
@@ -13,13 +14,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-NEW_MOUNTS, NEW_USER, NEW_PROCESSES, NEW_NET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+NEW_MOUNTS = 0x00020000
+NEW_USER = 0x10000000
+NEW_PROCESSES = 0x20000000
+NEW_NET = 0x40000000
 """Kinds of namespaces (CLONE_NEW*)."""
 _PRIVATE_RECURSIVE = (1 << 18) | (1 << 14)
 _NO_SUID_DEV_EXEC = 2 | 4 | 8
 _BIND = 1 << 12
-_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
-_NET_ADMIN, _SYS_ADMIN = 12, 21
+_DIE_WITH_PARENT = 1
+_ADOPT_ORPHANS = 36
+_NET_ADMIN = 12
+_SYS_ADMIN = 21
 
 ADVICE = (
     (
@@ -43,7 +49,8 @@ ADVICE = (
 
 
 def unshare(kinds: int) -> None:
-    """Put this process into new namespaces, but only its next child into a new process namespace, as number 1.
+    """Put this process into new namespaces, but only its next child into a new process namespace,
+    as number 1.
 
     Raises:
         OSError: if the kernel refuses.
@@ -73,7 +80,8 @@ def inside_net(namespace: int) -> Iterator[None]:
 
 
 def this_net() -> int:
-    """Return a file descriptor of this thread's network namespace, which exists at least until the descriptor is closed."""
+    """Return a file descriptor of this thread's network namespace, which exists at least until the
+    descriptor is closed."""
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -88,10 +96,12 @@ def new_net() -> int:
 
 
 def own_mounts() -> bool:
-    """Make the mounts of this mount namespace private, and mount a `/proc` that shows this process namespace.
+    """Make the mounts of this mount namespace private, and mount a `/proc` that shows this process
+    namespace.
 
     Returns:
-        whether that worked. Some containers forbid it; `/proc` then keeps showing the process numbers of outside.
+        whether that worked. Some containers forbid it; `/proc` then keeps showing the process
+        numbers of outside.
     """
     try:
         _call("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE_RECURSIVE), None)
@@ -107,9 +117,11 @@ def adopt_orphans() -> None:
 
 
 def name_hosts(names: Mapping[str, str]) -> None:
-    """Add host names, by address, to the `/etc/hosts` of this mount namespace; needs `own_mounts` first.
+    """Add host names, by address, to the `/etc/hosts` of this mount namespace; needs `own_mounts`
+    first.
 
-    Without names torch warns at every connection. Its sockets see IPv4 addresses as mapped IPv6 ones, so both are listed.
+    Without names torch warns at every connection. Its sockets see IPv4 addresses as mapped IPv6
+    ones, so both are listed.
     """
     hosts = Path("/etc/hosts")
     if not hosts.exists():
@@ -128,7 +140,8 @@ def become_root_of_new_user_namespace() -> None:
     Raises:
         OSError: if such namespaces are forbidden.
     """
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     unshare(NEW_USER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
@@ -136,7 +149,8 @@ def become_root_of_new_user_namespace() -> None:
 
 
 def may_configure_networks() -> bool:
-    """Return whether this process may create namespaces and links without a user namespace of its own."""
+    """Return whether this process may create namespaces and links without a user namespace of its
+    own."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             capabilities = int(line.split()[1], 16)
@@ -150,6 +164,7 @@ def die_with_parent() -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library, and raise its error."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

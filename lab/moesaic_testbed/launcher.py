@@ -1,7 +1,8 @@
-"""The process from which beds are forked: it imports torch once, has one thread, and watches its parent.
+"""The process from which beds are forked: it imports torch once, has one thread, and watches its
+parent.
 
-It is started as `python -m moesaic_testbed.launcher` and not forked from the parent, because a fork would lose the parent's
-threads (of OpenMP and Gloo).
+It is started as `python -m moesaic_testbed.launcher` and not forked from the parent, because a fork
+would lose the parent's threads (of OpenMP and Gloo).
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ def main(line: int, parent: int, with_torch: bool) -> None:
         return
     if os.getppid() != parent:
         return
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # nothing reads the exit codes of the processes around beds
+    # nothing reads the exit codes of the processes around beds
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = Channel(socket.socket(fileno=line))
     if with_torch:
         _import_torch()
@@ -63,17 +63,20 @@ def main(line: int, parent: int, with_torch: bool) -> None:
 
 
 def _import_torch() -> None:
+    """Import torch before processes are forked."""
     import torch.distributed
 
     torch.set_num_threads(1)
 
 
 def _fork_bed(bed: Bed, files: list[int], requests: Channel, watch: int) -> None:
-    """Fork a process that creates the namespaces of a bed and then waits for the bed's process number 1.
+    """Fork a process that creates the namespaces of a bed and then waits for the bed's process
+    number 1.
 
     Args:
         bed: the cluster to emulate.
-        files: the bed's socket, a pipe that closes when the whole bed is gone, standard output, standard error.
+        files: the bed's socket, a pipe that closes when the whole bed is gone, standard output,
+            standard error.
         requests: the socket of this process, which the child closes.
         watch: handle of the parent process, which the child closes.
     """
@@ -98,6 +101,7 @@ def _fork_bed(bed: Bed, files: list[int], requests: Channel, watch: int) -> None
 
 
 def _be_bed(channel: Channel, bed: Bed, gone: int) -> None:
+    """Be the process that holds a bed, until the connection closes."""
     try:
         if not may_configure_networks():
             become_root_of_new_user_namespace()

@@ -19,7 +19,8 @@ class RunFunction:
     call: bytes
     """The function and its arguments, pickled."""
     main: Mapping[str, Any] | None
-    """Data with which `multiprocessing` imports the parent's main script again; None if the call does not use the script."""
+    """Data with which `multiprocessing` imports the parent's main script again; None if the call
+    does not use the script."""
     path: Sequence[str]
     """The parent's `sys.path`."""
     cwd: str
@@ -42,7 +43,8 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupt:
-    """Send a signal to the ranks of the running command; ranks that still run `SAVE_SECONDS` later are killed."""
+    """Send a signal to the ranks of the running command; ranks that still run `SAVE_SECONDS` later
+    are killed."""
 
     signal: int
 
@@ -127,7 +129,8 @@ class Channel:
 
 
 def output_files() -> list[int]:
-    """Flush standard output and error and return their file descriptors, to be sent with a message."""
+    """Flush standard output and error and return their file descriptors, to be sent with a
+    message."""
     sys.stdout.flush()
     sys.stderr.flush()
     return [1, 2]

@@ -1,7 +1,7 @@
 """The pytest fixture `cluster`: an emulated cluster for a test, removed when the test ends.
 
-pytest loads this plugin by its entry point wherever Moesaic is installed. So the plugin imports the test bed only when a test
-uses it.
+pytest loads this plugin by its entry point wherever Moesaic is installed. So the plugin imports the
+test bed only when a test uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def cluster_launcher() -> Iterator[Launcher]:
-    """Start the process that imports torch for all beds of the session; skip the test if clusters cannot be emulated."""
+    """Start the process that imports torch for all beds of the session; skip the test if clusters
+    cannot be emulated."""
     from moesaic_testbed import Launcher, refusal
 
     reason = refusal()
@@ -30,7 +31,8 @@ def cluster_launcher() -> Iterator[Launcher]:
 
 @pytest.fixture
 def cluster(cluster_launcher: Launcher) -> Iterator[Callable[..., Cluster]]:
-    """Provide a function that starts emulated clusters: `cluster(nodes, ranks_per_node, inter=..., ...)`, fields of `Bed`."""
+    """Provide a function that starts emulated clusters:
+    `cluster(nodes, ranks_per_node, inter=..., ...)`, fields of `Bed`."""
     from moesaic_testbed import Bed
 
     with ExitStack() as beds:

@@ -1,4 +1,5 @@
-"""What a process of a bed runs: enter its node, then run a command, or connect, call a function and report."""
+"""What a process of a bed runs: enter its node, then run a command, or connect, call a function and
+report."""
 
 from __future__ import annotations
 
@@ -37,21 +38,35 @@ class Done:
 
 
 def launcher_variables(bed: Bed, rank: int, port: int, threads: int = 1) -> dict[str, str]:
-    """Return the environment variables that torchrun would set for a rank, and those that select the network device."""
+    """Return the environment variables that torchrun would set for a rank, and those that select
+    the network device."""
     node, local = divmod(rank, bed.ranks_per_node)
     return {
-        "RANK": str(rank), "WORLD_SIZE": str(bed.world), "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(bed.ranks_per_node), "GROUP_RANK": str(node), "NODE_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(bed.nodes), "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(bed.world),
-        "ROLE_NAME": "default", "MASTER_ADDR": node_address(0), "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "testbed", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": NODE_DEVICE, "TP_SOCKET_IFNAME": NODE_DEVICE,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(bed.world),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(bed.ranks_per_node),
+        "GROUP_RANK": str(node),
+        "NODE_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(bed.nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(bed.world),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": node_address(0),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "testbed",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": NODE_DEVICE,
+        "TP_SOCKET_IFNAME": NODE_DEVICE,
         "OMP_NUM_THREADS": str(threads),
-    }  # fmt: skip
+    }
 
 
 def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[int]) -> None:
-    """Make this freshly forked process a process of a node. If ranks share cores, pin each rank to one, see `hold_still`."""
+    """Make this freshly forked process a process of a node. If ranks share cores, pin each rank to
+    one, see `hold_still`."""
     enter_net(net)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in enumerate((nothing, *output)):
@@ -68,11 +83,11 @@ def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[i
 
 
 def execute(words: Sequence[str]) -> None:
-    """Replace this process by a command; does not return. The exit code is 127 if there is no such command."""
+    """Replace this process by a command; does not return. The exit code is 127 if there is no such
+    command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.setpgid(
-        0, 0
-    )  # so that signals reach what the command starts too, as Ctrl-C does at a terminal
+    # so that signals reach what the command starts too, as Ctrl-C does at a terminal
+    os.setpgid(0, 0)
     try:
         os.execvp(words[0], list(words))
     except OSError as error:
@@ -81,11 +96,12 @@ def execute(words: Sequence[str]) -> None:
 
 
 def serve_store(port: int, ready: int) -> None:
-    """Serve the store through which ranks find each other, as torchrun's agent does; does not return."""
+    """Serve the store through which ranks find each other, as torchrun's agent does; does not
+    return."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
-        store = TCPStore(node_address(0), port, None, True, wait_for_workers=False)
+        store = TCPStore(node_address(0), port, is_master=True, wait_for_workers=False)
         os.write(ready, b"r")
         while store:
             signal.pause()
@@ -96,7 +112,8 @@ def serve_store(port: int, ready: int) -> None:
 def call(
     rank: int, line: Connection, function: Any, arguments: tuple[Any, ...], threads: int
 ) -> None:
-    """Connect, call a function when all ranks are ready, and report its result or exception; does not return."""
+    """Connect, call a function when all ranks are ready, and report its result or exception; does
+    not return."""
     try:
         import torch
         import torch.distributed as dist
@@ -106,9 +123,8 @@ def call(
         line.send(Ready())
         line.recv()
         message: object = Done(result=_pickled(function(*arguments)))
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt of the function are failures of this rank too
+    except BaseException as error:
+        # SystemExit and KeyboardInterrupt of the function are failures of this rank too
         message = failure_of(rank, error)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -120,6 +136,7 @@ def call(
 
 
 def _pickled(result: Any) -> bytes:
+    """Return a result as bytes."""
     try:
         return pickle.dumps(result)
     except Exception as error:

@@ -1,4 +1,5 @@
-"""One run of all ranks of a bed: the supervisor starts, watches and ends them. Ranks run a command or a function."""
+"""One run of all ranks of a bed: the supervisor starts, watches and ends them. Ranks run a command
+or a function."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from moesaic_testbed.messages import Answer, Channel, Command, Failure, Interrup
 from moesaic_testbed.wiring import Wiring, WiringError
 
 GRACE_SECONDS = 5.0
-"""When a rank has failed: the time until the other ranks get SIGTERM, and from then until they are killed."""
+"""When a rank has failed: the time until the other ranks get SIGTERM, and from then until they are
+killed."""
 SAVE_SECONDS = 15.0
 """Time that ranks have to save after an interrupt."""
 SETTLE_SECONDS = 1.0
-"""Time to wait after a failure for others that may be its cause: a killed process makes its peers fail too."""
+"""Time to wait after a failure for others that may be its cause: a killed process makes its peers
+fail too."""
 
 
 @dataclass
@@ -50,13 +53,11 @@ class AbstractRound(ABC):
     """
 
     def __init__(self, wiring: Wiring, parent: Channel, port: int, output: Sequence[int]) -> None:
-        self.wiring, self.bed, self.parent, self.port, self.output = (
-            wiring,
-            wiring.bed,
-            parent,
-            port,
-            output,
-        )
+        self.wiring = wiring
+        self.bed = wiring.bed
+        self.parent = parent
+        self.port = port
+        self.output = output
         self.processes: list[Process] = []
         self._changes = sorted(self.bed.changes, key=lambda change: change.at_seconds)
         self._started: float | None = None
@@ -90,7 +91,8 @@ class AbstractRound(ABC):
         self._started = time.monotonic()
 
     def await_any(self, sources: Sequence[Any], seconds: float | None = None) -> list[Any]:
-        """Wait until a connection or file is readable. Changes of links that become due are made meanwhile.
+        """Wait until a connection or file is readable. Changes of links that become due are made
+        meanwhile.
 
         Args:
             sources: connections and file descriptors to wait for.
@@ -120,6 +122,7 @@ class AbstractRound(ABC):
         return pid, os.pidfd_open(pid)
 
     def _start_store(self) -> None:
+        """Start the process of the store, and wait for it."""
         ready, tell = os.pipe()
 
         def serve() -> None:
@@ -135,7 +138,8 @@ class AbstractRound(ABC):
             raise WiringError("the store that ranks find each other by did not start")
 
     def _change_links(self) -> float | None:
-        """Make all changes of links that are due; return when the next one is due, on the monotonic clock, or None."""
+        """Make all changes of links that are due; return when the next one is due, on the monotonic
+        clock, or None."""
         while self._changes and self._started is not None:
             due = self._started + self._changes[0].at_seconds
             if due > time.monotonic():
@@ -147,7 +151,8 @@ class AbstractRound(ABC):
 
 
 def _end_everything() -> None:
-    """Kill all other processes of the bed, those included that ranks left behind, and wait for their end."""
+    """Kill all other processes of the bed, those included that ranks left behind, and wait for
+    their end."""
     assert os.getpid() == 1, (
         "outside a process namespace of its own this would kill everything that it may"
     )
@@ -185,7 +190,8 @@ class CommandRound(AbstractRound):
         return Process(rank, pid, handle)
 
     def watch(self) -> Answer:
-        """Wait for all ranks. If one fails, or the parent interrupts, end the others step by step."""
+        """Wait for all ranks. If one fails, or the parent interrupts, end the others step by
+        step."""
         self.start_clock()
         steps: list[tuple[float, int]] = []
         while left := {
@@ -217,6 +223,7 @@ class CommandRound(AbstractRound):
         return process.status != 0
 
     def _signal(self, number: int) -> None:
+        """Send a signal to the processes that have not ended."""
         for process in self.processes:
             if process.status is None:
                 try:
@@ -229,11 +236,19 @@ class FunctionRound(AbstractRound):
     """Calls a function on every rank."""
 
     def __init__(
-        self, wiring: Wiring, parent: Channel, port: int, output: Sequence[int], threads: int, function: Any,
+        self,
+        wiring: Wiring,
+        parent: Channel,
+        port: int,
+        output: Sequence[int],
+        threads: int,
+        function: Any,
         arguments: tuple[Any, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(wiring, parent, port, output)
-        self._threads, self._function, self._arguments = threads, function, arguments
+        self._threads = threads
+        self._function = function
+        self._arguments = arguments
         self._results: dict[int, bytes] = {}
         self._failures: list[Failure] = []
 
@@ -254,7 +269,8 @@ class FunctionRound(AbstractRound):
 
     def watch(self) -> Answer:
         """Start the function when all ranks are ready, and collect their results."""
-        num_ready, world = 0, self.bed.world
+        num_ready = 0
+        world = self.bed.world
         while len(self._results) < world and not self._failures:
             num_ready += self._collect(None)
             if num_ready == world:
@@ -297,6 +313,7 @@ class FunctionRound(AbstractRound):
         return num_ready
 
     def _tell_all(self) -> None:
+        """Tell all ranks to begin."""
         for process in self.processes:
             assert process.line is not None
             try:

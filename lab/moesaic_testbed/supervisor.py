@@ -1,7 +1,9 @@
-"""Process number 1 of a bed: creates the network and starts ranks in it. When it ends, the whole bed ends.
+"""Process number 1 of a bed: creates the network and starts ranks in it. When it ends, the whole
+bed ends.
 
-A bed is a process namespace of its own. When its process number 1 ends, the kernel kills every other process inside. With the
-last process, the network namespaces and their links disappear. So nothing has to be cleaned up, however the parent ends.
+A bed is a process namespace of its own. When its process number 1 ends, the kernel kills every
+other process inside. With the last process, the network namespaces and their links disappear. So
+nothing has to be cleaned up, however the parent ends.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from moesaic_testbed.rank import failure_of
 from moesaic_testbed.round import CommandRound, FunctionRound
 from moesaic_testbed.wiring import Wiring, WiringError
 
-FIRST_PORT, NUM_PORTS = 29500, 1000
+FIRST_PORT = 29500
+NUM_PORTS = 1000
 
 
 class Supervisor:
@@ -37,7 +40,10 @@ class Supervisor:
     """
 
     def __init__(self, channel: Channel, bed: Bed) -> None:
-        self._channel, self._bed, self._wiring, self._rounds = channel, bed, Wiring(bed), 0
+        self._channel = channel
+        self._bed = bed
+        self._wiring = Wiring(bed)
+        self._rounds = 0
 
     def serve(self) -> None:
         """Answer the parent's requests until it closes the socket."""
@@ -54,6 +60,7 @@ class Supervisor:
             self._channel.send(answer)
 
     def _answer(self, request: object, files: list[int]) -> Answer:
+        """Return the answer to a request."""
         port = FIRST_PORT + self._rounds % NUM_PORTS
         self._rounds += 1
         if isinstance(request, RunFunction):
@@ -64,7 +71,13 @@ class Supervisor:
             if isinstance(request, RunInside):
                 return _called(function, (self._wiring, *arguments))
             return FunctionRound(
-                self._wiring, self._channel, port, files, request.threads, function, arguments
+                self._wiring,
+                self._channel,
+                port=port,
+                output=files,
+                threads=request.threads,
+                function=function,
+                arguments=arguments,
             ).run()
         if isinstance(request, Command):
             return CommandRound(self._wiring, self._channel, port, files, request).run()
@@ -74,6 +87,7 @@ class Supervisor:
 
 
 def _called(function: Any, arguments: tuple[Any, ...]) -> Answer:
+    """Return the answer with a function's result."""
     try:
         return Answer(value=[pickle.dumps(function(*arguments))])
     except BaseException as error:
@@ -81,12 +95,14 @@ def _called(function: Any, arguments: tuple[Any, ...]) -> Answer:
 
 
 def _load(request: RunFunction) -> tuple[Any, tuple[Any, ...]]:
-    """Unpickle the function and its arguments. Before ranks are forked, its imports thus run only once."""
+    """Unpickle the function and its arguments. Before ranks are forked, its imports thus run only
+    once."""
     sys.path[:] = request.path
     os.chdir(request.cwd)
     if request.main is not None:
         here = process.current_process()
-        here._inheriting = True  # type: ignore[attr-defined]  # gives a script without a main guard the error of multiprocessing
+        # gives a script without a main guard the error of multiprocessing
+        here._inheriting = True  # type: ignore[attr-defined]
         try:
             spawn.prepare(dict(request.main))
         finally:

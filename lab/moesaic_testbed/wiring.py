@@ -1,10 +1,12 @@
 """A bed's network: as text for `ip` and `tc`, and its creation.
 
-Every node and the switch are network namespaces. A cable is a veth pair; each of its ends limits the packets that it sends to
-the cable's rate. The switch is a router, so no bridge module is needed.
+Every node and the switch are network namespaces. A cable is a veth pair; each of its ends limits
+the packets that it sends to the cable's rate. The switch is a router, so no bridge module is
+needed.
 
-Packets are capped at 16 KiB and queues hold 32 MiB. Packets larger than the burst would not reach the rate, a larger burst
-would let short messages through without delay, and a shorter queue would drop packets.
+Packets are capped at 16 KiB and queues hold 32 MiB. Packets larger than the burst would not reach
+the rate, a larger burst would let short messages through without delay, and a shorter queue would
+drop packets.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ SETTINGS = {
     "net/ipv6/conf/all/disable_ipv6": "1",
     "net/ipv6/conf/default/disable_ipv6": "1",
 }
-"""Kernel settings of every namespace: a bed then behaves the same on machines with different settings."""
+"""Kernel settings of every namespace: a bed then behaves the same on machines with different
+settings."""
 
 
 class WiringError(RuntimeError):
@@ -102,10 +105,12 @@ def shaping(device: str, rate: float | None, per_message: int = 0) -> list[str]:
 
 
 def addressing(bed: Bed, name: str) -> list[str]:
-    """Return `ip` commands that give a namespace its addresses and routes; its cables must exist."""
+    """Return `ip` commands that give a namespace its addresses and routes; its cables must
+    exist."""
     packets = f"gso_max_size {PACKET_BYTES} gro_max_size {PACKET_BYTES}"
     shaped = bed.intra is not None and name.startswith("node")
-    addresses, routes = [f"link set dev lo{f' mtu {MTU} {packets}' if shaped else ''} up"], []
+    addresses = [f"link set dev lo{f' mtu {MTU} {packets}' if shaped else ''} up"]
+    routes = []
     for cable in cables(bed):
         below, above = cable.ends
         for (owner, device, address), (_, _, other) in ((below, above), (above, below)):
@@ -131,7 +136,6 @@ def changing(bed: Bed, node: int, rate: str | None) -> dict[str, str]:
     """Return by namespace the `tc` command that sets its end of a node's link to a rate.
 
     Args:
-        bed: the bed.
         node: the node whose link changes.
         rate: the new rate; None for the bed's original rate.
     """
@@ -141,7 +145,8 @@ def changing(bed: Bed, node: int, rate: str | None) -> dict[str, str]:
 
 
 class Wiring:
-    """The network of a bed, kept alive by file descriptors: it disappears when the process that created it ends.
+    """The network of a bed, kept alive by file descriptors: it disappears when the process that
+    created it ends.
 
     Raises:
         WiringError: if the kernel or a tool refuses.
@@ -170,7 +175,7 @@ class Wiring:
         for name, line in changing(self.bed, node, rate).items():
             self._tool("tc", name, [line])
 
-    def switch(self, node: int, on: bool) -> None:
+    def switch(self, node: int, *, on: bool) -> None:
         """Cut or restore a node's link at the switch, where routes return by themselves."""
         self._tool("ip", ROOT, [f"link set dev {node_name(node)} {'up' if on else 'down'}"])
 
@@ -179,7 +184,8 @@ class Wiring:
         return [os.fstat(handle).st_ino for handle in self._nets.values()]
 
     def traffic(self) -> dict[str, Carried]:
-        """Return the traffic that every end of every link has sent: "node0 up", "node0 down", "node0 inside", ..."""
+        """Return the traffic that every end of every link has sent: "node0 up", "node0 down",
+        "node0 inside", ..."""
         ends = {(net, "lo"): f"{net} inside" for net in self._nets if net.startswith("node")}
         for cable in self._cables:
             for (net, device, _), way in zip(cable.ends, ("up", "down")):
@@ -192,6 +198,7 @@ class Wiring:
         return by_end
 
     def _set_up(self, name: str) -> None:
+        """Set up a network: its settings."""
         with inside_net(self._nets[name]):
             for setting, value in SETTINGS.items():
                 path = Path("/proc/sys") / setting
@@ -199,20 +206,26 @@ class Wiring:
                     path.write_text(value)
 
     def _make_cables(self) -> None:
+        """Make the cables between networks."""
         lines = [
-            f"link add {device} mtu {MTU} type veth peer name {NODE_DEVICE} mtu {MTU} netns /proc/self/fd/{self._nets[net]}"
+            (
+                f"link add {device} mtu {MTU} type veth peer name {NODE_DEVICE} mtu {MTU} netns "
+                f"/proc/self/fd/{self._nets[net]}"
+            )
             for (net, _, _), (_, device, _) in (cable.ends for cable in self._cables)
         ]
         self._tool("ip", ROOT, lines, share=list(self._nets.values()))
 
     def _tool(self, tool: str, name: str, lines: Sequence[str], share: Sequence[int] = ()) -> None:
+        """Run a tool with lines of commands inside a network."""
         if lines:
             with inside_net(self._nets[name]):
                 _run([tool, "-batch", "-"], lines, share)
 
 
 def _counters(net: int) -> dict[str, Carried]:
-    """Return the traffic that each device of a namespace has sent, from its queue's counters or, if it has none, its own."""
+    """Return the traffic that each device of a namespace has sent, from its queue's counters or, if
+    it has none, its own."""
     with inside_net(net):
         links = json.loads(_run(["ip", "-s", "-j", "link", "show"]))
         queues = json.loads(_run(["tc", "-s", "-j", "qdisc", "show"]))

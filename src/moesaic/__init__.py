@@ -1,4 +1,5 @@
-"""Moesaic: sparse Mixture-of-Experts training in PyTorch, fast on any cluster, the small and slow ones included.
+"""Moesaic: sparse Mixture-of-Experts training in PyTorch, fast on any cluster, the small and slow
+ones included.
 
 Names are imported on first use, so planning and reporting work without torch.
 """
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from moesaic.errors import to_install
 
 if TYPE_CHECKING:
-    from moesaic.captured import capture
     from moesaic.comm.mesh import Mesh
+    from moesaic.cuda_graphs import capture
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
     from moesaic.kernels.encode import encoding, fast_decode, fast_encode
     from moesaic.layer import MoE, balance_on_step, finish_step
@@ -38,7 +39,7 @@ _HOMES = {
     "MoE": "moesaic.layer",
     "balance_on_step": "moesaic.layer",
     "finish_step": "moesaic.layer",
-    "capture": "moesaic.captured",
+    "capture": "moesaic.cuda_graphs",
     "Mesh": "moesaic.comm.mesh",
     "Plan": "moesaic.program.plan",
     "average_gradients": "moesaic.runtime.data_parallel",

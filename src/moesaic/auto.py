@@ -1,9 +1,11 @@
-"""`plan="auto"`: all layers of a mesh run under the plan with the fastest training steps, found while they train.
+"""`plan="auto"`: all layers of a mesh run under the plan with the fastest training steps, found
+while they train.
 
-The plan table (`planner/table.py`) decides when to switch, by the times of whole steps on the slowest rank. After two
-steps, the first rank searches candidate plans for the layers' sizes; the links need not be known. Where a cluster is
-named, `prefill` gives the candidates and predicted times instead, and the plan follows the load. A switch moves no
-weight, and plans are equivalent, so times decide only how a layer runs, not what it computes.
+The plan table (`planner/plan_table.py`) decides when to switch, by the times of whole steps on the
+slowest rank. After two steps, the first rank searches candidate plans for the layers' sizes; the
+links need not be known. Where a cluster is named, `prefill` gives the candidates and predicted
+times instead, and the plan follows the load. A switch moves no weight, and plans are equivalent, so
+times decide only how a layer runs, not what it computes.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
-from moesaic.planner.predict import assumed_plans, layer_job
-from moesaic.planner.table import PlanTable, Predict, TableSettings
+from moesaic.planner.plan_table import PlanTable, Predict, TableSettings
+from moesaic.planner.predicted_plans import assumed_plans, layer_job
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.plan import Plan, plan_in_words
 from moesaic.runtime.expert_parallel import ExpertParallel
@@ -38,24 +40,28 @@ PLANS = 7
 WARM_UP = 2
 """Number of steps before the first timed one."""
 PATIENCE = 300
-"""Number of backward passes without an optimizer's step after which a line says that no plan is timed."""
+"""Number of backward passes without an optimizer's step after which a line says that no plan is
+timed."""
 PERIOD = 8
-"""After the race, a GPU's step time is averaged over this many steps, since reading it waits for the GPU."""
+"""After the race, a GPU's step time is averaged over this many steps, since reading it waits for
+the GPU."""
 LOG = logging.getLogger("moesaic")
 
 
 class AutoPlan:
-    """Chooses the plan of all layers on a mesh that have the plan "auto". Get it with `AutoPlan.of`.
+    """Chooses the plan of all layers on a mesh that have the plan "auto". Get it with
+    `AutoPlan.of`.
 
-    A step ends when a layer is called with gradients for the first time after an optimizer stepped. All ranks step together.
+    A step ends when a layer is called with gradients for the first time after an optimizer stepped.
+    All ranks step together.
 
     Args:
-        mesh: the mesh of the layers.
         clock: returns the current time in seconds on this rank.
     """
 
     def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._grid, self._transport = mesh.grid, mesh.transport
+        self._grid = mesh.grid
+        self._transport = mesh.transport
         self._everyone = tuple(range(mesh.grid.world))
         self._layers: list[
             tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]
@@ -65,12 +71,16 @@ class AutoPlan:
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._last_call = (0, 1, 4)
         self._load_now: Callable[[], float] | None = None
-        self._steps, self._calls, self._unrecorded, self._has_stepped = 0, 0, 0, False
+        self._steps = 0
+        self._calls = 0
+        self._unrecorded = 0
+        self._has_stepped = False
         self._timed_from = 0.0
         self._reported = 0
         self.clock = clock
         self.load = 0.0
-        """The load of the last step on the rank with the largest; 0 if the plan does not follow the load."""
+        """The load of the last step on the rank with the largest; 0 if the plan does not follow the
+        load."""
         self.table: PlanTable | None = None
         """The plan table; None until candidates were searched."""
         self.saved: dict[str, Any] | None = None
@@ -105,7 +115,8 @@ class AutoPlan:
             on_mesh: the layer's state on the mesh; it calls `begin` before each call.
             experts: the layer's experts.
             hidden: inner width of one whole expert.
-            parameters: returns the layer's parameters. Called late, since wrappers replace parameters.
+            parameters: returns the layer's parameters. Called late, since wrappers replace
+                parameters.
         """
         if self._grid.world == 1:
             return
@@ -114,7 +125,8 @@ class AutoPlan:
         self._parameters.append(parameters)
         self._steps_layers.clear()
         self._compiled.clear()
-        self._steps, self.table = 0, None
+        self._steps = 0
+        self.table = None
         on_mesh.auto = self.begin
 
     def prefill(
@@ -125,18 +137,19 @@ class AutoPlan:
         expected_load: float,
         settings: TableSettings,
     ) -> None:
-        """Choose among plans by predicted times at first. All ranks call this after the layers joined.
+        """Choose among plans by predicted times at first. All ranks call this after the layers
+        joined.
 
         Args:
             plans: the candidates, the same on all ranks.
             predict: predicts step times by load on the first rank; None on the others.
             load: returns the load of the step that ends. Called just before the optimizer steps.
             expected_load: load of the first step.
-            settings: settings of the plan table.
         """
         if not self._layers:
             return
-        self._load_now, self.load = load, expected_load
+        self._load_now = load
+        self.load = expected_load
 
         def agreed(load: float) -> list[float]:
             seconds: list[float] = self._from_first_rank(
@@ -147,7 +160,8 @@ class AutoPlan:
         self._begin_table(plans, agreed, settings)
 
     def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
-        """Called before each call of a layer. The first call after an optimizer step may switch to another plan.
+        """Called before each call of a layer. The first call after an optimizer step may switch to
+        another plan.
 
         Args:
             tokens: tokens of this rank's tensor-parallel group.
@@ -164,8 +178,9 @@ class AutoPlan:
             and not self._has_stepped
         ):
             self._say(
-                f"plan auto: {PATIENCE} backward passes and no step of a torch optimizer with the layers' parameters, so plans "
-                "are not timed: let a torch.optim.Optimizer step them, or name a plan instead of auto"
+                f"plan auto: {PATIENCE} backward passes and no step of a torch optimizer with the "
+                "layers' parameters, so plans are not timed: let a torch.optim.Optimizer step "
+                "them, or name a plan instead of auto"
             )
         if self._has_stepped:
             self._has_stepped = False
@@ -173,11 +188,13 @@ class AutoPlan:
             self._end_step()
 
     def values(self) -> dict[str, Any]:
-        """Return what runs and what was decided since the previous call, as plain data; empty without a plan table."""
+        """Return what runs and what was decided since the previous call, as plain data; empty
+        without a plan table."""
         table = self.table
         if table is None or table.running is None:
             return {}
-        new, self._reported = table.decisions[self._reported :], len(table.decisions)
+        new = table.decisions[self._reported :]
+        self._reported = len(table.decisions)
         return {
             "running": plan_in_words(table.plans[table.running]),
             "load": self.load,
@@ -195,7 +212,8 @@ class AutoPlan:
         return None if self.table is None else {"mesh": asdict(self._grid), **self.table.state()}
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer steps. It counts only if the optimizer has any of the layers' trained parameters."""
+        """Note that an optimizer steps. It counts only if the optimizer has any of the layers'
+        trained parameters."""
         if optimizer not in self._steps_layers:
             trained = {
                 id(p)
@@ -242,16 +260,19 @@ class AutoPlan:
     def _members(self) -> Iterator[tuple[ExpertParallel, AbstractExperts, dict[str, int]]]:
         """Yield the layers that still exist and still take their plan from this object."""
         for layer_ref, experts_ref, sizes in self._layers:
-            on_mesh, experts = layer_ref(), experts_ref()
+            on_mesh = layer_ref()
+            experts = experts_ref()
             if on_mesh is not None and experts is not None and on_mesh.auto == self.begin:
                 yield on_mesh, experts, sizes
 
     def _candidates(self, first: Plan) -> list[Plan]:
-        """Return candidate plans for unknown links, as searched by the first rank. The current plan comes first."""
+        """Return candidate plans for unknown links, as searched by the first rank. The current plan
+        comes first."""
         plans = [first]
         if self._transport.rank == 0:
             tokens, top_k, element_bytes = self._last_call
-            sizes, on_cpu = next(self._members())[2], self._transport.device.type == "cpu"
+            sizes = next(self._members())[2]
+            on_cpu = self._transport.device.type == "cpu"
             try:
                 job = layer_job(
                     self._grid, tokens=tokens, top_k=top_k, element_bytes=element_bytes, **sizes
@@ -266,10 +287,8 @@ class AutoPlan:
 
     def _from_first_rank(self, value: Any) -> Any:
         """Return the first rank's value."""
-        device, encoded = (
-            self._transport.device,
-            torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8),
-        )
+        device = self._transport.device
+        encoded = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
         length = broadcast(
             self._transport, self._everyone, torch.tensor([len(encoded)], device=device), 0
         )
@@ -282,24 +301,29 @@ class AutoPlan:
     def _begin_table(
         self, plans: Sequence[Plan], predict: Predict | None, settings: TableSettings | None
     ) -> None:
-        """Make the plan table, restored from `saved` if that is for the same mesh, and choose the first plan."""
+        """Make the plan table, restored from `saved` if that is for the same mesh, and choose the
+        first plan."""
         first = next(self._members())[0].compiled.plan
         tested = {(first.codec, first.backward_codec)}
         self.table = PlanTable(plans, predict, settings, load=self.load, tested=tested)
-        saved, self.saved = self.saved, None
+        saved = self.saved
+        self.saved = None
         try:
             if saved is not None and saved.get("mesh") == asdict(self._grid):
                 self.table.restore(saved)
         except InputError as error:
             self.table = PlanTable(plans, predict, settings, load=self.load, tested=tested)
             self._tell(
-                f"plan auto: the checkpoint's plan table is unusable ({error}), so plans are timed anew"
+                f"plan auto: the checkpoint's plan table is unusable ({error}), so plans are "
+                "timed anew"
             )
         self._choose(self.table)
 
     def _choose(self, table: PlanTable) -> None:
-        """Run the next step under the plan that the table chooses. Layers with and without biases get a compiled one each."""
-        before, was_racing = table.running, table.race is not None
+        """Run the next step under the plan that the table chooses. Layers with and without biases
+        get a compiled one each."""
+        before = table.running
+        was_racing = table.race is not None
         number = table.choose()
         for on_mesh, experts, _ in self._members() if number != before else ():
             key = (number, bool(experts.names[1]))
@@ -314,8 +338,9 @@ class AutoPlan:
                 else ""
             )
             self._tell(
-                f"plan auto: {plan_in_words(table.plans[number])}, {1e3 * table.timed.get(number, 0.0):.1f} ms a step: "
-                f"{why}the fastest of {len(table.timed)} plans{first}"
+                f"plan auto: {plan_in_words(table.plans[number])}, "
+                f"{1e3 * table.timed.get(number, 0.0):.1f} ms a step: {why}the fastest of "
+                f"{len(table.timed)} plans{first}"
             )
         self._unrecorded, self._timed_from = 0, self._now()
 

@@ -1,7 +1,8 @@
-"""The codecs by name, with the parts of their messages and their error bounds. Planning, simulation and the kernels read this.
+"""The codecs by name, with the parts of their messages and their error bounds. Planning, simulation
+and the kernels read this.
 
-Nothing here needs torch. The code that encodes and decodes is in `kernels/codecs`, one codec per file. To add one, write a new
-file there and add a line to `CODECS`.
+Nothing here needs torch. The code that encodes and decodes is in `kernels/codecs`, one codec per
+file. To add one, write a new file there and add a line to `CODECS`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ from typing import NamedTuple
 from moesaic.errors import InputError
 
 ELEMENT_BYTES = {
-    "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4,
-    "float32": 4, "int64": 8, "float64": 8,
-}  # fmt: skip
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
 """Bytes of an element, by torch's name of its dtype."""
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
 """Dtype of the rows that a codec encodes, by bytes per element, since planning knows no more."""
@@ -38,8 +48,9 @@ class Part(NamedTuple):
 
 
 Layout = Callable[[float, int, str], tuple[Part, ...]]
-"""A function from (rows, dim, name of the rows' dtype) to the parts of a message; rows and dim are not 0. Parts of wide
-elements come first, so that each part is aligned. The dtype must be one that the codec accepts."""
+"""A function from (rows, dim, name of the rows' dtype) to the parts of a message; rows and dim are
+not 0. Parts of wide elements come first, so that each part is aligned. The dtype must be one that
+the codec accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +62,15 @@ class CodecSpec:
     layout: Layout
     """Returns the parts of a message; the length of a message is defined only here."""
     tolerance: float
-    """Largest error of a layer's results under the codec that `moesaic check` accepts, relative to the largest result without
-    the codec. 0 means that decoded rows equal the originals bit for bit."""
+    """Largest error of a layer's results under the codec that `moesaic check` accepts, relative to
+    the largest result without the codec. 0 means that decoded rows equal the originals bit for
+    bit."""
     rows_per_block: int = 1
-    """Rows that are encoded together. A message wastes no bytes if its rows are a multiple of them."""
+    """Rows that are encoded together. A message wastes no bytes if its rows are a multiple of
+    them."""
     option: str = ""
-    """Name of the codec's option, under which the implementation and the layout take it; "" for none. Its value is a whole
-    number, which follows the codec's name and a colon."""
+    """Name of the codec's option, under which the implementation and the layout take it; "" for
+    none. Its value is a whole number, which follows the codec's name and a colon."""
     allowed: range = range(0)
     """Values that the option may have."""
     value: int | None = None
@@ -87,19 +100,22 @@ class CodecSpec:
 
 
 def scale_dtype(dtype: str) -> str:
-    """Return the dtype in which codecs compute and store scales: float64 for float64 rows, else float32."""
+    """Return the dtype in which codecs compute and store scales: float64 for float64 rows, else
+    float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def sixteen_bits(rows: float, dim: int, dtype: str, *, transport: str) -> tuple[Part, ...]:
-    """Return the parts of rows cast to 16 bits. If the rows' dtype has a wider range, each row also has a power of two."""
+    """Return the parts of rows cast to 16 bits. If the rows' dtype has a wider range, each row also
+    has a power of two."""
     values = Part((rows, dim), transport)
     is_wider = dtype == "float64" if transport == "bfloat16" else dtype != "float16"
     return (Part((rows, 1), "int16"), values) if is_wider else (values,)
 
 
 def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple[Part, ...]:
-    """Return the parts of rows at a fixed rate: an exponent, blocks of 4 x 4 values in words of 64 bits, a flag per row.
+    """Return the parts of rows at a fixed rate: an exponent, blocks of 4 x 4 values in words of 64
+    bits, a flag per row.
 
     Args:
         rows, dim, dtype: shape and dtype of the rows.
@@ -116,7 +132,8 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
 def scaled(
     rows: float, dim: int, dtype: str, *, transport: str, width: int | None = None
 ) -> tuple[Part, ...]:
-    """Return the parts of rows cast to `transport`, with a scale per `width` values of a row, or per row if `width` is None."""
+    """Return the parts of rows cast to `transport`, with a scale per `width` values of a row, or
+    per row if `width` is None."""
     return Part((rows, math.ceil(dim / (width or dim))), scale_dtype(dtype)), Part(
         (rows, dim), transport
     )
@@ -158,8 +175,8 @@ CODECS: dict[str, CodecSpec] = {
         allowed=range(4, 33),
     ),
 }
-"""All codecs, by the name that `Plan.codec` takes. A codec with an option takes a colon and a number after its name: zfp:12 has
-12 bits per value. `NO_CODEC` comes first."""
+"""All codecs, by the name that `Plan.codec` takes. A codec with an option takes a colon and a
+number after its name: zfp:12 has 12 bits per value. `NO_CODEC` comes first."""
 
 
 def is_coded(name: str) -> bool:
@@ -168,7 +185,8 @@ def is_coded(name: str) -> bool:
 
 
 def codec_spec(codec: str) -> CodecSpec:
-    """Return a codec's specification; "" stands for "none". Options after a colon are parsed only here.
+    """Return a codec's specification; "" stands for "none". Options after a colon are parsed only
+    here.
 
     Args:
         codec: a codec's name, optionally followed by a colon and its option.

@@ -1,16 +1,15 @@
-"""Configurations as files: reads and writes TOML and JSON. Every error names the field and a valid value."""
+"""Configurations as files: reads and writes TOML and JSON. Every error names the field and a valid
+value."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 from moesaic.files import read_text
 
 if sys.version_info >= (3, 11):
@@ -20,7 +19,8 @@ else:
 
 T = TypeVar("T")
 SUCH_AS = "such as"
-"""Metadata key of a field without a default: an example value, for the error if the field is missing."""
+"""Metadata key of a field without a default: an example value, for the error if the field is
+missing."""
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -65,7 +65,8 @@ def override(config: T, table: dict[str, Any], *, source: str, prefix: str = "")
     hints = _hints(type(config), table, source, prefix)
     changes: dict[str, Any] = {}
     for name, value in table.items():
-        current, where = getattr(config, name), f"{source}: {prefix}{name}"
+        current = getattr(config, name)
+        where = f"{source}: {prefix}{name}"
         if is_dataclass(current):
             if not isinstance(value, dict):
                 names = ", ".join(each.name for each in fields(current))
@@ -84,8 +85,8 @@ def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = ""
         table, source, prefix: as for `override`.
 
     Raises:
-        InputError: in the cases of `override`; if a field without a default is missing (the message has an example if the
-            field's metadata has `SUCH_AS`); or if the class refuses a value.
+        InputError: in the cases of `override`; if a field without a default is missing (the message
+            has an example if the field's metadata has `SUCH_AS`); or if the class refuses a value.
     """
     hints = _hints(kind, table, source, prefix)
     for field in fields(kind):  # type: ignore[arg-type]
@@ -132,12 +133,14 @@ def as_json(config: Any) -> str:
 
 
 def as_toml(config: Any) -> str:
-    """Return a configuration as TOML, without fields that have their defaults; `build` reads it back."""
+    """Return a configuration as TOML, without fields that have their defaults; `build` reads it
+    back."""
     return to_toml(_not_default(config)) + "\n"
 
 
 def _not_default(value: Any) -> Any:
-    """Return a value with dataclasses as tables of the fields that differ from their defaults, and tuples as lists."""
+    """Return a value with dataclasses as tables of the fields that differ from their defaults, and
+    tuples as lists."""
     if isinstance(value, tuple):
         return [_not_default(each) for each in value]
     if not is_dataclass(value):
@@ -151,13 +154,15 @@ def _not_default(value: Any) -> Any:
 
 
 def to_toml(table: dict[str, Any], prefix: str = "") -> str:
-    """Return a table as TOML; the JSON of numbers, texts, truth values and lists of these is also TOML.
+    """Return a table as TOML; the JSON of numbers, texts, truth values and lists of these is also
+    TOML.
 
     Args:
         table: has no None.
         prefix: the name of the table with a trailing dot; "" for the whole file.
     """
-    lines, below = [], []
+    lines = []
+    below = []
     for name, value in table.items():
         if isinstance(value, dict):
             below += ["", f"[{prefix}{name}]", to_toml(value, f"{prefix}{name}.")]
@@ -169,22 +174,13 @@ def to_toml(table: dict[str, Any], prefix: str = "") -> str:
     return "\n".join([*lines, *below])
 
 
-def suggestion(word: str, known: list[str]) -> str:
-    """Return ': did you mean X?' for the known word that holds this one or is closest; if none is close, a list."""
-    holding = [each for each in known if len(word) > 2 and word in each]
-    near = holding or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return (
-        f": did you mean {near[0]}?"
-        if near
-        else f": choose one of {shorten(', '.join(known), 300, placeholder=' ...')}"
-    )
-
-
 def differing_fields(one: Any, other: Any, prefix: str = "") -> list[str]:
-    """Return the paths of the fields in which two configurations of one class differ, each with both values."""
+    """Return the paths of the fields in which two configurations of one class differ, each with
+    both values."""
     differences: list[str] = []
     for field in fields(one):
-        value, other_value = getattr(one, field.name), getattr(other, field.name)
+        value = getattr(one, field.name)
+        other_value = getattr(other, field.name)
         if is_dataclass(value):
             differences += differing_fields(value, other_value, f"{prefix}{field.name}.")
         elif value != other_value:
@@ -193,11 +189,13 @@ def differing_fields(one: Any, other: Any, prefix: str = "") -> list[str]:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Check a TOML or JSON value against a field's type and convert it: lists become tuples, whole numbers floats if needed.
+    """Check a TOML or JSON value against a field's type and convert it: lists become tuples, whole
+    numbers floats if needed.
 
     A single value stands for a list of one if the list may have any length.
     """
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin is Literal:
         if value not in arguments:
             has_options = isinstance(value, str) and value.partition(":")[0] in arguments
@@ -237,7 +235,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     kinds = arguments or (hint,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise InputError(
-            f"{where} must be {' or '.join(str(_NAMES.get(each, each)) for each in kinds)}, got {value!r}"
+            f"{where} must be {' or '.join(str(_NAMES.get(each, each)) for each in kinds)}, "
+            f"got {value!r}"
         )
     return value
 

@@ -1,14 +1,16 @@
 """Reads, writes, lists and deletes files of folders that somebody else may have made.
 
-An archive or a clone may hold symbolic links, named pipes and devices in place of files. So only regular files are read, with a
-limit of size where a file has one. Below the path that a user typed, nothing is written, listed or deleted through a link: a
-link where a file is to be written is an error that names it.
+An archive or a clone may hold symbolic links, named pipes and devices in place of files. So only
+regular files are read, with a limit of size where a file has one. Below the path that a user typed,
+nothing is written, listed or deleted through a link: a link where a file is to be written is an
+error that names it.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -16,23 +18,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, TrainingError
 
 MOST_TEXT = 1 << 28
-"""The most bytes of a text that is read whole: a configuration, an index, a tokenizer, a receipt."""
+"""The most bytes of a text that is read whole: a configuration, an index, a tokenizer, a
+receipt."""
 WRITING = ".writing-"
 """How the names of files begin that are being written."""
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-}  # fmt: skip
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def kind_of(path: Path) -> str | None:
-    """Return what a path is, without following a link: "a file", "a folder", "a symbolic link" ...; None if it is nothing."""
+    """Return what a path is, without following a link: "a file", "a folder", "a symbolic link" ...;
+    None if it is nothing."""
     try:
         return _KINDS.get(stat.S_IFMT(os.lstat(path).st_mode), "a file")
     except (FileNotFoundError, NotADirectoryError):
@@ -40,7 +48,8 @@ def kind_of(path: Path) -> str | None:
 
 
 def open_file(path: Path, *, at_most: int | None = None) -> BinaryIO:
-    """Open a regular file for reading, at once: a named pipe or a device is refused instead of waited for.
+    """Open a regular file for reading, at once: a named pipe or a device is refused instead of
+    waited for.
 
     A link is followed, as the hub's cache consists of links.
 
@@ -83,11 +92,12 @@ def read_text(path: Path, *, at_most: int = MOST_TEXT) -> str:
 
 @contextmanager
 def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
-    """Write a file whole or not at all: into a new file beside it, flushed to disk, then renamed over the name.
+    """Write a file whole or not at all: into a new file beside it, flushed to disk, then renamed
+    over the name.
 
     Args:
-        path: the file.
-        typed: whether the user typed this path, which may then be a link, or a device such as /dev/stdout.
+        typed: whether the user typed this path, which may then be a link, or a device such as
+            /dev/stdout.
 
     Raises:
         InputError: `path` is a link, a folder or anything else but a file.
@@ -109,10 +119,31 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             aside.unlink()
-        raise
+        found = system_error(error) if isinstance(error, Exception) else None
+        if found is None or found.filename not in (None, str(aside)):
+            raise
+        # the name that a reader of the message knows
+        raise OSError(found.errno, found.strerror, str(path)) from error
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the system's error behind an exception of any library; None if there is none, or a
+    line of ours says it already.
+
+    torch raises another error while it handles the system's, and libraries in Rust say its number
+    in their text alone.
+    """
+    chain: BaseException | None = error
+    while chain is not None and not isinstance(chain, (InputError, TrainingError)):
+        if isinstance(chain, OSError) and chain.errno is not None:
+            return chain
+        if number := re.search(r"\(os error (\d+)\)", str(chain)):
+            return OSError(int(number[1]), os.strerror(int(number[1])))
+        chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
+    return None
 
 
 def write(path: Path, data: str | bytes, *, typed: bool = False) -> None:
@@ -121,16 +152,36 @@ def write(path: Path, data: str | bytes, *, typed: bool = False) -> None:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
+def put(source: Path, path: Path) -> None:
+    """Give a file that is written already, in a new folder of the same file system, the name
+    `path`, flushed to disk.
+
+    Raises:
+        InputError: `path` is a link, a folder or anything else but a file.
+        OSError: it cannot get that name; an earlier file at `path` is kept.
+    """
+    require_place(path)
+    descriptor = os.open(source, os.O_RDWR | _NO_LINK | _BINARY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(source, path)
+
+
 def leftovers(path: Path) -> list[Path]:
-    """Return the unfinished files that processes which were killed as they wrote `path` have left beside it."""
+    """Return the unfinished files that processes which were killed as they wrote `path` have left
+    beside it."""
     return entries(path.parent, f"{WRITING}{'[0-9a-f]' * 8}-{path.name}", typed=True)
 
 
 def open_to_append(path: Path, mode: str = "ab") -> IO[bytes]:
-    """Open a file, made if missing, to append to it without a buffer ("ab"), or to read it too ("a+b").
+    """Open a file, made if missing, to append to it without a buffer ("ab"), or to read it too
+    ("a+b").
 
     Raises:
-        InputError: it is a link, has another name elsewhere (a hard link), or is anything else but a file.
+        InputError: it is a link, has another name elsewhere (a hard link), or is anything else but
+            a file.
         OSError: it cannot be opened.
     """
     access = os.O_RDWR if "+" in mode else os.O_WRONLY
@@ -171,7 +222,8 @@ def folder_below(path: Path) -> Path:
 
 
 def entries(folder: Path, pattern: str = "*", *, typed: bool = False) -> list[Path]:
-    """Return what a folder holds and matches a pattern, sorted by name: files and folders that are really there, no links.
+    """Return what a folder holds and matches a pattern, sorted by name: files and folders that are
+    really there, no links.
 
     Args:
         folder: the folder; nothing is listed if it is missing.
@@ -192,8 +244,17 @@ def refuse_link(path: Path) -> None:
         raise _refused(path, "a symbolic link")
 
 
+def require_place(path: Path, wanted: str = "a file") -> None:
+    """Raise InputError if a path is neither nothing nor of the wanted kind, "a file" or "a
+    folder"."""
+    kind = kind_of(path)
+    if kind not in (None, wanted):
+        raise _refused(path, kind)
+
+
 def _refused(path: Path, kind: str) -> InputError:
     """Return the error for something else where a file or a folder of ours should be."""
     return InputError(
-        f"{str(path)!r}: is {kind}: nothing is written, listed or deleted through it: take it away, or choose another place"
+        f"{str(path)!r}: is {kind}: nothing is written, listed or deleted through it: take it "
+        "away, or choose another place"
     )

@@ -1,4 +1,5 @@
-"""`MoE`: a sparse Mixture-of-Experts layer that replaces a feed-forward layer. This is the library's main entry point.
+"""`MoE`: a sparse Mixture-of-Experts layer that replaces a feed-forward layer. This is the
+library's main entry point.
 
 A call has four stages: route, dispatch, expert and combine.
 """
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from moesaic.configfile import suggestion
-from moesaic.draw import Draw, draw_globally
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import StackedExperts, compute_dtype
+from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.pick import AUTO, check_tier
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
@@ -37,7 +37,7 @@ from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_reco
 
 if TYPE_CHECKING:
     from moesaic.comm.mesh import Mesh
-    from moesaic.named import CallsOf
+    from moesaic.policies import CallsOf
     from moesaic.program.compile import Compiled
     from moesaic.program.plan import Plan
     from moesaic.runtime.expert_parallel import ExpertParallel
@@ -46,52 +46,67 @@ DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """The auxiliary losses of a layer that is created without `losses`."""
 
 
+class CallArguments(NamedTuple):
+    """The arguments of one call of a layer; `MoE.forward` explains them."""
+
+    x: Tensor
+    mask: Tensor | None
+    token_ids: Tensor | None
+    top_k: int | None
+    capacity: AbstractCapacity | float | None
+
+
 class MoE(InjectsLosses, RoutingCached):
     """A router, experts, and optionally a shared expert that every token passes.
 
-    `y = moe(x)` takes x of (..., dim). `y, routing = moe(x, return_routing=True)` also returns the call's `Routing`.
-    The layer injects the gradient of its auxiliary losses into the backward pass (see `routing/injection.py`), unless you
-    collect the losses with `collect_losses(model)`. If the router adapts outside the loss, or a loss spans the global batch,
-    call `balance_on_step(optimizer, model)` once.
+    `y = moe(x)` takes x of (..., dim). `y, routing = moe(x, return_routing=True)` also returns the
+    call's `Routing`. The layer injects the gradient of its auxiliary losses into the backward pass
+    (see `routing/injection.py`), unless you collect the losses with `collect_losses(model)`. If the
+    router adapts outside the loss, or a loss spans the global batch, call
+    `balance_on_step(optimizer, model)` once.
 
-    `copy.deepcopy` (and so `AveragedModel`) of a layer on a mesh copies the parameters; the copy shares the mesh and its
-    connections. All ranks must make the copy and call it together, like the layer. `pickle` refuses a layer on a mesh, since
-    connections cannot be stored in a file: save its `state_dict()` instead.
+    `copy.deepcopy` (and so `AveragedModel`) of a layer on a mesh copies the parameters; the copy
+    shares the mesh and its connections. All ranks must make the copy and call it together, like the
+    layer. `pickle` refuses a layer on a mesh, since connections cannot be stored in a file: save
+    its `state_dict()` instead.
 
     Args:
-        dim: width of a token.
         hidden: inner width of one expert.
-        num_experts: number of experts.
         top_k: experts per token.
-        router: a name in `ROUTERS` or `ON_MESH`, or a function of (dim, num_experts) that returns a router.
-        experts: a name in `EXPERTS` ("swiglu", "clamped_swiglu", "geglu", "gelu", "relu", "relu2"), or a function of
-            (dim, hidden, num_experts) that returns experts. For modules of your own, pass
-            `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)`.
-        capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or `Capacity.fitted(at_most=f)`; a number f stands for
-            `Capacity.fixed(f)`. None for `Dropless()`.
-        losses: one auxiliary loss or several; by default a load-balance loss per micro-batch with coefficient 0.01. `()` for
-            none.
+        router: a name in `ROUTERS` or `ON_MESH`, or a function of (dim, num_experts) that returns a
+            router.
+        experts: a name in `EXPERTS` ("swiglu", "clamped_swiglu", "geglu", "gelu", "relu", "relu2"),
+            or a function of (dim, hidden, num_experts) that returns experts. For modules of your
+            own, pass `lambda dim, hidden, n: ModuleExperts(make_one, dim, n)`.
+        capacity: `Dropless()`, `Capacity.fixed(f)`, `Capacity.fitted()` or
+            `Capacity.fitted(at_most=f)`; a number f stands for `Capacity.fixed(f)`. None for
+            `Dropless()`.
+        losses: one auxiliary loss or several; by default a load-balance loss per micro-batch with
+            coefficient 0.01. `()` for none.
         shared_hidden: inner width of the shared expert; 0 for no shared expert.
         shared_gate: multiply the shared expert's result by a trained sigmoid of the token (Qwen2).
-        router_options: keyword arguments for a router that is given by name: `{"scale": 2.5}`. A function that you pass as
-            `router` sets its own options.
-        apply_weight: multiply the expert's output ("after") or its input ("before") by the routing weight.
+        router_options: keyword arguments for a router that is given by name: `{"scale": 2.5}`. A
+            function that you pass as `router` sets its own options.
+        apply_weight: multiply the expert's output ("after") or its input ("before") by the routing
+            weight.
         eval_top_k: experts per token in evaluation; None for `top_k`.
         eval_capacity: capacity in evaluation; None for `capacity`.
-        bias: add biases to experts that are given by name. A function that you pass as `experts` adds its own.
-        kernel: the kernel for the experts' matrix products: "auto" chooses one for the device; "grouped_mm" is torch's, "quack"
-            QuACK's; "fp8" and "mxfp8" round rows and weights to 8 bits.
+        bias: add biases to experts that are given by name. A function that you pass as `experts`
+            adds its own.
+        kernel: the kernel for the experts' matrix products: "auto" chooses one for the device;
+            "grouped_mm" is torch's, "quack" QuACK's; "fp8" and "mxfp8" round rows and weights to 8
+            bits.
         device: device on which the parameters are created; None for torch's default device.
-        dtype: dtype of the parameters; None for the dtype that the router and the experts choose, which is torch's default
-            dtype. A router's balancing bias stays float32.
+        dtype: dtype of the parameters; None for the dtype that the router and the experts choose,
+            which is torch's default dtype. A router's balancing bias stays float32.
 
     Raises:
         InputError (a ValueError): if sizes do not fit together, with a one-line message.
     """
 
     step_counts: Tensor
-    """(num_experts,) int64: copies per expert since the last optimizer step, on all ranks of the mesh, or on this rank if the
-    layer is on no mesh."""
+    """(num_experts,) int64: copies per expert since the last optimizer step, on all ranks of the
+    mesh, or on this rank if the layer is on no mesh."""
 
     def __init__(
         self,
@@ -118,56 +133,51 @@ class MoE(InjectsLosses, RoutingCached):
         super().__init__()
         _check_sizes(dim=dim, hidden=hidden, num_experts=num_experts)
         check_top_k(top_k, num_experts)
-        if not is_whole(shared_hidden) or shared_hidden < 0:
-            raise InputError(
-                f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none"
-            )
-        if shared_gate and not shared_hidden:
-            raise InputError(
-                "shared_gate=True needs a shared expert: give shared_hidden its inner width"
-            )
-        if apply_weight not in ("after", "before"):
-            raise InputError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
-        dim, hidden, num_experts, top_k, shared_hidden = map(
-            int, (dim, hidden, num_experts, top_k, shared_hidden)
-        )
-        self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
+        _check_shared(shared_hidden, has_gate=shared_gate)
+        _check_apply_weight(apply_weight)
+        self.dim = int(dim)
+        self.hidden = int(hidden)
+        self.num_experts = int(num_experts)
+        self.top_k = int(top_k)
+        self.apply_weight = apply_weight
+        self.eval_top_k = eval_top_k
         make_router = _with_options(
             _pick(router, ROUTERS | ON_MESH, "router"), router, router_options
         )
         make_experts = _with_bias(_pick(experts, EXPERTS, "experts"), experts, bias)
         with nullcontext() if device is None else torch.device(device):
-            self.router: AbstractRouter = _made(
-                "router", make_router(dim, num_experts), AbstractRouter
-            )
-            self.router.check(top_k)
-            self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
-            self.experts: AbstractExperts = _made(
-                "experts", make_experts(dim, hidden, num_experts), AbstractExperts
-            )
-            self.shared: AbstractExperts | None = (
-                make_experts(dim, shared_hidden, 1) if shared_hidden else None
-            )
-            for module in filter(None, (self.experts, self.shared)):
-                _use_kernel(module, kernel)
-            self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
+            self._add_router(make_router)
+            self._add_experts(make_experts, int(shared_hidden), kernel)
+            self.shared_gate = nn.Linear(self.dim, 1, bias=False) if shared_gate else None
         if dtype is not None:
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise InputError(
-                    f"dtype={dtype!r}: pass a floating-point torch.dtype, such as torch.bfloat16"
-                )
-            self.to(dtype)
+            self.to(_floating_point(dtype))
         self.capacity = Dropless() if capacity is None else as_capacity(capacity, "capacity")
-        self.losses = _as_losses(losses)
-        self.apply_weight = apply_weight
-        self.eval_top_k = eval_top_k
         self.eval_capacity = (
             None if eval_capacity is None else as_capacity(eval_capacity, "eval_capacity")
         )
-        # Not a buffer: DDP would overwrite it with the first rank's counts, and to_empty would leave it undefined.
-        self.step_counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        self.losses = _as_losses(losses)
+        # Not a buffer: DDP would overwrite it with the first rank's counts, and to_empty would
+        # leave it undefined.
+        self.step_counts = torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
         self.on_mesh: ExpertParallel | None = None
         self.data_ranks = DataRanks()
+
+    def _add_router(self, make_router: RouterFactory) -> None:
+        """Create the router, and check that it can choose as many experts as the layer asks for."""
+        router = make_router(self.dim, self.num_experts)
+        self.router: AbstractRouter = _made("router", router, AbstractRouter)
+        self.router.check(self.top_k)
+        self.router.check_fits(self.top_k if self.eval_top_k is None else self.eval_top_k)
+
+    def _add_experts(self, make_experts: ExpertsFactory, shared_hidden: int, kernel: str) -> None:
+        """Create the experts, and the shared expert if its inner width is not 0."""
+        experts = make_experts(self.dim, self.hidden, self.num_experts)
+        self.experts: AbstractExperts = _made("experts", experts, AbstractExperts)
+        self.shared: AbstractExperts | None = (
+            make_experts(self.dim, shared_hidden, 1) if shared_hidden else None
+        )
+        for module in filter(None, (self.experts, self.shared)):
+            _use_kernel(module, kernel)
 
     def parallelize(
         self,
@@ -177,84 +187,120 @@ class MoE(InjectsLosses, RoutingCached):
         calls: CallsOf | None = None,
         broadcast: bool = False,
     ) -> None:
-        """Shard the experts over a mesh, in place. From then on, all ranks must call the layer together.
+        """Shard the experts over a mesh, in place. From then on, all ranks must call the layer
+        together.
 
-        Every rank must pass the whole layer with the same weights: one message compares the layer's settings and a hash of
-        each tensor. Tensors on the meta device are not compared; the code that fills them later must give every rank the same
-        values. Each expert's parameters become DTensors, sharded over ep and etp. The ranks of a tensor-parallel group pass the
-        same tokens and get the same result.
+        Every rank must pass the whole layer with the same weights: one message compares the layer's
+        settings and a hash of each tensor. Tensors on the meta device are not compared; the code
+        that fills them later must give every rank the same values. Each expert's parameters become
+        DTensors, sharded over ep and etp. The ranks of a tensor-parallel group pass the same tokens
+        and get the same result.
 
-        After a backward pass of the mean over a rank's own tokens, average the router's gradient over dp. An expert's gradient
-        is the sum over all ranks that share its copy: sum it over edp and divide by dp. See docs/distributed.md.
+        After a backward pass of the mean over a rank's own tokens, average the router's gradient
+        over dp. An expert's gradient is the sum over all ranks that share its copy: sum it over edp
+        and divide by dp. See docs/distributed.md.
 
         Args:
-            mesh: `Mesh.create(ep=4)`; a torch `DeviceMesh` or a sub-mesh of one, whose dimension "ep" splits the experts
-                (`Mesh.from_device_mesh` says what other names mean); or a process group, over all of whose ranks the experts
-                are split. Other ranks of the world do not take part.
-            plan: the plan to run under; None for `Plan()`. A compiled plan can serve several layers and ranks.
-                "auto" starts with `Plan()`, times other plans during about the first 60 steps of training, keeps the fastest
-                and logs its choice in one line. If step times change later, it searches again. All layers of a mesh with
-                "auto" run under one plan.
-            calls: returns the call policy, which decides how each call runs, from a compiled plan, the number of experts and
-                the width of a token; None for the policy that the plan names.
-            broadcast: send the first rank's weights and persistent buffers to all ranks, instead of comparing them.
+            mesh: `Mesh.create(ep=4)`; a torch `DeviceMesh` or a sub-mesh of one, whose dimension
+                "ep" splits the experts (`Mesh.from_device_mesh` says what other names mean); or a
+                process group, over all of whose ranks the experts are split. Other ranks of the
+                world do not take part.
+            plan: the plan to run under; None for `Plan()`. A compiled plan can serve several layers
+                and ranks. "auto" starts with `Plan()`, times other plans during about the first 60
+                steps of training, keeps the fastest and logs its choice in one line. If step times
+                change later, it searches again. All layers of a mesh with "auto" run under one
+                plan.
+            calls: returns the call policy, which decides how each call runs, from a compiled plan,
+                the number of experts and the width of a token; None for the policy that the plan
+                names.
+            broadcast: send the first rank's weights and persistent buffers to all ranks, instead of
+                comparing them.
 
         Raises:
-            InputError: if experts, plan and mesh do not fit together; on every rank, if settings or weights differ between
-                ranks. The message names the first difference and the ranks' values.
+            InputError: if experts, plan and mesh do not fit together; on every rank, if settings or
+                weights differ between ranks. The message names the first difference and the ranks'
+                values.
         """
         if self.on_mesh is not None:
             raise InputError(
                 "MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer"
             )
         from moesaic.comm.mesh import Mesh
-        from moesaic.named import AUTO, calls_of, load
-        from moesaic.program.plan import Plan
-        from moesaic.runtime.deepep import DeepEP
-        from moesaic.runtime.expert_parallel import (
-            ExpertParallel,
-        )  # imports torch's compiler, which takes seconds
-        from moesaic.runtime.spread import described, shard_experts, take_first
+        from moesaic.policies import AUTO, calls_of, load
 
         mesh = Mesh.of(mesh)
-        is_auto, first_plan = (
-            self._is_auto(plan, mesh),
-            Plan() if plan is None or isinstance(plan, str) else plan,
+        is_auto = self._is_auto(plan, mesh)
+        on_mesh = self._agreed_on(
+            mesh, plan, calls or calls_of, is_auto=is_auto, broadcast=broadcast
         )
-        weights = described(self, values=not broadcast)
-        settings = {**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto}
-        weight_first = self.apply_weight == "before"
-        calls_under = partial(calls or calls_of, num_experts=self.num_experts, dim=self.dim)
-        layer_arguments = (first_plan, self.experts, weight_first, calls_under, settings, weights)
-        on_mesh = ExpertParallel(
-            mesh.grid, mesh.transport, *layer_arguments, deepep=partial(DeepEP.of, mesh)
-        )
-        if broadcast:
-            take_first(self, mesh.transport)
-        self.router.join_mesh(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
-        self.router.check(self.top_k)
-        shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
+        self._shard(mesh, broadcast=broadcast)
         self.on_mesh = on_mesh
         UnpreparedForDDP.mark(self)
         if is_auto:
             load(AUTO).of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
 
+    def _agreed_on(
+        self,
+        mesh: Mesh,
+        plan: Plan | Compiled | str | None,
+        calls: CallsOf,
+        *,
+        is_auto: bool,
+        broadcast: bool,
+    ) -> ExpertParallel:
+        """Return the runtime of the layer on a mesh, after all ranks compared settings and
+        weights."""
+        from moesaic.program.plan import Plan
+        from moesaic.runtime.deepep import DeepEP
+
+        # imports torch's compiler, which takes seconds
+        from moesaic.runtime.expert_parallel import ExpertParallel
+        from moesaic.runtime.sharding import described
+
+        return ExpertParallel(
+            mesh.grid,
+            mesh.transport,
+            Plan() if plan is None or isinstance(plan, str) else plan,
+            self.experts,
+            weight_first=self.apply_weight == "before",
+            calls_under=partial(calls, num_experts=self.num_experts, dim=self.dim),
+            settings={**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto},
+            weights=described(self, values=not broadcast),
+            deepep=partial(DeepEP.of, mesh),
+        )
+
+    def _shard(self, mesh: Mesh, *, broadcast: bool) -> None:
+        """Take the first rank's weights if `broadcast`, and keep this rank's part of the
+        experts."""
+        from moesaic.runtime.sharding import shard_experts, take_first
+
+        if broadcast:
+            take_first(self, mesh.transport)
+        self.router.join_mesh(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
+        self.router.check(self.top_k)
+        shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
+
     def use_plan(self, plan: Plan | Compiled) -> None:
-        """Run under another plan for the same mesh from the next call on, such as another schedule, r or number of chunks.
+        """Run under another plan for the same mesh from the next call on, such as another schedule,
+        r or number of chunks.
 
-        Nothing is sent, since the weights have the same layout under every plan. Each plan is compiled once and kept, so
-        switching back to one is a look-up. All ranks must call this between steps with the same plan. The next call detects a
-        difference: its exchange of counts goes to all ranks, with a digest of their plans.
+        Nothing is sent, since the weights have the same layout under every plan. Each plan is
+        compiled once and kept, so switching back to one is a look-up. All ranks must call this
+        between steps with the same plan. The next call detects a difference: its exchange of counts
+        goes to all ranks, with a digest of their plans.
 
-        The backward pass of a call before the switch still runs under the plan of its forward pass, unless it recomputes the
-        forward pass. A layer with the plan "auto" keeps the new plan and stops searching.
+        The backward pass of a call before the switch still runs under the plan of its forward pass,
+        unless it recomputes the forward pass. A layer with the plan "auto" keeps the new plan and
+        stops searching.
 
         Args:
-            plan: the new plan. A compiled plan can serve several layers, which then share its caches.
+            plan: the new plan. A compiled plan can serve several layers, which then share its
+                caches.
 
         Raises:
-            InputError: if the layer is on no mesh, or if the plan does not fit the layer, which then keeps its plan; if the
-                plan uses deepep and `parallelize` did not, since only `parallelize` can create deepep's process groups.
+            InputError: if the layer is on no mesh, or if the plan does not fit the layer, which
+                then keeps its plan; if the plan uses deepep and `parallelize` did not, since only
+                `parallelize` can create deepep's process groups.
         """
         if self.on_mesh is None:
             raise InputError(
@@ -285,29 +331,31 @@ class MoE(InjectsLosses, RoutingCached):
         capacity: AbstractCapacity | float | None = None,
         return_routing: bool = False,
     ) -> Tensor | tuple[Tensor, Routing]:
-        """Run the layer. On a mesh, the layer runs eagerly under `torch.compile`, and the code around it is compiled.
+        """Run the layer. On a mesh, the layer runs eagerly under `torch.compile`, and the code
+        around it is compiled.
 
         Args:
             x: (..., dim). For losses per sequence, the last dimension but one is the sequence.
-            mask: bool, of x's shape without dim. False marks padding, which may hold any values: padding goes to no expert
-                (shared ones included), is not counted, has no loss, and its result is zero.
+            mask: bool, of x's shape without dim. False marks padding, which may hold any values:
+                padding goes to no expert (shared ones included), is not counted, has no loss, and
+                its result is zero.
             token_ids: int64, of x's shape without dim; for routers that read token ids.
             top_k: experts per token in this call; None for the layer's.
             capacity: capacity of this call, a number for `Capacity.fixed`; None for the layer's.
             return_routing: also return the call's `Routing`.
 
         Returns:
-            y, of x's shape and dtype (under autocast too, where `nn.Linear` returns the low-precision dtype); with
-            `return_routing` the pair (y, routing).
+            y, of x's shape and dtype (under autocast too, where `nn.Linear` returns the
+            low-precision dtype); with `return_routing` the pair (y, routing).
         """
-        self._check_call(x, mask, token_ids, top_k)
-        arguments = (None, x, mask, token_ids, top_k, capacity)
+        call = CallArguments(x, mask, token_ids, top_k, capacity)
+        self._check_call(call)
         if self.on_mesh is None:
-            y, routing = self._run(*arguments)
+            y, routing = self._run(call)
         else:
-            from moesaic.runtime.graphs import outside_graphs
+            from moesaic.runtime.graph_breaks import outside_graphs
 
-            y, routing = outside_graphs(partial(self._run, *arguments))
+            y, routing = outside_graphs(partial(self._run, call))
         return (y, routing) if return_routing else y
 
     def call_with(
@@ -320,64 +368,62 @@ class MoE(InjectsLosses, RoutingCached):
         top_k: int | None = None,
         capacity: AbstractCapacity | float | None = None,
     ) -> tuple[Tensor, Routing]:
-        """Route x, compute the result with `compute`, and inject the losses: `forward` with other dispatch and experts.
+        """Route x, compute the result with `compute`, and inject the losses: `forward` with other
+        dispatch and experts.
 
-        Wrappers that run the layer's experts in another way build on this. Hooks of the layer itself do not run. The arguments
-        that are not listed here are those of `forward`.
+        Wrappers that run the layer's experts in another way build on this. Hooks of the layer
+        itself do not run. The arguments that are not listed here are those of `forward`.
 
         Args:
-            compute: a function of the routed call that returns y of x's shape: the results of all experts, with the shared
-                expert's added.
+            compute: a function of the routed call that returns y of x's shape: the results of all
+                experts, with the shared expert's added.
 
         Returns:
             (y, routing).
         """
-        self._check_call(x, mask, token_ids, top_k)
+        call = CallArguments(x, mask, token_ids, top_k, capacity)
+        self._check_call(call)
         if self.on_mesh is None:
-            return self._run(compute, x, mask, token_ids, top_k, capacity)
-        from moesaic.runtime.graphs import outside_graphs
+            return self._run(call, compute)
+        from moesaic.runtime.graph_breaks import outside_graphs
 
-        return outside_graphs(partial(self._run, compute, x, mask, token_ids, top_k, capacity))
+        return outside_graphs(partial(self._run, call, compute))
 
     def _run(
-        self,
-        compute: Callable[[RoutedCall], Tensor] | None,
-        x: Tensor,
-        mask: Tensor | None,
-        token_ids: Tensor | None,
-        top_k: int | None,
-        capacity: AbstractCapacity | float | None,
+        self, call: CallArguments, compute: Callable[[RoutedCall], Tensor] | None = None
     ) -> tuple[Tensor, Routing]:
-        """Run a call after its arguments were checked; see `call_with`. Without `compute`, run the layer's own experts."""
+        """Run a call after its arguments were checked; see `call_with`. Without `compute`, run the
+        layer's own experts."""
+        if self.on_mesh is not None and torch.is_grad_enabled():
+            self.experts.replaced.check()
+        x = call.x
         x_TD = x.reshape(-1, self.dim)
-        top_k, capacity = self._top_k_and_capacity(top_k, capacity)
-        padded_rows = (
-            None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
-        )
-        routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
-        routing = (
-            routed.routing
-            if padded_rows is None
-            else replace(routed.routing, padded_capacity=padded_rows)
-        )
+        top_k = self._top_k_of(call)
+        capacity = self._capacity_of(call)
+        padded_rows = None
+        if self.on_mesh is not None:
+            padded_rows = self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
+        routed = self._route(x_TD, call, top_k, capacity)
         if compute is not None:
-            y = compute(RoutedCall(x, x_TD, mask, token_ids, routed, padded_rows))
+            y = compute(RoutedCall(x, x_TD, call.mask, call.token_ids, routed, padded_rows))
         else:
             if self.on_mesh is None:
                 y_TD = self._run_experts(x_TD, routed.routing)
             else:
                 y_TD = self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows)
-            shared_TD = self.run_shared(x_TD, mask)
+            shared_TD = self.run_shared(x_TD, call.mask)
             y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
-            y = self.inject_loss(
-                y, routed.loss, share, compute_dtype(x.dtype, x.device) is torch.float16
-            )
-        return y, routing
+            is_float16 = compute_dtype(x.dtype, x.device) is torch.float16
+            y = self.inject_loss(y, routed.loss, share, is_float16)
+        if padded_rows is None:
+            return y, routed.routing
+        return y, replace(routed.routing, padded_capacity=padded_rows)
 
     def finish_step(self, group: Group = "auto") -> None:
-        """Let the router adapt to the load of this optimizer step, and reset the counts; see `balance_on_step`.
+        """Let the router adapt to the load of this optimizer step, and reset the counts; see
+        `balance_on_step`.
 
         Args:
             group: as for `balance_on_step`.
@@ -392,7 +438,8 @@ class MoE(InjectsLosses, RoutingCached):
             experts.begin_step()
 
     def reset_parameters(self) -> None:
-        """Initialise all weights as in a new layer, and reset the router's adaptive state and the counts.
+        """Initialise all weights as in a new layer, and reset the router's adaptive state and the
+        counts.
 
         For deferred initialisation: `torch.device("meta")`, then `to_empty`, then this.
         """
@@ -405,7 +452,8 @@ class MoE(InjectsLosses, RoutingCached):
         self.step_counts.zero_()
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
-        """Draw the weights of router and experts from normal distributions, as a model's initialisation asks for.
+        """Draw the weights of router and experts from normal distributions, as a model's
+        initialisation asks for.
 
         Args:
             std: standard deviation of the matrices that read the token.
@@ -422,10 +470,14 @@ class MoE(InjectsLosses, RoutingCached):
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""
-        return f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}"
+        return (
+            f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, "
+            f"top_k={self.top_k}"
+        )
 
     def _is_auto(self, plan: Plan | Compiled | str | None, mesh: Mesh) -> bool:
-        """Return whether the plan is "auto". Refuse other strings, and capacities under which plans are not equivalent."""
+        """Return whether the plan is "auto". Refuse other strings, and capacities under which plans
+        are not equivalent."""
         if plan is None or is_dataclass(plan):
             return False
         if plan != "auto":
@@ -437,16 +489,25 @@ class MoE(InjectsLosses, RoutingCached):
             by_rank = capacity is not None and not capacity.never_drops and not capacity.spans_mesh
             if by_rank and (capacity.is_padded or mesh.grid.tp > 1):
                 raise InputError(
-                    f'plan="auto" clashes with {name}={capacity}, a capacity per rank: which tokens it drops would depend on '
-                    'the plan. Choose Dropless(), or a capacity with scope="mesh"'
+                    f'plan="auto" clashes with {name}={capacity}, a capacity per rank: which '
+                    "tokens it drops would depend on the plan. Choose Dropless(), or a capacity "
+                    'with scope="mesh"'
                 )
         return True
 
     def _settings(self) -> dict[str, object]:
         """Return the settings that must be the same on all ranks of a mesh."""
         names = (
-            "dim", "hidden", "num_experts", "top_k", "eval_top_k", "capacity", "eval_capacity", "losses", "apply_weight"
-        )  # fmt: skip
+            "dim",
+            "hidden",
+            "num_experts",
+            "top_k",
+            "eval_top_k",
+            "capacity",
+            "eval_capacity",
+            "losses",
+            "apply_weight",
+        )
         settings = {f"layer.{name}": getattr(self, name) for name in names}
         for path, module in (("router", self.router), ("experts", self.experts)):
             settings[f"layer.{path}"] = type(module).__name__
@@ -463,35 +524,34 @@ class MoE(InjectsLosses, RoutingCached):
             }
         return settings
 
-    def _top_k_and_capacity(
-        self, top_k: int | None, capacity: AbstractCapacity | float | None
-    ) -> tuple[int, AbstractCapacity]:
-        """Return the experts per token and the capacity of this call."""
-        if top_k is None:
-            top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
+    def _top_k_of(self, call: CallArguments) -> int:
+        """Return the experts per token of a call: its own, or the layer's for training or
+        evaluation."""
+        if call.top_k is not None:
+            return int(call.top_k)
+        return int(self.top_k if self.training or self.eval_top_k is None else self.eval_top_k)
+
+    def _capacity_of(self, call: CallArguments) -> AbstractCapacity:
+        """Return the capacity of a call: its own, or the layer's for training or evaluation."""
+        capacity = call.capacity
         if capacity is None:
             capacity = (
                 self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
             )
-        return int(top_k), as_capacity(capacity, "capacity")
+        return as_capacity(capacity, "capacity")
 
     def _route(
-        self,
-        x_TD: Tensor,
-        x: Tensor,
-        mask: Tensor | None,
-        token_ids: Tensor | None,
-        top_k: int,
-        capacity: AbstractCapacity,
+        self, x_TD: Tensor, call: CallArguments, top_k: int, capacity: AbstractCapacity
     ) -> Routed:
-        """Run the route stage, or replay it from the routing cache, and add its load to `step_counts` once."""
+        """Run the route stage, or replay it from the routing cache, and add its load to
+        `step_counts` once."""
         replay = None if self.routing_cache is None else self.routing_cache.read(self)
         counts = replay is None and self._is_training_call()
         if self.on_mesh is not None:
             self.on_mesh.refuse_ddp(self.experts.parameters())
         elif counts:
             self.data_ranks.note_wrapper()
-        batch = self._token_info(x, mask, token_ids, counts)
+        batch = self._token_info(call, counts=counts)
         run = route if self.on_mesh is None else self.on_mesh.route
         routed = run(
             self.router,
@@ -509,23 +569,23 @@ class MoE(InjectsLosses, RoutingCached):
         return routed
 
     def _is_training_call(self) -> bool:
-        """Return whether this call's load belongs to the optimizer step: it trains, and does not recompute a call that did."""
+        """Return whether this call's load belongs to the optimizer step: it trains, and does not
+        recompute a call that did."""
         trains = self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
         return trains and (torch.compiler.is_compiling() or not is_recomputing())
 
-    def _token_info(
-        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, counts: bool
-    ) -> TokenInfo:
-        """Return what routing reads besides the activations; `counts` says whether the call's load will be counted."""
+    def _token_info(self, call: CallArguments, *, counts: bool) -> TokenInfo:
+        """Return what routing reads besides the activations; `counts` says whether the call's load
+        will be counted."""
         step_loss = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
         if step_loss is not None and counts and self.on_mesh is None:
             step_total = partial(self.data_ranks.total, purpose=f"the loss {step_loss.name}")
         return TokenInfo(
-            valid_T=None if mask is None else mask.reshape(-1),
-            token_ids=None if token_ids is None else token_ids.reshape(-1),
-            num_sequences=math.prod(x.shape[:-2]) or 1,
-            earlier_counts=None if step_loss is None else self.step_counts.to(x.device),
+            valid_T=None if call.mask is None else call.mask.reshape(-1),
+            token_ids=None if call.token_ids is None else call.token_ids.reshape(-1),
+            num_sequences=math.prod(call.x.shape[:-2]) or 1,
+            earlier_counts=None if step_loss is None else self.step_counts.to(call.x.device),
             step_total=step_total,
         )
 
@@ -544,9 +604,13 @@ class MoE(InjectsLosses, RoutingCached):
     def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Run dispatch, experts and combine on one rank: (tokens, dim) -> (tokens, dim)."""
         permutation = sort_by_expert(
-            routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token,
+            routing.token,
+            routing.expert,
+            routing.counts,
+            routing.num_tokens,
+            routing.rows_per_token,
             has_unsent=routing.has_unsent,
-        )  # fmt: skip
+        )
         run = partial(
             self.experts.compute_tokens,
             permutation=permutation,
@@ -555,11 +619,13 @@ class MoE(InjectsLosses, RoutingCached):
         return self.experts(x_TD, routing.weight, run=run)
 
     def run_shared(self, x_TD: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return the shared expert's result, (tokens, dim), zero for padding; None if the layer has no shared expert.
+        """Return the shared expert's result, (tokens, dim), zero for padding; None if the layer has
+        no shared expert.
 
         Args:
             x_TD: (tokens, dim).
-            mask: bools, one per token, False for padding, which may hold any values, NaN included; None for no padding.
+            mask: bools, one per token, False for padding, which may hold any values, NaN included;
+                None for no padding.
         """
         if self.shared is None:
             return None
@@ -571,21 +637,26 @@ class MoE(InjectsLosses, RoutingCached):
             result = result * self.shared_gate(tokens).sigmoid().to(x_TD.dtype)
         return result if padding is None else result.masked_fill(padding, 0.0)
 
-    def _check_call(
-        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None
-    ) -> None:
+    def _check_call(self, call: CallArguments) -> None:
+        """Raise InputError if a call's arguments do not fit the layer."""
+        x = call.x
+        mask = call.mask
+        token_ids = call.token_ids
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise InputError(
-                "MoE was called under vmap or another transform of torch.func, which a layer that sorts its tokens does not "
-                "support: batch by further dimensions of x, differentiate by torch.autograd"
+                "MoE was called under vmap or another transform of torch.func, which a layer "
+                "that sorts its tokens does not support: batch by further dimensions of x, "
+                "differentiate by torch.autograd"
             )
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise InputError(
-                f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last size must be dim"
+                f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last "
+                "size must be dim"
             )
         if not x.is_floating_point():
             raise InputError(
-                f"MoE was called with x of dtype {x.dtype}: pass activations, in a floating-point dtype"
+                f"MoE was called with x of dtype {x.dtype}: pass activations, in a "
+                "floating-point dtype"
             )
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != x.shape[:-1]:
@@ -601,14 +672,16 @@ class MoE(InjectsLosses, RoutingCached):
             )
         if self.router.needs_token_ids and token_ids is None:
             raise InputError(
-                f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, token_ids=ids)"
+                f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, "
+                "token_ids=ids)"
             )
-        if top_k is not None:
-            self.router.check_fits(top_k)
+        if call.top_k is not None:
+            self.router.check_fits(call.top_k)
 
 
 def finish_step(model: nn.Module, group: Group = "auto") -> None:
-    """Call `MoE.finish_step` on every MoE layer of `model`. Call it once per optimizer step, before or after the step.
+    """Call `MoE.finish_step` on every MoE layer of `model`. Call it once per optimizer step, before
+    or after the step.
 
     Args:
         model: the whole model, with its DDP or FSDP2 wrapper if it has one.
@@ -625,30 +698,40 @@ def balance_on_step(
 ) -> RemovableHandle:
     """Call `finish_step(model)` before every step of `optimizer`.
 
-    Layers on a mesh count the tokens of all ranks of the mesh. Other layers sum their counts over the ranks that train the
-    same parameters: one small message per step for each layer with an adapting router, and one per call for a loss over the
-    global batch. All of those ranks must step together.
+    Layers on a mesh count the tokens of all ranks of the mesh. Other layers sum their counts over
+    the ranks that train the same parameters: one small message per step for each layer with an
+    adapting router, and one per call for a loss over the global batch. All of those ranks must step
+    together.
 
-    When a gradient scaler skips a step, `optimizer.step` is not called: no router adapts, and the tokens of the skipped
-    step count towards the next step. A fused optimizer skips inside its kernel: its `step` is called, so routers adapt to
-    the skipped step.
+    When a gradient scaler skips a step, `optimizer.step` is not called: no router adapts, and the
+    tokens of the skipped step count towards the next step. A fused optimizer skips inside its
+    kernel: its `step` is called, so routers adapt to the skipped step.
 
     Args:
-        optimizer: a torch optimizer, or a wrapper with an attribute `optimizer` (Accelerate's, Fabric's).
+        optimizer: a torch optimizer, or a wrapper with an attribute `optimizer` (Accelerate's,
+            Fabric's).
         model: the whole model, with its DDP or FSDP2 wrapper if it has one.
-        group: the ranks that train the layers together, each on tokens of its own: a process group; None if this process
-            trains alone; "auto" for the ranks of DDP or FSDP2. With several processes and neither DDP nor FSDP2, "auto"
-            cannot determine the ranks: an adapting router then refuses the step, and a loss over the global batch refuses the
-            first forward pass.
+        group: the ranks that train the layers together, each on tokens of its own: a process group;
+            None if this process trains alone; "auto" for the ranks of DDP or FSDP2. With several
+            processes and neither DDP nor FSDP2, "auto" cannot determine the ranks: an adapting
+            router then refuses the step, and a loss over the global batch refuses the first forward
+            pass.
 
     Returns:
         A handle; its `remove()` unregisters the hook.
+
+    Raises:
+        InputError: the arguments are of other kinds, or the optimizer was made before the experts
+            were spread, so that it would train none.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
         given = f"{type(optimizer).__name__} and {type(model).__name__}"
         raise InputError(f"balance_on_step takes an optimizer, then the model: got {given}")
+    for module in model.modules():
+        if isinstance(module, AbstractExperts):
+            module.replaced.refuse([optimizer])
     _set_data_ranks(model, group)
     return optimizer.register_step_pre_hook(lambda *_: finish_step(model))
 
@@ -665,13 +748,15 @@ def _pick(choice: str | Callable, table: dict, argument: str) -> Callable:
     """Return the entry of `table` that `choice` names, or `choice` itself if it is a function."""
     if isinstance(choice, nn.Module):
         raise InputError(
-            f"{argument} is a module, {type(choice).__name__}: pass a function that makes it from the sizes"
+            f"{argument} is a module, {type(choice).__name__}: pass a function that makes it "
+            "from the sizes"
         )
     if callable(choice):
         return choice
     if choice not in table:
         raise InputError(
-            f"{argument}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function"
+            f"{argument}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a "
+            "function"
         )
     factory: Callable = table[choice]
     return factory
@@ -686,15 +771,44 @@ def _made(argument: str, module: Any, kind: type[Any]) -> Any:
             else ""
         )
         raise InputError(
-            f"{argument}: the function returned {type(module).__name__}: return an {kind.__name__}{more}"
+            f"{argument}: the function returned {type(module).__name__}: return an "
+            f"{kind.__name__}{more}"
         )
     return module
 
 
 def _check_sizes(**sizes: int) -> None:
+    """Raise InputError unless all sizes are whole numbers of at least 1."""
     for name, size in sizes.items():
         if not is_whole(size) or size < 1:
             raise InputError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")
+
+
+def _check_shared(hidden: int, *, has_gate: bool) -> None:
+    """Raise InputError if the shared expert's inner width is none, or a gate lacks its expert."""
+    if not is_whole(hidden) or hidden < 0:
+        raise InputError(
+            f"shared_hidden={hidden}: give the shared expert's inner width, or 0 for none"
+        )
+    if has_gate and not hidden:
+        raise InputError(
+            "shared_gate=True needs a shared expert: give shared_hidden its inner width"
+        )
+
+
+def _check_apply_weight(choice: str) -> None:
+    """Raise InputError if a layer's `apply_weight` is neither "after" nor "before"."""
+    if choice not in ("after", "before"):
+        raise InputError(f'apply_weight={choice!r} is unknown: write "after" or "before"')
+
+
+def _floating_point(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype that parameters can have; raise InputError for any other value."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(
+            f"dtype={dtype!r}: pass a floating-point torch.dtype, such as torch.bfloat16"
+        )
+    return dtype
 
 
 def _use_kernel(experts: AbstractExperts, name: str) -> None:
@@ -703,7 +817,8 @@ def _use_kernel(experts: AbstractExperts, name: str) -> None:
         return
     if not isinstance(experts, StackedExperts):
         raise InputError(
-            f"kernel={name!r} is only for built-in experts, got {type(experts).__name__}: leave it at {AUTO}"
+            f"kernel={name!r} is only for built-in experts, got {type(experts).__name__}: "
+            f"leave it at {AUTO}"
         )
     experts.kernel = name
 
@@ -737,7 +852,8 @@ def _with_options(
     for name in options:
         if name not in option_names:
             raise InputError(
-                f"router_options: {name} is not an option of router={choice!r}{suggestion(name, list(option_names))}"
+                f"router_options: {name} is not an option of "
+                f"router={choice!r}{suggestion(name, list(option_names))}"
             )
 
     def make_with_options(dim: int, num_experts: int) -> AbstractRouter:
@@ -759,12 +875,14 @@ def _as_losses(losses: AbstractLoss | Sequence[AbstractLoss]) -> tuple[AbstractL
     for loss in loss_tuple:
         if not isinstance(loss, AbstractLoss):
             raise InputError(
-                f"MoE: losses holds {loss!r}, which is not a loss: write losses=(LoadBalance(0.01),), or () for none"
+                f"MoE: losses holds {loss!r}, which is not a loss: write "
+                "losses=(LoadBalance(0.01),), or () for none"
             )
     names = [loss.name for loss in loss_tuple]
     for name in names:
         if names.count(name) > 1:
             raise InputError(
-                f"MoE: losses has {names.count(name)} of the name {name}: give it once, coefficients added"
+                f"MoE: losses has {names.count(name)} of the name {name}: give it once, "
+                "coefficients added"
             )
     return loss_tuple

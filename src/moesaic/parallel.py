@@ -1,22 +1,26 @@
-"""Training a whole model on a mesh: MoE layers, FSDP2 or DDP for the other parameters, and the norm of the whole gradient.
+"""Training a whole model on a mesh: MoE layers, FSDP2 or DDP for the other parameters, and the norm
+of the whole gradient.
 
-`parallelize_model` puts every MoE layer on the mesh and, if asked to, all parameters under FSDP2. Without FSDP2, call
-`prepare_ddp` next, or call `moesaic.average_gradients` before each step. Let each rank's loss be the mean over its own tokens.
-After the backward pass every gradient is that of the mean over all tokens:
+`parallelize_model` puts every MoE layer on the mesh and, if asked to, all parameters under FSDP2.
+Without FSDP2, call `prepare_ddp` next, or call `moesaic.average_gradients` before each step. Let
+each rank's loss be the mean over its own tokens. After the backward pass every gradient is that of
+the mean over all tokens:
 
     dense part   averaged over dp; complete on every rank of a tp group, or split like its parameter
-    experts      summed over the tokens of one copy of the experts (ep x etp ranks), summed over edp, divided by dp
+    experts      summed over the tokens of one copy of the experts (ep x etp ranks), summed over
+                 edp, divided by dp
 
-FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_norm_` refuses parameters of two meshes.
+FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_norm_` refuses
+parameters of two meshes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -29,14 +33,22 @@ from torch.utils._pytree import tree_leaves
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts, StackedExperts
+from moesaic.experts.experts import StackedExperts
 from moesaic.experts.modules import copies_of
+from moesaic.experts.replaced_parameters import owned_parameters
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
-from moesaic.named import CallsOf
+from moesaic.policies import CallsOf
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.plan import Plan
-from moesaic.runtime.data_parallel import DDP_IGNORES, UnpreparedForDDP, expert_parameters
+from moesaic.runtime.data_parallel import (
+    DDP_IGNORES,
+    Replicas,
+    UnpreparedForDDP,
+    check_optimizers,
+    expert_parameters,
+)
+from moesaic.runtime.sharding import is_spread
 
 SEES_DATACLASSES = torch.__version__ >= "2.12"
 """Whether FSDP2 finds the tensors of an output that is a dataclass."""
@@ -55,21 +67,26 @@ def parallelize_model(
     Args:
         model: any tree of modules, whole and the same on every rank.
         mesh: the ranks, in any form that `MoE.parallelize` accepts.
-        plan: the plan of the MoE layers; None for `Plan()`, "auto" to search for one during training.
-        fsdp: also apply FSDP2, see `shard_over_data`: True, or the modules whose parameters are gathered together. True takes
-            the model's blocks, which are the entries of its outermost `nn.ModuleList`s.
-        broadcast: send the first rank's weights of the MoE layers to all ranks, instead of comparing them.
+        plan: the plan of the MoE layers; None for `Plan()`, "auto" to search for one during
+            training.
+        fsdp: also apply FSDP2, see `shard_over_data`: True, or the modules whose parameters are
+            gathered together. True takes the model's blocks, which are the entries of its outermost
+            `nn.ModuleList`s.
+        broadcast: send the first rank's weights of the MoE layers to all ranks, instead of
+            comparing them.
 
     Returns:
         the mesh.
 
     Raises:
-        InputError: for a model without MoE layers, and in the cases in which `MoE.parallelize` raises it.
+        InputError: for a model without MoE layers, and in the cases in which `MoE.parallelize`
+            raises it.
     """
     mesh = Mesh.of(mesh)
     if not any(isinstance(module, MoE) for module in model.modules()):
         raise InputError(
-            f"{type(model).__name__} has no MoE layer: put moesaic.MoE where its feed-forward layers are"
+            f"{type(model).__name__} has no MoE layer: put moesaic.MoE where its feed-forward "
+            "layers are"
         )
     parallelize_layers(model, mesh, plan or Plan(), broadcast=broadcast)
     UnpreparedForDDP.mark(model)
@@ -86,7 +103,8 @@ def parallelize_layers(
     calls: CallsOf | None = None,
     broadcast: bool = False,
 ) -> None:
-    """Put every MoE layer of a model on a mesh, in place. Layers with and without biases get one compiled plan each.
+    """Put every MoE layer of a model on a mesh, in place. Layers with and without biases get one
+    compiled plan each.
 
     Args:
         model, mesh, plan, broadcast: as for `parallelize_model`.
@@ -106,9 +124,11 @@ def parallelize_layers(
 def parameter_groups(
     model: nn.Module | Iterable[nn.Parameter], **options: Any
 ) -> list[dict[str, Any]]:
-    """Return a model's parameters as parameter groups for an optimizer: one group for plain tensors and one per device mesh.
+    """Return a model's parameters as parameter groups for an optimizer: one group for plain tensors
+    and one per device mesh.
 
-    torch's fused and foreach steps refuse a group that mixes tensors with DTensors, or DTensors of two meshes.
+    torch's fused and foreach steps refuse a group that mixes tensors with DTensors, or DTensors of
+    two meshes.
 
     Args:
         model: the model, or parameters of it, after it was parallelized.
@@ -139,38 +159,159 @@ def shard_over_data(
     units: Iterable[nn.Module] = (),
     *,
     dtype: torch.dtype | None = None,
+    replica_dtype: torch.dtype | None = None,
 ) -> None:
-    """Apply FSDP2 in place: experts over edp, all other parameters over dp. Axes of size 1 are skipped.
+    """Apply FSDP2 in place: experts over edp, all other parameters over dp, each sharded and
+    replicated as `mesh.shard` says. Axes of size 1 are skipped.
+
+    Gradients of parameters that are only replicated are averaged when a backward pass ends.
+    `micro_batches` lets several backward passes share one reduction.
 
     Args:
         model: the model, on its device; its MoE layers are parallelized on `mesh`.
         mesh: the mesh of the MoE layers.
-        units: modules of the model whose parameters are gathered together, such as its blocks, inner modules first.
-            Parameters in none of them are gathered with the model.
-        dtype: dtype in which experts are gathered: that of their products under autocast. Then less is sent, and each rank
-            casts only its own shard; gradients are summed in the parameters' dtype. None: experts are gathered in the dtype
-            in which they are stored, as experts that are modules of the user's own always are.
+        units: modules of the model whose parameters are gathered together, such as its blocks,
+            inner modules first. Parameters in none of them are gathered with the model.
+        dtype: dtype in which experts are gathered: that of their products under autocast. Then less
+            is sent, and each rank casts only its own shard; gradients are summed in the parameters'
+            dtype. None: experts are gathered in the dtype in which they are stored, as experts that
+            are modules of the user's own always are.
+        replica_dtype: dtype in which gradients are sent between replicas, such as between nodes
+            under `mesh.shard="node"`. None: as inside them, in the parameters' dtype.
 
-    The forward pass of a unit, or of the model, raises InputError if FSDP2 finds none of the tensors of its output: it would
-    not gather the unit's own parameters again for the backward pass.
+    The forward pass of a unit, or of the model, raises InputError if FSDP2 finds none of the
+    tensors of its output: it would not gather the unit's own parameters again for the backward
+    pass.
     """
-    dp, edp = mesh.grid.dp, mesh.grid.edp
+    before = owned_parameters(model)
+    _shard_over_data(model, mesh, units, dtype, replica_dtype)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    for layer in layers if edp > 1 else ():
-        gather_dtype = dtype if isinstance(layer.experts, StackedExperts) else None
-        _shard(layer.experts, mesh.sparse["edp"], divide_by=dp, dtype=gather_dtype)
-    if dp == 1:
+    experts_of = {module: layer.experts for layer in layers for module in layer.experts.modules()}
+    for old in before if layers else ():
+        new = getattr(old.owner, old.name)
+        if id(new) != old.number:
+            experts_of.get(old.owner, layers[0].experts).replaced.note(old, new)
+
+
+def _shard_over_data(
+    model: nn.Module,
+    mesh: Mesh,
+    units: Iterable[nn.Module],
+    dtype: torch.dtype | None,
+    replica_dtype: torch.dtype | None,
+) -> None:
+    """Do the work of `shard_over_data`."""
+    dp = mesh.grid.dp
+    edp = mesh.grid.edp
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    over_dp = mesh.data_mesh("dp") if dp > 1 else None
+    over_edp = mesh.data_mesh("edp") if edp > 1 else None
+    shard = partial(_shard, divide_by=dp, replica_dtype=replica_dtype)
+    for layer in layers:
+        if over_edp is not None:
+            gather_dtype = dtype if isinstance(layer.experts, StackedExperts) else None
+            shard(layer.experts, over_edp, dtype=gather_dtype)
+            layer.experts.mark_all()
+        elif edp == 1 < dp:
+            layer.experts.mark(partial(_divide_gradient, dp=dp))
+    has_whole_experts = over_edp is None and edp > 1
+    has_whole_dense = over_dp is None and dp > 1
+    if has_whole_dense or has_whole_experts:
+        Replicas(
+            model, mesh, dense=has_whole_dense, experts=has_whole_experts, dtype=replica_dtype
+        ).attach()
+    if over_dp is None:
         return
-    for layer in layers if edp == 1 else ():
-        layer.experts.mark(partial(_divide_gradient, dp=dp))
     done = {parameter for layer in layers for parameter in layer.experts.parameters()}
-    leave_out = set() if edp > 1 else done.copy()
+    leave_out = done.copy() if over_edp is None else set()
     for unit in (*units, model):
         has_own = not done.issuperset(unit.parameters())
-        _shard(unit, mesh.dense["dp"], divide_by=dp, leave_out=leave_out)
+        shard(unit, over_dp, leave_out=leave_out)
         done |= set(unit.parameters())
         if has_own:
             unit.register_forward_hook(_refuse_hidden_output)
+
+
+REPLICA_DTYPE = "_moesaic_replica_dtype"
+"""Attribute of an FSDP2 unit whose gradients are sent between replicas in a dtype of their own."""
+Held = Literal["parameters", "gradients", "nothing"]
+"""What each rank holds whole between the micro-batches of a step, under FSDP2."""
+
+
+def micro_batches(model: nn.Module, count: int, *, hold: Held = "parameters") -> Iterator[int]:
+    """Yield the numbers of a step's micro-batches, whose gradients are reduced once, in the last
+    backward pass.
+
+        for micro in micro_batches(model, 8):
+            (loss_of(model, batches[micro]) / 8).backward()
+
+    It works for a model under FSDP2 (`shard_over_data`) or DDP (`prepare_ddp`). Without either,
+    `average_gradients` averages once anyway. Under DDP, the forward pass belongs into the loop too.
+
+    Args:
+        model: the model that the wrapper returned.
+        count: number of micro-batches, each of which has one backward pass.
+        hold: under FSDP2, what each rank holds whole meanwhile. "parameters": parameters, gathered
+            once in the step, and gradients, reduced once. "gradients": gradients alone; parameters
+            are gathered for each forward and each backward pass. "nothing": gradients are reduced
+            in each backward pass too, and between replicas in the last one alone.
+
+    If the loop is left before its end, the gradients of this step that are not reduced are dropped;
+    call `zero_grad` for the others. Units reshard after each forward pass from then on.
+
+    Raises:
+        InputError: hold is "nothing", and replicas have a dtype of their own for gradients: they
+            would be summed between replicas in every micro-batch.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if hold == "nothing" and any(hasattr(unit, REPLICA_DTYPE) for unit in units):
+        raise InputError('hold="nothing" clashes with replica_dtype: choose "gradients"')
+    keeps = hold == "parameters"
+    is_whole = False
+    try:
+        for unit in units:
+            unit.set_reshard_after_forward(not keeps, recurse=False)
+        for micro in range(count):
+            is_last = micro == count - 1
+            for unit in units:
+                unit.set_requires_gradient_sync(is_last or hold == "nothing", recurse=False)
+                unit.set_requires_all_reduce(is_last, recurse=False)
+                unit.set_reshard_after_backward(is_last or not keeps, recurse=False)
+            for wrapper in wrappers:
+                wrapper.require_backward_grad_sync = is_last
+            for replicas in Replicas.of(model):
+                replicas.averages = is_last
+            yield micro
+        is_whole = True
+    finally:
+        for unit in units:
+            if not is_whole:
+                _drop_unreduced(unit)
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_requires_all_reduce(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.reshard()  # nothing to do, unless the step was cut short
+        for wrapper in wrappers:
+            wrapper.require_backward_grad_sync = True
+        for replicas in Replicas.of(model):
+            replicas.averages = True
+
+
+def _drop_unreduced(unit: FSDPModule) -> None:
+    """Drop the gradients that FSDP2 keeps aside until it reduces them."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+    for group in groups:
+        if group is None:
+            continue
+        group._partial_reduce_output = None
+        for sharded in group.fsdp_params:
+            sharded.unsharded_accumulated_grad = None
+            whole = getattr(sharded, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
 
 
 def _divide_gradient(parameter: nn.Parameter, dp: int) -> None:
@@ -194,45 +335,34 @@ def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:
         values = [getattr(part, name) for name in names]
         if any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(values)):
             raise InputError(
-                f"{type(module).__name__.removeprefix('FSDP')} returns a {type(part).__name__}, in which FSDP2 of torch "
-                f"{torch.__version__} finds no tensors: return a tensor, tuple, list, dict or NamedTuple"
+                f"{type(module).__name__.removeprefix('FSDP')} returns a {type(part).__name__}, "
+                f"in which FSDP2 of torch {torch.__version__} finds no tensors: return a tensor, "
+                "tuple, list, dict or NamedTuple"
             )
 
 
 def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
-    """Make a model ready for `DistributedDataParallel(model)`, in place: DDP ignores the experts, which hooks average instead.
+    """Make a model ready for `DistributedDataParallel(model)`, in place: DDP ignores the experts,
+    which average themselves.
 
-    DDP cannot handle parameters that differ between ranks. It is set to ignore the experts. A hook on each expert's gradient
-    sums over the copies of the experts and divides by dp, in every backward pass (under `no_sync` too). On a mesh over a part
-    of the world, or with tensor parallelism, pass `process_group=mesh.dense["dp"].get_group()` to DDP.
+    DDP cannot handle parameters that differ between ranks. It is set to ignore the experts. When a
+    backward pass ends, their gradients are summed over the copies of the experts and divided by dp;
+    those of passes under `no_sync` are added first. On a mesh over a part of the world, or with
+    tensor parallelism, pass `process_group=mesh.dense["dp"].get_group()` to DDP.
 
     Args:
-        model: the model that you or a trainer will wrap in DDP; its MoE layers are parallelized on `mesh`.
+        model: the model that you or a trainer will wrap in DDP; its MoE layers are parallelized on
+            `mesh`.
         mesh: the mesh of the MoE layers.
     """
-    group = mesh.sparse["edp"].get_group() if mesh.grid.edp > 1 else None
-    average = partial(_average_expert_gradient, group=group, dp=mesh.grid.dp)
-    for module in model.modules():
-        if isinstance(module, AbstractExperts) and module.is_spread:
-            module.mark(
-                lambda parameter: parameter.requires_grad and parameter.register_hook(average)
-            )
-    experts, chosen = set(expert_parameters(model)), getattr(model, DDP_IGNORES, ())
+    if mesh.shard == "node":
+        raise InputError("prepare_ddp: DDP shards nothing: create the mesh without shard='node'")
+    Replicas(model, mesh, dense=False, experts=True).attach()
+    experts = set(expert_parameters(model))
+    chosen = getattr(model, DDP_IGNORES, ())
     ignored = set() if isinstance(chosen, UnpreparedForDDP) else set(chosen)
     ignored |= {name for name, parameter in model.named_parameters() if parameter in experts}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-
-
-def _average_expert_gradient(
-    gradient: Tensor, *, group: dist.ProcessGroup | None, dp: int
-) -> Tensor:
-    """Return an expert's gradient, summed over the copies of the expert and divided by dp."""
-    total = local_part(gradient) / dp
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    if isinstance(gradient, DTensor):
-        return DTensor.from_local(total, gradient.device_mesh, gradient.placements, run_check=False)
-    return total
 
 
 def _shard(
@@ -242,8 +372,15 @@ def _shard(
     divide_by: int,
     leave_out: set[nn.Parameter] | None = None,
     dtype: torch.dtype | None = None,
+    replica_dtype: torch.dtype | None = None,
 ) -> None:
-    """Make a module an FSDP2 unit, gathered in `dtype`. Its gradients are summed over `mesh` and divided by `divide_by`."""
+    """Make a module an FSDP2 unit, gathered in `dtype`. Its gradients are summed over `mesh`, of
+    (replicas, shards) or shards alone, and divided by `divide_by`."""
+    replicas = None
+    if replica_dtype is not None and mesh.ndim == 2:  # FSDP2 sums over both in one dtype
+        replicas = mesh.get_group(0)
+        mesh = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
+    shards = mesh.size(-1)
     gate_and_up = {
         parameter
         for experts in module.modules()
@@ -257,11 +394,10 @@ def _shard(
     )
 
     def place(parameter: nn.Parameter) -> Shard:
-        return Shard(
-            shard_dim(parameter, mesh.size(), whole=(1,) if parameter in gate_and_up else ())
-        )
+        return Shard(shard_dim(parameter, shards, whole=(1,) if parameter in gate_and_up else ()))
 
-    # Reshard the outermost unit too: if an evaluation left it gathered, it would miss the optimizer step that follows.
+    # Reshard the outermost unit too: if an evaluation left it gathered, it would miss the optimizer
+    # step that follows.
     fully_shard(
         module,
         mesh=mesh,
@@ -273,13 +409,26 @@ def _shard(
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(divide_by)
     module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
+    if replicas is not None:
+        setattr(module, REPLICA_DTYPE, replica_dtype)
+        module.set_all_reduce_hook(
+            partial(_sum_in_dtype, group=replicas, dtype=cast(torch.dtype, replica_dtype))
+        )
+
+
+def _sum_in_dtype(gradient: Tensor, *, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Sum a gradient over a group, in place, with messages in `dtype`."""
+    sent = gradient.to(dtype)
+    dist.all_reduce(sent, group=group)
+    gradient.copy_(sent)
 
 
 def shard_dim(parameter: Tensor, parts: int, whole: Collection[int] = ()) -> int:
     """Return the dimension along which to shard a parameter over data-parallel ranks.
 
-    The first choice is a dimension that divides evenly and that no model axis splits: any reader of a checkpoint
-    understands such shards. The second is any dimension that divides evenly, and the last is dimension 0.
+    The first choice is a dimension that divides evenly and that no model axis splits: any reader of
+    a checkpoint understands such shards. The second is any dimension that divides evenly, and the
+    last is dimension 0.
 
     Args:
         parameter: the parameter, perhaps already sharded over model axes.
@@ -305,11 +454,13 @@ def clip_grad_norm_(
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`, like torch's function of the same name.
+    """Scale all gradients in place so that their norm is at most `max_norm`, like torch's function
+    of the same name.
 
-    Parameters may be plain tensors and DTensors of several meshes. If they are more than one of these kinds, or experts are
-    spread over a mesh, all ranks must call this together. They get the same number, the norm of the whole model, at the cost
-    of one message. Otherwise torch's function is called.
+    Parameters may be plain tensors and DTensors of several meshes. If they are more than one of
+    these kinds, or experts are spread over a mesh, all ranks must call this together. They get the
+    same number, the norm of the whole model, at the cost of one message. Otherwise torch's function
+    is called.
 
     Args:
         model: a model or its parameters, after gradients were averaged over data parallelism.
@@ -322,16 +473,15 @@ def clip_grad_norm_(
     Returns:
         the norm before clipping, ().
     """
+    if isinstance(model, nn.Module):
+        check_optimizers(model)
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     meshes = {
         parameter.device_mesh if isinstance(parameter, DTensor) else None
         for parameter in parameters
     }
     # Experts that are spread over a mesh differ between ranks.
-    is_spread = any(
-        {"ep", "edp"} & {*_axes(each)} or copies_of(each) is not None for each in parameters
-    )
-    if mesh is group is None and len(meshes) < 2 and not is_spread:
+    if mesh is group is None and len(meshes) < 2 and not any(map(is_spread, parameters)):
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = gradient_norm(parameters, norm_type, mesh=mesh, group=group)
@@ -349,15 +499,19 @@ def gradient_norm(
     mesh: Mesh | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the norm of the whole gradient, (), the same on all ranks that together hold the model.
+    """Return the norm of the whole gradient, (), the same on all ranks that together hold the
+    model.
 
-    norm^p = sum over ranks, over parameters of |this rank's part|^p / (ranks that hold the same part)
+    norm^p = sum over ranks, over parameters of |this rank's part|^p / (ranks that hold the same
+    part)
 
     Args:
-        parameters: those of the model or of this rank's pipeline stage. A parameter without a gradient counts as zero.
+        parameters: those of the model or of this rank's pipeline stage. A parameter without a
+            gradient counts as zero.
         norm_type: p.
         mesh: the ranks that hold these parameters, whole or in parts; None for the whole world.
-        group: the ranks that together hold the model, in all pipeline stages; None for the ranks of `mesh`.
+        group: the ranks that together hold the model, in all pipeline stages; None for the ranks of
+            `mesh`.
     """
     parameters = list(parameters)
     with_gradient = [
@@ -427,14 +581,7 @@ def num_copies(tensor: Tensor, holders: int) -> int:
     return holders // math.prod(shards)
 
 
-def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
-    """Return the mesh dimensions of a DTensor; () for a plain tensor."""
-    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
-
-
 def _holders(parameter: nn.Parameter, world: int) -> int:
-    """Return how many ranks of the model hold a parameter. Modules of the user's own differ between ranks, as experts do."""
-    if isinstance(parameter, DTensor):
-        axes = _axes(parameter)
-        return parameter.device_mesh.size() if "edp" in axes and "ep" not in axes else world
+    """Return how many ranks of the model hold a parameter, whole or in part. Modules of the user's
+    own that are experts differ between ranks, and say how many hold them."""
     return copies_of(parameter) or world

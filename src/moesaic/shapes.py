@@ -1,7 +1,8 @@
 """The fields of a language model that determine the time and the memory of a step. Needs no torch.
 
-The configuration from which models are built (`models/config.py`) inherits these fields and adds those that change neither.
-Names, defaults and checks are thus written once, and one file serves planning and training.
+The configuration from which models are built (`models/config.py`) inherits these fields and adds
+those that change neither. Names, defaults and checks are thus written once, and one file serves
+planning and training.
 """
 
 from __future__ import annotations
@@ -29,23 +30,26 @@ class MoEShape:
     shared_hidden: int = 0
     """Inner width of a shared expert that every token passes; 0 for no shared expert."""
     experts: Literal["swiglu", "gelu", "relu"] = "swiglu"
-    """Activation of the experts and of dense feed-forward layers: SwiGLU (three matrices), GELU or ReLU (two matrices)."""
+    """Activation of the experts and of dense feed-forward layers: SwiGLU (three matrices), GELU or
+    ReLU (two matrices)."""
     capacity: Literal["dropless", "fixed", "fitted", "padded"] = "dropless"
-    """Capacity of an expert. dropless: every copy is computed. fixed: copies above capacity_factor times the mean load are
-    dropped. fitted: as much capacity as a call needs, but at most that factor. padded: fixed per rank, and each rank always
-    sends the same number of padded rows, so that no size depends on counts."""
+    """Capacity of an expert. dropless: every copy is computed. fixed: copies above capacity_factor
+    times the mean load are dropped. fitted: as much capacity as a call needs, but at most that
+    factor. padded: fixed per rank, and each rank always sends the same number of padded rows, so
+    that no size depends on counts."""
     capacity_factor: float = 1.25
     """Capacity over the mean load of an expert; unused by dropless."""
     capacity_scope: Literal["mesh", "rank"] = "mesh"
-    """Whose copies the capacity limits: those of all ranks together, or those of each rank. padded always takes rank."""
+    """Whose copies the capacity limits: those of all ranks together, or those of each rank. padded
+    always takes rank."""
     capacity_order: Literal["position", "score"] = "position"
     """Which tokens are accepted first: earlier ones, or those with larger routing weights."""
 
     def __post_init__(self) -> None:
         if not 0 < self.capacity_factor < math.inf:
             raise InputError(
-                f"model.moe.capacity_factor={self.capacity_factor}: must be a finite number above 0; to drop nothing write "
-                "capacity=dropless"
+                f"model.moe.capacity_factor={self.capacity_factor}: must be a finite number above "
+                "0; to drop nothing write capacity=dropless"
             )
         for name in ("num_experts", "top_k", "hidden"):
             check_at_least("model.moe", self, name, 1)
@@ -64,12 +68,12 @@ class BlockConfig:
     """The transformer blocks of a model."""
 
     kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    """decoder: predicts the next token (GPT), the only kind that moesaic train trains. encoder: predicts masked tokens (BERT).
-    encoder_decoder: the first half of the blocks encodes the first half of a sequence, the other blocks predict the second
-    half (translation)."""
+    """decoder: predicts the next token (GPT), the only kind that moesaic train trains. encoder:
+    predicts masked tokens (BERT). encoder_decoder: the first half of the blocks encodes the first
+    half of a sequence, the other blocks predict the second half (translation)."""
     kv_heads: int | None = None
-    """Heads of keys and values, each shared by equally many query heads (grouped-query attention); None for one per query
-    head."""
+    """Heads of keys and values, each shared by equally many query heads (grouped-query attention);
+    None for one per query head."""
     head_dim: int | None = None
     """Width of an attention head; None for model.dim / model.num_heads."""
     qk_norm: bool = False
@@ -77,12 +81,14 @@ class BlockConfig:
     tied: bool = True
     """Use the embedding matrix as the output matrix too."""
     norm: Literal["rms", "layer", "post_layer"] = "rms"
-    """rms or layer: RMSNorm or LayerNorm before each layer; post_layer: LayerNorm after the residual addition, as in BERT and
-    the first Transformer."""
+    """rms or layer: RMSNorm or LayerNorm before each layer; post_layer: LayerNorm after the
+    residual addition, as in BERT and the first Transformer."""
     norm_eps: float | None = None
-    """Number that norms add to the variance; None: torch's, 1e-5 for LayerNorm and the smallest step from 1 for RMSNorm."""
+    """Number that norms add to the variance; None: torch's, 1e-5 for LayerNorm and the smallest
+    step from 1 for RMSNorm."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """rotary: queries and keys are rotated by position. learned: a vector per position is added to the embedding."""
+    """rotary: queries and keys are rotated by position. learned: a vector per position is added to
+    the embedding."""
     rope_theta: float = 10_000.0
     """Base of the frequencies of rotary positions."""
     rope_factor: float = 1.0
@@ -90,7 +96,8 @@ class BlockConfig:
     bias: bool = False
     """Use biases in attention and in dense feed-forward layers; experts have none."""
     dropout: float = 0.0
-    """Dropout of the embedding, of attention weights and of layer outputs. The random draws depend on the mesh."""
+    """Dropout of the embedding, of attention weights and of layer outputs. The random draws depend
+    on the mesh."""
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim"):
@@ -114,10 +121,11 @@ class ModelShape:
     ffn: Literal["moe", "dense"] = "moe"
     """Feed-forward layers. moe: MoE layers, in the blocks that moe_every names; dense: none."""
     moe_every: int = 1
-    """1: an MoE layer in every block; 2: in every second block, counted from the last, and dense layers in the others."""
+    """1: an MoE layer in every block; 2: in every second block, counted from the last, and dense
+    layers in the others."""
     dense_hidden: int | None = None
-    """Inner width of dense layers; None for the active width of an MoE layer, top_k * hidden + shared_hidden, which gives
-    equally many active parameters."""
+    """Inner width of dense layers; None for the active width of an MoE layer, top_k * hidden +
+    shared_hidden, which gives equally many active parameters."""
     dim: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
@@ -138,27 +146,31 @@ class ModelShape:
             check_at_least("model", self, name, 1)
         if self.ffn not in ("moe", "dense"):
             raise InputError(
-                f"model.ffn={self.ffn!r} is unknown: choose moe or dense; dense_hidden is a field of its own"
+                f"model.ffn={self.ffn!r} is unknown: choose moe or dense; dense_hidden is a "
+                "field of its own"
             )
         if self.dense_hidden is not None:
             check_at_least("model", self, "dense_hidden", 1)
         self.check_heads()
         if not self.is_dense and not 1 <= self.moe.top_k <= self.moe.num_experts:
             raise InputError(
-                f"model.moe.top_k={self.moe.top_k} does not fit model.moe.num_experts={self.moe.num_experts}: "
-                f"choose 1 <= top_k <= {self.moe.num_experts}"
+                f"model.moe.top_k={self.moe.top_k} does not fit "
+                f"model.moe.num_experts={self.moe.num_experts}: choose 1 <= top_k <= "
+                f"{self.moe.num_experts}"
             )
 
     def check_heads(self) -> None:
-        """Raise InputError if the width does not split into the heads, or an encoder_decoder does not split into halves."""
+        """Raise InputError if the width does not split into the heads, or an encoder_decoder does
+        not split into halves."""
         if self.num_heads % self.kv_heads:
             raise InputError(
-                f"model.block.kv_heads={self.kv_heads} does not divide model.num_heads={self.num_heads}: choose a divisor of it"
+                f"model.block.kv_heads={self.kv_heads} does not divide "
+                f"model.num_heads={self.num_heads}: choose a divisor of it"
             )
         if self.block.kind == "encoder_decoder" and (self.num_layers % 2 or self.seq_len % 2):
             raise InputError(
-                f"model.num_layers={self.num_layers} and model.seq_len={self.seq_len}: an encoder_decoder splits both in "
-                "halves: choose even numbers"
+                f"model.num_layers={self.num_layers} and model.seq_len={self.seq_len}: an "
+                "encoder_decoder splits both in halves: choose even numbers"
             )
         if self.block.head_dim is not None:
             if self.block.head_dim % 2:
@@ -167,18 +179,18 @@ class ModelShape:
                 )
         elif self.dim % self.num_heads or self.dim // self.num_heads % 2:
             raise InputError(
-                f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
-                f"choose dim as a multiple of {2 * self.num_heads}"
+                f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads "
+                f"of even width: choose dim as a multiple of {2 * self.num_heads}"
             )
 
     @property
     def around(self) -> dict[str, float]:
-        """Fields of `StepModel` about the parts of a step outside MoE layers, if they differ from its defaults."""
+        """Fields of `StepModel` about the parts of a step outside MoE layers, if they differ from
+        its defaults."""
         block = self.block
         width = self.head_dim * (self.num_heads + self.kv_heads)
-        crosses = (
-            1.5 if block.kind == "encoder_decoder" else 1.0
-        )  # every second block attends twice
+        # every second block attends twice
+        crosses = 1.5 if block.kind == "encoder_decoder" else 1.0
         step_fields: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
         if block.head_dim is not None:
             step_fields["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
@@ -211,7 +223,8 @@ class ModelShape:
 
     @property
     def active_hidden(self) -> int:
-        """Inner width of a dense feed-forward layer; by default the active width of an MoE layer."""
+        """Inner width of a dense feed-forward layer; by default the active width of an MoE
+        layer."""
         return self.dense_hidden or self.moe.top_k * self.moe.hidden + self.moe.shared_hidden
 
     @property
@@ -229,7 +242,8 @@ MOST = {"num_layers": 10_000}
 
 
 def check_at_least(section: str, config: object, name: str, least: int) -> None:
-    """Raise InputError if a field is below `least`, infinite, or above the largest value of a size."""
+    """Raise InputError if a field is below `least`, infinite, or above the largest value of a
+    size."""
     value = getattr(config, name)
     if not least <= value < math.inf:
         finite = " and finite" if isinstance(value, float) else ""

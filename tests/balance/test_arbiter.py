@@ -35,7 +35,8 @@ def made(grid: Grid = GRID, machine: Machine = SLOW, **options: object) -> Arbit
 def skewed(
     skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0, units: int = 1024
 ) -> CallLoad:
-    """Return a random load in which the i-th expert's share is proportional to 1 / i^skew; an even load for skew 0."""
+    """Return a random load in which the i-th expert's share is proportional to 1 / i^skew; an even
+    load for skew 0."""
     experts = 4 * grid.ep
     copies = np.full((grid.world, experts), tokens // experts)
     if skew:
@@ -86,9 +87,8 @@ def test_a_table_with_nothing_left_to_replicate_runs_the_same_steps_without_repl
     arbiter = made(margin=0.0)
     first = arbiter.choose(skewed(1.5))
     assert first.replicated is not None
-    arbiter._last = replace(
-        arbiter._last, recipe=Recipe(shadows=True, least=(1.0,))
-    )  # nothing is worth replication
+    # nothing is worth replication
+    arbiter._last = replace(arbiter._last, recipe=Recipe(shadows=True, least=(1.0,)))
     for program, other in (("steps+replicated", "steps"), ("replicated", "alone")):
         arbiter._last = replace(arbiter._last, program=program)
         second = arbiter.choose(skewed(1.5))
@@ -99,15 +99,18 @@ def test_all_ranks_decide_alike_whatever_came_before():
     loads = [
         skewed(skew, SHARDED, seed=seed) for seed, skew in enumerate([0, 1, 1, 0, 2, 0.4, 2, 2])
     ]
-    one, other = made(SHARDED), made(SHARDED)
+    one = made(SHARDED)
+    other = made(SHARDED)
     for load in loads:
-        a, b = one.choose(load), other.choose(load)
+        a = one.choose(load)
+        b = other.choose(load)
         assert a.option == b.option
         assert (dense(load, a.replicated or NOTHING) == dense(load, b.replicated or NOTHING)).all()
 
 
 def test_all_options_are_compared_after_so_many_calls(monkeypatch):
-    arbiter, compared = made(), []
+    arbiter = made()
+    compared = []
     weigh = arbiter.weigher.all
     monkeypatch.setattr(
         arbiter.weigher, "all", lambda replicas: compared.append(arbiter._calls) or weigh(replicas)
@@ -127,11 +130,11 @@ def test_it_comes_back_to_leaving_alone_soon_after_the_load_is_even():
 @pytest.mark.parametrize("small", [0, SMALL], ids=["scaled", "anew"])
 def test_one_call_in_four_that_is_even_does_not_decide_for_the_others(small: int, monkeypatch):
     monkeypatch.setattr(arbiter_module, "SMALL", small)
-    arbiter, loads = (
-        made(),
-        [skewed(skew, seed=seed) for seed, skew in enumerate((1.5, 1.4, 1.5, 0))],
-    )
-    weigher, taken, least = arbiter.weigher, 0.0, 0.0
+    arbiter = made()
+    loads = [skewed(skew, seed=seed) for seed, skew in enumerate((1.5, 1.4, 1.5, 0))]
+    weigher = arbiter.weigher
+    taken = 0.0
+    least = 0.0
     for number in range(40 * len(loads)):
         load = loads[number % len(loads)]
         replicas, verdict = weigher.replica_loads(load), arbiter.choose(load)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.rates import costs_of, machine_of, simulator_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.policy_rates import costs_of, machine_of, simulator_of
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 
@@ -43,7 +43,8 @@ def test_rates_are_those_that_a_rank_sees_while_all_send(tmp_path: Path) -> None
     assert machine.intra_gbps == pytest.approx(40)
     assert machine.inter_gbps == pytest.approx(5), "two ranks share a card"
     assert machine.intra_latency_us == pytest.approx(5 + 2)
-    # Four messages of 3 us on the network card, two from each rank; the latency of the path is paid once.
+    # Four messages of 3 us on the network card, two from each rank; the latency of the path is paid
+    # once.
     assert machine.inter_latency_us == pytest.approx((4 * 3 + 20) / 2 + 2)
     assert machine.tflops == pytest.approx(0.5), "512 rows per expert: the whole rate"
 

@@ -1,4 +1,5 @@
-"""Tests of the vectorized replication tables: they are legal, keep their limits, and equal those of a loop over prefixes."""
+"""Tests of the vectorized replication tables: they are legal, keep their limits, and equal those of
+a loop over prefixes."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_what_is_replicated_is_there_and_never_at_home():
 
 
 def shared_one_by_one(replica: ReplicaLoad, table: np.ndarray, total: np.ndarray) -> None:
-    """Add a place's copies to the table of all ranks one by one, with both the ranks and the helpers in their order."""
+    """Add a place's copies to the table of all ranks one by one, with both the ranks and the
+    helpers in their order."""
     for place, expert in zip(*np.nonzero(table.sum(2))):
         ranks = [
             int(rank)
@@ -79,7 +81,8 @@ def test_tables_are_shared_among_the_ranks_of_a_place_first_come_first():
     for seed in range(6):
         replicas = boards_of(seed)
         tables = [every_table(replica)["mix 1.0 False"] for replica in replicas]
-        load, shared = replicas[0].load, spread(replicas, tables)
+        load = replicas[0].load
+        shared = spread(replicas, tables)
         expected = np.zeros_like(dense(load, NOTHING))
         for replica, each in zip(replicas, tables):
             table = dense(replica, each)
@@ -95,7 +98,8 @@ def test_rows_are_those_of_the_table():
         for replica in boards_of(seed):
             home = replica.load.home
             for found in every_table(replica).values():
-                table, rows = dense(replica, found), rows_of(replica, found)
+                table = dense(replica, found)
+                rows = rows_of(replica, found)
                 staying = replica.copies - table.sum(2)
                 for place in range(len(replica.origins)):
                     assert (rows.home[:, place] == staying[:, home == place].sum(1)).all()
@@ -161,7 +165,8 @@ def test_the_best_prefix_of_shadows_is_found():
             found = shadows(replica, at_most=2, tries=6)
             away = np.where(np.arange(ep)[:, None] == replica.load.home[None, :], 0, replica.copies)
             pairs = sorted(zip(*np.nonzero(away)), key=lambda pair: (-away[pair], pair))[:6]
-            held, taken = [0] * ep, [NOTHING]
+            held = [0] * ep
+            taken = [NOTHING]
             for place, expert in pairs:
                 if held[place] == 2:
                     continue
@@ -177,7 +182,8 @@ def test_the_best_prefix_of_shadows_is_found():
 
 
 def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
-    """Six equally hot experts of one place are all replicated if that is free, and none if it costs more than it saves."""
+    """Six equally hot experts of one place are all replicated if that is free, and none if it costs
+    more than it saves."""
     copies = np.zeros((2, 12), dtype=np.int64)
     copies[1, :6] = 100
     load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), copies, 12, units=1, dim=4)
@@ -200,7 +206,9 @@ def test_the_cost_by_hand():
     )
     machine = Machine(tflops=1e-12, inter_gbps=8e-9, inter_latency_us=1e6)
     (replica,) = replica_loads(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
-    flops, row, weights = 2 * 3 * 5 * 3 * 3, 5 * 2, 3 * 5 * 3 * 2
+    flops = 2 * 3 * 5 * 3 * 3
+    row = 5 * 2
+    weights = 3 * 5 * 3 * 2
     one = Replications(*(np.array([each]) for each in (1, 0, 1, 4)))
     work = work_of(replica, one)
     assert (work.home.tolist(), work.helped.tolist()) == ([6 * flops, 10 * flops], [0, 4 * flops])
@@ -226,7 +234,8 @@ def test_gathered_weights_cost_what_adaptive_r_moves():
     )
     (replica,) = replica_loads(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
     alone = work_of(replica, NOTHING)
-    weights, flops = 3 * 5 * 3 * 2, 2 * 3 * 5 * 3 * 3
+    weights = 3 * 5 * 3 * 2
+    flops = 2 * 3 * 5 * 3 * 3
     one = gathered_work(replica, alone, 1)
     assert (one.travel, one.token_bytes) == (alone.travel / 2, alone.token_bytes // 2)
     assert one.home.tolist() == alone.home.tolist()
@@ -241,7 +250,8 @@ def test_gathered_weights_cost_what_adaptive_r_moves():
 
 
 def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
-    grid, even = Grid(world=4, ep=4), np.full((4, 8), 10)
+    grid = Grid(world=4, ep=4)
+    even = np.full((4, 8), 10)
     skewed = even.copy()
     skewed[:, 0] += 10
 
@@ -259,7 +269,8 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
 
 
 def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
-    """There are two replicas of two places with two origins each; replication pays only in the first replica."""
+    """There are two replicas of two places with two origins each; replication pays only in the
+    first replica."""
     grid = Grid(world=8, tp=2, ep=2, etp=2)
     load = CallLoad(grid, np.tile(np.array([6, 2]), (8, 1)), 2, 8, 4)
     found = replica_loads(load, ReplicationCosts())

@@ -1,4 +1,5 @@
-"""Tests of expert placement: equal numbers per place, close to the optimum, only if the move pays, the same on all ranks."""
+"""Tests of expert placement: equal numbers per place, close to the optimum, only if the move pays,
+the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from helpers import refused, seed_ranges
 from moesaic.balance import EXPERT_PLACERS
-from moesaic.balance.experts import (
+from moesaic.balance.expert_placement import (
     Balanced,
     ExpertLoad,
     ExpertRates,
@@ -42,8 +43,10 @@ FREE = ExpertRates(machine=Machine(intra_gbps=1e9, inter_gbps=1e9, tflops=1e-3))
 
 
 def expert_gap(load: ExpertLoad) -> float:
-    """Return by what share the busiest place under `Balanced` with free moves has more rows than the least possible number."""
-    best, busiest = load.busiest(best_experts(load)), load.busiest(Balanced().best(load))
+    """Return by what share the busiest place under `Balanced` with free moves has more rows than
+    the least possible number."""
+    best = load.busiest(best_experts(load))
+    busiest = load.busiest(Balanced().best(load))
     return busiest / best - 1 if best else float(busiest > 0)
 
 
@@ -63,7 +66,8 @@ def load_of(
 
 
 def drawn(seed: int, grid: Grid, each: int, skew: float = 1.0, **changes: object) -> ExpertLoad:
-    """Return a load by Zipf's law that differs slightly between ranks, with experts in a random order."""
+    """Return a load by Zipf's law that differs slightly between ranks, with experts in a random
+    order."""
     draw = np.random.default_rng(seed)
     num_experts = each * grid.ep
     share = 1 / np.arange(1, num_experts + 1) ** skew
@@ -81,7 +85,9 @@ def evenly(place: np.ndarray, ep: int) -> bool:
 
 def brute_busiest(load: ExpertLoad, order: np.ndarray) -> float:
     """Return the rows of the busiest place, counted one by one."""
-    grid, per_place, rows = load.grid, len(order) // load.grid.ep, {}
+    grid = load.grid
+    per_place = len(order) // load.grid.ep
+    rows = {}
     for origin in range(grid.world):
         for slot, expert in enumerate(order):
             key = (grid.coordinate(origin, "edp"), slot // per_place)
@@ -90,7 +96,9 @@ def brute_busiest(load: ExpertLoad, order: np.ndarray) -> float:
 
 
 def brute_between(load: ExpertLoad, order: np.ndarray) -> float:
-    grid, each, found = load.grid, len(order) // load.grid.ep, 0.0
+    grid = load.grid
+    each = len(order) // load.grid.ep
+    found = 0.0
     for origin in range(grid.world):
         for target in range(grid.world):
             if grid.coordinate(origin, "edp") != grid.coordinate(target, "edp"):
@@ -129,10 +137,10 @@ def test_every_policy_keeps_places_full_and_decides_the_same_again(seed, grid, e
         assert load.busiest(place) <= load.busiest(load.place) or name == "balanced"
         assert np.array_equal(make(ExpertRates()).decide(replace(load)), order)
         stays = place == load.place
-        slot, was = np.argsort(order), np.argsort(load.order)
-        assert np.array_equal(
-            slot[stays], was[stays]
-        )  # experts that stay at a place keep their slots
+        slot = np.argsort(order)
+        was = np.argsort(load.order)
+        # experts that stay at a place keep their slots
+        assert np.array_equal(slot[stays], was[stays])
 
 
 @settings(max_examples=8)
@@ -143,7 +151,8 @@ def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_loo
     load = drawn(seed, grid, each)
     for machine in (Machine(), Machine(tflops=0.01), Machine(inter_gbps=0.1)):
         rates = ExpertRates(machine=machine)
-        seconds, placer = ExpertSeconds(load, rates), Balanced(rates)
+        seconds = ExpertSeconds(load, rates)
+        placer = Balanced(rates)
         found = places_of(placer.decide(load), grid.ep)
         for other in (load.place, placer.best(load)):
             assert seconds.in_all(found) <= seconds.in_all(other) * (1 + 1e-12)
@@ -195,7 +204,9 @@ def test_the_cost_of_a_move_is_that_of_the_busiest_rank() -> None:
 
 def test_the_cost_of_a_step_is_rows_at_the_busiest_place_and_on_the_busiest_link() -> None:
     copies = np.zeros((4, 4))
-    copies[0, 1], copies[0, 2], copies[3, 3] = 10, 5, 100
+    copies[0, 1] = 10
+    copies[0, 2] = 5
+    copies[3, 3] = 100
     load = load_of(copies, dim=1000, expert_parameters=10**6)
     machine = Machine(intra_gbps=8, inter_gbps=4, tflops=1.0)
     found = ExpertSeconds(load, ExpertRates(machine=machine)).of_step(load.place)
@@ -208,7 +219,8 @@ def test_the_gap_to_the_optimum_is_small(grid: Grid, skew: float, seeds: range) 
     gaps = []
     for seed in seeds:
         load = drawn(seed, grid, 12 // grid.ep, skew)
-        best, place = best_experts(load), Balanced().best(load)
+        best = best_experts(load)
+        place = Balanced().best(load)
         assert evenly(best, grid.ep)
         assert load.busiest(best) <= load.busiest(place) * (1 + 1e-6)
         if load.busiest(place) <= load.busiest(best) * (1 + 1e-9):
@@ -230,9 +242,11 @@ def test_the_optimum_is_that_of_trying_all() -> None:
 
 
 def test_rows_between_nodes_are_saved_where_balance_is_equal() -> None:
-    """The tokens of each node need the experts of the other; all loads are equal, so only transfers count."""
+    """The tokens of each node need the experts of the other; all loads are equal, so only transfers
+    count."""
     copies = np.zeros((4, 8))
-    copies[:2, 4:], copies[2:, :4] = 10, 10
+    copies[:2, 4:] = 10
+    copies[2:, :4] = 10
     load = load_of(copies, steps=10**6)
     assert (load.between_nodes(load.place), load.busiest(load.place)) == (160, 40)
     order = Balanced(ExpertRates(machine=Machine(tflops=1e6))).decide(load)
@@ -242,7 +256,8 @@ def test_rows_between_nodes_are_saved_where_balance_is_equal() -> None:
 
 
 def test_groups_go_where_most_of_them_are() -> None:
-    """The same groups of experts at permuted places go back to their present places, so nothing moves."""
+    """The same groups of experts at permuted places go back to their present places, so nothing
+    moves."""
     load = load_of(np.ones((4, 8)), Grid(world=4, ep=4))
     relabelled = (load.place + 1) % 4
     end = fewest_between_nodes(
@@ -272,10 +287,12 @@ def test_swaps_lower_the_busiest_place_all_the_way() -> None:
 
 
 def test_two_copies_of_the_experts_are_balanced_together() -> None:
-    """A load that is even in the sum of both replicas is uneven in each of them; the placement balances both."""
+    """A load that is even in the sum of both replicas is uneven in each of them; the placement
+    balances both."""
     grid = Grid(world=4, ep=2)
     copies = np.zeros((4, 4))
-    copies[:2], copies[2:] = [10, 0, 10, 0], [0, 10, 10, 0]
+    copies[:2] = [10, 0, 10, 0]
+    copies[2:] = [0, 10, 10, 0]
     load = load_of(copies, grid, order=[0, 2, 1, 3])
     assert load.busiest(load.place) == 40
     place = Balanced().best(load)

@@ -1,4 +1,5 @@
-"""Tests of task durations on a machine with only latencies and rates, against hand-computed sums; rates are powers of ten."""
+"""Tests of task durations on a machine with only latencies and rates, against hand-computed sums;
+rates are powers of ten."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import pytest
 
 from helpers import refused
 from moesaic.balance.machine import Machine
-from moesaic.planner.rates import cluster_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.policy_rates import cluster_of
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -25,7 +26,8 @@ MACHINE = Machine(
     tflops=1e-6,
     memory_gbps=80,
 )
-"""1 ns per byte inside a node, 10 ns between nodes; a million operations per second; copies of 10 bytes per ns."""
+"""1 ns per byte inside a node, 10 ns between nodes; a million operations per second; copies of 10
+bytes per ns."""
 LAYER = Workload(tokens=2, num_experts=4, top_k=2, dim=10, hidden=6)
 ROW = 20
 """Bytes of a row."""
@@ -43,10 +45,8 @@ def seconds_of(
     sizes = CallSizes(
         compiled.grid, np.array(copies), tokens, plan.chunks, units=LAYER.hidden // grid.etp
     )
-    program, simulator = (
-        compiled.backward if backward else compiled.forward,
-        Simulator(cluster_of(machine, grid)),
-    )
+    program = compiled.backward if backward else compiled.forward
+    simulator = Simulator(cluster_of(machine, grid))
     return simulator.durations(program, LAYER, compiled.grid, sizes=sizes)
 
 
@@ -61,7 +61,8 @@ COUNTS = [[1, 2, 3, 0], [0, 0, 0, 0], [0, 5, 0, 0], [0, 0, 0, 4]]
 
 
 def test_a_movement_takes_what_its_fullest_port_sends_or_receives() -> None:
-    """Between nodes rank 2 sends five rows to rank 1 and gets three from rank 0; two rows inside a node finish earlier."""
+    """Between nodes rank 2 sends five rows to rank 1 and gets three from rank 0; two rows inside a
+    node finish earlier."""
     seconds = moving(Plan(), NODES, COUNTS)
     assert seconds["h"] == pytest.approx(10e-6 + 5 * ROW * 10e-9)
     assert seconds["z"] == seconds["h"], "the way back: rank 1 is now the busiest sender"
@@ -69,7 +70,8 @@ def test_a_movement_takes_what_its_fullest_port_sends_or_receives() -> None:
 
 
 def test_experts_take_the_operations_of_the_busiest_rank() -> None:
-    """Rank 1 has 7 rows of 2 operations, 10 columns, 6 units and 3 matrices each; the gradients take twice that."""
+    """Rank 1 has 7 rows of 2 operations, 10 columns, 6 units and 3 matrices each; the gradients
+    take twice that."""
     assert seconds_of(Plan(), NODES, COUNTS)["out"] == pytest.approx(7 * 2 * 10 * 6 * 3 / 1e6)
     assert seconds_of(Plan(), NODES, COUNTS, backward=True)["out'"] == pytest.approx(
         2 * 7 * 2 * 10 * 6 * 3 / 1e6

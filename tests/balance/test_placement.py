@@ -1,4 +1,5 @@
-"""Tests of sample placement: homes and their costs, the two stages, and their distance from the optimum."""
+"""Tests of sample placement: homes and their costs, the two stages, and their distance from the
+optimum."""
 
 from __future__ import annotations
 
@@ -51,9 +52,11 @@ def sample_gap(load: SampleLoad, placer: AbstractPlacer, intra: float, inter: fl
 def random_load(
     grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last: bool = False
 ) -> SampleLoad:
-    """Return a load with random homes inside each replica that is skewed within samples, for which placement pays."""
+    """Return a load with random homes inside each replica that is skewed within samples, for which
+    placement pays."""
     random = np.random.default_rng(seed)
-    samples, num_experts = grid.world * slots, 2 * grid.ep
+    samples = grid.world * slots
+    num_experts = 2 * grid.ep
     rank = np.arange(samples) // slots
     for replica in {grid.group(each, ("ep", "etp")) for each in range(grid.world)}:
         members = np.flatnonzero(np.isin(rank, replica))
@@ -74,7 +77,8 @@ def random_load(
 
 def counted(load: SampleLoad, homes: Homes) -> tuple[int, int]:
     """Return the rows that cross links, counted one by one."""
-    grid, rows = load.grid, [0, 0]
+    grid = load.grid
+    rows = [0, 0]
     tables = [load.copies] if load.following is None else [load.copies, load.following]
     for sample, rank in enumerate(homes.rank.tolist()):
         for table in tables:
@@ -106,7 +110,8 @@ def every_placement(load: SampleLoad) -> list[Homes]:
 
 
 def test_homes_say_where_each_sample_is_and_goes() -> None:
-    before, after = Homes(np.array([[2, 0], [3, 1]])), Homes(np.array([[0, 1], [2, 3]]))
+    before = Homes(np.array([[2, 0], [3, 1]]))
+    after = Homes(np.array([[0, 1], [2, 3]]))
     assert before.place.tolist() == [1, 3, 0, 2]
     assert before.rank.tolist() == [0, 1, 0, 1]
     ranks, slots = before.targets(after)
@@ -152,7 +157,8 @@ def test_the_flow_is_as_good_as_the_matrix_of_seats(seed: int) -> None:
     cost = random.integers(0, [3, 1000][seed % 2], (int(room.sum()), places))
     cost[:, 0] -= seed % 3  # a favourite, so that many samples have to leave it
     every = np.arange(len(cost))
-    flow, seats = by_flow(cost, room), by_seats(cost, room)
+    flow = by_flow(cost, room)
+    seats = by_seats(cost, room)
     for at in (flow, seats, assign(cost, room)):
         assert np.bincount(at, minlength=places).tolist() == room.tolist()
         assert cost[every, at].sum() == cost[every, seats].sum()
@@ -161,8 +167,9 @@ def test_the_flow_is_as_good_as_the_matrix_of_seats(seed: int) -> None:
 @pytest.mark.parametrize("grid", [GRIDS[0], GRIDS[1], GRIDS[3]], ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_two_stages_are_best_between_nodes_and_then_within(grid: Grid, seed: int) -> None:
-    """Compares with all placements. Stage two does not revise stage one. Among placements that are equal between nodes it may
-    therefore miss the best one within nodes, but the result is always optimal between nodes."""
+    """Compares with all placements. Stage two does not revise stage one. Among placements that are
+    equal between nodes it may therefore miss the best one within nodes, but the result is always
+    optimal between nodes."""
     load = random_load(grid, seed, slots=1, carried=3 * (seed % 2))
     chosen = load.volume(BARE.decide(load))
     volumes = [load.volume(homes) for homes in every_placement(load)]
@@ -221,7 +228,8 @@ def test_the_integer_program_finds_the_best_of_all() -> None:
 
 def test_samples_go_to_their_experts_and_the_next_layer_has_a_say() -> None:
     grid = Grid(world=2, ep=2, ranks_per_node=1)
-    here, there = [4, 0], [0, 4]
+    here = [4, 0]
+    there = [0, 4]
     load = SampleLoad(grid, Homes.start(2, 1), np.array([there, here]), None)
     assert BARE.decide(load).samples.tolist() == [[1], [0]]
     load = SampleLoad(grid, Homes.start(2, 1), np.array([there, here]), np.array([[9, 0], [0, 9]]))
@@ -229,7 +237,8 @@ def test_samples_go_to_their_experts_and_the_next_layer_has_a_say() -> None:
 
 
 def test_a_residual_that_travels_keeps_samples_at_home() -> None:
-    grid, copies = Grid(world=2, ep=2, ranks_per_node=1), np.array([[1, 3], [3, 1]])
+    grid = Grid(world=2, ep=2, ranks_per_node=1)
+    copies = np.array([[1, 3], [3, 1]])
     assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None)).samples.tolist() == [
         [1],
         [0],
@@ -257,7 +266,8 @@ def test_among_equals_nobody_moves() -> None:
 
 def test_small_gains_move_nobody() -> None:
     load = random_load(GRIDS[0], 5)
-    before, after = load.volume(load.homes), load.volume(BARE.decide(load))
+    before = load.volume(load.homes)
+    after = load.volume(BARE.decide(load))
     saved = 1 - after.inter / before.inter
     assert saved > 0.05
     assert TwoStage(saved + 0.01).decide(load) is load.homes
@@ -297,8 +307,10 @@ def demo_samples() -> tuple[np.ndarray, np.ndarray]:
 def test_by_default_samples_move_where_they_differ_and_not_where_chance_differs(
     placer: AbstractPlacer,
 ) -> None:
-    """The sequence length, and the samples and experts per rank, are those of the demo on 2 nodes of 2 ranks."""
-    grid, homes = GRIDS[0], Homes.start(4, 8)
+    """The sequence length, and the samples and experts per rank, are those of the demo on 2 nodes
+    of 2 ranks."""
+    grid = GRIDS[0]
+    homes = Homes.start(4, 8)
     random = np.random.default_rng(0)
     alike = [random.multinomial(256, np.full(64, 1 / 64), size=32) for _ in range(2)]
     assert placer.decide(SampleLoad(grid, homes, *alike)) is homes
@@ -316,8 +328,10 @@ def test_samples_stay_within_their_copy_of_the_experts() -> None:
 
 
 def test_given_homes_come_in_turn() -> None:
-    first, second = Homes.start(4, 2), random_load(GRIDS[0], 1).homes
-    placer, load = Given([first, second]), random_load(GRIDS[0], 0)
+    first = Homes.start(4, 2)
+    second = random_load(GRIDS[0], 1).homes
+    placer = Given([first, second])
+    load = random_load(GRIDS[0], 0)
     assert [placer.decide(load) for _ in range(3)] == [first, second, first]
 
 
@@ -341,7 +355,8 @@ def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_
 
 def test_options_reach_the_policies() -> None:
     options = PlacerOptions(machine=Machine(intra_gbps=7, inter_gbps=3), least_gain=0.3, rest=4)
-    two_stage, weighed = SAMPLE_PLACERS["two_stage"](options), SAMPLE_PLACERS["weighed"](options)
+    two_stage = SAMPLE_PLACERS["two_stage"](options)
+    weighed = SAMPLE_PLACERS["weighed"](options)
     assert isinstance(two_stage, TwoStage)
     assert isinstance(weighed, Weighed)
     assert (two_stage.least_gain, two_stage.rest, weighed.least_gain, weighed.rest) == (
@@ -354,7 +369,8 @@ def test_options_reach_the_policies() -> None:
 
 
 def test_a_load_that_does_not_fit_is_refused() -> None:
-    homes, copies = Homes.start(4, 1), np.ones((4, 4), dtype=np.int64)
+    homes = Homes.start(4, 1)
+    copies = np.ones((4, 4), dtype=np.int64)
     with pytest.raises(InputError, match="over 4 ranks does not fit a mesh of 2"):
         SampleLoad(Grid(world=2, ep=2), homes, copies, None)
     with pytest.raises(InputError, match=r"following of shape \(4, 3\) does not fit"):

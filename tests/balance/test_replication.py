@@ -1,4 +1,5 @@
-"""Tests of replication policies: their tables, that these are legal, and that they never cost more by the policy's model."""
+"""Tests of replication policies: their tables, that these are legal, and that they never cost more
+by the policy's model."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from moesaic.balance.replication.shadow import Shadow
 from moesaic.balance.replication.spill import Spill
 from moesaic.balance.replication.tables import seconds_under
 from moesaic.errors import InputError
-from moesaic.named import REPLICATION
+from moesaic.policies import REPLICATION
 from moesaic.program.grid import Grid
 from moesaic.program.replications import NOTHING, Replications
 from replication_loads import by_place, check_table, draw, flat
@@ -55,10 +56,8 @@ def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: 
         for replica, replicated in zip(
             replica_loads(load, costs), by_place(load, kind(costs).decide(load))
         ):
-            before, after = (
-                seconds_under(replica, NOTHING),
-                seconds_under(replica, Replications.of(replicated)),
-            )
+            before = seconds_under(replica, NOTHING)
+            after = seconds_under(replica, Replications.of(replicated))
             assert after <= before * (1 + 1e-12)
             helped += after < before * 0.99
     assert helped > 5 or costs is DEAR_WEIGHTS
@@ -112,7 +111,8 @@ def test_the_cost_by_hand():
 
 
 def test_the_hottest_expert_is_shadowed_where_weights_cost_nothing():
-    """Row and column sums differ, so that summing counts over the wrong axis would find no hot expert."""
+    """Row and column sums differ, so that summing counts over the wrong axis would find no hot
+    expert."""
     copies = np.array([[1, 50, 2, 3], [2, 60, 3, 4], [4, 70, 5, 6], [8, 80, 9, 10]])
     load = CallLoad(Grid(world=4, ep=4), copies, 4, units=8, dim=8)
     for policy in (Shadow(FAST_WEIGHTS), Shadow(FAST_WEIGHTS, whole=True), Published(FAST_WEIGHTS)):
@@ -133,9 +133,12 @@ def test_two_equally_hot_experts_block_the_published_rule_and_not_ours():
 def algorithm_1(
     copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_per_second: float
 ) -> set[int]:
-    """Run FasterMoE's Algorithm 1 with equations 7 and 8 as printed, but in bytes: 1 expert per worker, 2 bytes an element."""
-    experts, width = len(copies), 2 / bytes_per_second
-    computed, shadowed = copies.sum(0).astype(float), set()
+    """Run FasterMoE's Algorithm 1 with equations 7 and 8 as printed, but in bytes: 1 expert per
+    worker, 2 bytes an element."""
+    experts = len(copies)
+    width = 2 / bytes_per_second
+    computed = copies.sum(0).astype(float)
+    shadowed = set()
     best = max(12 * b * alpha * dim**2 / flops + 4 * b * dim * width for b in computed)
     for expert in sorted(range(experts), key=lambda e: (-copies[:, e].sum(), e)):
         trial = computed + copies[:, expert]
@@ -144,14 +147,18 @@ def algorithm_1(
         seconds = 12 * max(trial) * alpha * dim**2 / flops + 2 * r * 2 * alpha * dim**2 * width
         if seconds >= best:
             break
-        computed, best = trial, seconds
+        computed = trial
+        best = seconds
         shadowed.add(expert)
     return shadowed
 
 
 def test_the_published_rule_charges_the_weights_that_equation_8_charges():
     """If weights are not free, they travel once forward and once back: 2 r * 2 alpha H^2 / W."""
-    random, dim, alpha, numbers_shadowed = np.random.default_rng(0), 64, 2.0, []
+    random = np.random.default_rng(0)
+    dim = 64
+    alpha = 2.0
+    numbers_shadowed = []
     costs = ReplicationCosts(
         machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2
     )
@@ -194,8 +201,8 @@ def test_given_lendings_are_cut_to_what_there_is():
 def test_eplb_shares_the_hottest_experts_equally_with_the_least_loaded_places():
     load = flat([800, 80, 80, 80, 400, 80, 80, 80], ep=4)
     table = EPLB().decide(load)
-    # Loads per replica with four redundant experts: 800 -> 400 -> 266 -> 200 for expert 0, which all places hold, and
-    # 400 -> 200 for expert 4, which two places hold.
+    # Loads per replica with four redundant experts: 800 -> 400 -> 266 -> 200 for expert 0, which
+    # all places hold, and 400 -> 200 for expert 4, which two places hold.
     assert table.sum(0).tolist()[0] == [0, 200, 200, 200]
     assert table.sum(0)[4].sum() == 200
     assert (table.sum((0, 2)) > 0).tolist() == [

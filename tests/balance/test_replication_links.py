@@ -1,4 +1,5 @@
-"""Tests of the cost of replication on a cluster: rates per pair, shared links, and weights that each node gets once."""
+"""Tests of the cost of replication on a cluster: rates per pair, shared links, and weights that
+each node gets once."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationC
 from moesaic.balance.replication.tables import seconds_under
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.planner.rates import costs_of
+from moesaic.planner.policy_rates import costs_of
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
@@ -44,7 +45,8 @@ def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
     own, shared = (
         Link(name="nic", devices=devices, gbps=(25,), carries="outside") for devices in (1, 2)
     )
-    both, one = np.zeros((4, 4), dtype=np.int64), np.zeros((4, 4), dtype=np.int64)
+    both = np.zeros((4, 4), dtype=np.int64)
+    one = np.zeros((4, 4), dtype=np.int64)
     both[0, 2] = both[1, 3] = one[0, 2] = 1000
     seconds = {}
     for name, link in (("own", own), ("shared", shared)):

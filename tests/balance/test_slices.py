@@ -1,4 +1,5 @@
-"""Tests of slices: they contain every row once, stay within the budget on every rank, and are as few as possible."""
+"""Tests of slices: they contain every row once, stay within the budget on every rank, and are as
+few as possible."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def fits(grid: str, plan: str, budget: int) -> bool:
 
 
 def draw(work: Compiled, seed: int) -> tuple[np.ndarray, Replications | None]:
-    """Return copies, with the first half of the experts much hotter, and a table of replicated copies."""
+    """Return copies, with the first half of the experts much hotter, and a table of replicated
+    copies."""
     rng = np.random.default_rng(seed)
     copies = rng.integers(0, 9, size=(work.grid.world, EXPERTS)) * np.array([6, 4, 1, 0])
     if not work.replicates:
@@ -85,7 +87,8 @@ def draw(work: Compiled, seed: int) -> tuple[np.ndarray, Replications | None]:
 def rows_at_experts(
     work: Compiled, copies: np.ndarray, replicated: Replications | None
 ) -> np.ndarray:
-    """Return the rows at each rank's experts in the expert tasks of the program itself, (world,)."""
+    """Return the rows at each rank's experts in the expert tasks of the program itself,
+    (world,)."""
     sizes = CallSizes(
         work.grid,
         copies,
@@ -190,7 +193,8 @@ def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
 
 
 def test_replicated_weights_take_room() -> None:
-    """Helpers hold weights and gradients while gradients are computed; all hold messages, and homes more, in transfers."""
+    """Helpers hold weights and gradients while gradients are computed; all hold messages, and homes
+    more, in transfers."""
     load = CallLoad(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
     assert rows_for_weights(load) == 5  # 540 numbers, where a row has 90 + 18
     assert limits_of_ranks(load, NOTHING, 100).tolist() == [100] * 4
@@ -217,7 +221,9 @@ def test_replicated_weights_take_room() -> None:
 def test_few_experts_are_replicated_to_stay_within_a_budget(slices: int) -> None:
     """Of one hot expert among small ones on an overloaded rank, only the hot one moves."""
     copies = np.zeros((4, 32), dtype=np.int64)
-    copies[:, 8:], copies[:, :8], copies[:, 3] = 1, 2, 60
+    copies[:, 8:] = 1
+    copies[:, :8] = 2
+    copies[:, 3] = 60
     load = CallLoad(GRIDS["ep 4"], copies, 32, units=1, dim=8)
     replicated = within_budget(load, NOTHING, 120 // slices, slices)
     assert replicated is not None
@@ -227,7 +233,8 @@ def test_few_experts_are_replicated_to_stay_within_a_budget(slices: int) -> None
 def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices() -> None:
     load = CallLoad(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
     costs = ReplicationCosts(machine=Machine(tflops=1e-3))
-    whole, in_slices = seconds(load, costs, NOTHING, 1, 0.0), seconds(load, costs, NOTHING, 4, 0.75)
+    whole = seconds(load, costs, NOTHING, 1, 0.0)
+    in_slices = seconds(load, costs, NOTHING, 4, 0.75)
     assert 1.15 * whole < in_slices < 1.5 * whole
     tables = fitting_tables(load, NOTHING, 6000, 3)
     assert seconds(load, costs, tables[0], 1, 0.0) < 0.5 * whole
@@ -238,7 +245,8 @@ def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices()
 
 
 def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
-    """All experts of the hot rank are small; without a limit, one helper would need the weights of most of them."""
+    """All experts of the hot rank are small; without a limit, one helper would need the weights of
+    most of them."""
     experts = 4 * 64
     copies = np.zeros((4, experts), dtype=np.int64)
     copies[:, :64] = 1

@@ -64,10 +64,8 @@ def test_a_slow_link_is_that_of_one_node() -> None:
     grid = Grid(world=8, ep=8, ranks_per_node=2)
     machine = Machine(inter_gbps=25.0, intra_gbps=200.0)
     load = CallLoad(grid, np.full((8, 16), 10), 16, units=8, dim=8)
-    told, slow = (
-        ReplicationCosts(machine=machine),
-        ReplicationCosts(machine=machine, node_links=(1, 1, 1, 0.5)),
-    )
+    told = ReplicationCosts(machine=machine)
+    slow = ReplicationCosts(machine=machine, node_links=(1, 1, 1, 0.5))
     ((before,), (after,)) = (replica_loads(load, each) for each in (told, slow))
     ratio = after.links.seconds_per_byte / np.where(
         before.links.seconds_per_byte > 0, before.links.seconds_per_byte, 1

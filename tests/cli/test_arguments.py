@@ -82,9 +82,18 @@ def test_flags_that_the_command_has_read_before_are_suggested_too():
 @pytest.mark.parametrize(
     "box",
     [
-        "╭─ Value error ───╮\n│ Error parsing --steps: no number: 'x' │\n│ ───── │\n│ Argument helptext: │\n│ --steps │\n",
-        " Value error  \n ------ \n  Error parsing --steps: no number: 'x' \n ------\n  Argument helptext: \n  --steps \n\n",
-        "\x1b[31m╭─\x1b[0m Value error ─╮\n│ Error parsing --steps:\n no number: 'x' │\n│ For full helptext, see --help │\n",
+        (
+            "╭─ Value error ───╮\n│ Error parsing --steps: no number: 'x' │\n│ ───── │\n│ "
+            "Argument helptext: │\n│ --steps │\n"
+        ),
+        (
+            " Value error  \n ------ \n  Error parsing --steps: no number: 'x' \n ------\n  "
+            "Argument helptext: \n  --steps \n\n"
+        ),
+        (
+            "\x1b[31m╭─\x1b[0m Value error ─╮\n│ Error parsing --steps:\n no number: 'x' │\n│ For "
+            "full helptext, see --help │\n"
+        ),
     ],
     ids=["lines", "ascii", "colours"],
 )

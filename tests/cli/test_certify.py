@@ -1,4 +1,5 @@
-"""`moesaic certify`: one line per failure, the exit code, JSON, and what it says to a name that is no system."""
+"""`moesaic certify`: one line per failure, the exit code, JSON, and what it says to a name that is
+no system."""
 
 from __future__ import annotations
 
@@ -22,16 +23,20 @@ class Half(AbstractRoutedExperts):
 
     def __init__(self, spec):
         own = spec.weights
-        self.w1, self.w3, self.w2 = (each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2))
+        self.w1 = own.w1.clone().requires_grad_()
+        self.w3 = own.w3.clone().requires_grad_()
+        self.w2 = own.w2.clone().requires_grad_()
 
     def run(self, x, experts, gates):
-        hidden = F.silu(torch.einsum("td,ehd->teh", x, self.w1)) * torch.einsum("td,ehd->teh", x, self.w3)
+        gate = torch.einsum("td,ehd->teh", x, self.w1)
+        hidden = F.silu(gate) * torch.einsum("td,ehd->teh", x, self.w3)
         y = torch.einsum("teh,edh->ted", hidden, self.w2)
         chosen = y.gather(1, experts.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
         return self.part * (gates.unsqueeze(-1) * chosen).sum(1)
 
     def gradients(self):
-        return MoEWeights(*(torch.zeros_like(w) if w.grad is None else w.grad for w in (self.w1, self.w3, self.w2)))
+        weights = (self.w1, self.w3, self.w2)
+        return MoEWeights(*(torch.zeros_like(w) if w.grad is None else w.grad for w in weights))
 
 
 class Whole(Half):

@@ -1,4 +1,5 @@
-"""`moesaic check`: its options, its table, its JSON, and that a failure is told and makes the exit code 1."""
+"""`moesaic check`: its options, its table, its JSON, and that a failure is told and makes the exit
+code 1."""
 
 from __future__ import annotations
 

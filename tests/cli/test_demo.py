@@ -6,6 +6,7 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.train import loop, machine
+from moesaic.train.example_text import PACKAGE, VERSION
 
 
 @pytest.fixture
@@ -17,9 +18,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_demo_compares_the_two_halves(tmp_path, capsys, quick):
     assert main(["demo", "--steps", "2", "--out", str(tmp_path / "demo")]) == 0
     said = capsys.readouterr().out
+    assert f"files of {PACKAGE} {VERSION}" in said
     assert "sparse (MoE)" in said
     assert "gain of the sparse model" in said
-    assert "def read_file(path):" in said
+    assert "def solve(equation, symbol):" in said
     assert (tmp_path / "demo" / "report.html").exists()
 
 

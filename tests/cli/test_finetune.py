@@ -1,4 +1,5 @@
-"""`moesaic finetune` on CPU ranks from one command: losses, resuming, merging, and what it refuses before it loads anything."""
+"""`moesaic finetune` on CPU ranks from one command: losses, resuming, merging, and what it refuses
+before it loads anything."""
 
 from __future__ import annotations
 
@@ -16,23 +17,29 @@ pytest.importorskip("peft", reason="pip install peft")
 import peft
 import quantized_models
 from lora_ranks import FAMILIES, SIZES
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
 from forked import Forked
+from helpers import kinds_of_files
 from moesaic.cli.main import main
 from moesaic.errors import InputError
-from moesaic.finetune import recipe
+from moesaic.finetune import merge, recipe
 from moesaic.finetune.data import sequences
 from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.merge import write_merged
-from moesaic.finetune.options import COMPLETE, FinetuneOptions
+from moesaic.finetune.options import FinetuneOptions
+from moesaic.resuming import COMPLETE
 from moesaic.transformers import FourBitExpertsConfig
+from moesaic.weights.load import load_model
 
 FLAGS = (
     "--length",
@@ -128,6 +135,15 @@ def test_two_ranks_train_like_one_process(place, finished):
     assert loss(adapted(place, "one")) == pytest.approx(loss(adapted(place, "two")), abs=1e-5)
 
 
+def test_no_file_of_a_run_is_a_pickle(place, finished):
+    kinds = kinds_of_files(place / "two")
+    states = {
+        f"checkpoint-{step}/states-{rank}-of-2.safetensors" for step in (2, 4) for rank in (0, 1)
+    }
+    assert {name for name in kinds if "states-" in name} == states
+    assert set(kinds.values()) == {"text", "safetensors"}
+
+
 def test_the_merged_model_has_the_losses_of_the_adapters(place, finished):
     model = adapted(place, "two")
     expected = loss(model)
@@ -218,7 +234,8 @@ def test_the_loss_in_parts_and_its_gradients_are_those_of_transformers():
 
 def test_a_family_that_caps_its_logits_keeps_its_loss():
     torch.manual_seed(0)
-    model, ids = FAMILIES["qwen3"](), torch.arange(4, 20).unsqueeze(0)
+    model = FAMILIES["qwen3"]()
+    ids = torch.arange(4, 20).unsqueeze(0)
     with torch.no_grad():
         model.lm_head.weight.mul_(50)
     model.lm_head.register_forward_hook(lambda head, inputs, logits: 5 * torch.tanh(logits / 5))
@@ -228,16 +245,22 @@ def test_a_family_that_caps_its_logits_keeps_its_loss():
 
 
 def test_a_run_of_moesaic_train_is_fine_tuned_with_its_own_tokenizer(tmp_path):
-    text, run, hub = tmp_path / "text.txt", tmp_path / "run", tmp_path / "model"
+    text = tmp_path / "text.txt"
+    run = tmp_path / "run"
+    hub = tmp_path / "model"
     text.write_text("eins, zwö, trois 狐 ")
     text.write_text(text.read_text() * 300)
     sizes = "--model.conv-width 1 --model.dim 64 --model.moe.hidden 64"
-    flags = f"--preset gpt-tiny --out {run} --steps 4 --data.path {text} {sizes} --device cpu --no-tensorboard"
+    flags = (
+        f"--preset gpt-tiny --out {run} --steps 4 --data.path {text} {sizes} --device cpu "
+        "--no-tensorboard"
+    )
     assert main(["train", *flags.split()]) == 0
     assert main(["convert", str(run), str(hub), "--to", "hf"]) == 0
     found = on_ranks(tmp_path, "out", 2, "--merge")
     assert found[-1] < found[0] - 0.05
-    model, merged = adapted(tmp_path, "out"), tmp_path / "out" / "merged"
+    model = adapted(tmp_path, "out")
+    merged = tmp_path / "out" / "merged"
     expected = loss(model)
     assert loss(AutoModelForCausalLM.from_pretrained(merged)) == pytest.approx(expected, abs=1e-6)
     with model.disable_adapter():
@@ -310,12 +333,13 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
     (tmp_path / "empty.txt").touch()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine.txt").write_text("mine")
-    model, text = str(place / "model"), str(place / "text.txt")
+    model = str(place / "model")
+    text = str(place / "text.txt")
     for words, line in (
         ([str(tmp_path / "dense"), text], "llama has no experts"),
         (
             [str(tmp_path / "gptq"), text],
-            "its weights are quantized (gptq): name the checkpoint that it was quantized",
+            "the weights are quantized (gptq), and only fp8, mxfp4 and bitsandbytes are read: name",
         ),
         ([str(tmp_path / "\x1b]52;model"), text], "\\x1b]52;model: is neither a folder nor a name"),
         ([str(tmp_path / "mute"), text], "mute: has no tokenizer that transformers can load"),
@@ -369,5 +393,92 @@ def test_data_may_be_lines_of_json_with_texts_or_messages(tmp_path):
     with pytest.raises(InputError, match='neither "text" nor "messages"'):
         sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 1)
     (tmp_path / "data.jsonl").write_text("not JSON\n")
-    with pytest.raises(InputError, match="cannot be read as text or as JSON lines"):
+    with pytest.raises(InputError, match="line 1: cannot be read as JSON lines"):
         sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 1)
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_head_that_differs_from_the_embedding_is_merged(place, tmp_path, method):
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "model")
+    words_tokenizer().save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+    words = [
+        str(tmp_path / "model"),
+        str(place / "text.txt"),
+        "--out",
+        str(tmp_path / "out"),
+        "--method",
+        method,
+    ]
+    assert main(["finetune", *words, *FLAGS, "--merge"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
+    assert merged.config.tie_word_embeddings is False
+    assert torch.equal(merged.lm_head.weight, head)
+    if method == "qlora":
+        assert loss(merged) == pytest.approx(loss(adapted(tmp_path, "out")), abs=1e-6)
+
+
+def test_a_merged_model_that_computes_something_else_is_not_kept(
+    place, tmp_path, monkeypatch, capsys
+):
+    right = merge._merged
+
+    def wrong(module: Any, name: str, tensor: Any, wrapper: Any, dtype: Any) -> Any:
+        return right(module, name, tensor, None if name == "down_proj" else wrapper, dtype)
+
+    monkeypatch.setattr(merge, "_merged", wrong)
+    words = [
+        str(place / "model"),
+        str(place / "text.txt"),
+        "--out",
+        str(tmp_path / "out"),
+        "--method",
+        "lora",
+    ]
+    assert main(["finetune", *words, *FLAGS, "--learning-rate", "0.5", "--merge"]) == 2
+    assert (
+        "the logits of the merged model differ from those of the adapted one by"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out" / "merged").exists()
+    assert not list((tmp_path / "out").glob(".writing-*"))
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_a_tensor_without_a_place_in_the_merged_model_is_an_error(place, tmp_path):
+    options = FinetuneOptions(
+        model=str(place / "model"), data="", method="lora", rank=4, dtype="float32"
+    )
+    model = recipe.adapt(load_model(options.model, **recipe.loading(options, 1, "cpu")), options)
+    model.get_base_model().model.layers[0].mlp.register_parameter(
+        "extra", torch.nn.Parameter(torch.ones(2))
+    )
+    with pytest.raises(InputError, match=r"has no place for model\.layers\.0\.mlp\.extra"):
+        write_merged(model, options.model, tmp_path / "merged", torch.float32, words_tokenizer())
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_model_under_present_names_is_fine_tuned_and_merged(place, tmp_path):
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=4)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model", save_original_format=False)
+    words_tokenizer().save_pretrained(tmp_path / "model")
+    words = [
+        str(tmp_path / "model"),
+        str(place / "text.txt"),
+        "--out",
+        str(tmp_path / "out"),
+        "--method",
+        "lora",
+    ]
+    assert main(["finetune", *words, *FLAGS, "--merge"]) == 0
+    assert any(
+        "w1.weight" in name
+        for name in load_file(next((tmp_path / "out/merged").glob("model*.safetensors")))
+    )

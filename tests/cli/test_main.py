@@ -47,7 +47,10 @@ def test_every_command_has_help(capsys, command):
 def test_a_command_of_the_laboratory_says_how_to_get_it(capsys, monkeypatch, command):
     monkeypatch.setattr("moesaic.cli.main.entry_points", lambda **_: ())
     assert main([command]) == 2
-    line = f'moesaic {command}: needs the package moesaic-lab: in a clone of the repository, pip install "./lab"\n'
+    line = (
+        f"moesaic {command}: needs the package moesaic-lab: in a clone of the repository, pip "
+        'install "./lab"\n'
+    )
     assert capsys.readouterr().err == line
 
 
@@ -71,7 +74,10 @@ def test_a_command_of_another_package_is_found(capsys, monkeypatch, tmp_path):
         (
             OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300),
             2,
-            f"moesaic sample: {'x' * 200}: cannot be reached (File name too long): name another path",
+            (
+                f"moesaic sample: {'x' * 200}: cannot be reached (File name too long): name "
+                "another path"
+            ),
         ),
         (
             PermissionError(errno.EACCES, "Permission denied", "a\nb"),
@@ -79,9 +85,24 @@ def test_a_command_of_another_package_is_found(capsys, monkeypatch, tmp_path):
             "moesaic sample: a\\nb: cannot be reached (Permission denied): name another path",
         ),
         (
+            OSError(errno.ENOSPC, "No space left on device", "plan.toml"),
+            2,
+            "moesaic sample: plan.toml: cannot be written (No space left on device): free space, "
+            "or name another path",
+        ),
+        (
+            RuntimeError("Error while serializing: I/O error: Input/output error (os error 5)"),
+            2,
+            "moesaic sample: a file: cannot be read or written (Input/output error): look at its "
+            "disk, or name another path",
+        ),
+        (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             2,
-            'moesaic sample: needs the package torch: in a clone of the repository, pip install ".[train]"',
+            (
+                "moesaic sample: needs the package torch: in a clone of the repository, pip "
+                'install ".[train]"'
+            ),
         ),
         (
             ModuleNotFoundError(
@@ -108,7 +129,7 @@ def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, cod
     "error",
     [
         ModuleNotFoundError("x", name="moesaic.lost"),
-        OSError(errno.EIO, "x"),
+        OSError(errno.ECHILD, "x"),
         ZeroDivisionError(),
         SystemExit(3),
     ],
@@ -131,15 +152,15 @@ def test_the_module_is_the_command():
         check=False,
     )
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == f"moesaic nonsense: unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}\n"
+    assert done.stderr == (
+        f"moesaic nonsense: unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}\n"
     )
 
 
 @pytest.mark.parametrize("words", [["train", "--preset", "demo", "--help"], ["show", "--json"]])
 def test_a_reader_that_stops_reading_is_no_error(words):
-    """As in `moesaic show | head -1`: the pipe breaks while the program prints, or when it flushes at the end."""
+    """As in `moesaic show | head -1`: the pipe breaks while the program prints, or when it flushes
+    at the end."""
     script = f"import sys; from moesaic.cli.main import main; sys.exit(main({words}))"
     process = subprocess.Popen(
         [sys.executable, "-c", script],

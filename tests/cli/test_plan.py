@@ -1,4 +1,5 @@
-"""`moesaic plan`: what it prints and writes, what it refuses in one line, and that it runs without torch."""
+"""`moesaic plan`: what it prints and writes, what it refuses in one line, and that it runs without
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from moesaic.cli.main import main
 from moesaic.cli.plan_words import what_was_measured
 from moesaic.planner.cluster import presets, read_cluster
 from moesaic.planner.emit import SYSTEMS
-from moesaic.planner.files import read_planned
+from moesaic.planner.plan_files import read_planned
 from moesaic.program.plan import Plan, plan_in_words
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.config import PlannerConfig, TrainConfig
@@ -80,11 +81,13 @@ def test_json_ranks_by_time_and_says_why(files: list[str], capsys: pytest.Captur
     assert found["by_ep"]["1"]["best_seconds"] >= found["by_ep"]["1"]["floor_seconds"]
     assert any("ep = 1" in line for line in found["reasons"])
     assert found["layouts"] > found["layouts_left_out"] >= 0
-    experts, around = 2 * 3 * 64 * 128, 2 * (4 * 64 * 64 + 4 * 64) + 256 * 64
+    experts = 2 * 3 * 64 * 128
+    around = 2 * (4 * 64 * 64 + 4 * 64) + 256 * 64
     assert found["parameters"] == {"total": 4 * experts + around, "active": experts + around}
     assert found["reasons"][0] == "model: 0.2 million total, 0.1 million active parameters"
     assert found["reasons"][-1] == (
-        "measured of cluster: nothing by us; its description does not say where its numbers come from (source = ...)"
+        "measured of cluster: nothing by us; its description does not say where its numbers "
+        "come from (source = ...)"
     )
 
 
@@ -136,7 +139,8 @@ def test_every_size_of_ep_is_given_a_speed_or_said_not_to_be_searched(hub, capsy
 
 @pytest.mark.parametrize("name", presets())
 def test_what_was_measured_of_a_preset_is_told(name: str) -> None:
-    spec, said = read_cluster(name), what_was_measured(read_cluster(name))
+    spec = read_cluster(name)
+    said = what_was_measured(read_cluster(name))
     assert said.startswith(f"measured of {name}: {'; '.join(spec.measured) or 'nothing by us'}; ")
     assert said.endswith(spec.source)
     assert "\n" not in said
@@ -198,9 +202,7 @@ def test_codecs_only_where_allowed(files: list[str], capsys: pytest.CaptureFixtu
     assert {plan["codec"] for plan in plans} != {"none"}
 
 
-def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
-    hub, tmp_path, capsys
-):
+def test_under_counts_no_line_compares_with_even_routing(hub, tmp_path, capsys):
     np.save(tmp_path / "counts.npy", np.array([[9, 1, 1, 1, 1, 1, 1, 1]] * 8))
     flags = [
         "--ep",
@@ -215,72 +217,114 @@ def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
     assert main([*hub, *flags, "--trace", str(tmp_path / "counts.npy")]) == 0
     lines = capsys.readouterr().out.splitlines()
 
-    def number(start: str, place: int) -> float:
-        (line,) = (line for line in lines if line.startswith(start))
-        return float(line.removeprefix(start).split()[place].replace(",", ""))
-
-    even, counted = (
-        number("under even routing, which the lines below assume:", 0),
-        number("speed:", 0),
-    )
-    assert even > counted
-    megatron = (
-        next(line for line in lines if line.startswith("as Megatron-LM 0.20 runs it"))
-        .split(": ")[-1]
-        .split()
-    )
-    assert float(megatron[megatron.index("times") - 1]) == pytest.approx(
-        float(megatron[0].replace(",", "")) / even, abs=0.006
-    )
-    yours = number("yours:", 0)
-    reached = next(line for line in lines if line.startswith("the layout above reaches"))
-    (gain,) = (float(word) for word in reached.split() if word[0].isdecimal())
-    assert gain == pytest.approx(even / yours, abs=0.006)
+    starts = [line.split(":")[0] for line in lines]
+    assert "speed" in starts
+    assert "yours" in starts
+    assert "yours, under even routing, which is not compared with the plan above" in starts
+    assert "change first" not in starts
+    assert not any("MaxVio" in line or "as Megatron-LM" in line for line in lines)
+    assert not any("layout above" in line or "the speed above" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["--cluster", "25gb", "--model", "demo"], "cluster '25gb' is unknown: did you mean 25gbe?"),
+        (
+            ["--cluster", "25gb", "--model", "demo"],
+            "cluster '25gb' is unknown: did you mean 25gbe?",
+        ),
         (["--cluster", "25gbe", "--model", "dmo"], "model 'dmo' is unknown: did you mean demo?"),
         (["--cluster", "25gbe"], "--model is missing: name one (mixtral-8x7b, olmoe-1b-7b, "),
         (["--model", "demo"], "--cluster is missing: choose one of 100gbe"),
         (["--model", "demo", "--cluster", "25gbe", "--pp", "0"], "--pp 0: must be at least 1"),
-        (["--model", "demo", "--cluster", "25gbe", "--pp", "3"], "--pp 3: does not divide 16 devices: choose a divisor"),
-        (["--model", "demo", "--cluster", "25gbe", "--batch-size", "7"],
-         "tp 1, ep 1, etp 1: the data-parallel groups, 16 does not divide batch_size=7"),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--pp", "3"],
+            "--pp 3: does not divide 16 devices: choose a divisor",
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--batch-size", "7"],
+            "tp 1, ep 1, etp 1: the data-parallel groups, 16 does not divide batch_size=7",
+        ),
         (["--model", "demo", "--cluster", "25gbe", "--tp", "0"], "--tp 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--top", "0"], "--top 0: must be at least 1"),
-        (["--model", "demo", "--cluster", "25gbe", "--chunks"], "--chunks is empty: name at least one"),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--chunks"],
+            "--chunks is empty: name at least one",
+        ),
         (["--model", "demo", "--cluster", "25gbe", "--chunk", "2"], "did you mean --chunks?"),
-        (["--model", "demo", "--cluster", "25gbe", "--ep", "5"],
-         "no layout of 16 ranks: ep 5 does not divide them: choose a divisor, or leave --ep out and every size is tried"),
-        (["--model", "demo", "--cluster", "25gbe", "--ep", "8", "--etp", "4"], "ep 8 x etp 4 does not divide them"),
-        (["--model", "demo", "--cluster", "25gbe", "--explain", "--expert-model-parallel-size 5"],
-         "16 ranks do not split into tp 1, cp 1, pp 1, ep 5, etp 1"),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--ep", "5"],
+            (
+                "no layout of 16 ranks: ep 5 does not divide them: choose a divisor, or leave "
+                "--ep out and every size is tried"
+            ),
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--ep", "8", "--etp", "4"],
+            "ep 8 x etp 4 does not divide them",
+        ),
+        (
+            [
+                "--model",
+                "demo",
+                "--cluster",
+                "25gbe",
+                "--explain",
+                "--expert-model-parallel-size 5",
+            ],
+            "16 ranks do not split into tp 1, cp 1, pp 1, ep 5, etp 1",
+        ),
         (["--model", "demo", "--cluster", "no.toml"], "no.toml: no such file"),
-        (["--model", "demo", "--cluster", "25gbe", "--reserve-gib", "nan"], "--reserve-gib nan: must be a finite number"),
-        (["--model", "demo", "--cluster", "25gbe", "--reserve-gib", "-1"], "--reserve-gib -1.0: must be a finite number"),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--reserve-gib", "nan"],
+            "--reserve-gib nan: must be a finite number",
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--reserve-gib", "-1"],
+            "--reserve-gib -1.0: must be a finite number",
+        ),
         (["--model", "no.toml", "--cluster", "25gbe"], "config no.toml: no such file"),
         (["--model", "demo", "--cluster", "25gbe", "--trace", "no.npz"], "no.npz"),
-        (["--model", "demo", "--cluster", "25gbe", "--max-vio", "-1"], "--max-vio -1.0: must be a finite number of at least 0"),
-        (["--model", "demo", "--cluster", "25gbe", "--max-vio", "nan"], "--max-vio nan: must be a finite number of at least 0"),
-        (["--model", "demo", "--cluster", "25gbe", "--max-vio", "1", "--trace", "a.csv"],
-         "--trace and --max-vio both say how skewed"),
-        (["--model", "demo", "--cluster", "25gbe", "--gpus", "4", "--nodes", "2"],
-         "--nodes and --gpus both say how large the cluster is"),
-        (["--model", "demo", "--cluster", "25gbe", "--price-per-hour", "-1"],
-         "--price-per-hour -1.0: must be a finite number above 0"),
-        (["--model", "demo", "--cluster", "25gbe", "--explain", "--nothing"],
-         "found no flag of Megatron or torchtitan that splits"),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--max-vio", "-1"],
+            "--max-vio -1.0: must be a finite number of at least 0",
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--max-vio", "nan"],
+            "--max-vio nan: must be a finite number of at least 0",
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--max-vio", "1", "--trace", "a.csv"],
+            "--trace and --max-vio both say how skewed",
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--gpus", "4", "--nodes", "2"],
+            "--nodes and --gpus both say how large the cluster is",
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--price-per-hour", "-1"],
+            "--price-per-hour -1.0: must be a finite number above 0",
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--explain", "--nothing"],
+            "found no flag of Megatron or torchtitan that splits",
+        ),
         (["--model", "demo", "--cluster", "25gbe", "--emit", "megatrom"], "megatrom"),
-        (["--model", "demo", "--cluster", "dgx-h100", "--gpus", "12"],
-         "12 devices are not whole nodes of dgx-h100, which have 8: try 8"),
-        (["--model", "demo", "--cluster", "25gbe", "--write", "plan.txt"], "--write plan.txt: choose a name that ends in"),
-        (["--model", "gpt-small", "--cluster", "25gbe", "--reserve-gib", "23.9"], "the model fits no layout of 16 ranks"),
+        (
+            ["--model", "demo", "--cluster", "dgx-h100", "--gpus", "12"],
+            "12 devices are not whole nodes of dgx-h100, which have 8: try 8",
+        ),
+        (
+            ["--model", "demo", "--cluster", "25gbe", "--write", "plan.txt"],
+            "--write plan.txt: choose a name that ends in",
+        ),
+        (
+            ["--model", "gpt-small", "--cluster", "25gbe", "--reserve-gib", "23.9"],
+            "the model fits no layout of 16 ranks",
+        ),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(
     words: list[str], refusal: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -311,9 +355,16 @@ def test_plans_in_words() -> None:
 
 
 HUB = {
-    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000,
-}  # fmt: skip
+    "model_type": "mixtral",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
 
 
 @pytest.fixture
@@ -363,17 +414,30 @@ def test_a_skew_that_no_memory_holds_is_refused_in_one_line(files, capsys):
 def test_a_model_of_the_hub_is_answered_in_what_people_ask(
     hub: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 64 --enable-zero-bubble"
-    flags += " --recompute-modules moe_act layernorm --fp8-format hybrid --num-distributed-optimizer-instances 1"
+    flags = (
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 64 "
+        "--enable-zero-bubble"
+    )
+    flags += (
+        " --recompute-modules moe_act layernorm --fp8-format hybrid "
+        "--num-distributed-optimizer-instances 1"
+    )
     assert main([*hub, "--ep", "8", "--price-per-hour", "2.5", "--explain", flags]) == 0
     text = capsys.readouterr().out
     for words in (
-        "tokens/s and device (", "by published steps), a step of 4,194,304 tokens in", "MFU", "change first: ",
+        "tokens/s and device (",
+        "by published steps), a step of 4,194,304 tokens in",
+        "MFU",
+        "change first: ",
         "a MaxVio of 1 (one rank's experts get 2 times their share in every layer) makes a step",
-        "for a trillion tokens at 2.5 an hour", "yours: ", "the layout above reaches",
-        "your parts: attention", "pipeline", "; memory: weights",
+        "for a trillion tokens at 2.5 an hour",
+        "yours: ",
+        "the layout above reaches",
+        "your parts: attention",
+        "pipeline",
+        "; memory: weights",
         "as Megatron-LM 0.20 runs it: ",
-    ):  # fmt: skip
+    ):
         assert words in text
     assert ": :" not in text
     first = next(line for line in text.splitlines() if line.startswith("change first: "))
@@ -402,7 +466,10 @@ def test_a_layout_is_printed_in_the_words_of_another_system(system, words, hub, 
 
 
 def test_somebodys_layout_is_printed_in_the_words_of_another_system(hub, capsys):
-    flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --enable-zero-bubble --micro-batch-size 2"
+    flags = (
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --enable-zero-bubble "
+        "--micro-batch-size 2"
+    )
     assert main([*hub, "--ep", "8", "--explain", flags, "--emit", "torchtitan"]) == 0
     printed = capsys.readouterr().out
     assert "--parallelism.pipeline_parallel_schedule InterleavedZeroBubble" in printed
@@ -417,12 +484,14 @@ def test_the_best_layout_with_a_pipeline_is_printed_in_the_words_of_megatron(hub
 def test_the_answer_is_a_page_to_share(
     hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """With every line, those on demand and that of a layout whose pipelines lack sequences included."""
+    """With every line, those on demand and that of a layout whose pipelines lack sequences
+    included."""
     pytest.importorskip("plotly")
     page = tmp_path / "plan.html"
     flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 2 --global-batch-size 4"
     assert main([*hub, "--ep", "8", "--verbose", "--page", str(page), "--explain", flags]) == 0
-    lines, text = capsys.readouterr().out.splitlines(), page.read_text(encoding="utf-8")
+    lines = capsys.readouterr().out.splitlines()
+    text = page.read_text(encoding="utf-8")
     layer = "One MoE layer of the best plan, forward"
     for title in (
         "One step of the best plan",
@@ -459,10 +528,15 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
     said = capsys.readouterr().err.strip()
     assert "\n" not in said
     for words in (
-        "the model fits no layout of 8 ranks, even with blocks recomputed: the smallest, tp 1, ep ", "what fits: ",
+        "the model fits no layout of 8 ranks, even with blocks recomputed: the smallest, tp 1, ep ",
+        "what fits: ",
         "sizes of axes left free (",
-        " devices, blocks recomputed (", "devices of 8", "as Megatron-LM 0.20 runs it", " total, ", " active parameters",
-    ):  # fmt: skip
+        " devices, blocks recomputed (",
+        "devices of 8",
+        "as Megatron-LM 0.20 runs it",
+        " total, ",
+        " active parameters",
+    ):
         assert words in said
     # Recomputation was tried, so it is no advice, and the changes are told of a job that has it.
     assert "(model.checkpoint_activations)" not in said

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.planner.answer import SPEED_RATIOS
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -63,7 +64,9 @@ def test_json_has_everything(command, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["rank"], found["accumulation"]) == (1024, 4, 4)
     assert found["bytes"] == pytest.approx(sum(found["parts"].values()))
-    assert found["tokens_per_second"] == pytest.approx(4 * 4 * 1024 / found["seconds"])
+    assert found["tokens_per_second"] == pytest.approx(
+        SPEED_RATIOS[1] * 4 * 4 * 1024 / found["seconds"]
+    )
     assert found["fastest"] in found["splits"]
     halved = next(
         change
@@ -84,9 +87,9 @@ def refused(words: list[str], capsys) -> str:
 def test_what_does_not_fit_is_refused_with_what_does(capsys):
     words = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "2x3090-pcie", "--finetune", "lora"]
     assert (
-        "does not fit: needs 38.5 GiB of 24 on a device; smallest that fits: 4 such devices; or --finetune qlora"
-        in refused(words, capsys)
-    )
+        "does not fit: needs 38.5 GiB of 24 on a device; smallest that fits: 4 such devices; "
+        "or --finetune qlora"
+    ) in refused(words, capsys)
 
 
 def test_flags_and_models_that_have_no_meaning_are_refused(command, capsys):

@@ -26,7 +26,8 @@ def test_the_path_of_the_page_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("plotly")
-    moe, dense = sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")
+    moe = sparse_run(tmp_path / "moe")
+    dense = dense_run(tmp_path / "dense")
     assert main(["report", str(moe), str(dense)]) == 0
     assert capsys.readouterr().out == f"{moe / 'report.html'}\n"
     assert "moe vs dense" in (moe / "report.html").read_text(encoding="utf-8")
@@ -46,7 +47,8 @@ def test_json_prints_the_numbers_and_writes_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("plotly")
-    moe, dense = sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")
+    moe = sparse_run(tmp_path / "moe")
+    dense = dense_run(tmp_path / "dense")
     assert main(["report", "--json", str(moe), str(dense)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["page"] == str(moe / "report.html")

@@ -54,13 +54,21 @@ def test_all_tokens_may_be_drawn(capsys, folder):
 
 def test_a_damaged_checkpoint_is_passed_over(capsys, tmp_path):
     run_quietly(tiny(tmp_path, steps=2, save={"every": 1}))
-    (tmp_path / "run" / "checkpoints" / "step-00000002" / "shards" / "__0_0.distcp").write_bytes(
-        b"x"
-    )
+    (
+        tmp_path
+        / "run"
+        / "checkpoints"
+        / "step-00000002"
+        / "shards"
+        / "shard-00001-model-00001-of-00001.safetensors"
+    ).write_bytes(b"x")
     assert main(["sample", str(tmp_path / "run"), "--tokens", "2"]) == 0
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "step-00000002: shards/__0_0.distcp does not match its checksum" in err
+    assert (
+        "step-00000002: shards/shard-00001-model-00001-of-00001.safetensors does not match "
+        "its checksum"
+    ) in err
     assert "taking step-00000001 instead" in err
 
 
@@ -88,3 +96,9 @@ def test_no_finite_temperature_is_too_much(capsys, folder, temperature):
     out = sampled(capsys, str(folder / "bytes"), "--tokens", "20", "--temperature", temperature)
     if temperature == "1e-320":
         assert out == sampled(capsys, str(folder / "bytes"), "--tokens", "20", "--temperature", "0")
+
+
+def test_a_prompt_without_a_word_is_one_line(capsys, folder):
+    for words in (["--prompt"], ["--prompt", ""], ["--prompt", "a", ""]):
+        assert main(["sample", str(folder / "bytes"), *words]) == 2
+        assert "prompt: give at least one character" in capsys.readouterr().err

@@ -10,11 +10,11 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
-from moesaic.named import REPLICATION
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.files import read_planned
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.plan_files import read_planned
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
+from moesaic.policies import REPLICATION
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
@@ -49,7 +49,8 @@ def test_every_replication_policy_is_shown(
     assert main(["show", *flags, *SMALL]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert ("so that nothing is replicated" in printed) == (replication != "none")
-    plain, found = shown(capsys, "--plan.schedule", schedule, *SMALL), shown(capsys, *flags, *SMALL)
+    plain = shown(capsys, "--plan.schedule", schedule, *SMALL)
+    found = shown(capsys, *flags, *SMALL)
     for name in ("forward", "backward"):
         assert found[name]["across_bytes"] == plain[name]["across_bytes"] > 0
         assert found[name]["inside_bytes"] == plain[name]["inside_bytes"]
@@ -105,7 +106,8 @@ def test_without_the_listing_it_prints_a_screen(
     assert "slot" not in printed.replace("the slot that it writes", "")
     assert "…" not in printed
     assert len(printed.splitlines()) <= 40
-    found, cells = shown(capsys, *words), [line.split() for line in printed.splitlines()]
+    found = shown(capsys, *words)
+    cells = [line.split() for line in printed.splitlines()]
     for name in ("forward", "backward"):
         times, moved = (row[3:] for row in cells if row[:3] == [name, "in", "all"])
         assert times[0] == str(found[name]["tasks"])
@@ -157,7 +159,8 @@ def test_json_counts_the_bytes_across_nodes(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_json_counts_weights_and_messages(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every rank gathers the other three ranks' quarter of 8 experts of 8 units, 3 matrices of 10 columns, 2 bytes each."""
+    """Every rank gathers the other three ranks' quarter of 8 experts of 8 units, 3 matrices of 10
+    columns, 2 bytes each."""
     mesh = [
         "--mesh.world",
         "4",
@@ -185,8 +188,10 @@ S1 = ["--plan.schedule", "s1", "--mesh.tp", "1", "--mesh.etp", "1", "--mesh.ep",
 
 
 def test_programs_whose_samples_may_move_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """While all stay, rows move as they do without; beside them go the tokens' places, 4 bytes a copy."""
-    plain, found = shown(capsys, *S1, *SMALL), shown(capsys, *S1, *SMALL, "--samples", "4")
+    """While all stay, rows move as they do without; beside them go the tokens' places, 4 bytes a
+    copy."""
+    plain = shown(capsys, *S1, *SMALL)
+    found = shown(capsys, *S1, *SMALL, "--samples", "4")
     for name in ("forward", "backward"):
         moved, stayed = (
             {row["task"]: row for row in each[name]["rows"]} for each in (found, plain)
@@ -236,14 +241,22 @@ def test_it_names_the_codec_of_what_is_coded(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("all_to_all", [*ALL_TO_ALLS, "multicast"])
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_its_times_are_the_simulators(schedule, all_to_all, capsys, tmp_path):
-    """What is printed, drawn and written to the trace is the simulator's own timeline, for every plan that fits the mesh."""
+    """What is printed, drawn and written to the trace is the simulator's own timeline, for every
+    plan that fits the mesh."""
     mesh = {"world": 16, "tp": 2, "ep": 4, "etp": 2, "ranks_per_node": 4}
     layer = {"tokens": 512, "num_experts": 8, "top_k": 2, "dim": 64, "hidden": 128}
-    plan, grid = Plan(schedule=schedule, all_to_all=all_to_all, chunks=2), Grid(**mesh)
+    plan = Plan(schedule=schedule, all_to_all=all_to_all, chunks=2)
+    grid = Grid(**mesh)
     trace = tmp_path / "trace.json"
-    flags = [f"--{part}.{name.replace('_', '-')}={value}" for part, table in (("mesh", mesh), ("layer", layer))
-             for name, value in table.items()]  # fmt: skip
-    flags += f"--plan.schedule={schedule} --plan.all-to-all={all_to_all} --plan.chunks=2 --cluster=8x4090-pcie".split()
+    flags = [
+        f"--{part}.{name.replace('_', '-')}={value}"
+        for part, table in (("mesh", mesh), ("layer", layer))
+        for name, value in table.items()
+    ]
+    flags += (
+        f"--plan.schedule={schedule} --plan.all-to-all={all_to_all} --plan.chunks=2 "
+        "--cluster=8x4090-pcie"
+    ).split()
     try:
         compiled = compile_plan(plan, grid)
     except InputError as refusal:

@@ -1,4 +1,5 @@
-"""Commands on a run folder in which somebody has put links: no file of the reader is written, emptied or deleted."""
+"""Commands on a run folder in which somebody has put links: no file of the reader is written,
+emptied or deleted."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_training_in_a_folder_with_a_link_changes_nothing_outside(
     run, name, existing, tmp_path, capsys
 ):
-    gift, mine = tmp_path / "gift", tmp_path / "mine"
+    gift = tmp_path / "gift"
+    mine = tmp_path / "mine"
     shutil.copytree(run, gift)
     mine.mkdir()
     place = gift / name

@@ -28,10 +28,8 @@ def shown(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
 
 
 def test_a_trace_is_shown(tmp_path, capsys):
-    path, picture = (
-        made(tmp_path / "a.npz", max_vio=1.5, locality=0.4, drift=0.2),
-        tmp_path / "a.html",
-    )
+    path = made(tmp_path / "a.npz", max_vio=1.5, locality=0.4, drift=0.2)
+    picture = tmp_path / "a.html"
     found = shown(capsys, path)
     assert (found["holds"], found["steps"], found["bytes_per_step"]) == (
         "counts",
@@ -59,7 +57,8 @@ def test_a_trace_is_shown(tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", ["csv", "npy"])
 def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
-    path, out = made(tmp_path / "a.npz", skew=1.0, tokens=True), tmp_path / f"a.{suffix}"
+    path = made(tmp_path / "a.npz", skew=1.0, tokens=True)
+    out = tmp_path / f"a.{suffix}"
     assert (
         main(
             [
@@ -108,11 +107,9 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, words, 
 
 
 def test_check_and_convert(tmp_path, capsys):
-    path, folder, back = (
-        made(tmp_path / "a.npz", skew=1.0, tokens=True),
-        tmp_path / "megatron",
-        tmp_path / "b.npz",
-    )
+    path = made(tmp_path / "a.npz", skew=1.0, tokens=True)
+    folder = tmp_path / "megatron"
+    back = tmp_path / "b.npz"
     assert main(["trace", "convert", str(path), "--to", "megatron", "--out", str(folder)]) == 0
     assert (
         main(

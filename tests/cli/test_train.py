@@ -56,7 +56,8 @@ def docs_of(kind: type, prefix: str = "--") -> dict[str, str]:
         for field, text in zip(tree.body, tree.body[1:])
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
-    hints, found = get_type_hints(kind), {}
+    hints = get_type_hints(kind)
+    found = {}
     for field in fields(kind):
         flag = prefix + field.name.replace("_", "-")
         if is_dataclass(hints[field.name]):
@@ -93,12 +94,15 @@ def test_the_long_help_holds_every_fields_text(capsys):
 
 def test_every_flag_that_a_message_names_exists():
     known = {*docs_of(TrainConfig), "--config", "--help", "--plan"}
+    # torchrun, moesaic show and plan, pip
     of_others = {
         "--max-restarts",
         "--nnodes",
         "--nproc-per-node",
         "--write",
-    }  # torchrun, moesaic show and plan
+        "--no-deps",
+        "--force-reinstall",
+    }
     named = {
         (path.name, flag.rstrip("."))
         for path in Path(loop.__file__).parent.glob("*.py")
@@ -200,9 +204,9 @@ def test_a_misspelt_preset_is_recognised():
 def test_what_is_no_decoder_is_the_laboratorys(tmp_path, capsys):
     assert main(["train", "--preset", "bert-tiny"]) == 2
     said = capsys.readouterr().err
-    assert (
-        said
-        == "moesaic train: preset bert-tiny is of kind encoder: train it with moesaic bench paper-train bert-tiny\n"
+    assert said == (
+        "moesaic train: preset bert-tiny is of kind encoder: train it with moesaic bench "
+        "paper-train bert-tiny\n"
     )
     config = tiny(tmp_path, model={"block": {"kind": "encoder_decoder"}})
     assert (

@@ -1,4 +1,5 @@
-"""The core alone (`pip install .`): every command that docs/planning.md lists runs with torch out of reach."""
+"""The core alone (`pip install .`): every command that docs/planning.md lists runs with torch out
+of reach."""
 
 from __future__ import annotations
 
@@ -34,13 +35,15 @@ for name, words in json.loads(sys.argv[1]).items():
 print(json.dumps([ended, os.listdir()]))
 """
 PROFILE = ClusterSpec(
-    nodes=2, devices_per_node=2, device=Device(tflops=Tflops(fp32=0.03), memory_gib=8, memory_gigabytes_per_second=3),
+    nodes=2,
+    devices_per_node=2,
+    device=Device(tflops=Tflops(fp32=0.03), memory_gib=8, memory_gigabytes_per_second=3),
     links=(
         Link(name="inside", devices=2, gbps=(0.4,), carries="inside", shared=True),
         Link(name="outside", devices=2, gbps=(0.2,), carries="outside"),
     ),
     host=Host(runs_compute=True, layer_us=1000, task_us=200),
-)  # fmt: skip
+)
 NARROW = [
     "--tp",
     "1",
@@ -91,7 +94,8 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """Return exit code, output and errors of each command in a process without torch and the other extras."""
+    """Return exit code, output and errors of each command in a process without torch and the other
+    extras."""
     folder = tmp_path_factory.mktemp("core")
     (folder / "cluster.toml").write_text(as_toml(PROFILE))
     (folder / "config.json").write_text('{"optimizer": {"lr": Infinity}}')
@@ -141,14 +145,24 @@ def test_settings_of_training_are_refused_without_torch(
 
 
 def test_the_layer_imports_nothing_that_one_process_has_no_use_for() -> None:
-    """What one imports to train takes little more than torch itself: not time is looked at, but what is imported.
+    """What one imports to train takes little more than torch itself: not time is looked at, but
+    what is imported.
 
     A CPU runs the layer without the kernels of GPUs.
     """
     slow = (
-        "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "torch.export", "sympy",
-        "scipy.optimize", "scipy.sparse", "moesaic.kernels.triton", "moesaic.report", "moesaic.train",
-    )  # fmt: skip
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.export",
+        "sympy",
+        "scipy.optimize",
+        "scipy.sparse",
+        "moesaic.kernels.triton",
+        "moesaic.report",
+        "moesaic.train",
+    )
     code = (
         "import sys, torch; before = set(sys.modules); from moesaic import MoE; "
         f"print([name for name in {slow!r} if name in set(sys.modules) - before]); "

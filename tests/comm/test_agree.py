@@ -49,11 +49,17 @@ SAME = {"mesh.tp": 2, "plan.schedule": "s2", "lr": 1e-3, "note": None}
                 {"a": 1, "b": 1},
                 {"a": 1, "b": 3},
             ],
-            "b differs: 1 on ranks 0 and 2-3, 2 on rank 1, 3 on rank 4: start every rank with the same settings",
+            (
+                "b differs: 1 on ranks 0 and 2-3, 2 on rank 1, 3 on rank 4: start every rank with "
+                "the same settings"
+            ),
         ),
         (
             [{"a": 1}, {"a": 1, "b": "long " * 99}],
-            f"b differs: nothing on rank 0, {('long ' * 99).strip()} on rank 1: start every rank with the same settings",
+            (
+                f"b differs: nothing on rank 0, {('long ' * 99).strip()} on rank 1: start every "
+                "rank with the same settings"
+            ),
         ),
         (
             [{"a": 1}, {"b": 1}],
@@ -85,10 +91,12 @@ def test_the_same_settings_pass(of_ranks):
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mixture_is_found_and_named(seed):
     rng = random.Random(seed)
-    world, names = rng.randint(2, 7), [f"field{i}" for i in range(rng.randint(1, 9))]
+    world = rng.randint(2, 7)
+    names = [f"field{i}" for i in range(rng.randint(1, 9))]
     base = {name: rng.randint(0, 99) for name in names}
     of_ranks = [dict(base) for _ in range(world)]
-    odd, name = rng.randrange(world), rng.choice(names)
+    odd = rng.randrange(world)
+    name = rng.choice(names)
     if rng.random() < 0.4:
         del of_ranks[odd][name]
         value = "nothing"

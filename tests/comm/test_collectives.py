@@ -1,4 +1,5 @@
-"""Collectives over loopback: values, order of summation, bytes, autograd, groups of different sizes."""
+"""Collectives over loopback: values, order of summation, bytes, autograd, groups of different
+sizes."""
 
 from __future__ import annotations
 
@@ -28,8 +29,15 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
 
 DTYPES = [
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int16, torch.uint8,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+]
 LARGE = DIRECT_BYTES // 4 + 5
 
 
@@ -141,11 +149,13 @@ def test_results_share_no_memory_with_the_input():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_groups_of_a_grid_with_different_sizes_each_stay_in_step(seed):
-    """Groups reduce tensors of different sizes, some direct and some by segments, then meet in another group."""
+    """Groups reduce tensors of different sizes, some direct and some by segments, then meet in
+    another group."""
     grid = Grid(world=8, tp=4, ep=2, etp=2)
 
     def rank(transport: AbstractTransport) -> tuple[float, float, float]:
-        tp, dp = grid.group(transport.rank, ("tp",)), grid.group(transport.rank, ("dp",))
+        tp = grid.group(transport.rank, ("tp",))
+        dp = grid.group(transport.rank, ("dp",))
         size = LARGE if tp[0] == 0 else 3
         a = all_reduce_sum(transport, tp, torch.full((size,), float(transport.rank)))
         b = all_reduce_max(transport, dp, a[:1])
@@ -175,7 +185,8 @@ def test_max_of_nan_and_of_booleans():
 @pytest.mark.parametrize("seed", range(8))
 def test_uneven_shares_are_joined(seed):
     rng = random.Random(seed)
-    world, num_rows = rng.randint(1, 6), rng.randint(0, 9)
+    world = rng.randint(1, 6)
+    num_rows = rng.randint(0, 9)
     whole = torch.randn(num_rows, 2, generator=torch.Generator().manual_seed(seed))
     peers = tuple(sorted(rng.sample(range(world), rng.randint(1, world))))
 
@@ -210,13 +221,15 @@ def test_a_reduce_scatter_is_a_share_of_the_sum_and_an_all_to_all_a_transpose(nu
 
 @pytest.mark.parametrize(("num_rows", "world"), [(0, 2), (3, 4), (8, 1), (11, 4)])
 def test_sharing_and_slicing_give_the_gradients_of_one_process(world, num_rows):
-    """Replicated weight and rows: each rank computes its share of the rows; their losses add up to the whole."""
+    """Replicated weight and rows: each rank computes its share of the rows; their losses add up to
+    the whole."""
     weight = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = torch.randn(num_rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     scale = torch.arange(float(num_rows), dtype=torch.float64).unsqueeze(1) + 1
 
     def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        w, mine = weight.clone().requires_grad_(), x.clone().requires_grad_()
+        w = weight.clone().requires_grad_()
+        mine = x.clone().requires_grad_()
         rows = share_of(num_rows, transport.rank, world)
         part = torch.tanh(slice_rows(transport, peers, mine * 2) @ share(transport, peers, w * 1))
         (part * scale[rows]).sum().backward()

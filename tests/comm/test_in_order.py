@@ -1,4 +1,5 @@
-"""A transport without tags: which messages match, which programs deadlock, which would swap data."""
+"""A transport without tags: which messages match, which programs deadlock, which would swap
+data."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def test_orders_that_differ_meet_the_wrong_tag():
 
 
 def circle(first: Lane, second: Lane) -> Callable[[AbstractTransport], None]:
-    """Three ranks: tag r goes from rank r to the next. Each rank begins with its own message, so no first message matches."""
+    """Three ranks: tag r goes from rank r to the next. Each rank begins with its own message, so no
+    first message matches."""
 
     def rank(transport: AbstractTransport) -> None:
         before = (transport.rank - 1) % 3

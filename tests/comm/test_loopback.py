@@ -71,7 +71,8 @@ def test_one_rank_runs_at_a_time():
 
 def test_buffers_hold_nan_until_waited_for_and_handles_complete_in_any_order():
     def rank(transport: AbstractTransport) -> list[float]:
-        peer, handles = 1 - transport.rank, []
+        peer = 1 - transport.rank
+        handles = []
         first = transport.take_tags(5)
         for tag in range(first, first + 5):
             buffer = torch.zeros(1)
@@ -106,7 +107,10 @@ def test_ranks_that_wait_for_nobody_each_get_an_error():
             caught[transport.rank] = str(error)
             raise
 
-    message = "ranks [0, 2] wait for messages that nobody sends: rank 0 for tag 7 with [1]; rank 2 for tag 7 with [1]"
+    message = (
+        "ranks [0, 2] wait for messages that nobody sends: rank 0 for tag 7 with [1]; rank 2 for "
+        "tag 7 with [1]"
+    )
     with pytest.raises(RuntimeError) as error:
         run_ranks(3, rank)
     assert str(error.value) == message
@@ -183,7 +187,8 @@ def test_what_is_left_over_is_an_error():
 
 def test_a_send_buffer_that_changes_too_early_is_an_error():
     def rank(transport: AbstractTransport) -> None:
-        peer, tensor = 1 - transport.rank, torch.ones(3)
+        peer = 1 - transport.rank
+        tensor = torch.ones(3)
         handle = transport.issue(
             Transfer(transport.rank, 0, {peer: tensor}, {peer: torch.empty(3)})
         )
@@ -273,7 +278,8 @@ def test_bytes_are_counted_by_pair():
 
 
 def test_the_mailbox_alone_tells_who_is_missing():
-    mail, buffer = Loopback(), torch.zeros(2, dtype=torch.int32)
+    mail = Loopback()
+    buffer = torch.zeros(2, dtype=torch.int32)
     receive = mail.issue(Transfer(0, 1, {}, {2: buffer}))
     assert (mail.missing(receive), buffer.tolist()) == ([2], [2**31 - 1] * 2)
     send = mail.issue(Transfer(2, 1, {0: torch.tensor([5, 6], dtype=torch.int32)}, {}))

@@ -1,4 +1,5 @@
-"""Meshes without processes: a world of one, ranks on any transport, bad input. Real processes: test_processes.py."""
+"""Meshes without processes: a world of one, ranks on any transport, bad input. Real processes:
+test_processes.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The NCCL transport with stand-ins for streams and batches: what is enqueued where, and in which order. Needs no GPU."""
+"""The NCCL transport with stand-ins for streams and batches: what is enqueued where, and in which
+order. Needs no GPU."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,8 @@ class Recorder:
 
 class FakeStream:
     def __init__(self, name: str, recorder: Recorder) -> None:
-        self.name, self.recorder = name, recorder
+        self.name = name
+        self.recorder = recorder
 
     def wait_stream(self, other: FakeStream) -> None:
         self.recorder.log.append((self.name, "waits for stream", other.name))
@@ -52,7 +55,8 @@ def recorder(monkeypatch) -> Recorder:
 
     @contextmanager
     def entered(stream: FakeStream) -> Any:
-        before, recorder.current = recorder.current, stream
+        before = recorder.current
+        recorder.current = stream
         yield
         recorder.current = before
 
@@ -92,7 +96,8 @@ def make_transport(rank: int = 1, world: int = 3) -> Nccl:
 
 def test_a_batch_runs_on_its_lane_between_the_callers_work(recorder):
     transport = make_transport()
-    send, receive = torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int16)
+    send = torch.ones(2, 3, dtype=torch.bfloat16)
+    receive = torch.empty(4, dtype=torch.int16)
     handle = transport.issue(Transfer(1, 9, {2: send}, {0: receive}, "inter"))
     assert recorder.log == [
         ("stream 2", "waits for stream", "caller"),
@@ -109,7 +114,8 @@ def test_a_batch_runs_on_its_lane_between_the_callers_work(recorder):
 
 
 def test_messages_are_bytes_for_ranks_of_the_lanes_group(recorder):
-    send, receive = torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int16)
+    send = torch.ones(2, 3, dtype=torch.bfloat16)
+    receive = torch.empty(4, dtype=torch.int16)
     make_transport().issue(Transfer(1, 9, {2: send}, {0: receive}, "intra"))
     (ops,) = recorder.batches
     assert [(op.op, op.group_peer, op.group.lane) for op in ops] == [
@@ -151,10 +157,15 @@ def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monk
             dist.ProcessGroup.__init__(self, 1, 3)
 
     def new_group(
-        ranks: list[int] | None, backend: str, pg_options: Any, use_local_synchronization: bool
+        ranks: list[int] | None,
+        timeout: timedelta,
+        backend: str,
+        pg_options: Any,
+        use_local_synchronization: bool,
     ) -> Any:
         assert (ranks, use_local_synchronization) == (None, False)
         assert pg_options.is_high_priority_stream
+        assert timeout == pg_options._timeout == timedelta(seconds=15)
         groups.append((backend, FakeGroup()))
         return groups[-1][1]
 
@@ -164,7 +175,7 @@ def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monk
         dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False
     )
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append(group))
-    transport = Nccl.create(DEVICE)
+    transport = Nccl.create(DEVICE, timeout=timedelta(seconds=15))
     assert [backend for backend, _ in groups] == ["nccl", "nccl"]
     assert [id(group) for group in reduced] == [id(group) for _, group in groups]
     assert (

@@ -72,7 +72,8 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
 def movements(rank: int, world: int, name: str) -> dict[str, Any]:
     """Return what a rank observes of its transport."""
     mesh = Mesh.create(transport=name)
-    transport, everyone = mesh.transport, tuple(range(world))
+    transport = mesh.transport
+    everyone = tuple(range(world))
     results: dict[str, Any] = {}
     large = torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
     results["large"] = all_reduce_sum(transport, everyone, large)
@@ -89,7 +90,8 @@ def movements(rank: int, world: int, name: str) -> dict[str, Any]:
     results["gathered"] = [
         bool(part) for part in all_gather(transport, everyone, torch.tensor(rank % 2 == 0))
     ]
-    weight, x = torch.ones(3, requires_grad=True), torch.arange(5.0).requires_grad_()
+    weight = torch.ones(3, requires_grad=True)
+    x = torch.arange(5.0).requires_grad_()
     (
         slice_rows(transport, everyone, x * 1).sum()
         * (rank + 1)
@@ -97,7 +99,8 @@ def movements(rank: int, world: int, name: str) -> dict[str, Any]:
     ).backward()
     results["gradients"] = (weight.grad.tolist(), x.grad.tolist())
     first = transport.take_tags(3)  # each rank issues in another order and waits in reverse
-    handles, buffers = [], {}
+    handles = []
+    buffers = {}
     for number in sorted(range(3), key=lambda number: (number + rank) % 3):
         receives = {peer: torch.empty(1) for peer in everyone if peer != rank}
         sends = {
@@ -119,7 +122,8 @@ def movements(rank: int, world: int, name: str) -> dict[str, Any]:
 
 
 def other_transports(rank: int) -> dict[str, object]:
-    """Return the default transport, and the errors of ranks that ask for different or unknown ones."""
+    """Return the default transport, and the errors of ranks that ask for different or unknown
+    ones."""
     return {
         "default": type(open_transport()).__name__,
         "unknown": refusal(lambda: open_transport(name="mpi")),
@@ -175,7 +179,8 @@ def test_real_processes(tmp_path, monkeypatch):
 
 
 def check_movements(results: list[dict[str, Any]], name: str) -> None:
-    world, large = len(results), torch.zeros(DIRECT_BYTES)
+    world = len(results)
+    large = torch.zeros(DIRECT_BYTES)
     for rank in range(world):
         large += (
             torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
@@ -198,7 +203,8 @@ import torch
 import torch.distributed as dist
 from moesaic import Mesh
 
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
 mesh = Mesh.create()
 large = [[number] for number in range(300_000)]  # the interpreter takes a while to end
 for _ in range(50):

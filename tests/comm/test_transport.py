@@ -25,7 +25,8 @@ def test_tags_start_again_before_a_range_would_be_split():
 
 
 def test_counters_belong_to_a_transport():
-    first, second = NoTransport(), NoTransport()
+    first = NoTransport()
+    second = NoTransport()
     first.take_tags(9)
     assert second.take_tags(1) == 0
 

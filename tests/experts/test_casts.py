@@ -1,4 +1,5 @@
-"""Mixed-precision weights: cast once per optimizer step, with the results and gradients of a cast in every call."""
+"""Mixed-precision weights: cast once per optimizer step, with the results and gradients of a cast
+in every call."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from moesaic import MoE, balance_on_step
 
-DIM, HIDDEN, EXPERTS = 8, 12, 3
+DIM = 8
+HIDDEN = 12
+EXPERTS = 3
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts of tensors of the experts' shapes: (E, 2, H, D), (E, D, H), their biases, and the shared expert's."""
+    """Counts casts of tensors of the experts' shapes: (E, 2, H, D), (E, D, H), their biases, and
+    the shared expert's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +56,10 @@ def pass_over(layer: nn.Module, x: Tensor, run: Callable[..., Tensor] | None = N
     "options", [{}, {"bias": True, "shared_hidden": 4}, {"experts": "gelu"}], ids=str
 )
 def test_once_per_step_and_to_the_bit(options):
-    """Return two steps of three micro-batches, compared with a layer without `begin_step`, which casts in every call."""
-    (told, optimizer), (untold, other) = a_layer(**options), a_layer(**options)
+    """Return two steps of three micro-batches, compared with a layer without `begin_step`, which
+    casts in every call."""
+    (told, optimizer) = a_layer(**options)
+    (untold, other) = a_layer(**options)
     balance_on_step(optimizer, told)
     told.finish_step()
     matrices = sum(parameter.dim() >= 3 for parameter in told.parameters())
@@ -88,7 +94,8 @@ def test_a_checkpoint_casts_nothing_twice():
 def test_what_changes_within_a_step_is_seen(change):
     layer, _ = a_layer()
     layer.finish_step()
-    x, dtype = torch.randn(5, DIM), torch.bfloat16
+    x = torch.randn(5, DIM)
+    dtype = torch.bfloat16
     pass_over(layer, x)
     own = dict(layer.named_parameters()) if change == "functional call" else layer.state_dict()
     weights = {
@@ -101,9 +108,8 @@ def test_what_changes_within_a_step_is_seen(change):
     elif change == "in place":
         with torch.no_grad():
             layer.experts.w2.add_(1)
-    elif (
-        change == "eval"
-    ):  # a write that bypasses the version counter is at least seen by evaluation
+    elif change == "eval":
+        # a write that bypasses the version counter is at least seen by evaluation
         layer.experts.w2.data.add_(1)
         layer.eval()
     elif change == "another dtype":

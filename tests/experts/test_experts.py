@@ -90,7 +90,8 @@ def test_init_normal_draws_matrices_zeroes_biases_and_leaves_modules(name: str) 
 
 @pytest.mark.parametrize("name", [key for key in FACTORIES if key != "modules"])
 def test_autocast_computes_products_in_16_bit(name: str) -> None:
-    experts, ends = FACTORIES[name](8, 8, 2), torch.tensor([3, 5], dtype=torch.int32)
+    experts = FACTORIES[name](8, 8, 2)
+    ends = torch.tensor([3, 5], dtype=torch.int32)
     rows = torch.randn(5, 8)
     exact = experts(rows, None, ends)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -141,7 +142,8 @@ def test_an_unknown_activation_is_refused() -> None:
 
 
 def converted_while_held() -> tuple[str, torch.dtype]:
-    """Convert a layer on a mesh while somebody refers to a parameter, as DeepSpeed's engine does, and then without."""
+    """Convert a layer on a mesh while somebody refers to a parameter, as DeepSpeed's engine does,
+    and then without."""
     layer = MoE(4, 8, 4)
     layer.parallelize(Mesh.create(ep=2), broadcast=True)
     held = weakref.ref(layer.experts.get_parameter("w13"))
@@ -153,7 +155,8 @@ def converted_while_held() -> tuple[str, torch.dtype]:
 def test_spread_experts_that_another_library_holds_are_refused_in_one_line() -> None:
     for message, dtype in on_ranks(2, converted_while_held):
         assert message.startswith(
-            "InputError: GatedExperts is spread over ranks and another library already refers to its"
+            "InputError: GatedExperts is spread over ranks and another library already refers "
+            "to its"
         )
         assert "\n" not in message
         assert dtype == torch.float64

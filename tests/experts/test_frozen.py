@@ -1,4 +1,5 @@
-"""Frozen experts, in NF4 and not, with adapters and without, against a plain computation in float64."""
+"""Frozen experts, in NF4 and not, with adapters and without, against a plain computation in
+float64."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.runtime.data_parallel import average_gradients
 
-DIM, HIDDEN, EXPERTS, RANK = 64, 128, 4, 3
+DIM = 64
+HIDDEN = 128
+EXPERTS = 4
+RANK = 3
 BASES: dict[str, Any] = {
     "swiglu": GatedExperts,
     "clamped": lambda *sizes: GatedExperts(*sizes, clamp=Clamp(1.0, 1.7, 1.0), bias=True),
@@ -73,17 +77,16 @@ def expected(experts: FourBitExperts, found: dict[str, Tensor], x: Tensor, exper
         gate, up = pre.chunk(2, 1)
         clamp = experts.clamp
         if clamp is not None:
-            gate, up = (
-                gate.clamp(max=clamp.limit),
-                up.clamp(-clamp.limit, clamp.limit) + clamp.offset,
-            )
+            gate = gate.clamp(max=clamp.limit)
+            up = up.clamp(-clamp.limit, clamp.limit) + clamp.offset
         hidden = gate * torch.sigmoid((1.0 if clamp is None else clamp.alpha) * gate) * up
     return hidden @ matrix("down").t() + (found["down_bias"][expert] if "down_bias" in found else 0)
 
 
 def of_layer(moe: MoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """Return output, input gradient and gradients of the adapters, densely and in float64."""
-    router, found = copy.deepcopy(moe.router).double(), numbers(moe.experts)
+    router = copy.deepcopy(moe.router).double()
+    found = numbers(moe.experts)
     x = x.detach().double().requires_grad_()
     scores = (x @ router.weight.t()).softmax(1)
     top, chosen = scores.topk(moe.top_k, 1)
@@ -145,20 +148,22 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(("axes", "plan"), MESHES, ids=str)
 def test_every_plan_equals_one_rank(axes, plan, base, rank, monkeypatch):
     """Weights of frozen experts travel as bytes, gradients of adapters alone."""
-    widths, unpack = set(), FourBitExperts.unpack
+    widths = set()
+    unpack = FourBitExperts.unpack
     monkeypatch.setattr(
         FourBitExperts, "unpack", lambda *given: (widths.add(given[1].shape[1]), unpack(*given))[1]
     )
-    whole, grid = layer(base, rank), Grid(world=4, **axes)
+    whole = layer(base, rank)
+    grid = Grid(world=4, **axes)
     with torch.no_grad():
-        whole.router.weight[0] += (
-            1.0  # an expert with more rows than others, which is worth replicating
-        )
+        # an expert with more rows than others, which is worth replicating
+        whole.router.weight[0] += 1.0
     x, dy = torch.randn(2, 4 * 8, DIM)
     wanted = of_layer(whole, x, dy)
 
     def on_rank(transport):
-        mesh, moe = Mesh(grid, transport), copy.deepcopy(whole)
+        mesh = Mesh(grid, transport)
+        moe = copy.deepcopy(whole)
         moe.parallelize(mesh, Plan(**plan))
         part = slice(8 * transport.rank, 8 * transport.rank + 8)
         own = {**found_of(moe, x[part], 4 * dy[part])}
@@ -177,10 +182,8 @@ def test_every_plan_equals_one_rank(axes, plan, base, rank, monkeypatch):
     for place, each in enumerate(results):
         parts = {"router": wanted["router"]}
         for name in wanted.keys() - {"y", "x", "router"}:
-            dim, first = (
-                whole.experts.shard_dim(name),
-                grid.coordinate(place, "ep") * EXPERTS // grid.ep,
-            )
+            dim = whole.experts.shard_dim(name)
+            first = grid.coordinate(place, "ep") * EXPERTS // grid.ep
             part = wanted[name][first : first + EXPERTS // grid.ep]
             parts[name] = (
                 part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(place, "etp")]
@@ -192,7 +195,8 @@ def test_every_plan_equals_one_rank(axes, plan, base, rank, monkeypatch):
 
 
 def test_backward_saves_no_matrix():
-    moe, saved = layer("swiglu"), []
+    moe = layer("swiglu")
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda kept: (saved.append(kept), kept)[1], lambda kept: kept
     ):

@@ -1,4 +1,5 @@
-"""Experts without autograd: `run` and `gradients` equal autograd of `compute`, and `unpack` inverts `pack`."""
+"""Experts without autograd: `run` and `gradients` equal autograd of `compute`, and `unpack` inverts
+`pack`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainExperts
 from moesaic.experts.experts import ExpertCall, Weights
 
-DIM, HIDDEN = 6, 4
+DIM = 6
+HIDDEN = 4
 
 
 def two_layers() -> nn.Module:
@@ -105,7 +107,8 @@ def test_the_number_of_kept_tensors_does_not_depend_on_the_rows(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["swiglu", "swiglu with biases", "gelu", "gelu with biases"])
 def test_shards_add_up_to_the_whole(kind: str) -> None:
-    """With half of the hidden width and half of the common bias on each shard, results and row gradients sum to the whole."""
+    """With half of the hidden width and half of the common bias on each shard, results and row
+    gradients sum to the whole."""
     counts = [3, 0, 2]
     experts = MAKERS[kind](3).double()
     sharded, common = weights_of(experts)
@@ -115,18 +118,17 @@ def test_shards_add_up_to_the_whole(kind: str) -> None:
     call = ExpertCall(sharded, common, rows, gates, ends_of(counts))
     whole, kept = experts.run(call)
     whole_grads = experts.gradients(call, kept, dy)
-    out, d_rows, d_gates, parts = (
-        torch.zeros_like(whole),
-        torch.zeros_like(rows),
-        torch.zeros_like(gates),
-        [],
-    )
+    out = torch.zeros_like(whole)
+    d_rows = torch.zeros_like(rows)
+    d_gates = torch.zeros_like(gates)
+    parts = []
     for shard in range(2):
         own = tuple(w.chunk(2, experts.shard_dim(n))[shard] for n, w in zip(names, sharded))  # type: ignore[arg-type]
         call = ExpertCall(own, common, rows, gates, ends_of(counts), 2)
         part, kept = experts.run(call)
         grads = experts.gradients(call, kept, dy)
-        out, d_rows = out + part, d_rows + grads[0]
+        out = out + part
+        d_rows = d_rows + grads[0]
         assert grads[1] is not None
         d_gates = d_gates + grads[1]
         parts.append(grads)
@@ -156,8 +158,10 @@ def test_what_is_packed_comes_out_again(kind: str, num_experts: int) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_unpacked_experts_of_other_ranks_compute_what_they_do_at_home(kind: str) -> None:
-    """Six experts from a rank that stores two: the module defines how to compute, the arguments have the weights."""
-    whole, home = MAKERS[kind](6).double(), MAKERS[kind](2).double()
+    """Six experts from a rank that stores two: the module defines how to compute, the arguments
+    have the weights."""
+    whole = MAKERS[kind](6).double()
+    home = MAKERS[kind](2).double()
     sharded, common = weights_of(whole)
     counts = [1, 0, 2, 1, 0, 3]
     rows = torch.randn(7, DIM, dtype=torch.float64)
@@ -203,7 +207,8 @@ def test_keeping_some_experts_keeps_their_names_and_parameters() -> None:
     assert all(after[name] is before[name] for name in after)
     assert experts.names == (tuple(after), ())
     assert list(experts.state_dict()) == list(after)
-    rows, ends = torch.randn(3, DIM), ends_of([1, 2])
+    rows = torch.randn(3, DIM)
+    ends = ends_of([1, 2])
     out = experts(rows, None, ends)
     torch.testing.assert_close(out[:1], experts.experts["2"](rows[:1]))  # type: ignore[index]
     torch.testing.assert_close(out[1:], experts.experts["3"](rows[1:]))  # type: ignore[index]
@@ -211,10 +216,13 @@ def test_keeping_some_experts_keeps_their_names_and_parameters() -> None:
 
 @pytest.mark.parametrize("kind", ["swiglu", "gelu with biases"])
 def test_bfloat16_rows_and_float32_gates(kind: str) -> None:
-    """Under autocast, rows and weights are 16-bit; routing weights and their gradient stay float32."""
+    """Under autocast, rows and weights are 16-bit; routing weights and their gradient stay
+    float32."""
     experts = MAKERS[kind](2)
     sharded, common = (tuple(w.bfloat16() for w in weights) for weights in weights_of(experts))
-    rows, dy, gates = torch.randn(5, DIM).bfloat16(), torch.randn(5, DIM).bfloat16(), torch.rand(5)
+    rows = torch.randn(5, DIM).bfloat16()
+    dy = torch.randn(5, DIM).bfloat16()
+    gates = torch.rand(5)
     ends = ends_of([2, 3])
     call = ExpertCall(sharded, common, rows, gates, ends)
     out, kept = experts.run(call)
@@ -259,10 +267,12 @@ def test_modules_of_different_kinds_are_refused() -> None:
 
 
 def test_experts_run_within_functional_call() -> None:
-    """Inside `functional_call` parameters are plain tensors: an MoE layer as a user-defined expert, torch.func."""
+    """Inside `functional_call` parameters are plain tensors: an MoE layer as a user-defined expert,
+    torch.func."""
     for make in MAKERS.values():
         experts = make(2).double()
-        rows, ends = torch.randn(3, DIM, dtype=torch.float64), ends_of([1, 2])
+        rows = torch.randn(3, DIM, dtype=torch.float64)
+        ends = ends_of([1, 2])
         doubled = {name: 2 * parameter.detach() for name, parameter in experts.named_parameters()}
         out = torch.func.functional_call(experts, doubled, (rows, None, ends))
         experts.load_state_dict(doubled)

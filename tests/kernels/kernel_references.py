@@ -12,13 +12,15 @@ from moesaic.kernels.work import ExpertWork
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     """Return the hidden rows of SwiGLU from its formula, in float64."""
-    gate, up = gate.double(), up.double()
+    gate = gate.double()
+    up = up.double()
     return gate / (1 + torch.exp(-gate)) * up
 
 
 def expert_ffn_reference(work: ExpertWork) -> Tensor:
     """Run the experts row by row in float64, differentiable."""
-    x, double = work.x.double(), torch.float64
+    x = work.x.double()
+    double = torch.float64
     token = torch.arange(len(x)) if work.dispatch is None else work.dispatch.token
     num_out = len(x) if work.dispatch is None else len(work.dispatch.starts)
     out = [torch.zeros(x.shape[1], dtype=double) for _ in range(num_out)]

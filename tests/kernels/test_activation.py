@@ -26,15 +26,11 @@ def test_activations_equal_their_formulas(name: str, shape: tuple[int, int]) -> 
 
 
 def test_clamped_swiglu_is_what_gpt_oss_writes() -> None:
-    gate, up = (
-        20 * torch.randn(50, 3, dtype=torch.float64),
-        20 * torch.randn(50, 3, dtype=torch.float64),
-    )
+    gate = 20 * torch.randn(50, 3, dtype=torch.float64)
+    up = 20 * torch.randn(50, 3, dtype=torch.float64)
     clamp = Clamp(limit=7.0, alpha=1.702, offset=1.0)
-    clamped_gate, clamped_up = (
-        torch.where(gate > 7, 7, gate),
-        torch.where(up > 7, 7, torch.where(up < -7, -7, up)),
-    )
+    clamped_gate = torch.where(gate > 7, 7, gate)
+    clamped_up = torch.where(up > 7, 7, torch.where(up < -7, -7, up))
     expected = clamped_gate / (1 + torch.exp(-1.702 * clamped_gate)) * (clamped_up + 1)
     torch.testing.assert_close(hidden_rows((gate, up), "silu", clamp), expected)
     assert (gate > 7).any()
@@ -49,7 +45,8 @@ def test_what_writes_into_memory_equals_what_autograd_finds(
 ) -> None:
     for number in (1, 2) if clamp is None else (2,):
         pre = [torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(number)]
-        expected, hidden = hidden_rows(pre, name, clamp), torch.empty(7, 5, dtype=torch.float64)
+        expected = hidden_rows(pre, name, clamp)
+        hidden = torch.empty(7, 5, dtype=torch.float64)
         gate: Tensor | None = torch.empty_like(hidden) if keeps and number == 2 else None
         with torch.no_grad():
             hidden_rows_into(pre, name, hidden, gate, clamp)

@@ -1,4 +1,5 @@
-"""The comparison of operators with float64 names planted faults, the GELU of torch that wrote nothing, and nothing of ours."""
+"""The comparison of operators with float64 names planted faults, the GELU of torch that wrote
+nothing, and nothing of ours."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from against_float64 import AgainstFloat64, Case, cases, compare
 from helpers import thinned
 
-A, B = torch.linspace(-2, 3, 12).view(3, 4), torch.linspace(1, 2, 12).view(3, 4)
+A = torch.linspace(-2, 3, 12).view(3, 4)
+B = torch.linspace(1, 2, 12).view(3, 4)
 
 
 def is_low(x: Tensor) -> bool:
@@ -80,7 +82,8 @@ def test_torchs_gelu_is_named_where_it_writes_nothing_to_a_strided_result(
     dtype: torch.dtype,
 ) -> None:
     """torch 2.13 has the fault, in float32 with any oneDNN; versions without it are not accused."""
-    x, memory = torch.randn(4, 8).to(dtype), torch.full((4, 16), 77.0, dtype=dtype)
+    x = torch.randn(4, 8).to(dtype)
+    memory = torch.full((4, 16), 77.0, dtype=dtype)
     torch.ops.aten.gelu.out(x, out=memory[:, 8:])
     is_wrong = bool((memory[:, 8:] == 77.0).any())
     with AgainstFloat64() as mode:

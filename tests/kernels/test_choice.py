@@ -1,4 +1,5 @@
-"""The choice of experts as one operation against the routers' own steps, in float64, and as an operator."""
+"""The choice of experts as one operation against the routers' own steps, in float64, and as an
+operator."""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ LOSSES = {"none": (), "both": (LoadBalance(0.1), ZLoss(0.01)), "z": (ZLoss(0.5),
 def routed(router, x, *, in_steps, losses, capacity, valid):
     """Return the routing and the gradients, by the one operation or by the router's own steps."""
     if in_steps:
-        router.choose = type(router).choose.__get__(
-            router
-        )  # replaced by the caller: no longer one operation
+        # replaced by the caller: no longer one operation
+        router.choose = type(router).choose.__get__(router)
     x = x.clone().requires_grad_()
     result = route(
         router, x, top_k=2, capacity=capacity, losses=losses, batch=TokenInfo(valid_T=valid)
@@ -71,11 +71,10 @@ def test_one_operation_does_what_the_steps_do(name, losses, padded, capacity, dt
 
 @pytest.mark.parametrize("by_sigmoid", [False, True])
 def test_the_operators_hold_what_they_promise(by_sigmoid):
-    rule, wanted = (
-        ChoiceRule(2, by_sigmoid, True, 1.5),
-        WantedSums(balance=True, z=True, reduced=True),
-    )
-    logits, settings = torch.randn(6, 4), (*rule, *wanted)
+    rule = ChoiceRule(2, by_sigmoid, True, 1.5)
+    wanted = WantedSums(balance=True, z=True, reduced=True)
+    logits = torch.randn(6, 4)
+    settings = (*rule, *wanted)
     torch.library.opcheck(choose_forward.overload, (logits, None, None, None, *settings))
     chosen = choose(logits, rule, wanted)
     grads = torch.ones(12), torch.ones(()), torch.ones(())

@@ -1,4 +1,5 @@
-"""Every codec of `CODECS`: its error bound over dtypes, shapes and magnitudes, then its own properties."""
+"""Every codec of `CODECS`: its error bound over dtypes, shapes and magnitudes, then its own
+properties."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def round_trip(codec: AbstractCodec, rows: Tensor) -> Tensor:
 
 def worst(codec: AbstractCodec, rows: Tensor) -> float:
     """Return the largest error as a fraction of the error bound; at most 1 if the bound holds."""
-    decoded, bound = round_trip(codec, rows), codec.error_bound(rows)
+    decoded = round_trip(codec, rows)
+    bound = codec.error_bound(rows)
     assert decoded.dtype == rows.dtype
     assert decoded.shape == rows.shape
     assert decoded.device == rows.device
@@ -84,7 +86,8 @@ def in_range(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class DividesByTensors(TorchDispatchMode):
-    """Refuses divisions by a number: a GPU multiplies by its reciprocal, which is rounded, and gives other bytes than a CPU."""
+    """Refuses divisions by a number: a GPU multiplies by its reciprocal, which is rounded, and
+    gives other bytes than a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +108,8 @@ class DividesByTensors(TorchDispatchMode):
 @codecs
 @dtypes
 def test_no_codec_divides_by_a_number(name: str, dtype: torch.dtype) -> None:
-    codec, rows = make(name), torch.randn(5, 131).to(dtype)
+    codec = make(name)
+    rows = torch.randn(5, 131).to(dtype)
     with DividesByTensors() as mode:
         message = codec.encode(rows)
         codec.decode(message, 5, 131, dtype)
@@ -132,7 +136,8 @@ def test_the_bound_is_not_far_off(name: str) -> None:
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_errors_stay_within_the_bound_for_any_numbers(name: str, data: st.DataObject) -> None:
-    rows, dim = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    rows = data.draw(st.integers(1, 5))
+    dim = data.draw(st.integers(1, 9))
     finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
     values = data.draw(st.lists(finite, min_size=rows * dim, max_size=rows * dim))
     assert worst(make(name), torch.tensor(values, dtype=torch.float32).view(rows, dim)) <= 1
@@ -173,17 +178,20 @@ def test_a_message_has_the_length_that_both_ends_derive(name: str, dtype: torch.
 
 @codecs
 def test_messages_are_deterministic_and_leave_the_rows_alone(name: str) -> None:
-    codec, rows = make(name), workloads(7, 130, 3)["magnitudes within a row"].float()
+    codec = make(name)
+    rows = workloads(7, 130, 3)["magnitudes within a row"].float()
     rows[2, 5] = torch.nan
     before = rows.clone()
-    first, second = codec.encode(rows), codec.encode(rows.clone())
+    first = codec.encode(rows)
+    second = codec.encode(rows.clone())
     assert torch.equal(first, second)
     torch.testing.assert_close(rows, before, rtol=0, atol=0, equal_nan=True)
 
 
 @codecs
 def test_the_memory_layout_of_the_rows_does_not_matter(name: str) -> None:
-    codec, rows = make(name), torch.randn(6, 20)
+    codec = make(name)
+    rows = torch.randn(6, 20)
     strided = torch.stack([rows, rows + 1], dim=2)[..., 0]
     assert not strided.is_contiguous()
     assert torch.equal(codec.encode(strided), codec.encode(rows))
@@ -193,7 +201,8 @@ def test_the_memory_layout_of_the_rows_does_not_matter(name: str) -> None:
 @codecs
 @dtypes
 def test_a_message_is_read_at_any_offset_of_a_buffer(name: str, dtype: torch.dtype) -> None:
-    codec, rows = make(name), torch.randn(5, 33).to(dtype)
+    codec = make(name)
+    rows = torch.randn(5, 33).to(dtype)
     message = codec.encode(rows)
     for offset in (1, 2, 4):
         buffer = torch.full((len(message) + offset + 3,), 255, dtype=torch.uint8)
@@ -204,7 +213,8 @@ def test_a_message_is_read_at_any_offset_of_a_buffer(name: str, dtype: torch.dty
 
 @codecs
 def test_codecs_are_outside_of_autograd(name: str) -> None:
-    codec, rows = make(name), torch.randn(4, 8, requires_grad=True)
+    codec = make(name)
+    rows = torch.randn(4, 8, requires_grad=True)
     assert not round_trip(codec, rows).requires_grad
     assert not codec.error_bound(rows).requires_grad
 
@@ -217,14 +227,16 @@ def test_codecs_are_outside_of_autograd(name: str) -> None:
 def test_what_is_not_finite_never_comes_back_finite(
     name: str, dtype: torch.dtype, value: float
 ) -> None:
-    codec, rows = make(name), torch.randn(6, 260).to(dtype)
+    codec = make(name)
+    rows = torch.randn(6, 260).to(dtype)
     rows[3, 7] = value
     decoded = round_trip(codec, rows)
     assert decoded[3, 7].isnan() or torch.equal(decoded[3, 7], rows[3, 7])
     others = torch.ones(6, dtype=torch.bool)
     others[3] = False
     assert decoded[others].isfinite().all()
-    bound, error = codec.error_bound(rows), (decoded.double() - rows.double()).abs()
+    bound = codec.error_bound(rows)
+    error = (decoded.double() - rows.double()).abs()
     assert (error <= bound)[others].all()
     touched = decoded[3].isnan() & rows[3].isfinite()
     assert bound[3][touched].isinf().all()
@@ -234,10 +246,8 @@ def test_what_is_not_finite_never_comes_back_finite(
 @codecs
 @dtypes
 def test_a_codec_that_claims_to_be_lossless_is(name: str, dtype: torch.dtype) -> None:
-    codec, rows = (
-        make(name),
-        torch.cat([in_range(rows, dtype) for rows in workloads(5, 37, 1).values()]),
-    )
+    codec = make(name)
+    rows = torch.cat([in_range(rows, dtype) for rows in workloads(5, 37, 1).values()])
     rows[0, :3] = torch.tensor([torch.nan, torch.inf, -0.0]).to(dtype)
     same = torch.equal(round_trip(codec, rows).view(torch.uint8), rows.view(torch.uint8))
     if codec.spec.is_lossless:
@@ -249,7 +259,8 @@ def test_a_codec_that_claims_to_be_lossless_is(name: str, dtype: torch.dtype) ->
 
 @codecs
 def test_what_is_no_float_goes_without_a_codec_only(name: str) -> None:
-    codec, rows = make(name), torch.arange(12).view(3, 4)
+    codec = make(name)
+    rows = torch.arange(12).view(3, 4)
     if codec.spec.is_lossless:
         assert torch.equal(round_trip(codec, rows), rows)
         return
@@ -316,9 +327,8 @@ def test_int8_rounds_to_nearest_without_a_bias() -> None:
     step = rows.abs().amax(1, keepdim=True) / 127
     error = (round_trip(Int8(), rows) - rows) / step
     assert float(error.abs().max()) <= 0.5001
-    assert (
-        abs(float(error.mean())) < 0.005
-    )  # truncation would give a bias of up to 0.5, depending on the sign
+    # truncation would give a bias of up to 0.5, depending on the sign
+    assert abs(float(error.mean())) < 0.005
     assert abs(float((error * rows.sign()).mean())) < 0.005
 
 
@@ -333,7 +343,9 @@ def test_int8_keeps_zero_and_the_ends_of_each_row() -> None:
 
 def test_fp8_has_a_scale_per_128_values() -> None:
     rows = torch.ones(1, 300)
-    rows[0, :128], rows[0, 128:256], rows[0, 256:] = 448e6, 448.0, 448e-6
+    rows[0, :128] = 448e6
+    rows[0, 128:256] = 448.0
+    rows[0, 256:] = 448e-6
     assert torch.equal(round_trip(Fp8(), rows), rows)
     rows[0, 130] = torch.inf
     decoded = round_trip(Fp8(), rows)

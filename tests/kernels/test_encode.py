@@ -23,7 +23,8 @@ def test_values_and_gradients_equal_the_einsum(shape: tuple[int, int, int, int])
     form = encoding(chosen(tokens, experts, top_k), experts, capacity)
     x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     gates = torch.rand(tokens, top_k, dtype=torch.float64, requires_grad=True)
-    actual, upstream = [], torch.randn(tokens, 3, dtype=torch.float64)
+    actual = []
+    upstream = torch.randn(tokens, 3, dtype=torch.float64)
     for encode, decode in ((fast_encode, fast_decode), (encode_reference, decode_reference)):
         rows = encode(x, form)
         y = decode(rows * rows.cos(), gates, form)

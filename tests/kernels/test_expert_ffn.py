@@ -1,4 +1,5 @@
-"""The expert stage: results, gradients and saved tensors of each implementation against a float64 reference."""
+"""The expert stage: results, gradients and saved tensors of each implementation against a float64
+reference."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork, Wanted
+from moesaic.program import expert_sizes
 
 SHAPES = [(0, 4, 8, 2, 2), (1, 4, 4, 1, 1), (7, 5, 6, 4, 2), (13, 8, 8, 5, 5), (9, 8, 4, 3, 1)]
 """(tokens, dim, hidden, experts, top_k). The last expert is never chosen, unless top_k needs it."""
 WAYS = ((1, 2), (False, True), (None, "after", "before"), (True, False))
-"""(number of up matrices, biases, where routing weights are applied, whether all tokens have equally many rows)."""
+"""(number of up matrices, biases, where routing weights are applied, whether all tokens have
+equally many rows)."""
 
 
 def has_one_expert(shape: tuple[int, ...], *_: object) -> bool:
@@ -44,7 +47,8 @@ def make_work(
     token = torch.arange(tokens).repeat_interleave(top_k)
     if not dropless:
         is_kept = torch.rand(len(expert)) < 0.6
-        expert, token = expert[is_kept], token[is_kept]
+        expert = expert[is_kept]
+        token = token[is_kept]
     counts = torch.bincount(expert, minlength=experts)
     order = sort_by_expert(token, expert, counts, tokens, top_k if dropless else None)
 
@@ -52,12 +56,18 @@ def make_work(
         return torch.randn(size).to(dtype).requires_grad_()
 
     return ExpertWork(
-        x=leaf(len(expert) if rows else tokens, dim), dispatch=None if rows else order.dispatch,
+        x=leaf(len(expert) if rows else tokens, dim),
+        dispatch=None if rows else order.dispatch,
         gates=None if weigh is None else torch.rand(len(expert)).to(dtype).requires_grad_(),
-        gates_first=weigh == "before", ends=order.ends, up=leaf(experts, ups, hidden, dim),
-        up_bias=leaf(experts, ups, hidden) if bias else None, down=leaf(experts, dim, hidden),
-        down_bias=leaf(experts, dim) if bias else None, activation=activation, clamp=clamp,
-    )  # fmt: skip
+        gates_first=weigh == "before",
+        ends=order.ends,
+        up=leaf(experts, ups, hidden, dim),
+        up_bias=leaf(experts, ups, hidden) if bias else None,
+        down=leaf(experts, dim, hidden),
+        down_bias=leaf(experts, dim) if bias else None,
+        activation=activation,
+        clamp=clamp,
+    )
 
 
 def leaves(work: ExpertWork) -> list[Tensor]:
@@ -66,7 +76,8 @@ def leaves(work: ExpertWork) -> list[Tensor]:
 
 
 def compare(work: ExpertWork) -> None:
-    y, expected = expert_ffn(work), expert_ffn_reference(work)
+    y = expert_ffn(work)
+    expected = expert_ffn_reference(work)
     torch.testing.assert_close(y, expected)
     if not expected.requires_grad:  # no rows
         return
@@ -79,7 +90,8 @@ def compare(work: ExpertWork) -> None:
 
 @pytest.fixture(params=[kind for kind in pick.KERNELS if kind != "triton"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The implementation for CPUs and that for devices without their own; `triton/test_triton_pick.py` tests the third."""
+    """The implementation for CPUs and that for devices without their own;
+    `triton/test_triton_pick.py` tests the third."""
     monkeypatch.setitem(pick.KERNELS, "cpu", pick.KERNELS[request.param])
 
 
@@ -102,8 +114,9 @@ def test_every_activation_equals_the_reference(activation: str, clamp: Clamp | N
 
 
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""The largest error of a result or gradient in each dtype that people train in, relative to its norm in float64. Rounding moves
-pre-activations across the limits of a clamp, which costs more than the arithmetic does."""
+"""The largest error of a result or gradient in each dtype that people train in, relative to its
+norm in float64. Rounding moves pre-activations across the limits of a clamp, which costs more than
+the arithmetic does."""
 
 
 @pytest.mark.usefixtures("kernel")
@@ -117,7 +130,8 @@ def test_every_activation_stays_near_float64_in_every_dtype(
         work = make_work(
             (17, 16, 24, 4, 2), ups=ups, bias=bias, dtype=dtype, activation=activation, clamp=clamp
         )
-        y, expected = expert_ffn(work), expert_ffn_reference(work)
+        y = expert_ffn(work)
+        expected = expert_ffn_reference(work)
         dy = torch.randn_like(y)
         actual = [y, *torch.autograd.grad(y, leaves(work), dy)]
         exact = [expected, *torch.autograd.grad(expected, leaves(work), dy.double())]
@@ -139,8 +153,8 @@ def test_cutting_experts_into_blocks_changes_nothing(
     shape, ups, bias, weigh, dropless, limit, monkeypatch
 ):
     """Results are added to tokens block by block, or kept until the end if they fit the limit."""
-    monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
-    monkeypatch.setattr(blocks, "MIN_ROWS", 2)
+    monkeypatch.setattr(expert_sizes, "CACHE_BYTES", 0)
+    monkeypatch.setattr(expert_sizes, "MIN_ROWS", 2)
     monkeypatch.setattr(blocks, "SIDE_BY_SIDE_BYTES", limit)
     compare(make_work(shape, ups=ups, bias=bias, weigh=weigh, dropless=dropless))
 
@@ -166,8 +180,8 @@ def test_float16_has_no_room_for_a_weight_before_its_dot_product() -> None:
 
 
 def test_every_row_is_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
-    monkeypatch.setattr(blocks, "MIN_ROWS", 3)
+    monkeypatch.setattr(expert_sizes, "CACHE_BYTES", 0)
+    monkeypatch.setattr(expert_sizes, "MIN_ROWS", 3)
     work = replace(make_work((5, 4, 4, 4, 2)), ends=torch.tensor([1, 3, 10, 10], dtype=torch.int32))
     call_blocks = blocks.Blocks(work, 1, 1)
     segments = [
@@ -184,8 +198,8 @@ def test_every_row_is_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scratch_memory_is_cut_as_each_block_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
-    monkeypatch.setattr(blocks, "MIN_ROWS", 3)
+    monkeypatch.setattr(expert_sizes, "CACHE_BYTES", 0)
+    monkeypatch.setattr(expert_sizes, "MIN_ROWS", 3)
     work = replace(
         make_work((5, 4, 4, 5, 2)), ends=torch.tensor([1, 3, 4, 7, 10], dtype=torch.int32)
     )
@@ -227,7 +241,8 @@ def test_bfloat16_stays_near_float64_and_the_result_has_the_dtype_asked_for() ->
 def test_backward_keeps_the_input_the_routing_and_the_pre_activations() -> None:
     tokens, dim, hidden, experts, top_k = shape = (64, 16, 24, 4, 2)
     for ups in (1, 2):
-        work, saved = make_work(shape, ups=ups, dtype=torch.float32), {}
+        work = make_work(shape, ups=ups, dtype=torch.float32)
+        saved = {}
 
         def pack(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
             saved[tensor.data_ptr()] = tensor

@@ -11,7 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from moesaic import GatedExperts, MoE, PlainExperts
 from moesaic.kernels.grouped_matmul import grouped_matmul
 
-TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 5, 8, 16, 4, 2
+TOKENS = 5
+DIM = 8
+HIDDEN = 16
+EXPERTS = 4
+TOP_K = 2
 PRODUCT = 2 * TOKENS * TOP_K * DIM * HIDDEN
 ROUTER = 2 * TOKENS * DIM * EXPERTS
 
@@ -54,7 +58,8 @@ def test_gradients_that_nobody_wants_are_no_products(
 
 
 def products_of(layer: MoE, x: torch.Tensor) -> int:
-    """Return the FLOPs of the backward kernel's products, counted by wrapping the functions that multiply."""
+    """Return the FLOPs of the backward kernel's products, counted by wrapping the functions that
+    multiply."""
     product_flops = []
 
     def counting(by: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -76,10 +81,8 @@ def products_of(layer: MoE, x: torch.Tensor) -> int:
 
 
 def test_a_grouped_product_counts_its_rows() -> None:
-    x, w = (
-        torch.randn(6, DIM, requires_grad=True),
-        torch.randn(EXPERTS, HIDDEN, DIM, requires_grad=True),
-    )
+    x = torch.randn(6, DIM, requires_grad=True)
+    w = torch.randn(EXPERTS, HIDDEN, DIM, requires_grad=True)
     ends = torch.tensor([1, 1, 4, 6], dtype=torch.int32)
     with FlopCounterMode(display=False) as counter:
         grouped_matmul(x, w, ends).sum().backward()

@@ -1,4 +1,5 @@
-"""The grouped product and its two gradients against a loop, over odd shapes, dtypes and memory layouts."""
+"""The grouped product and its two gradients against a loop, over odd shapes, dtypes and memory
+layouts."""
 
 from __future__ import annotations
 
@@ -28,9 +29,12 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, to
 
 def compare(x: torch.Tensor, w: torch.Tensor, counts: list[int]) -> None:
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    x64, w64 = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
-    y, expected = grouped_matmul(x, w, ends), grouped_matmul_reference(x64, w64, ends)
+    x = x.detach().requires_grad_()
+    w = w.detach().requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    w64 = w.detach().double().requires_grad_()
+    y = grouped_matmul(x, w, ends)
+    expected = grouped_matmul_reference(x64, w64, ends)
     upstream = torch.randn(y.shape).to(y.dtype)
     y.backward(upstream)
     expected.backward(upstream.double())
@@ -70,10 +74,10 @@ def test_the_layout_of_the_rows_in_memory_does_not_matter(layout: str, rows: int
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_the_layout_of_the_gradient_in_memory_does_not_matter(rows: int) -> None:
-    x, w = torch.randn(rows, 8), torch.randn(2, 4, 8, requires_grad=True)
+    x = torch.randn(rows, 8)
+    w = torch.randn(2, 4, 8, requires_grad=True)
     ends = torch.tensor([rows // 2, rows], dtype=torch.int32)
-    grouped_matmul(
-        x, w, ends
-    ).sum().backward()  # the gradient of a sum is expanded, with strides of 0
+    # the gradient of a sum is expanded, with strides of 0
+    grouped_matmul(x, w, ends).sum().backward()
     expected = torch.stack([part.sum(0).expand(4, 8) for part in (x[: rows // 2], x[rows // 2 :])])
     torch.testing.assert_close(w.grad, expected)

@@ -42,7 +42,8 @@ def test_codes_and_numbers_are_those_of_bitsandbytes(dtype):
     bitsandbytes = pytest.importorskip("bitsandbytes.functional", reason="pip install bitsandbytes")
     torch.manual_seed(0)
     weight = (2 * torch.randn(64, 256) * torch.rand(64, 1)).to(dtype)
-    weight[3, 64:128], weight[4, 0] = 0, 1e-30
+    weight[3, 64:128] = 0
+    weight[4, 0] = 1e-30
     theirs, state = bitsandbytes.quantize_4bit(
         weight, blocksize=64, compress_statistics=False, quant_type="nf4"
     )
@@ -96,7 +97,9 @@ def test_scales_in_eight_bits_are_near_and_of_each_matrix_alone():
 def test_products_equal_those_with_dequantized_matrices(dtype, transposed, scratch, monkeypatch):
     monkeypatch.setattr(nf4, "SCRATCH", scratch)
     torch.manual_seed(0)
-    height, width, counts = 40, 192, [3, 0, 5, 1]
+    height = 40
+    width = 192
+    counts = [3, 0, 5, 1]
     codes, scales = nf4.quantize(torch.randn(4, height, width))
     x = torch.randn(sum(counts), width if transposed else height).to(dtype)
     ends = torch.tensor(counts).cumsum(0).int()

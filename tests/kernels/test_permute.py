@@ -14,7 +14,8 @@ SHAPES = [(0, 4, 2), (1, 1, 1), (1, 4, 4), (5, 1, 1), (7, 3, 2), (13, 5, 5), (64
 
 
 def uniform(tokens: int, experts: int, per_token: int) -> Permutation:
-    """Route every token to `per_token` distinct experts; the last expert stays empty if possible."""
+    """Route every token to `per_token` distinct experts; the last expert stays empty if
+    possible."""
     usable = max(experts - 1, per_token)
     expert = torch.rand(tokens, usable).argsort(1)[:, :per_token].reshape(-1)
     token = torch.arange(tokens).repeat_interleave(per_token)
@@ -22,12 +23,14 @@ def uniform(tokens: int, experts: int, per_token: int) -> Permutation:
 
 
 def ragged(tokens: int, experts: int, per_token: int) -> Permutation:
-    """Route like `uniform`, but drop half of the rows: tokens have different numbers of rows, some have none."""
+    """Route like `uniform`, but drop half of the rows: tokens have different numbers of rows, some
+    have none."""
     full = uniform(tokens, experts, per_token)
     expert = torch.repeat_interleave(torch.arange(experts), full.counts)
     is_kept = torch.rand(len(expert)) < 0.5
     by_token = full.token[is_kept].argsort(stable=True)
-    token, expert = full.token[is_kept][by_token], expert[is_kept][by_token]
+    token = full.token[is_kept][by_token]
+    expert = expert[is_kept][by_token]
     return sort_by_expert(token, expert, count(expert, None, experts), tokens, None)
 
 

@@ -1,4 +1,5 @@
-"""The logits of 16-bit tokens and their gradients against float64, by blocks and by 16-bit pieces."""
+"""The logits of 16-bit tokens and their gradients against float64, by blocks and by 16-bit
+pieces."""
 
 from __future__ import annotations
 
@@ -41,10 +42,8 @@ def test_products_are_those_of_float64(dtype, weight_dtype, by_pieces, size, sca
         logits.backward(grad)
     assert logits.dtype == torch.float32
     expected = x.detach().double() @ weight.detach().double().t()
-    d_x, d_weight = (
-        grad.double() @ weight.detach().double(),
-        grad.double().t() @ x.detach().double(),
-    )
+    d_x = grad.double() @ weight.detach().double()
+    d_weight = grad.double().t() @ x.detach().double()
     checked = [
         (logits, expected, torch.float32),
         (weight.grad, d_weight, weight.dtype),
@@ -59,11 +58,9 @@ def test_products_are_those_of_float64(dtype, weight_dtype, by_pieces, size, sca
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_only_the_tokens_and_the_matrix_are_saved(dtype):
-    x, weight, saved = (
-        torch.randn(6, 8, dtype=dtype, requires_grad=True),
-        torch.randn(4, 8, requires_grad=True),
-        [],
-    )
+    x = torch.randn(6, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 8, requires_grad=True)
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
     ):
@@ -93,7 +90,8 @@ def test_a_gradient_that_nobody_wants_is_left_out(missing, by_pieces, monkeypatc
 
 
 def test_the_operators_hold_what_they_promise():
-    x, weight = torch.randn(5, 8, dtype=torch.bfloat16), torch.randn(4, 8)
+    x = torch.randn(5, 8, dtype=torch.bfloat16)
+    weight = torch.randn(4, 8)
     torch.library.opcheck(router_product.router_forward.overload, (x, weight))
     torch.library.opcheck(
         router_product.router_backward.overload, (x, weight, torch.randn(5, 4), True, True)

@@ -1,4 +1,5 @@
-"""Implementations chosen by name. The GPU products are replaced by float64 products of the same operands."""
+"""Implementations chosen by name. The GPU products are replaced by float64 products of the same
+operands."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork
 
-TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 150, 2, 4, 64, 96
+TOKENS = 150
+TOP_K = 2
+EXPERTS = 4
+DIM = 64
+HIDDEN = 96
 SCALED = {"fp8": fp8_rowwise, "mxfp8": mxfp8}
 BLOCKS = {"fp8": 0, "mxfp8": mxfp8.BLOCK}
 """The number of values that share a scale; 0 for a whole row."""
@@ -31,9 +36,8 @@ scaled = pytest.mark.parametrize("name", SCALED)
 
 def work_of(kernel: str = "auto", dtype: torch.dtype = torch.bfloat16) -> ExpertWork:
     torch.manual_seed(0)
-    expert = (
-        torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)
-    )  # the last expert gets no rows
+    # the last expert gets no rows
+    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)
     token = torch.arange(TOKENS).repeat_interleave(TOP_K)
     permutation = sort_by_expert(
         token, expert, torch.bincount(expert, minlength=EXPERTS), TOKENS, TOP_K
@@ -43,11 +47,18 @@ def work_of(kernel: str = "auto", dtype: torch.dtype = torch.bfloat16) -> Expert
         return (scale * torch.randn(size)).bfloat16().to(dtype).requires_grad_()
 
     return ExpertWork(
-        x=leaf(TOKENS, DIM), dispatch=permutation.dispatch, gates=torch.rand(len(token)).to(dtype).requires_grad_(),
-        gates_first=False, ends=permutation.ends, up_bias=None, down_bias=None, activation="silu", kernel=kernel,
+        x=leaf(TOKENS, DIM),
+        dispatch=permutation.dispatch,
+        gates=torch.rand(len(token)).to(dtype).requires_grad_(),
+        gates_first=False,
+        ends=permutation.ends,
+        up_bias=None,
+        down_bias=None,
+        activation="silu",
+        kernel=kernel,
         up=leaf(EXPERTS, 2, HIDDEN, DIM, scale=DIM**-0.5),
         down=leaf(EXPERTS, DIM, HIDDEN, scale=HIDDEN**-0.5),
-    )  # fmt: skip
+    )
 
 
 def results(work: ExpertWork) -> dict[str, Tensor]:
@@ -62,23 +73,28 @@ def results(work: ExpertWork) -> dict[str, Tensor]:
 
 
 def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Undo cuBLAS's documented swizzling of scale tiles: return (rows, columns) scales in float32."""
+    """Undo cuBLAS's documented swizzling of scale tiles: return (rows, columns) scales in
+    float32."""
     wide = -(-columns // 4)
     tiles = scale.reshape(-1, wide, 32, 4, 4)
-    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    row = torch.arange(rows)[:, None]
+    column = torch.arange(columns)[None, :]
     return tiles[row // 128, column // 4, row % 32, row % 128 // 32, column % 4].float()
 
 
 def exact_scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, offs: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Compute `torch._scaled_grouped_mm` in float64: rows by (E, K, N) matrices that are stored (E, N, K)."""
+    """Compute `torch._scaled_grouped_mm` in float64: rows by (E, K, N) matrices that are stored (E,
+    N, K)."""
     meta = [
         each.to("meta") for each in (a, b, scale_a, scale_b, offs)
     ]  # the checks of torch: shapes, strides and dtypes
     shape = torch.ops.aten._scaled_grouped_mm(*meta[:4], offs=meta[4], out_dtype=out_dtype).shape
     out = torch.full(shape, float("nan"), dtype=torch.float64)
-    start, first, blocks = 0, 0, a.shape[1] // 32
+    start = 0
+    first = 0
+    blocks = a.shape[1] // 32
     is_mx = scale_a.dtype == torch.float8_e8m0fnu
     for e, end in enumerate(offs.tolist()):
         if is_mx:
@@ -89,7 +105,8 @@ def exact_scaled_grouped_mm(
             of_matrix = unswizzled(scale_b[e], b.shape[2], blocks).repeat_interleave(32, 1)
             first += tiles
         else:
-            of_rows, of_matrix = scale_a[start:end, None], scale_b[e, :, None]
+            of_rows = scale_a[start:end, None]
+            of_matrix = scale_b[e, :, None]
         out[start:end] = (a[start:end].double() * of_rows) @ (b[e].t().double() * of_matrix).t()
         start = end
     return out.to(out_dtype)
@@ -103,7 +120,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def to_8_bits(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return values rounded to 8 bits, and the largest error of each, from the formats' definitions."""
+    """Return values rounded to 8 bits, and the largest error of each, from the formats'
+    definitions."""
     blocks = x.double().unflatten(-1, (-1, block or x.shape[-1]))
     scale = torch.exp2(
         torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)).nan_to_num(0, 0, 0)
@@ -125,14 +143,14 @@ def test_a_product_is_that_of_values_rounded_in_their_blocks(name, stored, on_gp
     ).bfloat16()  # rows after those of the last expert are undefined
     w = torch.randn(3, 96, 64) * torch.randn(3, 96, 1).exp()
     w = (w if stored == "(E, N, K)" else w.transpose(1, 2).contiguous().transpose(1, 2)).bfloat16()
-    x[290:], x[5] = float("nan"), 0
+    x[290:] = float("nan")
+    x[5] = 0
     actual = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
-    (rows, rows_off), (matrices, matrices_off) = (
-        to_8_bits(x, BLOCKS[name]),
-        to_8_bits(w, BLOCKS[name]),
-    )
+    (rows, rows_off) = to_8_bits(x, BLOCKS[name])
+    (matrices, matrices_off) = to_8_bits(w, BLOCKS[name])
     for e, (start, end) in enumerate(((0, 100), (100, 100), (100, 290))):
-        mine, of = actual[start:end].double(), slice(start, end)
+        mine = actual[start:end].double()
+        of = slice(start, end)
         torch.testing.assert_close(mine, rows[of] @ matrices[e].t(), rtol=2**-8, atol=1e-12)
         exact = x[of].double() @ w[e].double().t()
         bound = (
@@ -144,7 +162,8 @@ def test_a_product_is_that_of_values_rounded_in_their_blocks(name, stored, on_gp
 
 @scaled
 def test_a_layer_stays_within_its_bounds_of_the_float64_reference(name, on_gpu):
-    """One rounding changes a value by 2.6 % (uniform, at most 2^-4 of it); a result depends on two to four roundings."""
+    """One rounding changes a value by 2.6 % (uniform, at most 2^-4 of it); a result depends on two
+    to four roundings."""
     exact = results(work_of(dtype=torch.float64))
     actual = results(replace(work_of(), kernel=name))
     for each, true in exact.items():
@@ -157,7 +176,8 @@ def test_a_layer_stays_within_its_bounds_of_the_float64_reference(name, on_gpu):
 
 @scaled
 def test_what_is_not_finite_stays_so_in_its_row(name, on_gpu):
-    x, w = torch.randn(130, 64).bfloat16(), torch.randn(2, 32, 64).bfloat16()
+    x = torch.randn(130, 64).bfloat16()
+    w = torch.randn(2, 32, 64).bfloat16()
     ends = torch.tensor([60, 130], dtype=torch.int32)
     expected = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
     for row, value in ((3, float("nan")), (70, float("inf")), (71, float("-inf"))):
@@ -176,7 +196,8 @@ def test_extreme_rows_have_a_scale():
 
 
 def quack_of(gemm) -> dict[str, ModuleType]:
-    package, interface = ModuleType("quack"), ModuleType("quack.gemm_interface")
+    package = ModuleType("quack")
+    interface = ModuleType("quack.gemm_interface")
     interface.gemm = gemm
     return {"quack": package, "quack.gemm_interface": interface}
 
@@ -184,7 +205,8 @@ def quack_of(gemm) -> dict[str, ModuleType]:
 def quack_gemm(
     a: Tensor, b: Tensor, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned: bool
 ) -> Tensor:
-    """Compute what `quack.gemm_interface.gemm` documents; elements that it does not write are NaN."""
+    """Compute what `quack.gemm_interface.gemm` documents; elements that it does not write are
+    NaN."""
     assert not tuned
     if cu_seqlens_m is not None:
         out = torch.full((len(a), b.shape[2]), float("nan"), dtype=a.dtype)
@@ -209,10 +231,8 @@ def test_other_products_give_the_same(name, monkeypatch):
     monkeypatch.delitem(sys.modules, "moesaic.kernels.quack", raising=False)
     monkeypatch.setattr(whole_batch, "require", lambda *_: None)
     pick._expert_kernel.cache_clear()
-    exact, actual = (
-        results(work_of(dtype=torch.float64)),
-        results(replace(work_of(dtype=torch.float32), kernel=name)),
-    )
+    exact = results(work_of(dtype=torch.float64))
+    actual = results(replace(work_of(dtype=torch.float32), kernel=name))
     pick._expert_kernel.cache_clear()
     sys.modules.pop("moesaic.kernels.quack", None)
     for each, true in exact.items():
@@ -223,16 +243,15 @@ def test_other_products_give_the_same(name, monkeypatch):
 
 def test_quack_takes_the_arguments_that_it_is_given():
     interface = pytest.importorskip("quack.gemm_interface", reason="quack-kernels is not installed")
-    x, w = torch.randn(9, 16).bfloat16(), torch.randn(3, 16, 8).bfloat16()
+    x = torch.randn(9, 16).bfloat16()
+    w = torch.randn(3, 16, 8).bfloat16()
     ends = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
     torch.testing.assert_close(
         interface.gemm_ref(x, w, cu_seqlens_m=ends),
         quack_gemm(x, w, cu_seqlens_m=ends, tuned=False),
     )
-    actual, expected = (
-        interface.gemm_ref(x.t(), x, cu_seqlens_k=ends),
-        quack_gemm(x.t(), x, cu_seqlens_k=ends, tuned=False),
-    )
+    actual = interface.gemm_ref(x.t(), x, cu_seqlens_k=ends)
+    expected = quack_gemm(x.t(), x, cu_seqlens_k=ends, tuned=False)
     torch.testing.assert_close(actual[[0, 2]], expected[[0, 2]])
     assert {"cu_seqlens_m", "cu_seqlens_k", "tuned"} <= set(
         inspect.signature(interface.gemm).parameters
@@ -240,13 +259,13 @@ def test_quack_takes_the_arguments_that_it_is_given():
 
 
 def test_quack_compiles_both_products_for_hopper(monkeypatch):
-    """Runs the real package up to the launch, which needs a GPU: it accepts the operands and compiles the kernels."""
+    """Runs the real package up to the launch, which needs a GPU: it accepts the operands and
+    compiles the kernels."""
     package = pytest.importorskip("quack.gemm", reason="quack-kernels is not installed")
     monkeypatch.setenv("QUACK_ARCH", "sm_90")
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    monkeypatch.setattr(
-        package, "get_max_active_clusters", lambda *_, **__: 66
-    )  # this would ask the driver
+    # this would ask the driver
+    monkeypatch.setattr(package, "get_max_active_clusters", lambda *_, **__: 66)
     compiled = []
     monkeypatch.setattr(
         package, "launch_gemm", lambda plan, *_, **__: compiled.append(plan.compiled_fn)
@@ -254,8 +273,10 @@ def test_quack_compiles_both_products_for_hopper(monkeypatch):
     quack = importlib.import_module("moesaic.kernels.quack")
     with FakeTensorMode():
         x, dy = (torch.empty(9, width, dtype=torch.bfloat16, device="cuda") for width in (16, 8))
-        ends, w = torch.empty(3, dtype=torch.int32, device="cuda"), x.new_empty(3, 16, 8)
-        rows, outer = quack.rows_times(x, w, ends), quack.outer_products(dy, x, ends)
+        ends = torch.empty(3, dtype=torch.int32, device="cuda")
+        w = x.new_empty(3, 16, 8)
+        rows = quack.rows_times(x, w, ends)
+        outer = quack.outer_products(dy, x, ends)
     assert (rows.shape, outer.shape) == ((9, 8), (3, 8, 16))
     assert len(compiled) == 2
     assert all(callable(each) for each in compiled)
@@ -271,11 +292,17 @@ def test_quack_compiles_both_products_for_hopper(monkeypatch):
         ),
         (
             "mxfp8",
-            r"kernel='mxfp8' needs a GPU of compute capability 10.x, got cpu; kernel='auto' runs here",
+            (
+                r"kernel='mxfp8' needs a GPU of compute capability 10.x, got cpu; kernel='auto' "
+                r"runs here"
+            ),
         ),
         (
             "quack",
-            r"kernel='quack' (cannot be imported here|needs a GPU of compute capability 9.x or 10.x, got cpu)",
+            (
+                r"kernel='quack' (cannot be imported here|needs a GPU of compute capability 9.x "
+                r"or 10.x, got cpu)"
+            ),
         ),
     ],
 )

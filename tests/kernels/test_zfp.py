@@ -29,9 +29,11 @@ def error_and_bound(codec: Zfp, rows: Tensor) -> tuple[Tensor, Tensor]:
 def test_blocks_that_were_climbed_to_be_bad_stay_within_the_bound(
     rate: int, dtype: torch.dtype
 ) -> None:
-    """Hill climbing on many blocks: random changes are kept if the error grows relative to the bound."""
+    """Hill climbing on many blocks: random changes are kept if the error grows relative to the
+    bound."""
     random = torch.Generator().manual_seed(rate)
-    codec, num_blocks = Zfp(rate=rate), 64
+    codec = Zfp(rate=rate)
+    num_blocks = 64
 
     def uniform() -> Tensor:
         return torch.rand(4, 4 * num_blocks, generator=random, dtype=torch.float64)
@@ -112,8 +114,10 @@ def test_partial_blocks_cost_no_accuracy() -> None:
 
 
 def test_rows_of_a_gpu_are_coded_on_the_host() -> None:
-    """Whatever kernels the GPU runs: message and decoded rows are on it again, with the CPU's bytes."""
-    codec, rows = Zfp(), torch.randn(9, 14)
+    """Whatever kernels the GPU runs: message and decoded rows are on it again, with the CPU's
+    bytes."""
+    codec = Zfp()
+    rows = torch.randn(9, 14)
     expected = codec.encode(rows)
     with pretending(triton=True), StandIn():
         message = codec.encode(rows.to(DEVICE))
@@ -134,7 +138,8 @@ def test_a_rate_that_zfp_cannot_do_is_one_line(rate: object) -> None:
 @doubles
 def test_every_accepted_rate_gives_the_length_it_promises(dtype: torch.dtype) -> None:
     for rate in CODECS["zfp"].allowed:
-        codec, rows = Zfp(rate=rate), torch.randn(9, 14, dtype=dtype)
+        codec = Zfp(rate=rate)
+        rows = torch.randn(9, 14, dtype=dtype)
         assert len(codec.encode(rows)) == codec.num_bytes(9, 14, dtype)
         error, bound = error_and_bound(codec, rows)
         assert (error <= bound).all()

@@ -1,4 +1,5 @@
-"""Makes the laboratory's commands known to `moesaic`, whether the package is installed or not, from its own pyproject.toml."""
+"""Makes the laboratory's commands known to `moesaic`, whether the package is installed or not, from
+its own pyproject.toml."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LAB = Path(__file__).resolve().parents[2] / "lab"
 
 @pytest.fixture(scope="session")
 def lab_metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the metadata that installing the laboratory leaves: its name and its entry points."""
+    """A folder with the metadata that installing the laboratory leaves: its name and its entry
+    points."""
     project = read_table(LAB / "pyproject.toml")["project"]
     folder = tmp_path_factory.mktemp("metadata")
     about = folder / f"moesaic_lab-{project['version']}.dist-info"
@@ -55,7 +57,8 @@ def made_bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fuzz_bases(made_bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of these folders: some readers change what they read, such as the run that they resume."""
+    """A copy of these folders: some readers change what they read, such as the run that they
+    resume."""
     return shutil.copytree(made_bases, tmp_path_factory.mktemp("bases") / "copied")
 
 

@@ -1,4 +1,5 @@
-"""The balance benchmark's claims by hand, and its rows, tables and pictures, from cells that nobody measured."""
+"""The balance benchmark's claims by hand, and its rows, tables and pictures, from cells that nobody
+measured."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ from moesaic_lab.balance.benchmark import BENCHMARK, panels
 from moesaic_lab.balance.cells import all_rows, share_rows, tables
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalancePlace, RecordedLoads
-from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import (
     BOUNDED,
     LAER,
@@ -30,6 +30,7 @@ from moesaic_lab.balance.methods import (
 )
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, Share
 from moesaic_lab.balance.simulated import BEST, decisions
+from moesaic_lab.balance.tracked_memory import BudgetHeld
 from moesaic_lab.pictures import figure
 from moesaic_lab.tables import Marks
 
@@ -51,10 +52,20 @@ def reason(name: str, *cells: Any) -> str:
 
 def of_forced(method: str, seconds: float, **fields: Any) -> Share:
     usual = {
-        "cluster": "dgx-h100", "ranks": 64, "load": RECORDED, "layer": 5, "step": 10, "max_vio": 0.6, "ratio": 0.14,
-        "forced_seconds": 1.0, "own_forced_seconds": 1.0, "decision_seconds": 5e-5, "replicated_experts": 3,
-        "moving_seconds": 0.0, "moves_every": 50,
-    }  # fmt: skip
+        "cluster": "dgx-h100",
+        "ranks": 64,
+        "load": RECORDED,
+        "layer": 5,
+        "step": 10,
+        "max_vio": 0.6,
+        "ratio": 0.14,
+        "forced_seconds": 1.0,
+        "own_forced_seconds": 1.0,
+        "decision_seconds": 5e-5,
+        "replicated_experts": 3,
+        "moving_seconds": 0.0,
+        "moves_every": 50,
+    }
     return Share(method=method, seconds=seconds, **{**usual, **fields})
 
 
@@ -253,10 +264,18 @@ def test_rows_say_what_the_layer_is_and_what_each_method_did() -> None:
     assert len(rows) == 3 * 5 + 1
     ours = next(row for row in rows if row["method"] == OURS and row["max_vio"] == 2.0)
     wanted = {
-        "tokens_per_rank": 128, "dim": 256, "hidden": 12, "experts_per_rank": 4, "compute": "virtual compute", "is_best": True,
-        "median_seconds": 0.9, "replicated_experts": 5, "decision_seconds": 0.02, "options": "shadow",
+        "tokens_per_rank": 128,
+        "dim": 256,
+        "hidden": 12,
+        "experts_per_rank": 4,
+        "compute": "virtual compute",
+        "is_best": True,
+        "median_seconds": 0.9,
+        "replicated_experts": 5,
+        "decision_seconds": 0.02,
+        "options": "shadow",
         "bed": "4x2 100mbit, lo 1gbit",
-    }  # fmt: skip
+    }
     assert {key: ours[key] for key in wanted} == wanted
     assert ours["plain_over_this"] == pytest.approx(2 / 0.9)
     assert rows[-1]["of_forced"] == 0.5
@@ -284,8 +303,12 @@ def test_tables_and_pictures_show_every_part() -> None:
     made = panels(cells)
     titles = [panel.title for panel in made]
     assert titles == [
-        "4x2, speed-up", "4x2, memory", "recorded routing", "4x2, replicated experts per call", "gain of the smart schedule",
-    ]  # fmt: skip
+        "4x2, speed-up",
+        "4x2, memory",
+        "recorded routing",
+        "4x2, replicated experts per call",
+        "gain of the smart schedule",
+    ]
     replicated = {series.name: series.y for series in made[3].series}
     assert replicated == {"shadow": (1, 5), OURS: (1, 5)}
     gain = {series.name: (series.x, series.y) for series in made[4].series}
@@ -297,10 +320,8 @@ def test_tables_and_pictures_show_every_part() -> None:
 
 
 def test_a_share_of_forced_balance_counts_a_call_s_part_of_moving_experts() -> None:
-    stays, moves = (
-        of_forced(OURS, 2.0),
-        of_forced(OURS_PLACED, 1.0, moving_seconds=50.0, moves_every=50),
-    )
+    stays = of_forced(OURS, 2.0)
+    moves = of_forced(OURS_PLACED, 1.0, moving_seconds=50.0, moves_every=50)
     assert (stays.whole_seconds, moves.whole_seconds) == (2.0, 2.0)
     assert moves.of_forced == 0.5
     assert value("balance.simulated_share_of_forced_placed", shares=[moves]) == 0.5
@@ -321,7 +342,12 @@ def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> Non
     aimed = {"name": "balance.aimed", "value": 0.5, "target": 0.4, "op": ">=", "holds": True}
     told = {"name": "balance.told", "value": 0.5, "target": None, "op": ">=", "holds": None}
     text = page.tables(
-        {"rows": [{"part": "shares", **asdict(each)} for each in shares], "claims": [aimed, told]}
+        {
+            "date": "2026-11-28",
+            "machine": {"cpu": "AMD EPYC", "cores": 2},
+            "rows": [{"part": "shares", **asdict(each)} for each in shares],
+            "claims": [aimed, told],
+        }
     )
     assert (
         "| share of forced balance, `dgx-h100`, 64 ranks | synthetic, MaxVio 1 | recorded |" in text

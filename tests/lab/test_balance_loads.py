@@ -1,4 +1,5 @@
-"""Routing of the balance benchmark: exact loads, legal tokens, recorded counts; and what its memory counter counts."""
+"""Routing of the balance benchmark: exact loads, legal tokens, recorded counts; and what its memory
+counter counts."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from moesaic_lab.balance.loads import (
     recorded_shares,
     zipf_shares,
 )
-from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import placed_by
+from moesaic_lab.balance.tracked_memory import peak_bytes
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
 SKEW = Skew(ranks=8, num_experts=32, top_k=2, samples=32, sample_tokens=32, max_vio=1.0)

@@ -1,4 +1,5 @@
-"""The balance benchmark: its file, its ranks in one process, its simulated clusters, the command; a small run on a bed."""
+"""The balance benchmark: its file, its ranks in one process, its simulated clusters, the command; a
+small run on a bed."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def test_a_layer_whose_weights_stand_elsewhere_is_found_out() -> None:
 
 
 def test_steps_go_through_the_calls_and_count_decisions() -> None:
-    job, other = job_of(2.0), job_of(1.0)
+    job = job_of(2.0)
+    other = job_of(1.0)
     experts = np.concatenate([each.case.routes.experts[:1] for each in (job, other)])
     job = replace(job, case=replace(job.case, routes=replace(job.case.routes, experts=experts)))
 
@@ -182,10 +184,8 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
 
 def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_is_told_of() -> None:
     (case,) = read_config().narrowed(only=("4x2-slow-link",)).cases()
-    place, case = (
-        case.place,
-        replace(case, routes=made_up(replace(case.place.skew(0.0, 0), calls=1))),
-    )
+    place = case.place
+    case = replace(case, routes=made_up(replace(case.place.skew(0.0, 0), calls=1)))
     rates = [place.bed.inter_bytes_per_second(node) for node in range(4)]
     assert rates == [40e6, 40e6, 40e6, 10e6]
     assert place.costs.node_links == (), "the other policies are not told"
@@ -212,7 +212,8 @@ def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_is_told_of() -> None:
         return found
 
     found = run_ranks(8, rank)
-    on_link, seconds = [], []
+    on_link = []
+    seconds = []
     for way in range(3):
         messages = [message for of_rank in found for message in of_rank[way][1]]
         on_link.append(
@@ -295,7 +296,8 @@ def test_cells_sum_up_what_ranks_found() -> None:
 
 def test_methods_that_do_the_same_take_the_same_and_others_differ_where_they_should() -> None:
     layer = replace(SharesOfForced(), top_k=2).layer(8)
-    larger, tokens = Larger(layer, read_cluster("dgx-h100", nodes=1)), 8192
+    larger = Larger(layer, read_cluster("dgx-h100", nodes=1))
+    tokens = 8192
     skew = Skew(
         ranks=8,
         num_experts=32,
@@ -307,7 +309,8 @@ def test_methods_that_do_the_same_take_the_same_and_others_differ_where_they_sho
         locality=0.0,
         seed=1,
     )
-    routes, even = made_up(skew), np.full((8, 32), 2 * tokens // 32)
+    routes = made_up(skew)
+    even = np.full((8, 32), 2 * tokens // 32)
     loads = [routes.counts(call, 8, 32) for call in range(2)]
 
     def took(calls: list[np.ndarray]) -> dict[str, tuple[float, int]]:
@@ -315,7 +318,8 @@ def test_methods_that_do_the_same_take_the_same_and_others_differ_where_they_sho
         found = {name: larger.seconds(name, calls, calls[0].sum(0), tokens)[-1] for name in names}
         return {name: (seconds, replicated) for name, (seconds, _, replicated) in found.items()}
 
-    balanced, skewed = took([even, even]), took(loads)
+    balanced = took([even, even])
+    skewed = took(loads)
     assert balanced["spill"] == balanced[PLAIN] == balanced["least loaded"]
     assert balanced["spill"][1] == 0
     assert balanced["ZeRO-3 (r = 0)"][0] != balanced[PLAIN][0]
@@ -331,14 +335,10 @@ def test_our_choice_on_several_nodes_is_as_fast_as_the_best_single_technique(
     cluster: str, nodes: int
 ) -> None:
     config = SharesOfForced()
-    larger, tokens = (
-        Larger(config.layer(32), read_cluster(cluster, nodes=nodes)),
-        config.tokens(config.ratio),
-    )
-    case, trace = (
-        LoadCase(cluster, 32, config.ratio, RECORDED, 5),
-        Trace.open(COMMITTED.parent / config.trace),
-    )
+    larger = Larger(config.layer(32), read_cluster(cluster, nodes=nodes))
+    tokens = config.tokens(config.ratio)
+    case = LoadCase(cluster, 32, config.ratio, RECORDED, 5)
+    trace = Trace.open(COMMITTED.parent / config.trace)
     calls = calls_of(config, trace, case, 2 * tokens, 0)[2]
     names = (PLAIN, "shadow", "spill", "EPLB", SMART, OURS)
     took = {name: larger.seconds(name, calls, calls[0].sum(0), tokens)[0][0] for name in names}
@@ -387,7 +387,8 @@ def test_moving_experts_takes_what_the_fullest_link_needs_for_their_weights_and_
     card, port = spec.links[:2]
     assert (card.devices, port.devices) == (1, 4)
     of_expert = 3 * 2048 * 1024 * 14  # three matrices; bfloat16 weight, float32 copy, two moments
-    even, hot = np.full(16, 100), np.full(16, 100)
+    even = np.full(16, 100)
+    hot = np.full(16, 100)
     hot[[0, 1]] = 300, 200
     assert larger.moving_seconds(PLAIN, hot, 14) == larger.moving_seconds(OURS, hot, 14) == 0, (
         "experts stay"
@@ -418,7 +419,8 @@ def test_on_many_ranks_every_method_is_simulated_under_fewer_loads() -> None:
 
 
 def test_made_up_loads_change_from_call_to_call_about_as_much_as_recorded_ones() -> None:
-    config, trace = read_config().shares, Trace.open(COMMITTED.parent / "laer_e16k4.npz")
+    config = read_config().shares
+    trace = Trace.open(COMMITTED.parent / "laer_e16k4.npz")
     assert config is not None
     loads: dict[str, list[list[np.ndarray]]] = {}
     for load, which in loads_on(config, 32):
@@ -504,7 +506,10 @@ def test_a_machine_without_rights_can_still_simulate(
     monkeypatch.setattr("moesaic_testbed.refusal", lambda: "tc is missing: install iproute2")
     config = tmp_path / "small.toml"
     (tmp_path / "loads.npz").symlink_to(COMMITTED.parent / "laer_e16k4.npz")
-    shares = 'clusters = ["dgx-h100"]\nranks = [8]\ntrace = "loads.npz"\nlayers = [5]\nmax_vio = [2.0]\nratios = []'
+    shares = (
+        'clusters = ["dgx-h100"]\nranks = [8]\ntrace = "loads.npz"\nlayers = [5]\nmax_vio = '
+        "[2.0]\nratios = []"
+    )
     config.write_text(f"[[skewed]]\n[shares]\n{shares}\nhidden = 64\n")
     assert main(["bench", "balance", "--config", str(config)]) == 2
     assert "tc is missing" in capsys.readouterr().err
@@ -530,7 +535,8 @@ def test_a_machine_without_rights_can_still_simulate(
 def test_keep_leaves_the_beds_that_are_not_run_and_claims_rest_on_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config, results = tmp_path / "small.toml", tmp_path / "found.json"
+    config = tmp_path / "small.toml"
+    results = tmp_path / "found.json"
     config.write_text("[[skewed]]\nmax_vio = [0.0, 1.0]\n")
     methods_of = {PLAIN: 3.0, "shadow": 2.0, OURS: 1.0}
     flags = ["--config", str(config), "--json", str(results), "--keep"]

@@ -1,4 +1,5 @@
-"""Configurations of benchmarks on beds: each mistake is refused in one line that names the field."""
+"""Configurations of benchmarks on beds: each mistake is refused in one line that names the
+field."""
 
 from __future__ import annotations
 

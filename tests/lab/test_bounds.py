@@ -29,7 +29,8 @@ def even(world: int, each: float) -> list[tuple[int, int, float]]:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 2), (2, 4), (4, 4)])
 def test_an_even_all_to_all_is_limited_by_what_a_node_sends_out(nodes, ranks):
-    world, per_rank = nodes * ranks, 1 << 20
+    world = nodes * ranks
+    per_rank = 1 << 20
     limit = link_limit(even(world, per_rank / world), Bed(nodes=nodes, ranks_per_node=ranks))
     assert limit.seconds == pytest.approx(ranks * per_rank * (nodes - 1) / nodes / RATE)
     assert limit.link in ("node 0 out", "node 0 in")
@@ -90,9 +91,8 @@ def test_every_all_to_all_carries_the_same_bytes_between_nodes(algorithm):
 def test_two_level_sends_through_mates_what_is_not_for_its_own_place():
     grid = all_ep(2, 2)
     inside = sum(s for a, b, s in exchange(grid, 8, "hier2d").messages(DIM) if a // 2 == b // 2)
-    assert (
-        inside == 4 * (2 + 2) * 4 * DIM
-    )  # for the mate, and for the mate's place on the other node
+    # for the mate, and for the mate's place on the other node
+    assert inside == 4 * (2 + 2) * 4 * DIM
 
 
 def test_lanes_alone_split_what_both_carry():
@@ -106,14 +106,15 @@ def test_lanes_alone_split_what_both_carry():
 
 
 def test_multicast_sends_a_token_once_per_node_and_once_per_rank_there():
-    grid, tokens = all_ep(2, 2), 6
+    grid = all_ep(2, 2)
+    tokens = 6
     copies = np.full((4, 8), tokens)  # every token has a copy for every expert, two at each rank
     node_tokens = np.full((4, 2 + 4, 1), tokens)
-    linear, multicast = (
-        dispatch(grid, copies, tokens, None),
-        dispatch(grid, copies, tokens, node_tokens),
-    )
-    row, of_copy, of_stop = 4 * DIM, 4 + INDEX_BYTES, INDEX_BYTES
+    linear = dispatch(grid, copies, tokens, None)
+    multicast = dispatch(grid, copies, tokens, node_tokens)
+    row = 4 * DIM
+    of_copy = 4 + INDEX_BYTES
+    of_stop = INDEX_BYTES
 
     def sent(work: Work, *, inside: bool) -> float:
         return sum(size for a, b, size in work.messages(DIM) if (a // 2 == b // 2) is inside)
@@ -154,7 +155,8 @@ def test_a_codec_of_one_movement_is_not_that_of_another():
     whole = SCHEDULES["s1"](False)
     sizes = CallSizes(grid, np.full((4, 4), 2), np.full(4, 4))
     messages = program_messages(compress(whole, "int8", grid), sizes, dim=DIM, element_bytes=4)
-    rows, gates = coded_bytes("int8", 2, DIM, 4), 2 * 4
+    rows = coded_bytes("int8", 2, DIM, 4)
+    gates = 2 * 4
     assert sorted({size for *_, size in messages}) == sorted({rows, gates})
 
 

@@ -1,4 +1,5 @@
-"""`moesaic bench certificates`: systems that are installed are run, others are listed; the page is what the result gives."""
+"""`moesaic bench certificates`: systems that are installed are run, others are listed; the page is
+what the result gives."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import main
-from moesaic_lab.certificates import BENCHMARK, MARKS, NEEDS_A_GPU, SYSTEMS, page
+from moesaic_lab.certificates import BENCHMARK, MARKS, page
+from moesaic_lab.certified_systems import NEEDS_A_GPU, SYSTEMS
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -47,8 +49,9 @@ def test_the_page_is_what_the_committed_result_gives():
         assert f"Smallest example for {system}" in text
     assert {row["system"] for row in rows} <= {*SYSTEMS, *NEEDS_A_GPU}
     assert {claim.name: claim.holds for claim in BENCHMARK.claims(rows)} == {
-        "certificates.systems": True, "certificates.moesaic_worst": True,
-    }  # fmt: skip
+        "certificates.systems": True,
+        "certificates.moesaic_worst": True,
+    }
 
 
 def test_every_planted_fault_must_be_caught():

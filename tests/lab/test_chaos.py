@@ -73,9 +73,8 @@ def test_runs_under_fire_on_plain_processes_keep_every_promise(
     target = tmp_path / "chaos.json"
     words = ["--faults", str(len(kinds)), "--kinds", ",".join(kinds), "--steps", str(steps)]
     words += ["--no-bed", "--json", str(target)]
-    assert (
-        BENCHMARK.run([*words, "--keep", str(tmp_path / "kept")]) == 1
-    )  # they are not two hundred
+    # they are not two hundred
+    assert BENCHMARK.run([*words, "--keep", str(tmp_path / "kept")]) == 1
     found = json.loads(target.read_text())
     assert [row["line"] for row in found["rows"] if row["is_wrong"]] == []
     assert sorted(row["kind"] for row in found["rows"]) == sorted(kinds)

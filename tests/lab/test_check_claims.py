@@ -11,17 +11,29 @@ from moesaic_lab.check import claims, rows
 from moesaic_lab.planted import mutants
 
 FOUND = {
-    "machine": {}, "versions": {}, "passed": False, "cases": 4, "cases_by_processes": {},
-    "failures": [{"seed": 3, "failure": "output 1.0"}], "worst_errors": {"output": 1e-16},
-    "mutants": [{"mutant": name, "source": "own", "caught_by": by} for name, by in (("a", "numbers"), ("b", "nobody"))],
-}  # fmt: skip
+    "machine": {},
+    "versions": {},
+    "passed": False,
+    "cases": 4,
+    "cases_by_processes": {},
+    "failures": [{"seed": 3, "failure": "output 1.0"}],
+    "worst_errors": {"output": 1e-16},
+    "mutants": [
+        {"mutant": name, "source": "own", "caught_by": by}
+        for name, by in (("a", "numbers"), ("b", "nobody"))
+    ],
+}
 
 
 def test_claims_count_cases_failures_and_mutants() -> None:
     found = {claim.name: claim for claim in claims(FOUND)}
     assert {name: claim.value for name, claim in found.items()} == {
-        "check.cases": 4, "check.failures": 1, "check.mutants": 2, "check.mutants_caught": 1, "check.gloo_worlds": None,
-    }  # fmt: skip
+        "check.cases": 4,
+        "check.failures": 1,
+        "check.mutants": 2,
+        "check.mutants_caught": 1,
+        "check.gloo_worlds": None,
+    }
     assert found["check.gloo_worlds"].reason == "run without processes (--no-gloo)"
     assert found["check.mutants_caught"].holds is False
     assert found["check.failures"].holds is False

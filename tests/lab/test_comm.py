@@ -1,4 +1,5 @@
-"""The communication benchmark: its configuration, its checks, its claims by hand, and a small run on a real bed."""
+"""The communication benchmark: its configuration, its checks, its claims by hand, and a small run
+on a real bed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from moesaic_testbed import refusal
 
 
 def cell(sweep: Sweep, size_kib: int = 4096, **seconds: list[float]) -> CommCell:
-    """Return a cell with given times per method (underscores stand for spaces) and a bound of 1 s."""
+    """Return a cell with given times per method (underscores stand for spaces) and a bound of 1
+    s."""
     times = {name.replace("_", " "): tuple(of) for name, of in seconds.items()}
     return CommCell(
         sweep=sweep,
@@ -66,10 +68,8 @@ def test_what_must_arrive_is_written_down_by_hand():
     rows = [torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12, 13])]
     assert comm_ranks.arriving(copies, rows, 0).tolist() == [0, 10, 11, 1, 2]
     assert comm_ranks.arriving(copies, rows, 1).tolist() == [12, 3, 13]
-    assert comm_ranks.arriving(copies, rows, 0, (0, 2)).tolist() == [
-        10,
-        1,
-    ]  # half of 1, 2, 2 and 0 rows
+    # half of 1, 2, 2 and 0 rows
+    assert comm_ranks.arriving(copies, rows, 0, (0, 2)).tolist() == [10, 1]
     assert comm_ranks.arriving(copies, rows, 0, (1, 2)).tolist() == [0, 11, 2]
 
 
@@ -105,7 +105,8 @@ def test_wrong_rows_are_refused(monkeypatch):
 
 
 def test_a_dispatch_in_chunks_moves_all_rows_once():
-    grid, copies = all_ep(2, 2), np.full((4, 8), 3)
+    grid = all_ep(2, 2)
+    copies = np.full((4, 8), 3)
     whole = dispatch(grid, copies, 6, None)
     parts = dispatch(grid, copies, 6, None, chunks=2)
     assert whole.program.outputs == ("h", "g")
@@ -145,9 +146,8 @@ def test_pipelined_is_held_against_the_longer_of_its_lanes():
         intra_alone=[2.0] * 30,
         inter_alone=[1.0] * 30,
     )
-    assert (
-        found([spread])["pipelined.over_longer_lane"] == 1.5
-    )  # its interval reaches from 1 to 1.5
+    # its interval reaches from 1 to 1.5
+    assert found([spread])["pipelined.over_longer_lane"] == 1.5
     assert found([one, other])["pipelined.over_longer_lane"] == pytest.approx((1.1 + 1.2) / 2)
 
 
@@ -166,9 +166,8 @@ def test_small_messages_are_those_whose_charge_dominates():
     costly = Sweep(nodes=4, ranks_per_node=4, per_message=5000)
     cells = [
         cell(costly, 16, linear=[1.0] * 3, hier2d=[0.5] * 3),  # messages of 1 KiB
-        cell(
-            costly, 64, linear=[1.0] * 3, hier2d=[9.0] * 3
-        ),  # messages of 4 KiB: the charge is their own size
+        # messages of 4 KiB: the charge is their own size
+        cell(costly, 64, linear=[1.0] * 3, hier2d=[9.0] * 3),
         cell(replace(costly, per_message=16000), 64, linear=[1.0] * 3, hier2d=[0.7] * 3),
         cell(replace(costly, per_message=0), 16, linear=[1.0] * 3, hier2d=[9.0] * 3),
         cell(replace(costly, nodes=2), 16, linear=[1.0] * 3, hier2d=[9.0] * 3),
@@ -209,8 +208,10 @@ def test_tables_and_panels_hold_every_method():
         cell(Sweep(kind="dispatch"), linear=[3.0], multicast=[1.0]),
     ]
     assert [(made.title, made.row_count) for made in tables(cells)] == [
-        ("exchange on 2x2 200mbit", 4), ("lanes on 2x2 200mbit", 3), ("dispatch on 2x2 200mbit, top 8 of 16", 2),
-    ]  # fmt: skip
+        ("exchange on 2x2 200mbit", 4),
+        ("lanes on 2x2 200mbit", 3),
+        ("dispatch on 2x2 200mbit, top 8 of 16", 2),
+    ]
     drawn = panels(cells)
     assert [len(panel.series) for panel in drawn] == [2, 3, 2]
     assert drawn[0].series[1].y == (2.0, 2.0)  # over the limit of 1 s
@@ -246,7 +247,8 @@ def test_a_small_run_on_a_bed(tmp_path, capsys):
         pytest.skip(missing)
     config = tmp_path / "small.toml"
     config.write_text(SMALL)
-    results, picture = tmp_path / "found.json", tmp_path / "found.svg"
+    results = tmp_path / "found.json"
+    picture = tmp_path / "found.svg"
     assert (
         main(
             [
@@ -265,16 +267,22 @@ def test_a_small_run_on_a_bed(tmp_path, capsys):
     told = json.loads(results.read_text())
     rows = told["rows"]
     assert [row["method"] for row in rows if row["what"] == "exchange"] == [
-        "linear", "hier1d", "hier2d", "hier3d", "naive", "pipelined", "sequential", "torch",
-    ]  # fmt: skip
+        "linear",
+        "hier1d",
+        "hier2d",
+        "hier3d",
+        "naive",
+        "pipelined",
+        "sequential",
+        "torch",
+    ]
     assert [row["method"] for row in rows if row["what"] == "dispatch"] == [
         "linear",
         "multicast",
         "multicast/2",
     ]
-    assert {row["across_bytes"] for row in rows if row["what"] == "exchange"} == {
-        2048
-    }  # half of four KiB
+    # half of four KiB
+    assert {row["across_bytes"] for row in rows if row["what"] == "exchange"} == {2048}
     assert {row["bound_seconds"] for row in rows if row["method"] == "torch"} == {1024 / 25e6}
     assert all(row["median_seconds"] > row["bound_seconds"] for row in rows)
     sent = {row["method"]: row["across_bytes"] for row in rows if row["what"] == "dispatch"}

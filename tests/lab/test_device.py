@@ -34,7 +34,8 @@ def test_the_table_has_every_case_once() -> None:
 
 
 def test_a_balanced_case_is_balanced() -> None:
-    layer, (x, _) = case().layer(), case().inputs()
+    layer = case().layer()
+    (x, _) = case().inputs()
     layer(x)
     assert layer.step_counts.tolist() == [16] * 4
 
@@ -162,8 +163,10 @@ def test_methods_are_repeated_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moesaic_lab.device.on_cpu.peers", peers)
     found = measure(case(), 7)
     assert {name: len(seconds) for name, seconds in found.seconds.items() if name != "same"} == {
-        LB: 7, ROUTER: 7, LAYER: 7,
-    }  # fmt: skip
+        LB: 7,
+        ROUTER: 7,
+        LAYER: 7,
+    }
     assert len(found.seconds["same"]) in (2, 5, 7)
     assert found.absent == {"gone": "not installed"}
     assert found.growth_bytes[LAYER] > 0

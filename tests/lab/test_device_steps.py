@@ -1,4 +1,5 @@
-"""The steps on a GPU: none stops another, a later call goes on, results stand as they come, and a dry run goes through all."""
+"""The steps on a GPU: none stops another, a later call goes on, results stand as they come, and a
+dry run goes through all."""
 
 from __future__ import annotations
 
@@ -73,10 +74,8 @@ def test_a_step_that_crashes_or_hangs_costs_its_own_figures_alone(
 
 
 def test_a_later_call_runs_what_did_not_end_well(tmp_path: Path, monkeypatch) -> None:
-    well, badly = (
-        step("tests", "print('once')", output="tests.txt"),
-        step("checks", "raise SystemExit(1)"),
-    )
+    well = step("tests", "print('once')", output="tests.txt")
+    badly = step("checks", "raise SystemExit(1)")
     monkeypatch.setattr(steps, "steps", lambda *_, **__: [well, badly])
     assert ended(run(tmp_path, dry=True)) == {"tests": "ok", "checks": "exit code 1"}
     mended = step("checks", "")
@@ -200,7 +199,8 @@ def test_a_layer_is_timed_in_every_way_that_it_can_run(monkeypatch) -> None:
 
 def test_a_failure_is_printed_before_the_run_ends(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
-        "def test_wrong():\n    assert 1 == 2\n\ndef test_killed():\n    import os\n    os._exit(3)\n"
+        "def test_wrong():\n    assert 1 == 2\n\ndef test_killed():\n    import os\n    "
+        "os._exit(3)\n"
     )
     options = ["-q", "-p", "no:cacheprovider", "-p", "moesaic_lab.device.failures"]
     command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]

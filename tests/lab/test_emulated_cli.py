@@ -1,4 +1,5 @@
-"""Benchmarks on an emulated cluster: what they need is asked for in one line before anything runs."""
+"""Benchmarks on an emulated cluster: what they need is asked for in one line before anything
+runs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from moesaic_lab.layer.config import read_config
 def test_without_torch_the_package_is_named(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no process that imports torch could be started the bed itself would only say that its process ended."""
+    """Where no process that imports torch could be started the bed itself would only say that its
+    process ended."""
 
     def import_module(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -1,4 +1,5 @@
-"""The benchmarks of gates and of samples that move: what they make of times and curves, and that stored results are whole."""
+"""The benchmarks of gates and of samples that move: what they make of times and curves, and that
+stored results are whole."""
 
 from __future__ import annotations
 
@@ -29,9 +30,8 @@ def test_time_to_a_loss_is_steps_to_it_times_the_step() -> None:
     assert [row["goal_loss"] for row in rows] == [2.0, 2.5]
     assert [row["steps_to_loss_ratio"] for row in rows] == [1.0, 30 / 25]
     assert [row["time_to_loss_ratio"] for row in rows] == [1.0, pytest.approx(0.6)]
-    softmax_steps = (
-        20 + 10 * 0.25 / 0.75
-    )  # the other seed's curve falls from 2.75 to 2 and passes 2.5
+    # the other seed's curve falls from 2.75 to 2 and passes 2.5
+    softmax_steps = 20 + 10 * 0.25 / 0.75
     other_seed = 0.5 * 30 / softmax_steps
     assert (rows[1]["time_to_loss_least"], rows[1]["time_to_loss_most"]) == pytest.approx(
         (0.6, other_seed)

@@ -1,4 +1,5 @@
-"""`moesaic_lab/extending.py`: what docs/extending.md shows goes in by one file and one line, and is simulated as it runs."""
+"""`moesaic_lab/extending.py`: what docs/extending.md shows goes in by one file and one line, and is
+simulated as it runs."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moesaic_lab.ledger.page import entries
+from moesaic_lab.measured import machine_in_words
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,10 +23,16 @@ H200 = [
 ]
 """Results of the GPU that README names."""
 PREDICTED = {
-    "training steps, H100": ("steps", ("dgx-h100",)), "training steps, B200": ("steps", ("dgx-b200",)),
-    "MoE layers, A100 and H100": ("layers", ("dgx-a100", "dgx-h100")), "our own layers, H200": ("own layers", ("dgx-h200",)),
-    "collectives, H100, H200, B200, L40S": ("collectives", ("dgx-h100", "dgx-h200", "dgx-b200", "8xl40s-pcie")),
-}  # fmt: skip
+    "training steps, H100": ("steps", ("dgx-h100",)),
+    "training steps, B200": ("steps", ("dgx-b200",)),
+    "training steps, GB200 and GB300": ("steps", ("gb200-nvl72", "gb300-nvl72")),
+    "MoE layers, A100 and H100": ("layers", ("laer", "dgx-h100")),
+    "our own layers, H200": ("own layers", ("dgx-h200",)),
+    "collectives, H100, H200, B200, L40S": (
+        "collectives",
+        ("dgx-h100", "dgx-h200", "dgx-b200", "8xl40s-pcie"),
+    ),
+}
 """Rows of README's table of predictions: the ledger's kind and machines."""
 
 
@@ -82,6 +89,9 @@ def test_steps_are_those_of_the_results() -> None:
         f"{min(ratios):.2f} to {max(ratios):.2f} in {dtype}" for dtype, ratios in layers.items()
     ]
     titan = [claim("train", f"train.top{top_k}.step_over_torch_ep") for top_k in (2, 4, 8)]
+    alternatives = [words for words, _ in table("alternative")]
+    for words, name in zip(alternatives, ("device_cpu", "train", "train"), strict=True):
+        assert machine_in_words(result(name)["machine"]) in words
     assert [share for _, share in table("alternative")] == [
         ", ".join(spans),
         f"{', '.join(f'{ratio:.2f}' for ratio in titan)} at 2, 4, 8 experts per token",
@@ -93,10 +103,11 @@ def test_predictions_are_those_of_the_ledger() -> None:
     found = [each for each in entries() if not each.fitted]
     rows = []
     for name, (kind, machines) in PREDICTED.items():
-        errors = [each.error for each in found if each.kind == kind and each.machine in machines]
-        rows.append(
-            [name, str(len(errors)), f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"]
-        )
+        of = [each for each in found if each.kind == kind and each.machine in machines]
+        errors = [each.error for each in of]
+        sources = len({each.system or each.source for each in of})
+        share = f"{statistics.median(errors):.0%}"
+        rows.append([name, str(len(of)), str(sources), share, f"{max(errors):.0%}"])
     assert table("predicted") == rows
 
 

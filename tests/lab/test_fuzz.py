@@ -1,4 +1,5 @@
-"""`moesaic fuzz`: every place that reads a file is reached, inputs are what they should be, and some of them are tried."""
+"""`moesaic fuzz`: every place that reads a file is reached, inputs are what they should be, and
+some of them are tried."""
 
 from __future__ import annotations
 
@@ -32,10 +33,27 @@ from moesaic_lab.fuzz.run import Target
 
 SOURCE = Path(moesaic.__file__).parent
 READS = (
-    "read_text", "read_bytes", "json.load", "json.loads", "tomllib.loads", "safe_open", "load_file", "memmap", "fromfile",
-    "np.load", "loadtxt", "torch.load", "csv.DictReader", "gzip.open", "ZipFile", "Unpickler", "open_file", "open_stream",
-    "from_str", "parquet.read_table",
-)  # fmt: skip
+    "read_text",
+    "read_bytes",
+    "json.load",
+    "json.loads",
+    "tomllib.loads",
+    "safe_open",
+    "load_file",
+    "memmap",
+    "fromfile",
+    "np.load",
+    "loadtxt",
+    "torch.load",
+    "csv.DictReader",
+    "gzip.open",
+    "ZipFile",
+    "Unpickler",
+    "open_file",
+    "open_stream",
+    "from_str",
+    "parquet.read_table",
+)
 """Names of calls that take in what a file holds; `open` without a mode for writing does too."""
 LAST_WORDS = {"open", *(word.rpartition(".")[2] for word in READS)}
 ELSEWHERE = {
@@ -57,16 +75,13 @@ ELSEWHERE = {
     ): "reads /proc, and is handed texts by tests/kernels/test_products.py",
     ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("comm/process_groups.py", "_other_threads_run"): "reads /proc",
-    (
-        "weights/convert.py",
-        "_others",
-    ): "copies bytes; tests/weights/test_convert.py and kinds.py try other kinds of files",
     ("weights/run.py", "write_tokenizer"): "reads the text of a tokenizer that is loaded",
-    ("finetune/recipe.py", "on_step_begin"): "reads what the same ranks saved, as tensors only",
+    ("finetune/recipe.py", "_loaded"): "reads what the same ranks saved, after its checksum",
+    ("train/example_text.py", "digest"): "reads the source of a pinned package",
     (
         "transformers/resume.py",
         "_load_optimizer_and_scheduler",
-    ): "reads what a trainer saved, as tensors only",
+    ): "reads what an earlier version saved, as tensors only",
     ("testing/runner.py", "on_ranks"): "reads what its processes wrote",
 }
 """What reads something else than a person's file, or is tried elsewhere."""
@@ -142,7 +157,8 @@ def test_more_than_half_of_all_inputs_are_edited_files() -> None:
 
 
 def test_edited_archives_and_arrays_are_whole() -> None:
-    array, packed = io.BytesIO(), io.BytesIO()
+    array = io.BytesIO()
+    packed = io.BytesIO()
     np.save(array, np.arange(6).reshape(2, 3))
     np.savez(packed, header=np.array('{"a": 1}'), table=np.arange(4))
     text = gzip.compress(b"0,1\n0,2\n")
@@ -157,7 +173,8 @@ def test_edited_archives_and_arrays_are_whole() -> None:
 
 
 def test_odd_files_are_refused_in_words(fuzz_bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker as `moesaic fuzz` starts it, but forked from this process, which has made the files already."""
+    """A worker as `moesaic fuzz` starts it, but forked from this process, which has made the files
+    already."""
     monkeypatch.setattr(run, "make_bases", lambda folder: None)
     ours, theirs = multiprocessing.Pipe()
     words = [str(theirs.fileno()), json.dumps([str(fuzz_bases), ["read"]])]

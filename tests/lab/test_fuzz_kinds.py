@@ -1,4 +1,5 @@
-"""Commands on folders in which something else lies in place of a file: nothing outside changes, and every command ends."""
+"""Commands on folders in which something else lies in place of a file: nothing outside changes, and
+every command ends."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moesaic_lab.fuzz import kinds
+from moesaic_lab.fuzz.examples import named_examples
 
 
 def test_a_command_that_writes_through_a_link_or_has_no_end_is_noticed(
@@ -24,18 +26,21 @@ def test_a_command_that_writes_through_a_link_or_has_no_end_is_noticed(
     assert kinds._problem(kinds.Ended(2, "moesaic report: is a pipe"), outside, outside) == ""
     monkeypatch.setattr(kinds, "MOST_SECONDS", 0.01)
     assert (
-        kinds.tried(fuzz_bases, "why-hung", "run/hang.json", "folder", tmp_path / "one")
+        kinds.tried(fuzz_bases, "why-hung 1", "run/hang.json", "folder", tmp_path / "one")
         == "had no end"
     )
 
 
 def test_names_are_those_that_a_command_uses(fuzz_bases: Path, tmp_path: Path) -> None:
-    assert set(kinds.names_of(fuzz_bases, "report", tmp_path / "one")) == {
-        "run", "run/config.json", "run/metrics.jsonl", "run/report.html",
-    }  # fmt: skip
+    assert set(kinds.names_of(fuzz_bases, "report 1", tmp_path / "one")) == {
+        "run",
+        "run/config.json",
+        "run/metrics.jsonl",
+        "run/report.html",
+    }
 
 
-@pytest.mark.parametrize("command", ["report", "why-hung", "trace"])
+@pytest.mark.parametrize("command", ["report 1", "why-hung 1", "trace 1", "tokenize 2"])
 def test_whatever_lies_in_place_of_a_file_nothing_outside_changes(
     command: str, fuzz_bases: Path
 ) -> None:
@@ -45,8 +50,6 @@ def test_whatever_lies_in_place_of_a_file_nothing_outside_changes(
 
 
 @pytest.mark.random
-@pytest.mark.parametrize(
-    "command", ["resume", "replace", "sample", "convert", "convert a run", "verify"]
-)
-def test_commands_that_write_much_change_nothing_outside(command: str, fuzz_bases: Path) -> None:
+@pytest.mark.parametrize("command", named_examples())
+def test_no_command_changes_anything_outside(command: str, fuzz_bases: Path) -> None:
     assert kinds.row(fuzz_bases, command, str, every=29)["crashes"] == {}

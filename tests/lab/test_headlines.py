@@ -20,9 +20,15 @@ def nothing(*_: object) -> tuple[TimedCell, float]:
 
 def comparison(*made: Headline) -> Comparison:
     return Comparison(
-        paper="schemoe", name="x", bed=Bed(nodes=2, ranks_per_node=2, inter="200mbit"), share=0.5, of="its Table 1",
-        reference="plain", headlines=made, run=nothing,
-    )  # fmt: skip
+        paper="schemoe",
+        name="x",
+        bed=Bed(nodes=2, ranks_per_node=2, inter="200mbit"),
+        share=0.5,
+        of="its Table 1",
+        reference="plain",
+        headlines=made,
+        run=nothing,
+    )
 
 
 def timed(**seconds: float) -> TimedCell:

@@ -1,4 +1,5 @@
-"""The layer benchmark's claims by hand, and its rows, tables and pictures, from cells that nobody measured."""
+"""The layer benchmark's claims by hand, and its rows, tables and pictures, from cells that nobody
+measured."""
 
 from __future__ import annotations
 
@@ -190,9 +191,16 @@ def test_all_rows_and_tables_hold_everything() -> None:
 def test_panels_show_each_mesh_size_and_part_with_bounds() -> None:
     made = panels(some_cells())
     assert [panel.title for panel in made] == [
-        "64 tokens, etp 1", "64 tokens, etp 4, ep inside nodes", "64 tokens, etp 4, etp inside nodes",
-        "adaptive r, base", "adaptive r, large", "chunks", "orders", "codecs", "ScheMoE's steps",
-    ]  # fmt: skip
+        "64 tokens, etp 1",
+        "64 tokens, etp 4, ep inside nodes",
+        "64 tokens, etp 4, etp inside nodes",
+        "adaptive r, base",
+        "adaptive r, large",
+        "chunks",
+        "orders",
+        "codecs",
+        "ScheMoE's steps",
+    ]
     assert {panel.y_title for panel in made} == {"ms, virtual compute"}
     first = {series.name: series for series in made[0].series}
     assert list(first) == ["baseline", "s1", "s2", "best"]

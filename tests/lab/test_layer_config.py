@@ -1,4 +1,5 @@
-"""The layer benchmark: its configuration, its routing, which plans do the same, its predictions and its jobs."""
+"""The layer benchmark: its configuration, its routing, which plans do the same, its predictions and
+its jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from moesaic.errors import InputError
 from moesaic.measure.host import BalancedRouter, balanced_choice, visits
 from moesaic.planner.call_sizes import node_tokens_per_node
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -58,15 +59,12 @@ def test_the_committed_configuration_holds_every_part() -> None:
     for cell in config.cells:
         parts.setdefault(cell.section, []).append(cell)
         assert cell.repeats >= 8
-        assert cell.pairs >= (
-            12 if isinstance(cell, AdaptiveR) else 30
-        )  # nothing near 1 is claimed about r
+        # nothing near 1 is claimed about r
+        assert cell.pairs >= (12 if isinstance(cell, AdaptiveR) else 30)
     assert list(parts) == ["schedules", "adaptive_r", "pipelining", "orders", "codecs", "ablation"]
-    (schedules, larger), (pipelining,), (codecs,) = (
-        parts["schedules"],
-        parts["pipelining"],
-        parts["codecs"],
-    )
+    (schedules, larger) = parts["schedules"]
+    (pipelining,) = parts["pipelining"]
+    (codecs,) = parts["codecs"]
     assert larger.tokens_per_rank >= 512 > schedules.tokens_per_rank, (
         "Parm's SAA gains from 512 tokens on"
     )
@@ -146,11 +144,9 @@ def test_visits_in_chunks_are_those_of_the_runtime(chunks: int) -> None:
 def test_drawn_tokens_in_chunks_visit_as_often_as_is_estimated(
     tokens: int, experts: int, top_k: int, nodes: int, chunks: int
 ) -> None:
-    grid, generator, counted = (
-        Grid(world=nodes, ep=nodes, ranks_per_node=1),
-        torch.Generator().manual_seed(1),
-        [],
-    )
+    grid = Grid(world=nodes, ep=nodes, ranks_per_node=1)
+    generator = torch.Generator().manual_seed(1)
+    counted = []
     for _ in range(20):
         expert = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].reshape(-1)
         order = torch.argsort(expert, stable=True)
@@ -230,11 +226,13 @@ def test_orders_and_chunks_tell_plans_apart() -> None:
 
 def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> None:
     place = replace(PLACE, gflops=2.0, coded_mb_per_second=1.0)
-    grid, plan = all_ep(place), Plan(codec="bf16")
+    grid = all_ep(place)
+    plan = Plan(codec="bf16")
     made = compile_plan(plan, grid)
     simulator = Simulator(place.cluster)
     seconds = simulator.durations(made.forward, place.workload(made.grid.tp), made.grid)
-    copies, row = 8 * 2, 8 * 4
+    copies = 8 * 2
+    row = 8 * 4
     assert seconds["out"] == pytest.approx(2 * copies * 2 * 8 * 16 / 2e9)
     assert seconds["h@pack"] == pytest.approx(copies * row / 1e6)
     assert seconds["h@0"] == pytest.approx(
@@ -250,7 +248,8 @@ def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> 
 @pytest.mark.parametrize("r", [None, 1, 0])
 def test_computing_does_not_depend_on_r(r: int | None) -> None:
     place = replace(PLACE, gflops=2.0)
-    grid, plan = Grid(world=4, ep=2, etp=2, ranks_per_node=2), Plan(gather_weights=r)
+    grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
+    plan = Plan(gather_weights=r)
     made = compile_plan(plan, grid)
     seconds = Simulator(place.cluster).durations(
         made.backward, place.workload(made.grid.tp), made.grid
@@ -283,9 +282,13 @@ def test_schedules_make_a_job_for_every_mesh() -> None:
     found = list(jobs(small(shaped(Schedules, tp=(1, 2), etp=(1, 2), trial_plans=1))))
     labels = [job.label for job in found]
     assert labels == [
-        "tp 1, etp 1", "tp 2, etp 1", "tp 1, etp 2, etp inside nodes", "tp 1, etp 2, ep inside nodes",
-        "tp 2, etp 2, etp inside nodes", "tp 2, etp 2, ep inside nodes",
-    ]  # fmt: skip
+        "tp 1, etp 1",
+        "tp 2, etp 1",
+        "tp 1, etp 2, etp inside nodes",
+        "tp 1, etp 2, ep inside nodes",
+        "tp 2, etp 2, etp inside nodes",
+        "tp 2, etp 2, ep inside nodes",
+    ]
     assert [job.tokens for job in found[:2]] == [8, 16]
     for job in found:
         assert job.reference == BEST

@@ -1,4 +1,5 @@
-"""The layer benchmark's ranks: what they choose, count and sum up; the command, and a small run on a real bed."""
+"""The layer benchmark's ranks: what they choose, count and sum up; the command, and a small run on
+a real bed."""
 
 from __future__ import annotations
 
@@ -128,10 +129,17 @@ def test_cells_sum_up_what_ranks_found() -> None:
     half = CountedStep(forward=[(0, 2, 25e6), (0, 1, 1e6)], backward=[(2, 0, 5e7)], charged=0.5)
     none = CountedStep(forward=[], backward=[], charged=1.5)
     found = [
-        LayerFound(spans={"s1": [(0.0, 2.0), (5.0, 6.0)]}, pairs={"s1": [(9.0, 12.0)]}, best="s1", trial={"s1": 1.0},
-              sent={"s1": (step.forward, step.backward)}, charged={"s1": step.charged}, switches={})
+        LayerFound(
+            spans={"s1": [(0.0, 2.0), (5.0, 6.0)]},
+            pairs={"s1": [(9.0, 12.0)]},
+            best="s1",
+            trial={"s1": 1.0},
+            sent={"s1": (step.forward, step.backward)},
+            charged={"s1": step.charged},
+            switches={},
+        )
         for step in (half, none, none, none)
-    ]  # fmt: skip
+    ]
     made = summed_up(job, found)
     assert made.timings["s1"].seconds == (2.0, 1.0)
     assert made.near["s1"] == (2.0, 1.0, 3.0)
@@ -161,7 +169,10 @@ factors = [1.0]
 chunks = 2
 codec = "int8"
 """
-PLACES = "nodes = 2\nranks_per_node = 2\ndim = 8\nhidden = 16\nnum_experts = 4\ntokens_per_rank = 8\nrepeats = 2\npairs = 1"
+PLACES = (
+    "nodes = 2\nranks_per_node = 2\ndim = 8\nhidden = 16\nnum_experts = 4\ntokens_per_rank = "
+    "8\nrepeats = 2\npairs = 1"
+)
 
 
 @pytest.mark.random

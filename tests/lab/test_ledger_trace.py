@@ -1,4 +1,5 @@
-"""Traces of one step: kernels in their order take what the trace takes, and files that are none are refused."""
+"""Traces of one step: kernels in their order take what the trace takes, and files that are none are
+refused."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def written(folder: Path, *lines: str) -> Path:
 
 
 def test_a_kernel_waits_for_its_stream_and_for_what_had_ended_elsewhere(tmp_path: Path) -> None:
-    """b waits for a on its stream, c for b on the other, d for both; the gap before d is nobody's. Launches take 2."""
+    """b waits for a on its stream, c for b on the other, d for both; the gap before d is nobody's.
+    Launches take 2."""
     path = written(
         tmp_path,
         "compute,a,0,10",

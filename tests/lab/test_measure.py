@@ -1,4 +1,5 @@
-"""Timing in turn, spans over ranks, medians, paired ratios: values by hand, clocks and barriers by stand-ins."""
+"""Timing in turn, spans over ranks, medians, paired ratios: values by hand, clocks and barriers by
+stand-ins."""
 
 from __future__ import annotations
 
@@ -46,23 +47,11 @@ def test_methods_run_in_turn_with_a_barrier_before_each(clock):
     methods = {"a": method("a", 1.0), "b": method("b", 2.0), "c": method("c", 4.0)}
     spans = in_turn(methods, 3, barrier=lambda: calls.append("|"), warmup=1)
     runs = "".join(calls).split("|")[1:]
-    assert runs == [
-        "c",
-        "a",
-        "b",
-        "a",
-        "b",
-        "c",
-        "b",
-        "c",
-        "a",
-        "c",
-        "a",
-        "b",
-    ]  # the warm-up first, then rotated
-    assert {name: [end - start for start, end in of_method] for name, of_method in spans.items()} == {
-        "a": [1.0] * 3, "b": [2.0] * 3, "c": [4.0] * 3,
-    }  # fmt: skip
+    # the warm-up first, then rotated
+    assert runs == ["c", "a", "b", "a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert {
+        name: [end - start for start, end in of_method] for name, of_method in spans.items()
+    } == {"a": [1.0] * 3, "b": [2.0] * 3, "c": [4.0] * 3}
 
 
 def test_a_barrier_is_outside_the_spans(clock):
@@ -120,9 +109,8 @@ def test_median_and_quartiles():
 
 
 def test_ratios_are_taken_within_a_repeat():
-    ratio = paired(
-        [2.0, 20.0, 200.0], [1.0, 10.0, 100.0]
-    )  # each pair has ratio 2, the medians' spread is 100
+    # each pair has ratio 2, the medians' spread is 100
+    ratio = paired([2.0, 20.0, 200.0], [1.0, 10.0, 100.0])
     assert (ratio.median, ratio.low, ratio.high, ratio.repeats) == (2.0, 2.0, 2.0, 3)
     assert paired([1.0, 2.0, 9.0], [1.0, 1.0, 1.0]).median == 2.0
 
@@ -130,10 +118,9 @@ def test_ratios_are_taken_within_a_repeat():
 def test_the_interval_is_that_of_the_median_and_repeats_itself():
     drawn = np.sort(np.random.default_rng(1).normal(1.0, 0.1, size=400))
     ratio = paired(drawn.tolist(), [1.0] * 400)
-    low, high = (
-        200 - 1.96 * 10,
-        200 + 1.96 * 10,
-    )  # the median's place in the sample is binomial: deviation sqrt(400) / 2
+    # the median's place in the sample is binomial: deviation sqrt(400) / 2
+    low = 200 - 1.96 * 10
+    high = 200 + 1.96 * 10
     assert drawn[int(low - 6)] < ratio.low < drawn[int(low + 6)]
     assert drawn[int(high - 6)] < ratio.high < drawn[int(high + 6)]
     assert paired(drawn.tolist(), [1.0] * 400) == ratio

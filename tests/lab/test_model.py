@@ -1,4 +1,5 @@
-"""The model benchmark: its configuration, its plans, what is kept, its figures. No cluster is made."""
+"""The model benchmark: its configuration, its plans, what is kept, its figures. No cluster is
+made."""
 
 from __future__ import annotations
 
@@ -30,13 +31,15 @@ FEW = replace(CASE, plans=6)
 BED = CASE.bed
 CONFIG = ModelBenchConfig(cells=(FEW,))
 PROFILE = ClusterSpec(
-    nodes=2, devices_per_node=2, device=Device(tflops=Tflops(fp32=0.03), memory_gib=8, memory_gigabytes_per_second=3),
+    nodes=2,
+    devices_per_node=2,
+    device=Device(tflops=Tflops(fp32=0.03), memory_gib=8, memory_gigabytes_per_second=3),
     links=(
         Link(name="inside", devices=2, gbps=(0.4,), carries="inside", shared=True),
         Link(name="outside", devices=2, gbps=(0.2,), carries="outside"),
     ),
     host=Host(runs_compute=True, layer_us=2000, task_us=200, message_us=40),
-)  # fmt: skip
+)
 
 
 def found(predicted: dict[str, float], measured: dict[str, float], **fields: object) -> ModelFound:
@@ -76,8 +79,14 @@ def test_every_plan_of_a_case_is_there_once() -> None:
     assert len(plans) >= 40
     assert {each.plan.chunks for each in plans.values()} == {1, 2, 4}
     assert {each.plan.all_to_all for each in plans.values()} == {
-        "linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast",
-    }  # fmt: skip
+        "linear",
+        "pipelined",
+        "hier1d",
+        "hier2d",
+        "hier3d",
+        "naive",
+        "multicast",
+    }
     assert {each.plan.gather_weights for each in plans_of(replace(CASE, etp=2)).values()} == {
         None,
         0,
@@ -167,8 +176,11 @@ def test_regret_is_among_the_plans_that_were_timed_again() -> None:
 def test_what_was_not_measured_is_listed_with_its_reason() -> None:
     made = {claim.name: claim for claim in claims([])}
     targets = {
-        "model.median_error": 0.06, "model.p95_error": 0.15, "model.rank_correlation": 0.97, "model.planner_regret": 0.03,
-    }  # fmt: skip
+        "model.median_error": 0.06,
+        "model.p95_error": 0.15,
+        "model.rank_correlation": 0.97,
+        "model.planner_regret": 0.03,
+    }
     for suffix in ("", "_hour_later"):
         assert {name: made[name + suffix].target for name in targets} == targets
     assert all(claim.value is None and claim.reason for claim in made.values())
@@ -193,7 +205,8 @@ def test_regret_counts_cases_of_few_plans_too() -> None:
 
 
 def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> None:
-    keep, before = tmp_path / "now", tmp_path / "before"
+    keep = tmp_path / "now"
+    before = tmp_path / "before"
     plans = plans_of(FEW)
     for folder in (keep, before):
         folder.mkdir()

@@ -1,4 +1,5 @@
-"""How long the simulator takes: every size that is timed compiles and simulates, and claims are of the slowest."""
+"""How long the simulator takes: every size that is timed compiles and simulates, and claims are of
+the slowest."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from moesaic_lab.simulator import (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.world} {case.plan.all_to_all}")
 def test_every_size_compiles_on_its_whole_mesh_and_runs(case) -> None:
     """A mesh that does not divide its world was found only by the whole benchmark's last part."""
-    compiled, simulator = whole(case), simulator_of(case)
+    compiled = whole(case)
+    simulator = simulator_of(case)
     assert compiled.grid.world == case.world
     simulate(simulator, case, compiled)
 
@@ -38,6 +40,8 @@ def test_claims_take_the_slower_of_a_world_and_ask_what_is_wanted() -> None:
     ]
     found = {claim.name: (round(claim.value or 0, 9), claim.target) for claim in claims(rows)}
     assert found == {
-        "plan.seconds_64": (0.5, 10), "model.simulate_2048_seconds": (0.2, 1), "model.simulate_100k_seconds": (0.3, 1),
+        "plan.seconds_64": (0.5, 10),
+        "model.simulate_2048_seconds": (0.2, 1),
+        "model.simulate_100k_seconds": (0.3, 1),
         "model.simulate_skewed_4096_seconds": (0.4, 30),
-    }  # fmt: skip
+    }

@@ -1,4 +1,5 @@
-"""Evidence that the suite notices: every planted bug is caught, by what is written beside it; clean cases pass."""
+"""Evidence that the suite notices: every planted bug is caught, by what is written beside it; clean
+cases pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""NetMoE's comparison: the journeys, what they cost by the model, and that ranks send and compute just that."""
+"""NetMoE's comparison: the journeys, what they cost by the model, and that ranks send and compute
+just that."""
 
 from __future__ import annotations
 
@@ -87,9 +88,8 @@ def test_each_decision_is_told_where_samples_are_by_then() -> None:
 def test_shares_moved_are_of_the_moves_that_were_decided() -> None:
     swapped = Homes(np.arange(16).reshape(4, 4)[[2, 1, 0, 3]])
     journey = travel(SMALL.grid, counts_of(SMALL, 0.2), 4, Given([swapped, swapped]))
-    assert journey.moved == pytest.approx(
-        (0.25, 0.25)
-    )  # half the samples once, none the second time
+    # half the samples once, none the second time
+    assert journey.moved == pytest.approx((0.25, 0.25))
     inside = Homes(np.arange(16).reshape(4, 4)[[1, 0, 2, 3]])
     assert travel(SMALL.grid, counts_of(SMALL, 0.2), 4, Given([inside] * 2)).moved == pytest.approx(
         (0, 0.25)
@@ -100,7 +100,8 @@ def test_shares_moved_are_of_the_moves_that_were_decided() -> None:
 def test_where_nobody_moves_layers_cost_what_plain_ones_do() -> None:
     costs = Costs(SMALL, emulated(Bed()))
     counts = counts_of(SMALL, 0.4)
-    plain, stay = costs.plain(counts), costs.placed(travel(SMALL.grid, counts, 4, Stay()))
+    plain = costs.plain(counts)
+    stay = costs.placed(travel(SMALL.grid, counts, 4, Stay()))
     assert stay[1:] == plain[1:]
     assert stay[0] == pytest.approx(
         plain[0], rel=0.08
@@ -108,7 +109,8 @@ def test_where_nobody_moves_layers_cost_what_plain_ones_do() -> None:
 
 
 def test_bytes_between_nodes_are_those_of_the_routing() -> None:
-    """Even routing: half of all copies, there and back, in forward and backward, in three layers."""
+    """Even routing: half of all copies, there and back, in forward and backward, in three
+    layers."""
     costs = Costs(SMALL, emulated(Bed()))
     across = costs.plain(counts_of(SMALL, 0.0))[2]
     rows = 16 * 16 * 2 // 2 * 4 * 3
@@ -118,13 +120,12 @@ def test_bytes_between_nodes_are_those_of_the_routing() -> None:
 def test_less_between_nodes_is_less_time_as_locality_grows() -> None:
     setting = paper_setting(2, 4, num_layers=3)
     costs = Costs(setting, paper_cluster(2, 4))
-    ratios, saved = [], []
+    ratios = []
+    saved = []
     for locality in (0.0, 0.3, 0.8):
         counts = counts_of(setting, locality)
-        plain, moved = (
-            costs.plain(counts),
-            costs.placed(travel(setting.grid, counts, setting.slots, TwoStage())),
-        )
+        plain = costs.plain(counts)
+        moved = costs.placed(travel(setting.grid, counts, setting.slots, TwoStage()))
         ratios.append(moved[0] / plain[0])
         saved.append(1 - moved[2] / plain[2])
     assert saved[0] == pytest.approx(0, abs=0.01)
@@ -146,9 +147,8 @@ def test_what_hides_a_decision_ends_with_the_experts() -> None:
         Costs(paper_setting(2, 8, slots=n), paper_cluster(2, 8)).hidden_seconds() for n in (4, 8)
     )
     assert long == pytest.approx(2 * short, rel=0.05)
-    assert short == pytest.approx(
-        7.13e-3, rel=0.15
-    )  # NetMoE, Table 4: 5.34 + 1.79 ms for four samples
+    # NetMoE, Table 4: 5.34 + 1.79 ms for four samples
+    assert short == pytest.approx(7.13e-3, rel=0.15)
 
 
 def test_decisions_are_timed_each_on_a_load_of_its_own() -> None:
@@ -193,16 +193,24 @@ def job_of(setting: Setting, locality: float) -> TravelJob:
         np.int64
     )
     return TravelJob(
-        grid=setting.grid, compiled=compile_plan(Plan(), setting.grid),
-        methods={"plain": None, "two_stage": TwoStage(), "anywhere": Anywhere()}, experts=torch.from_numpy(experts),
-        length=LAYER.tokens, dim=LAYER.dim, hidden=LAYER.hidden, num_experts=8, gflops=1e6, repeats=1,
-    )  # fmt: skip
+        grid=setting.grid,
+        compiled=compile_plan(Plan(), setting.grid),
+        methods={"plain": None, "two_stage": TwoStage(), "anywhere": Anywhere()},
+        experts=torch.from_numpy(experts),
+        length=LAYER.tokens,
+        dim=LAYER.dim,
+        hidden=LAYER.hidden,
+        num_experts=8,
+        gflops=1e6,
+        repeats=1,
+    )
 
 
 def on_rank(job: TravelJob, transport: AbstractTransport) -> dict[str, tuple[int, list[Homes]]]:
     """Check every method, and return by method what crossed nodes and the homes."""
     recorder = Recorder(transport)
-    stack, found = Stack(job, recorder), {}
+    stack = Stack(job, recorder)
+    found = {}
     for name in job.methods:
         recorder.ranges.clear()
         check(stack, name)
@@ -239,7 +247,8 @@ def test_a_method_may_have_a_plan_of_its_own() -> None:
     job = replace(job, methods={"plain": None, "in groups": None}, plans={"in groups": groups})
 
     def rank(transport: AbstractTransport) -> list[Plan]:
-        stack, plans = Stack(job, transport), []
+        stack = Stack(job, transport)
+        plans = []
         for name in ("plain", "in groups", "plain"):
             check(stack, name)
             plans += [layer.on_mesh.compiled.plan for layer in stack.layers]  # type: ignore[union-attr]

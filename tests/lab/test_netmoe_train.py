@@ -1,4 +1,5 @@
-"""Steps of one model by every answer to skewed routing, in turn on the same batches; on four processes."""
+"""Steps of one model by every answer to skewed routing, in turn on the same batches; on four
+processes."""
 
 from __future__ import annotations
 
@@ -78,10 +79,13 @@ def test_steps_by_all_methods_are_of_one_model() -> None:
     of_ranks: list[tuple[Timed, dict[str, StepFound]]] = on_ranks(
         4, step_times, job(3), timeout_seconds=3000
     )
-    cell, found = BedCell(**joined([timed for timed, _ in of_ranks], Bed())), of_ranks[0][1]
+    cell = BedCell(**joined([timed for timed, _ in of_ranks], Bed()))
+    found = of_ranks[0][1]
     assert {len(each.seconds) for each in cell.timings.values()} == {2}
     assert all(each == found for _, each in of_ranks)
-    plain, moved, anywhere = found["plain"], found["two_stage"], found["anywhere"]
+    plain = found["plain"]
+    moved = found["two_stage"]
+    anywhere = found["anywhere"]
     across = {name: num_bytes for name, (num_bytes, _) in cell.across.items()}
     assert across["plain"] > 100_000
     assert moved.decided_saved > 0

@@ -31,9 +31,11 @@ def test_the_counter_sees_operators_inside_ours_and_leaves_the_experts_out():
 
 def test_the_hand_written_layer_computes_what_the_layer_computes():
     layer = make_layer()
-    hand, x = HandWritten(layer), torch.randn(4, 8, DIM, dtype=torch.float64)
+    hand = HandWritten(layer)
+    x = torch.randn(4, 8, DIM, dtype=torch.float64)
     layer.double()
-    mine, theirs = x.clone().requires_grad_(), x.float().requires_grad_()
+    mine = x.clone().requires_grad_()
+    theirs = x.float().requires_grad_()
     out = layer(mine)
     out.backward(torch.ones_like(out))
     y = hand_step(hand, theirs)

@@ -1,4 +1,5 @@
-"""The pages of the papers: rows have commands that there are, and the evidence is that of the committed results."""
+"""The pages of the papers: rows have commands that there are, and the evidence is that of the
+committed results."""
 
 from __future__ import annotations
 
@@ -35,14 +36,15 @@ TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 PAGES = {
     paper: (ROOT / "docs" / f"papers_{paper}.md").read_text(encoding="utf-8") for paper in PAPERS
 }
-NAMES = {
-    "bench": (*BENCHMARKS, *OTHERS), "reproduce": (*PAPERS, "all"), "trace": ("show",),
-}  # fmt: skip
+NAMES = {"bench": (*BENCHMARKS, *OTHERS), "reproduce": (*PAPERS, "all"), "trace": ("show",)}
 """What the first word behind a command may be."""
 VALUES = {
-    ("train", "preset"): TRAINED, ("plan", "model"): [*PLANNED, *CONFIGS], ("vision", "preset"): VISION,
-    ("plan", "cluster"): presets(), ("train", "planner.cluster"): presets(),
-}  # fmt: skip
+    ("train", "preset"): TRAINED,
+    ("plan", "model"): [*PLANNED, *CONFIGS],
+    ("vision", "preset"): VISION,
+    ("plan", "cluster"): presets(),
+    ("train", "planner.cluster"): presets(),
+}
 """What an option may be."""
 
 
@@ -190,11 +192,17 @@ def test_a_gain_passes_one_between_two_sizes() -> None:
 def test_what_placement_gains_under_recorded_routing_is_shown_early_and_late() -> None:
     rows: list[dict[str, Any]] = [
         {
-            "part": "trained", "method": "two_stage", "bed": "NetMoE's 2x8", "text": "code", "step": step, "locality": at,
-            "predicted_inter_saved": at / 2, "predicted_time_ratio": 1 / (1 + at),
+            "part": "trained",
+            "method": "two_stage",
+            "bed": "NetMoE's 2x8",
+            "text": "code",
+            "step": step,
+            "locality": at,
+            "predicted_inter_saved": at / 2,
+            "predicted_time_ratio": 1 / (1 + at),
         }
         for step, at in ((1, 0.1), (2, 0.2), (98, 0.5), (99, 0.6))
-    ]  # fmt: skip
+    ]
     times = {"time_ratio": 0.8, "time_ratio_low": 0.625, "time_ratio_high": 1.0}
     rows.append(
         {
@@ -209,9 +217,8 @@ def test_what_placement_gains_under_recorded_routing_is_shown_early_and_late() -
     rows.append({"part": "2x2", "method": "two_stage"})
     early, late = trained(rows).splitlines()[2:]
     assert early == "| code | 1 to 2 | 0.10 to 0.20 | 5 to 10 % | 1.10 to 1.20 |  |"
-    assert (
-        late
-        == "| code | 98 to 99 | 0.50 to 0.60 | 25 to 30 % | 1.50 to 1.60 | 2x2: 1.25 (1.00 to 1.60) |"
+    assert late == (
+        "| code | 98 to 99 | 0.50 to 0.60 | 25 to 30 % | 1.50 to 1.60 | 2x2: 1.25 (1.00 to 1.60) |"
     )
     assert trained(rows[-1:]) == ""
 

@@ -200,8 +200,11 @@ def test_claims_tell_whether_they_hold_or_why_not():
         Claim(name="c", value=None, target=1.0, reason="no time"),
     ]
     assert [list(column.cells) for column in claims_table(claims).columns] == [
-        ["a", "b", "c"], ["0.5", "0.5", ""], [">= 0.4", "<= 0.4", "<= 1"], ["yes", "no", "no time"],
-    ]  # fmt: skip
+        ["a", "b", "c"],
+        ["0.5", "0.5", ""],
+        [">= 0.4", "<= 0.4", "<= 1"],
+        ["yes", "no", "no time"],
+    ]
 
 
 def test_long_labels_are_cut_at_commas():

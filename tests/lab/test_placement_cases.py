@@ -1,4 +1,5 @@
-"""Samples that change home change nothing: every case of residuals, capacities and padding, on every kind of mesh."""
+"""Samples that change home change nothing: every case of residuals, capacities and padding, on
+every kind of mesh."""
 
 from __future__ import annotations
 

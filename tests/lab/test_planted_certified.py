@@ -1,4 +1,5 @@
-"""Reported faults of expert parallelism, planted into systems that pass: `certify` finds what each makes wrong, and no more."""
+"""Reported faults of expert parallelism, planted into systems that pass: `certify` finds what each
+makes wrong, and no more."""
 
 from __future__ import annotations
 
@@ -28,5 +29,10 @@ def test_a_reported_fault_is_found_in_what_it_makes_wrong_and_nothing_else(found
 def test_each_reported_thread_is_planted():
     threads = {word.strip() for fault in FAULTS for word in fault.source.split(",")}
     assert threads == {
-        "transformers#48205", "transformers#48687", "Automodel#3816", "DeepSpeed#8475", "#8478", "DeepSpeed#8613",
-    }  # fmt: skip
+        "transformers#48205",
+        "transformers#48687",
+        "Automodel#3816",
+        "DeepSpeed#8475",
+        "#8478",
+        "DeepSpeed#8613",
+    }

@@ -1,4 +1,5 @@
-"""Replication policies of other systems: legal tables, limits that are kept, and figures by hand."""
+"""Replication policies of other systems: legal tables, limits that are kept, and figures by
+hand."""
 
 from __future__ import annotations
 
@@ -61,10 +62,13 @@ def test_bad_limits_are_refused():
 def test_lplb_is_the_optimum_of_its_edges_by_hand():
     load = flat([200, 200, 0, 0, 0, 0, 0, 0], ep=4)
     table = LPLB().decide(load)
-    # Place 1 holds its neighbour's heaviest expert, and place 2 the second one of place 0, so three places have 400 / 3 each.
+    # Place 1 holds its neighbour's heaviest expert, and place 2 the second one of place 0, so three
+    # places have 400 / 3 each.
     assert table.sum(0)[:2].tolist() == [[0, 133, 0, 0], [0, 0, 133, 0]]
     assert computed(load, Replications.of(table)).max() == 134
-    loads, source, target = np.array([10, 0, 2]), np.array([0, 0]), np.array([1, 2])
+    loads = np.array([10, 0, 2])
+    source = np.array([0, 0])
+    target = np.array([1, 2])
     assert least_busiest_flow(loads, source, target, np.array([3, 9])).tolist() == [3, 2]
 
 
@@ -72,7 +76,8 @@ def test_lplb_is_the_optimum_of_its_edges_by_hand():
 def test_lplb_flows_are_no_worse_than_any_search_finds(seed: int):
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, 9, 3)
-    source, target = np.array([0, 1, 2]), np.array([1, 2, 0])
+    source = np.array([0, 1, 2])
+    target = np.array([1, 2, 0])
     most = np.minimum(loads, 5)
     flow = least_busiest_flow(loads, source, target, most)
 
@@ -91,7 +96,6 @@ def test_laer_computes_experts_anywhere_within_room_and_near_their_tokens():
     assert holds.sum(1)[0] == 4
     table = LAERLayout().decide(load)
     assert computed(load, Replications.of(table)).max() <= 1.1 * load.copies.sum() / 4
-    for origin, node in enumerate(
-        (0, 0, 1, 1)
-    ):  # expert 0 is on all places, so its copies never leave a node
+    # expert 0 is on all places, so its copies never leave a node
+    for origin, node in enumerate((0, 0, 1, 1)):
         assert table[origin, 0, [p for p in range(4) if p // 2 != node]].sum() == 0

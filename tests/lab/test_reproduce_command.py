@@ -25,13 +25,19 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_netmoe_as_json_and_picture_without_torch(lab_metadata: Path, tmp_path: Path) -> None:
-    data, picture = tmp_path / "netmoe.json", tmp_path / "netmoe.svg"
+    data = tmp_path / "netmoe.json"
+    picture = tmp_path / "netmoe.svg"
     words = ["reproduce", "netmoe", "--json", str(data), "--picture", str(picture)]
     paths = os.pathsep.join(map(str, (lab_metadata, ROOT / "src", ROOT / "lab")))
     done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-c", BLOCKED, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
         env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     shown = done.stdout
     found = json.loads(data.read_text(encoding="utf-8"))

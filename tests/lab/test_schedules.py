@@ -1,4 +1,5 @@
-"""The benchmark of schedules: counted bytes equal the formulas, wrong ones are noticed, the stored results are complete."""
+"""The benchmark of schedules: counted bytes equal the formulas, wrong ones are noticed, the stored
+results are complete."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def test_counted_bytes_equal_the_formulas_and_others_do_not(plan: Plan) -> None:
 
 
 def test_formulas_depend_on_the_mesh_and_the_nodes() -> None:
-    grid, plan = schedules.GRIDS["loopback"], Plan(schedule="s2", all_to_all="hier2d")
+    grid = schedules.GRIDS["loopback"]
+    plan = Plan(schedule="s2", all_to_all="hier2d")
     plain = schedules.formulas(grid, plan)
     assert schedules.formulas(replace(grid, ranks_per_node=2), plan) != plain
     assert schedules.formulas(replace(grid, tp=1), plan) != plain
@@ -58,9 +60,11 @@ def test_formulas_depend_on_the_mesh_and_the_nodes() -> None:
 @pytest.mark.parametrize("schedule", ["s1", "s3"])
 def test_paths_say_what_the_formulas_of_the_papers_say(schedule: str, link: str) -> None:
     """All-to-alls without a formula of their own are held against the legs of their paths."""
-    grid, plan = schedules.GRIDS["loopback"], Plan(schedule=schedule, all_to_all=link)
+    grid = schedules.GRIDS["loopback"]
+    plan = Plan(schedule=schedule, all_to_all=link)
     same, crossing = schedules.mean_legs(grid, link, ("ep", "etp") if schedule == "s1" else ("ep",))
-    one, other = schedules.hops(plan, grid, (1.0, 0.0)), schedules.hops(plan, grid, (0.0, 1.0))
+    one = schedules.hops(plan, grid, (1.0, 0.0))
+    other = schedules.hops(plan, grid, (0.0, 1.0))
     assert one == pytest.approx(same)
     assert other == pytest.approx(crossing)
 

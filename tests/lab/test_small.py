@@ -1,4 +1,5 @@
-"""Splits of a frozen model over small cards: what a step spends, what the planner is asked, and what is claimed."""
+"""Splits of a frozen model over small cards: what a step spends, what the planner is asked, and
+what is claimed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The transport over sockets, with ranks as threads or in turn in one process: tags, early and large messages, closed
-peers."""
+"""The transport over sockets, with ranks as threads or in turn in one process: tags, early and
+large messages, closed peers."""
 
 from __future__ import annotations
 
@@ -195,7 +195,8 @@ def test_waits_are_patient_for_half_an_hour_if_the_group_has_no_timeout():
 
 def test_what_was_sent_can_be_freed_as_fsdp_does_it():
     left, right = transports()
-    tensor, buffer = torch.ones(4), torch.empty(4)
+    tensor = torch.ones(4)
+    buffer = torch.empty(4)
     handle = right.issue(Transfer(1, 0, {}, {0: buffer}))
     left.wait(left.issue(Transfer(0, 0, {1: tensor}, {})))
     right.wait(handle)
@@ -312,10 +313,13 @@ def test_sizes_no_peer_of_ours_announces_are_refused_before_memory_is_taken(size
 
 
 class Waits:
-    """A poll that advances a clock of its own by a tenth of a second, and then lets a message be sent."""
+    """A poll that advances a clock of its own by a tenth of a second, and then lets a message be
+    sent."""
 
     def __init__(self, transport: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._poll, self._now, self.send = transport._poll, 0.0, lambda: None
+        self._poll = transport._poll
+        self._now = 0.0
+        self.send = lambda: None
         monkeypatch.setattr(sockets, "time", self)
         monkeypatch.setattr(transport, "_poll", self)
 
@@ -336,7 +340,8 @@ def test_bytes_that_trickle_count_as_progress_and_those_of_others_do_not(monkeyp
     buffer = torch.empty(64, dtype=torch.uint8)
     waits = Waits(second, monkeypatch)
     handle = second.issue(Transfer(1, 0, {}, {0: buffer}))
-    line, parts = first._connections[1].socket, iter((struct.pack("<qq", 0, 64), *[b"\1" * 8] * 8))
+    line = first._connections[1].socket
+    parts = iter((struct.pack("<qq", 0, 64), *[b"\1" * 8] * 8))
     waits.send = lambda: line.sendall(next(parts))
     second.wait(handle)
     assert waits.monotonic() > 4 * 0.2
@@ -363,9 +368,8 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(run_ahead)
         tag = 0
-        while not second._connections[
-            0
-        ].unread_bytes:  # it reads this peer's messages while it waits for another rank
+        # it reads this peer's messages while it waits for another rank
+        while not second._connections[0].unread_bytes:
             tag += 1
             third.issue(Transfer(2, tag, {1: torch.ones(1)}, {}))
             second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
@@ -424,7 +428,8 @@ def test_what_a_peer_left_behind_when_it_went_is_read_whatever_it_is(monkeypatch
 
 
 def test_threads_of_a_rank_send_and_receive_at_the_same_time():
-    threads, rounds = 3, 60
+    threads = 3
+    rounds = 60
 
     def exchange(transport: Sockets, thread: int) -> bool:
         peer = 1 - transport.rank
@@ -455,7 +460,8 @@ def test_a_thread_that_waits_is_woken_by_one_that_sends():
     data = torch.randint(
         256, (LARGE,), dtype=torch.uint8
     )  # the kernel buffers a part, the polling thread sends the rest
-    buffer, answer = torch.empty_like(data), torch.empty(1)
+    buffer = torch.empty_like(data)
+    answer = torch.empty(1)
     with ThreadPoolExecutor(2) as pool:
         waits = pool.submit(lambda: left.wait(left.issue(Transfer(0, 2, {}, {1: answer}))))
         while not left._is_polling:

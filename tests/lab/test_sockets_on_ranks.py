@@ -1,4 +1,5 @@
-"""The transport over sockets between real processes, found by the name that the laboratory offers it under."""
+"""The transport over sockets between real processes, found by the name that the laboratory offers
+it under."""
 
 from __future__ import annotations
 
@@ -58,11 +59,13 @@ def test_real_processes(world: int) -> None:
     others = "rank 1" if world == 2 else f"ranks 1-{world - 1}"
     for saw in results:
         assert saw["unreachable"] == (
-            "transport=sockets cannot connect rank 0: rank 0 has no address to listen on: set GLOO_SOCKET_IFNAME to the "
-            "network interface that all ranks reach, or choose transport=gloo"
+            "transport=sockets cannot connect rank 0: rank 0 has no address to listen on: set "
+            "GLOO_SOCKET_IFNAME to the network interface that all ranks reach, or choose "
+            "transport=gloo"
         )
         assert saw["differ"] == (
-            f"transport differs: gloo on rank 0, sockets on {others}: start every rank with the same settings"
+            f"transport differs: gloo on rank 0, sockets on {others}: start every rank with "
+            "the same settings"
         )
 
 

@@ -1,4 +1,5 @@
-"""The training benchmark: its arithmetic by hand, its configuration, its parts on loopback, and a tiny run on a bed."""
+"""The training benchmark: its arithmetic by hand, its configuration, its parts on loopback, and a
+tiny run on a bed."""
 
 from __future__ import annotations
 
@@ -38,9 +39,16 @@ def measured(
 ):
     spans = [(100 * i + rank, 100 * i + s) for i, s in enumerate(seconds)]
     return MeasuredSystem(
-        name=name, kind=kind, exchange=exchange, is_lossless=lossless, errors={"loss": 1e-7, "dense gradient": 2e-6},
-        sent=sent, spans=spans, phases={"forward": [1.0] * len(seconds), "reduce": []}, exchanging=spent or [],
-    )  # fmt: skip
+        name=name,
+        kind=kind,
+        exchange=exchange,
+        is_lossless=lossless,
+        errors={"loss": 1e-7, "dense gradient": 2e-6},
+        sent=sent,
+        spans=spans,
+        phases={"forward": [1.0] * len(seconds), "reduce": []},
+        exchanging=spent or [],
+    )
 
 
 def two_ranks(repeats=12, plain_seconds=2.0):
@@ -160,13 +168,17 @@ def test_near_systems_are_timed_more_often():
 def test_a_ratio_is_taken_over_the_rounds_in_which_both_ran():
     found = two_ranks(repeats=4)
     for of_rank in found:
-        ours, plain = of_rank.systems[1], of_rank.systems[3]
+        ours = of_rank.systems[1]
+        plain = of_rank.systems[3]
         ours.spans.extend(
             [(1000.0 + i, 1003.0 + i) for i in range(6)]
         )  # thrice as slow where the plain layer was not run
         plain.spans.extend([(2000.0 + i, 2006.0 + i) for i in range(6)])
     cell = cell_of(TrainCase(), BED, found)
-    ours, linear, _, plain = cell.outcomes[1], cell.outcomes[0], cell.outcomes[2], cell.outcomes[3]
+    ours = cell.outcomes[1]
+    linear = cell.outcomes[0]
+    _ = cell.outcomes[2]
+    plain = cell.outcomes[3]
     assert (ratio(cell, ours, plain).repeats, ratio(cell, ours, linear).repeats) == (10, 4)
     assert ratio(cell, ours, linear).median == pytest.approx(1 / 1.5)
     assert ratio(cell, ours, plain).median == pytest.approx(0.5)
@@ -212,7 +224,8 @@ def test_the_dense_sum_crosses_between_nodes_once_per_node():
 
 def test_models_and_batches_are_functions_of_the_seed():
     case = TrainCase(top_k=3, batch_size=4)
-    one, two = make_model(case, 1), make_model(case, 1)
+    one = make_model(case, 1)
+    two = make_model(case, 1)
     layers = [module for module in one.modules() if isinstance(module, MoE)]
     assert {layer.top_k for layer in layers} == {3}
     assert all(not layer.losses for layer in layers)
@@ -306,7 +319,8 @@ def test_a_tiny_run_on_a_bed(tmp_path, capsys):
     )
     found = json.loads(capsys.readouterr().out)
     rows = {(row["case"], row["system"]): row for row in found["rows"]}
-    linear, once = rows["demo", "ours: ep 4 linear"], rows["demo", "ours: ep 4 multicast"]
+    linear = rows["demo", "ours: ep 4 linear"]
+    once = rows["demo", "ours: ep 4 multicast"]
     plain = rows["demo", "plain expert parallelism, receive-first"]
     assert once["inter_bytes"] < 0.9 * linear["inter_bytes"]
     assert plain["inter_bytes"] == pytest.approx(

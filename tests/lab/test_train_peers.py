@@ -1,4 +1,5 @@
-"""Layers of others compute what the dense reference computes: outputs and all gradients, over real processes."""
+"""Layers of others compute what the dense reference computes: outputs and all gradients, over real
+processes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from moesaic_lab.peers.plain import PlainExpertParallel
 from moesaic_lab.train.systems import peer_experts
 from worlds import on_ranks
 
-DIM, HIDDEN, EXPERTS, TOKENS = 8, 12, 8, 7
+DIM = 8
+HIDDEN = 12
+EXPERTS = 8
+TOKENS = 7
 EXCHANGES = ("torch's", "receive-first")
 Tensors = dict[str, torch.Tensor]
 
@@ -31,7 +35,8 @@ def make_layer(top_k: int) -> MoE:
 
 
 def tokens_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a rank's tokens and the gradient of what they become; the last rank has one token only."""
+    """Return a rank's tokens and the gradient of what they become; the last rank has one token
+    only."""
     generator = torch.Generator().manual_seed(rank)
     count = 1 if rank == 1 else TOKENS
     return tuple(
@@ -41,9 +46,12 @@ def tokens_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run_peer(kind: str, top_k: int, exchange: AbstractExchange) -> Tensors:
     """Return y, the gradients of x and of this rank's parameters, in the reference's layout."""
-    layer, (x, dy) = make_layer(top_k), tokens_of(exchange.rank)
+    layer = make_layer(top_k)
+    (x, dy) = tokens_of(exchange.rank)
     if kind == "deepspeed":
-        layer, x, dy = layer.float(), x.float(), dy.float()
+        layer = layer.float()
+        x = x.float()
+        dy = dy.float()
     peer = (PlainExpertParallel if kind == "plain" else DeepSpeedLayer)(layer, exchange)
     x.requires_grad_()
     y = peer(x)
@@ -67,7 +75,9 @@ def run_peer(kind: str, top_k: int, exchange: AbstractExchange) -> Tensors:
 
 
 def run_peers() -> tuple:
-    transport, found, sent = open_transport(), {}, {}
+    transport = open_transport()
+    found = {}
+    sent = {}
     for name, exchange in zip(
         EXCHANGES, (TorchExchange(dist.group.WORLD), ReceiveFirst(transport))
     ):
@@ -97,7 +107,8 @@ def expected_on(world: int, top_k: int) -> Tensors:
 
 
 def check(kind: str, world: int, name: str, top_k: int, tolerance: float) -> None:
-    expected, first = expected_on(world, top_k), 0
+    expected = expected_on(world, top_k)
+    first = 0
     each = EXPERTS // world
     for rank, (found, _) in enumerate(found_on(world)):
         mine = found[kind, name, top_k]
@@ -141,7 +152,8 @@ def test_both_exchanges_send_the_copies_of_others_and_the_counts(world):
         crossing = int((home != rank).sum())
         forward = sum(size for _, _, size in sent["plain", "torch's", 2][: world - 1])
         assert forward == (world - 1) * 8 * EXPERTS // world  # counts, int64
-        # Rows leave and the gradients of the results leave alike; what comes back is sent by the others.
+        # Rows leave and the gradients of the results leave alike; what comes back is sent by the
+        # others.
         rows = [size for _, _, size in sent["plain", "torch's", 2][world - 1 :]]
         others = sum(
             int((of_home == rank).sum()) for other, of_home in homes(world) if other != rank
@@ -150,7 +162,8 @@ def test_both_exchanges_send_the_copies_of_others_and_the_counts(world):
 
 
 def homes(world: int) -> list[tuple[int, torch.Tensor]]:
-    twin, found = make_layer(2), []
+    twin = make_layer(2)
+    found = []
     for rank in range(world):
         choice = twin.router.choose(
             twin.router.scores(tokens_of(rank)[0], None, None), 2, None, None

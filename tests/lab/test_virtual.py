@@ -1,4 +1,5 @@
-"""Virtual accelerators: the seconds that they charge, the shapes and the bytes that they hand on. No time is measured."""
+"""Virtual accelerators: the seconds that they charge, the shapes and the bytes that they hand on.
+No time is measured."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ from moesaic.program.task import Op
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, VirtualCodec, virtual_codecs, virtual_experts
 
-DIM, HIDDEN, EXPERTS = 8, 16, 4
+DIM = 8
+HIDDEN = 16
+EXPERTS = 4
 
 
 class Slept:
     """A clock that a sleep moves on, by a factor too far."""
 
     def __init__(self, factor: float = 1.0) -> None:
-        self.now, self.naps, self.factor = 0.0, list[float](), factor
+        self.now = 0.0
+        self.naps = list[float]()
+        self.factor = factor
 
     def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
@@ -99,8 +104,10 @@ def test_a_codec_without_a_rate_is_refused() -> None:
 def test_experts_charge_two_flops_per_row_and_element_forward_and_four_backward() -> None:
     device = accelerator()
     experts = virtual_experts(device)(DIM, HIDDEN, EXPERTS)
-    weights, ends = experts.weights()[0], torch.tensor([3, 3, 5, 10], dtype=torch.int32)
-    rows, gates = torch.randn(10, DIM), torch.rand(10)
+    weights = experts.weights()[0]
+    ends = torch.tensor([3, 3, 5, 10], dtype=torch.int32)
+    rows = torch.randn(10, DIM)
+    gates = torch.rand(10)
     call = ExpertCall(weights, (), rows, gates, ends)
     out, kept = experts.run(call)
     forward = 2 * 10 * (2 * DIM * HIDDEN) / 1e6
@@ -143,7 +150,8 @@ def test_packed_weights_come_back() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 5, 8])
 def test_virtual_messages_are_as_long_as_the_codecs(name: str, rows: int) -> None:
     device = accelerator()
-    codec, virtual = codec_named(name), VirtualCodec(codec_named(name), device)
+    codec = codec_named(name)
+    virtual = VirtualCodec(codec_named(name), device)
     values = torch.randn(rows, 12)
     message = virtual.encode(values)
     assert message.dtype == torch.uint8
@@ -157,7 +165,8 @@ def test_virtual_messages_are_as_long_as_the_codecs(name: str, rows: int) -> Non
 
 def test_rows_without_a_codec_arrive_as_they_are() -> None:
     device = accelerator()
-    codec, rows = virtual_codecs(device)("none"), torch.randn(3, 4)
+    codec = virtual_codecs(device)("none")
+    rows = torch.randn(3, 4)
     assert torch.equal(codec.decode(codec.encode(rows), 3, 4, torch.float32), rows)
     assert device.charged == 0
 
@@ -182,7 +191,8 @@ def layer_on(grid: Grid, transport: AbstractTransport, device: Accelerator, plan
     ids=str,
 )
 def test_all_ranks_of_a_layer_together_charge_every_copy_once(plan: Plan) -> None:
-    grid, tokens = Grid(world=4, ep=2, etp=2, ranks_per_node=2), 8
+    grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
+    tokens = 8
 
     def rank(transport: AbstractTransport) -> float:
         device = accelerator()

@@ -1,4 +1,5 @@
-"""Collectives that a profile times: their groups, the result of SAA, and Algorithm 1 with measured lines."""
+"""Collectives that a profile times: their groups, the result of SAA, and Algorithm 1 with measured
+lines."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from moesaic.measure.links import COLLECTIVES, all_to_all_gathered, collectives,
 from moesaic.planner.algorithm1 import choose, measured_operations
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.fit import Fit
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 
@@ -38,7 +39,8 @@ def test_groups_are_the_node_one_rank_of_each_and_all() -> None:
 def test_saa_gives_every_rank_what_was_sent_to_its_node(
     nodes: int, per_node: int, in_order: bool
 ) -> None:
-    world, rows = nodes * per_node, 3
+    world = nodes * per_node
+    rows = 3
     sent = torch.randn(world, world, rows)
 
     def rank(transport: AbstractTransport) -> None:

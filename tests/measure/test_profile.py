@@ -1,4 +1,5 @@
-"""`moesaic profile`: calibration layers, the fit of the host's costs, links, the file. One test really measures."""
+"""`moesaic profile`: calibration layers, the fit of the host's costs, links, the file. One test
+really measures."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ from moesaic.measure.host import Calibration, calibrations
 from moesaic.measure.profile import Profile, links_of, measure
 from moesaic.planner.cluster import ClusterSpec, CodecRate, Device, Host, Link, Tflops, read_cluster
 from moesaic.planner.fit import Fit
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.program.task import Op
 
 COSTS = {"layer_us": 2000.0, "task_us": 80.0, "message_us": 30.0}
 UNKNOWN = ClusterSpec(
-    nodes=2, devices_per_node=2,
+    nodes=2,
+    devices_per_node=2,
     device=Device(
-        tflops=Tflops(fp32=0.02), memory_gib=8, memory_gigabytes_per_second=3,
+        tflops=Tflops(fp32=0.02),
+        memory_gib=8,
+        memory_gigabytes_per_second=3,
         codecs=(CodecRate(name="int8", gigabytes_per_second=0.5),),
     ),
     links=(
@@ -34,7 +38,7 @@ UNKNOWN = ClusterSpec(
     ),
     host=Host(runs_compute=True, messages="eager"),
     collectives=(Fit(alpha=1e-4, beta=1e-8, residuals=(0.1, -0.1), what="all_gather inside"),),
-)  # fmt: skip
+)
 """A cluster whose host has not been measured."""
 
 
@@ -48,13 +52,12 @@ def _fewer_layers() -> Iterator[None]:
 
 def timed(spec: ClusterSpec) -> list[tuple[Calibration, float]]:
     """Return the calibration layers with the times that a cluster predicts."""
-    computing, idle = (
-        Simulator(spec),
-        Simulator(replace(spec, device=spec.device.with_flops(NO_TIME))),
-    )
+    computing = Simulator(spec)
+    idle = Simulator(replace(spec, device=spec.device.with_flops(NO_TIME)))
     layers = []
     for calibration in calibrations(spec.world, spec.devices_per_node):
-        compiled, simulator = calibration.compiled, computing if calibration.computes else idle
+        compiled = calibration.compiled
+        simulator = computing if calibration.computes else idle
         seconds = simulator.layer_seconds(
             compiled.forward, compiled.backward, calibration.routed, compiled.grid
         )
@@ -89,7 +92,8 @@ def test_calibrations_have_every_kind_of_task_and_differ() -> None:
 
 @pytest.mark.parametrize("world", [2, 8])
 def test_every_chunk_of_a_calibration_has_rows_for_every_expert(world: int) -> None:
-    """The simulator counts a message without rows, which is never sent: four chunks would seem to cost nothing."""
+    """The simulator counts a message without rows, which is never sent: four chunks would seem to
+    cost nothing."""
     for calibration in calibrations(world, 2):
         origins = calibration.mesh.tp if calibration.compiled.routes_slices else 1
         rows = (
@@ -150,7 +154,8 @@ def lines(**seconds_per_byte: float) -> dict[str, Fit]:
 
 
 def test_shared_links_are_distinguished_from_separate_ones() -> None:
-    """Two ranks a node: of an all-to-all inside, half leaves a rank; of one between three nodes, two thirds."""
+    """Two ranks a node: of an all-to-all inside, half leaves a rank; of one between three nodes,
+    two thirds."""
     measured = lines(
         all_to_all_on_inside=2e-8,
         send_on_inside=2e-8,

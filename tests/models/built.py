@@ -9,7 +9,8 @@ import torch
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.shapes import BlockConfig
 
-VOCAB, LENGTH = 40, 12
+VOCAB = 40
+LENGTH = 12
 SHAPE: dict[str, Any] = {
     "dim": 32,
     "num_layers": 2,

@@ -1,4 +1,5 @@
-"""Variants of the block against the models that they imitate, as implemented in transformers; decoding with each."""
+"""Variants of the block against the models that they imitate, as implemented in transformers;
+decoding with each."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def build(block: BlockConfig, **changes: Any) -> GPT:
 def test_a_short_convolution_mixes_the_positions_before_it(
     width: int, seen: tuple[int, ...]
 ) -> None:
-    conv, x = ShortConv(3, width).double(), torch.randn(2, 7, 3, dtype=torch.float64)
+    conv = ShortConv(3, width).double()
+    x = torch.randn(2, 7, 3, dtype=torch.float64)
     torch.testing.assert_close(conv(x), x)
     torch.nn.init.normal_(conv.taps)
     expected = x.clone()
@@ -69,7 +71,9 @@ def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
     values |= {"lm_head.weight": ours.embedding.weight}
     values |= {f"transformer.ln_f.{n}": p for n, p in ours.norm.named_parameters()}
     for i, block in enumerate(ours.blocks):
-        at, attention, expert = f"transformer.h.{i}", block.attention, block.ffn.expert
+        at = f"transformer.h.{i}"
+        attention = block.attention
+        expert = block.ffn.expert
         values |= {f"{at}.ln_1.{n}": p for n, p in block.attention_norm.named_parameters()}
         values |= {f"{at}.ln_2.{n}": p for n, p in block.ffn_norm.named_parameters()}
         values |= {f"{at}.attn.c_attn.weight": attention.qkv.weight.flatten(0, 1).T}
@@ -88,10 +92,17 @@ def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
 def test_the_modern_block_is_that_of_qwen3() -> None:
     ours = build(QWEN3, ffn="dense", dense_hidden=48)
     config = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
-        intermediate_size=48, rms_norm_eps=torch.finfo(torch.float64).eps, tie_word_embeddings=False,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        intermediate_size=48,
+        rms_norm_eps=torch.finfo(torch.float64).eps,
+        tie_word_embeddings=False,
         rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
-    )  # fmt: skip
+    )
     theirs = transformers.Qwen3ForCausalLM(config)
     values = {
         "model.embed_tokens.weight": ours.embedding.weight,
@@ -99,7 +110,9 @@ def test_the_modern_block_is_that_of_qwen3() -> None:
     }
     values |= {"model.norm.weight": ours.norm.weight}
     for i, block in enumerate(ours.blocks):
-        at, attention, expert = f"model.layers.{i}", block.attention, block.ffn.expert
+        at = f"model.layers.{i}"
+        attention = block.attention
+        expert = block.ffn.expert
         values |= {f"{at}.self_attn.q_proj.weight": attention.q.weight[0]}
         values |= {
             f"{at}.self_attn.{n}_proj.weight": attention.kv.weight[k] for k, n in enumerate("kv")
@@ -123,14 +136,16 @@ def test_the_modern_block_is_that_of_qwen3() -> None:
 
 @pytest.mark.parametrize("block", [GPT2, QWEN3], ids=["gpt2", "qwen3"])
 def test_decoding_with_a_cache_equals_the_whole_forward(block: BlockConfig) -> None:
-    model, tokens = build(block), ids(2, 9)
+    model = build(block)
+    tokens = ids(2, 9)
     caches = [KeyValueCache() for _ in model.blocks]
     parts = [model(part, caches=caches).logits for part in tokens.split([4, 1, 4], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_is_of_training_only() -> None:
-    model, tokens = build(BlockConfig(dropout=0.5)), ids(1, 6)
+    model = build(BlockConfig(dropout=0.5))
+    tokens = ids(1, 6)
     torch.testing.assert_close(model(tokens).logits, model(tokens).logits)
     model.train()
     assert not torch.allclose(model(tokens).logits, model(tokens).logits)
@@ -140,10 +155,13 @@ BAD_BLOCKS: list[tuple[dict[str, Any], str]] = [
     ({"kv_heads": 3}, "model.block.kv_heads=3 does not divide model.num_heads=4"),
     ({"kv_heads": 0}, "model.block.kv_heads=0: must be at least 1"),
     ({"head_dim": 5}, "model.block.head_dim=5: choose an even width"),
-    *(({name: value}, f"model.block.{name}={value}: must be above 0 and finite")
-      for name in ("rope_theta", "rope_factor", "norm_eps") for value in (0.0, float("nan"))),
+    *(
+        ({name: value}, f"model.block.{name}={value}: must be above 0 and finite")
+        for name in ("rope_theta", "rope_factor", "norm_eps")
+        for value in (0.0, float("nan"))
+    ),
     ({"dropout": 1.0}, "model.block.dropout=1.0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("block", "words"), BAD_BLOCKS)

@@ -55,7 +55,8 @@ def test_routings_have_no_graph() -> None:
     ids=str,
 )
 def test_decoding_with_a_cache_equals_the_whole_forward(router: str, chunks: list[int]) -> None:
-    model, batch = GPT(config(moe={"router": router}), VOCAB).double().eval(), tokens(2, 8)
+    model = GPT(config(moe={"router": router}), VOCAB).double().eval()
+    batch = tokens(2, 8)
     caches = [KeyValueCache() for _ in model.blocks]
     with torch.no_grad():
         whole = model(batch).logits
@@ -65,7 +66,8 @@ def test_decoding_with_a_cache_equals_the_whole_forward(router: str, chunks: lis
 
 
 def test_no_position_sees_a_later_one() -> None:
-    model, batch = GPT(config(), VOCAB).eval(), tokens()
+    model = GPT(config(), VOCAB).eval()
+    batch = tokens()
     changed = batch.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % VOCAB
     torch.testing.assert_close(model(batch).logits[:, :7], model(changed).logits[:, :7])
@@ -108,7 +110,8 @@ def test_every_second_block_is_sparse_counted_from_the_last() -> None:
 
 
 def test_padded_tokens_are_in_no_count_and_move_no_other() -> None:
-    model, batch = GPT(config(), VOCAB).double(), tokens(2, 10)
+    model = GPT(config(), VOCAB).double()
+    batch = tokens(2, 10)
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[:, 6:] = False
     padded = model(batch, mask=mask)
@@ -133,7 +136,8 @@ def test_checkpointing_gives_identical_loss_gradients_and_counts(
     plain = GPT(config(moe={"router": router, "capacity": capacity, "z_loss": 0.01}), VOCAB)
     again = GPT(dataclasses.replace(plain.config, checkpoint_activations=True), VOCAB)
     again.load_state_dict(plain.state_dict())
-    batch, outputs = tokens(), []
+    batch = tokens()
+    outputs = []
     for model in (plain, again):
         torch.manual_seed(4)
         output: GPTOutput = model(batch[:, :-1], batch[:, 1:])
@@ -147,7 +151,8 @@ def test_checkpointing_gives_identical_loss_gradients_and_counts(
 
 
 def test_targets_of_minus_one_are_not_predicted() -> None:
-    model, batch = GPT(config(), VOCAB).eval(), tokens()
+    model = GPT(config(), VOCAB).eval()
+    batch = tokens()
     targets = batch.clone()
     targets[:, 5:] = -1
     expected = torch.nn.functional.cross_entropy(
@@ -160,7 +165,8 @@ def test_targets_of_minus_one_are_not_predicted() -> None:
 @pytest.mark.parametrize("router", [*ROUTERS, *ON_MESH])
 def test_every_router_that_a_config_names_trains(router: str) -> None:
     top_k = TOP_K.get(router, 2)
-    model, batch = GPT(config(moe={"router": router, "top_k": top_k}), VOCAB), tokens()
+    model = GPT(config(moe={"router": router, "top_k": top_k}), VOCAB)
+    batch = tokens()
     model(batch[:, :-1], batch[:, 1:]).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all(), name
@@ -186,8 +192,13 @@ def test_matrices_start_with_their_deviations() -> None:
     model = GPT(
         config(dim=64, num_layers=2, num_heads=2, moe={"num_experts": 8, "hidden": 64}), 200
     )
-    deviations = {"embedding.weight": 0.02, "blocks.0.attention.out.weight": 0.01, "blocks.1.ffn.experts.w2": 0.01,
-                  "blocks.0.ffn.experts.w13": 0.02, "blocks.0.ffn.router.weight": 0.02}  # fmt: skip
+    deviations = {
+        "embedding.weight": 0.02,
+        "blocks.0.attention.out.weight": 0.01,
+        "blocks.1.ffn.experts.w2": 0.01,
+        "blocks.0.ffn.experts.w13": 0.02,
+        "blocks.0.ffn.router.weight": 0.02,
+    }
     for name, deviation in deviations.items():
         assert float(model.get_parameter(name).detach().std()) == pytest.approx(
             deviation, rel=0.1
@@ -204,7 +215,8 @@ def test_noise_and_temperature_start_as_their_papers_say() -> None:
 
 
 def test_decoding_with_gradients_extends_a_cache_once() -> None:
-    model, batch = GPT(config(checkpoint_activations=True), VOCAB), tokens(2, 8)
+    model = GPT(config(checkpoint_activations=True), VOCAB)
+    batch = tokens(2, 8)
     caches = [KeyValueCache() for _ in model.blocks]
     model(batch, caches=caches).logits.sum().backward()
     assert [cache.length for cache in caches] == [8, 8]
@@ -216,12 +228,25 @@ def test_each_coefficient_is_of_its_loss() -> None:
     assert MoEConfig(load_balance=0.0).make_losses() == ()
 
 
-@pytest.mark.parametrize(("fields", "capacity"), [
-    ({}, Dropless()), ({"capacity": "fixed"}, Capacity.fixed(1.25)),
-    ({"capacity": "fixed", "capacity_factor": 0.5, "capacity_scope": "rank"}, Capacity.fixed(0.5, scope="rank")),
-    ({"capacity": "fitted", "capacity_factor": 3.0, "capacity_order": "score"}, Capacity.fitted(at_most=3.0, order="score")),
-    ({"capacity": "padded", "capacity_factor": 1.5}, Capacity.fixed(1.5, scope="rank", padded=True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "capacity"),
+    [
+        ({}, Dropless()),
+        ({"capacity": "fixed"}, Capacity.fixed(1.25)),
+        (
+            {"capacity": "fixed", "capacity_factor": 0.5, "capacity_scope": "rank"},
+            Capacity.fixed(0.5, scope="rank"),
+        ),
+        (
+            {"capacity": "fitted", "capacity_factor": 3.0, "capacity_order": "score"},
+            Capacity.fitted(at_most=3.0, order="score"),
+        ),
+        (
+            {"capacity": "padded", "capacity_factor": 1.5},
+            Capacity.fixed(1.5, scope="rank", padded=True),
+        ),
+    ],
+)
 def test_fields_make_a_capacity(fields: dict[str, Any], capacity: AbstractCapacity) -> None:
     assert MoEConfig(**fields).make_capacity() == capacity
 
@@ -231,22 +256,43 @@ def test_a_dense_model_does_not_judge_how_experts_fit() -> None:
 
 
 BAD = [
-    *((lambda name=name: MoEConfig(**{name: 0}), f"model.moe.{name}=0: must be at least 1")
-      for name in ("num_experts", "top_k", "hidden")),
+    *(
+        (lambda name=name: MoEConfig(**{name: 0}), f"model.moe.{name}=0: must be at least 1")
+        for name in ("num_experts", "top_k", "hidden")
+    ),
     (lambda: MoEConfig(shared_hidden=-1), "model.moe.shared_hidden=-1: must be at least 0"),
-    *((lambda name=name, bad=bad: MoEConfig(**{name: bad}), f"model.moe.{name}={bad}: must be 0 or more and finite")
-      for name in ("load_balance", "importance", "z_loss") for bad in (-1.0, float("nan"), float("inf"))),
-    *((lambda bad=bad: MoEConfig(capacity_factor=bad),
-       f"model.moe.capacity_factor={bad}: must be a finite number above 0; .* write capacity=dropless")
-      for bad in (0.0, -1.0, float("nan"), float("inf"))),
+    *(
+        (
+            lambda name=name, bad=bad: MoEConfig(**{name: bad}),
+            f"model.moe.{name}={bad}: must be 0 or more and finite",
+        )
+        for name in ("load_balance", "importance", "z_loss")
+        for bad in (-1.0, float("nan"), float("inf"))
+    ),
+    *(
+        (
+            lambda bad=bad: MoEConfig(capacity_factor=bad),
+            (
+                f"model.moe.capacity_factor={bad}: must be a finite number above 0; .* write "
+                "capacity=dropless"
+            ),
+        )
+        for bad in (0.0, -1.0, float("nan"), float("inf"))
+    ),
     (lambda: config(ffn="dense", dense_hidden=0), "model.dense_hidden=0: must be at least 1"),
     (lambda: config(dim=0), "model.dim=0: must be at least 1"),
-    (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),
+    (
+        lambda: config(dim=18, num_heads=4),
+        "model.dim=18 does not split into model.num_heads=4 .* multiple of 8",
+    ),
     (lambda: config(dim=6, num_heads=2), "heads of even width"),
     (lambda: config(moe_every=0), "model.moe_every=0: must be at least 1"),
     (lambda: config(moe={"top_k": 5}), "model.moe.top_k=5 does not fit model.moe.num_experts=4"),
-    (lambda: config(moe={"router": "best"}), "model.moe.router='best' is unknown: choose one of softmax"),
-]  # fmt: skip
+    (
+        lambda: config(moe={"router": "best"}),
+        "model.moe.router='best' is unknown: choose one of softmax",
+    ),
+]
 
 
 @pytest.mark.parametrize(("make", "message"), BAD)

@@ -1,6 +1,8 @@
-"""torchtitan with the override of examples/recipes/with_torchtitan.py, against torchtitan as it is (`make test-peers`).
+"""torchtitan with the override of examples/recipes/with_torchtitan.py, against torchtitan as it is
+(`make test-peers`).
 
-torchtitan's experts round to bfloat16. For these comparisons they keep the dtype, and a loop stands for the grouped product.
+torchtitan's experts round to bfloat16. For these comparisons they keep the dtype, and a loop stands
+for the grouped product.
 """
 
 from __future__ import annotations
@@ -34,15 +36,20 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from moesaic.planner.emit import SYSTEMS, TORCH_SCHEDULES
-from moesaic.planner.others import OthersLayout
+from moesaic.planner.other_systems import OthersLayout
 from moesaic.planner.presets import read_job
 
-DIM, HIDDEN, EXPERTS = 16, 24, 8
+DIM = 16
+HIDDEN = 24
+EXPERTS = 8
 OVERRIDE = "with_torchtitan.moesaic_experts"
 MODELS = {
-    "qwen3": "qwen3_configs", "qwen3_5": "qwen3_5_configs", "deepseek_v3": "deepseekv3_configs", "gpt_oss": "gptoss_configs",
+    "qwen3": "qwen3_configs",
+    "qwen3_5": "qwen3_5_configs",
+    "deepseek_v3": "deepseekv3_configs",
+    "gpt_oss": "gptoss_configs",
     "kimi_k2_7": "kimi_k2_5_configs",
-}  # fmt: skip
+}
 """torchtitan's models with experts, and the names of their configurations."""
 
 
@@ -67,8 +74,10 @@ def layer(
     )
     parts = {"w1": linear(40), "w2": linear(DIM, 40), "w3": linear(40)}
     of_shared = {
-        "": None, "plain": FeedForward.Config(**parts), "gated": SigmoidGatedFeedForward.Config(**parts, gate=linear(1)),
-    }  # fmt: skip
+        "": None,
+        "plain": FeedForward.Config(**parts),
+        "gated": SigmoidGatedFeedForward.Config(**parts, gate=linear(1)),
+    }
     gate = TokenChoiceTopKRouter.Config(
         num_experts=EXPERTS, gate=linear(EXPERTS, bias=bias), **router
     )
@@ -113,11 +122,20 @@ def results(moe: nn.Module) -> dict[str, Tensor]:
 
 
 LAYERS = [
-    {}, {"score_func": "softmax"}, {"route_norm": True}, {"score_func": "softmax", "route_norm": True, "route_scale": 2.5},
-    {"top_k": 1}, {"top_k": 8, "route_scale": 0.5}, {"num_expert_groups": 4, "num_limited_groups": 2}, {"bias": True},
-    {"coeff": None}, {"shared": "plain"}, {"shared": "gated", "score_func": "softmax"}, {"gpt_oss": True, "bias": True},
+    {},
+    {"score_func": "softmax"},
+    {"route_norm": True},
+    {"score_func": "softmax", "route_norm": True, "route_scale": 2.5},
+    {"top_k": 1},
+    {"top_k": 8, "route_scale": 0.5},
+    {"num_expert_groups": 4, "num_limited_groups": 2},
+    {"bias": True},
+    {"coeff": None},
+    {"shared": "plain"},
+    {"shared": "gated", "score_func": "softmax"},
+    {"gpt_oss": True, "bias": True},
     {"_debug_force_load_balance": True},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +144,8 @@ LAYERS = [
 def test_a_layer_computes_what_torchtitans_does(options: dict[str, Any], in_float32: None) -> None:
     config = layer(**options)
     torch.manual_seed(0)
-    theirs, ours = config.build(), overridden(config).build()
+    theirs = config.build()
+    ours = overridden(config).build()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
@@ -134,7 +153,8 @@ def test_a_layer_computes_what_torchtitans_does(options: dict[str, Any], in_floa
             theirs.expert_bias_E.normal_(std=0.2)
     ours.load_state_dict(theirs.state_dict())
     assert type(ours.routed_experts).__name__ == "MoesaicExperts"
-    expected, found = results(theirs), results(ours)
+    expected = results(theirs)
+    found = results(ours)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -150,11 +170,17 @@ def test_a_layer_computes_what_torchtitans_does(options: dict[str, Any], in_floa
     [
         (
             "token_dispatcher",
-            "token_dispatcher=HybridEPTokenDispatcher.Config: Moesaic knows LocalTokenDispatcher.Config and",
+            (
+                "token_dispatcher=HybridEPTokenDispatcher.Config: Moesaic knows "
+                "LocalTokenDispatcher.Config and"
+            ),
         ),
         (
             "inner_experts",
-            "inner_experts=Quantised.Config: Moesaic knows GroupedExperts.Config and GptOssGroupedExperts.Config",
+            (
+                "inner_experts=Quantised.Config: Moesaic knows GroupedExperts.Config and "
+                "GptOssGroupedExperts.Config"
+            ),
         ),
     ],
 )
@@ -199,7 +225,8 @@ def test_every_model_of_torchtitan_keeps_its_parameters_and_is_initialised(make:
     config = make(attn_backend="flex", moe_comm_backend="standard")
     ours = overridden(config)
     with torch.device("meta"):
-        theirs, model = config.build(), ours.build()
+        theirs = config.build()
+        model = ours.build()
     model.verify_module_protocol()
     shapes = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
     assert {name: tensor.shape for name, tensor in model.state_dict().items()} == shapes
@@ -218,12 +245,15 @@ def test_every_model_of_torchtitan_keeps_its_parameters_and_is_initialised(make:
 @pytest.mark.parametrize(
     "layout",
     [
-        *(OthersLayout(pp=2, ep=8, schedule=name, global_batch=64) for name in sorted({*TORCH_SCHEDULES.values()})),
+        *(
+            OthersLayout(pp=2, ep=8, schedule=name, global_batch=64)
+            for name in sorted({*TORCH_SCHEDULES.values()})
+        ),
         OthersLayout(tp=2, ep=4, cp=2, replicas=2),
         *(OthersLayout(ep=2, recompute=parts) for parts in ((), ("block",), ("layernorm", "moe"))),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_torchtitans_parser_accepts_what_is_printed(layout: OthersLayout) -> None:
     lines = SYSTEMS["torchtitan"].flags("torchtitan", read_job("mixtral-8x7b"), layout)
     words = [word for line in lines for word in line.split(" ")]

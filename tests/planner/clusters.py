@@ -29,7 +29,8 @@ def tree(
     device: Device = DEVICE,
     host: Host | None = None,
 ) -> ClusterSpec:
-    """Return nodes with one PCIe link per device and one NIC; pairs of nodes share oversubscribed leaf switches."""
+    """Return nodes with one PCIe link per device and one NIC; pairs of nodes share oversubscribed
+    leaf switches."""
     links = [
         Link(name="pcie", devices=1, gbps=(100.0,), latency_us=3.0, message_us=1.0),
         Link(
@@ -65,8 +66,8 @@ def flat(
     device: Device = FREE,
     host: Host | None = None,
 ) -> ClusterSpec:
-    """Return a cluster in which each device has one link inside its node and one port between nodes; rates in Gb/s: 80
-    is 10 GB/s."""
+    """Return a cluster in which each device has one link inside its node and one port between
+    nodes; rates in Gb/s: 80 is 10 GB/s."""
     links = [
         Link(
             name="nvlink",

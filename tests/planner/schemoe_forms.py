@@ -1,4 +1,5 @@
-"""ScheMoE's formulas for an all-to-all, as oracles. Both count the copy to the rank itself as a message inside the node."""
+"""ScheMoE's formulas for an all-to-all, as oracles. Both count the copy to the rank itself as a
+message inside the node."""
 
 from __future__ import annotations
 
@@ -16,5 +17,6 @@ def in_turn_all_to_all(ranks: int, per_node: int, intra: float, inter: float) ->
 
 
 def pipelined_all_to_all(ranks: int, per_node: int, intra: float, inter: float) -> float:
-    """Return the seconds of messages inside and between nodes on two lanes (eq. 16); arguments as before."""
+    """Return the seconds of messages inside and between nodes on two lanes (eq. 16); arguments as
+    before."""
     return max(per_node * intra, (ranks - per_node) * inter)

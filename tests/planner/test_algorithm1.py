@@ -1,4 +1,5 @@
-"""Algorithm 1 as a run names it: what it takes is what the closed form says of the cluster's own lines."""
+"""Algorithm 1 as a run names it: what it takes is what the closed form says of the cluster's own
+lines."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 
 from helpers import refused
 from moesaic.planner.algorithm1 import choose, corrected, operations
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.train.auto_plan import Ranks, with_planned

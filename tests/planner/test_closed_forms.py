@@ -1,4 +1,5 @@
-"""Compares the simulator with the papers' formulas, on clusters that match each formula's assumptions."""
+"""Compares the simulator with the papers' formulas, on clusters that match each formula's
+assumptions."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import ClusterSpec, read_cluster
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -19,7 +20,11 @@ from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Op
 from planner.clusters import flat
 
-W, S, DIM, EXPERTS, TOP_K = 8, 1024, 32, 16, 2
+W = 8
+S = 1024
+DIM = 32
+EXPERTS = 16
+TOP_K = 2
 """Ranks of one node, tokens of a tensor-parallel group, width, experts, experts per token."""
 WORKLOAD = Workload(tokens=S, num_experts=EXPERTS, top_k=TOP_K, dim=DIM, hidden=64, dtype="bf16")
 PER_BYTE = 1e-10
@@ -36,10 +41,12 @@ def node(per_node: int = W) -> ClusterSpec:
 
 
 def movements(schedule: str, tp: int, etp: int, **plan: object) -> dict[str, float]:
-    """Return the seconds of the movements of rows and tokens, by slot name, without routing weights and indices."""
+    """Return the seconds of the movements of rows and tokens, by slot name, without routing weights
+    and indices."""
     grid = Grid(world=W, tp=tp, ep=W // etp, etp=etp)
     compiled = compile_plan(Plan(schedule=schedule, **plan), grid)  # type: ignore[arg-type]
-    program, simulator = compiled.forward, Simulator(node())
+    program = compiled.forward
+    simulator = Simulator(node())
     slots = {slot.name: slot for slot in program.slots}
     volumes = simulator.volumes(program, WORKLOAD, compiled.grid)
     return {
@@ -53,7 +60,8 @@ def movements(schedule: str, tp: int, etp: int, **plan: object) -> dict[str, flo
 @pytest.mark.parametrize(("m", "s"), [(1, 1), (2, 2), (2, 4), (4, 2), (4, 4)])
 def test_parms_baseline(m: int, s: int) -> None:
     """Papers.md 1.2: AG_ESP(s S D), AR_ESP(s E C D), two A2A_EP(s E C D)."""
-    p, seconds_by_slot = W // s, movements("baseline", m, s)
+    p = W // s
+    seconds_by_slot = movements("baseline", m, s)
     assert seconds_by_slot["x_wide"] == pytest.approx((s - 1) / s * s * SD)
     reduce = [seconds for name, seconds in seconds_by_slot.items() if name.startswith("summed")]
     assert sum(reduce) == pytest.approx(2 * (s - 1) / s * s * ECD)
@@ -63,8 +71,10 @@ def test_parms_baseline(m: int, s: int) -> None:
 
 @pytest.mark.parametrize(("m", "s"), [(1, 1), (2, 2), (2, 4), (4, 2), (4, 4)])
 def test_parms_s1_and_s2(m: int, s: int) -> None:
-    """1.3 and 1.4: two A2A over all ranks of s E C D / m, AG_MP of S D or E C D; 1.5: the latter is k f times as long."""
-    one, two = movements("s1", m, s), movements("s2", m, s)
+    """1.3 and 1.4: two A2A over all ranks of s E C D / m, AG_MP of S D or E C D; 1.5: the latter is
+    k f times as long."""
+    one = movements("s1", m, s)
+    two = movements("s2", m, s)
     for seconds_by_slot in (one, two):
         for name in ("h", "z"):
             assert seconds_by_slot[name] == pytest.approx((W - 1) / W * s * ECD / m)
@@ -76,7 +86,8 @@ def test_parms_s1_and_s2(m: int, s: int) -> None:
 
 @pytest.mark.parametrize("r", [0, 1, 2, 4])
 def test_tutels_r(r: int) -> None:
-    """3.2: tokens 2 r E C D (W - 1) / W, weights (q - 1) P / W; r = 0: P (W - 1) / W and no token."""
+    """3.2: tokens 2 r E C D (W - 1) / W, weights (q - 1) P / W; r = 0: P (W - 1) / W and no
+    token."""
     s = 4
     seconds_by_slot = movements("s1", 1, s, gather_weights=r)
     parameters = EXPERTS * 3 * DIM * WORKLOAD.hidden * 2 * PER_BYTE
@@ -88,14 +99,17 @@ def test_tutels_r(r: int) -> None:
         return
     q = s // r
     assert seconds_by_slot.get("w_full", 0.0) == pytest.approx((q - 1) * parameters / W)
-    # A token's copies for the rank's own shard stay: one in W // q of the ranks visited is the rank itself.
+    # A token's copies for the rank's own shard stay: one in W // q of the ranks visited is the rank
+    # itself.
     visited = W // q
     assert seconds_by_slot["h"] == pytest.approx(r * ECD * (visited - 1) / visited)
 
 
 def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
-    """3.3: messages between nodes are m times larger and fewer, and bytes cross links inside nodes once more."""
-    nodes, g = 8, 4
+    """3.3: messages between nodes are m times larger and fewer, and bytes cross links inside nodes
+    once more."""
+    nodes = 8
+    g = 4
     spec = flat(nodes, g, intra=16, inter=8, message_us=(0.1, 50.0))
     grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
     seconds: dict[tuple[str, int], float] = {}
@@ -109,7 +123,8 @@ def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
 
 
 def test_the_busiest_link_of_skewed_counts_sets_the_time() -> None:
-    """FasterMoE, eq. 2 and errata F2: remote copies only, over the busiest rank's link, out or in."""
+    """FasterMoE, eq. 2 and errata F2: remote copies only, over the busiest rank's link, out or
+    in."""
     grid = Grid(world=W, ep=W)
     counts = zipf_counts(W, WORKLOAD, exponent=1.0, seed=0)
     compiled = compile_plan(Plan(), grid)
@@ -135,8 +150,10 @@ def simulated(world: int, **mesh: int) -> Simulated:
 
 
 def test_a_hundred_thousand_ranks_are_simulated_by_one() -> None:
-    """One of 98,304 ranks does the same as one of 512, and simulating them costs the same, up to the switches above."""
-    large, small = simulated(98304, tp=8, ep=64, etp=8), simulated(512, tp=8, ep=64, etp=8)
+    """One of 98,304 ranks does the same as one of 512, and simulating them costs the same, up to
+    the switches above."""
+    large = simulated(98304, tp=8, ep=64, etp=8)
+    small = simulated(512, tp=8, ep=64, etp=8)
     assert large.seconds == pytest.approx(small.seconds)
     assert large.link_seconds == pytest.approx(small.link_seconds)
     assert len(large.ends) == 1, "one actor, one node's links"
@@ -144,8 +161,8 @@ def test_a_hundred_thousand_ranks_are_simulated_by_one() -> None:
 
 
 def test_experts_over_thousands_of_ranks() -> None:
-    """2DH among 256 nodes: rows go out and back, with 255 messages each for rows, routing weights and results of two
-    chunks."""
+    """2DH among 256 nodes: rows go out and back, with 255 messages each for rows, routing weights
+    and results of two chunks."""
     thousands = simulated(2048, tp=1, ep=2048, etp=1)
     copies = 4096 * 2 * 4096 * 2
     crossing = copies * (1 - 8 / 2048) * 2 / (368e9 / 8)

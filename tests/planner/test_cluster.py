@@ -13,7 +13,7 @@ from moesaic.configfile import as_json, build
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Link, Peer, Tflops, presets, read_cluster
 from moesaic.planner.loads import simulate_counts, simulate_even
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.compile import compile_plan
@@ -56,10 +56,21 @@ def test_presets_read_say_where_they_come_from_and_survive_a_round_trip(
 
 def test_the_papers_test_beds_and_common_machines_are_presets() -> None:
     assert {
-        "parm-a", "parm-b", "schemoe", "tutel", "fastermoe-johnny", "fastermoe-trevor", "netmoe", "dgx-h100", "dgx-h200",
-        "8x4090-pcie", "25gbe", "100gbe",
-    } <= set(presets())  # fmt: skip
-    johnny, trevor = read_cluster("fastermoe-johnny"), read_cluster("fastermoe-trevor")
+        "parm-a",
+        "parm-b",
+        "schemoe",
+        "tutel",
+        "fastermoe-johnny",
+        "fastermoe-trevor",
+        "netmoe",
+        "dgx-h100",
+        "dgx-h200",
+        "8x4090-pcie",
+        "25gbe",
+        "100gbe",
+    } <= set(presets())
+    johnny = read_cluster("fastermoe-johnny")
+    trevor = read_cluster("fastermoe-trevor")
     assert [link.gbps for link in johnny.links] == [(88.0,), (180.0,), (50.0,)]
     assert (johnny.world, trevor.world) == (16, 64)
     assert {peer.gbps for peer in trevor.peers} == {171.0, 317.0, 88.0}
@@ -73,16 +84,32 @@ def test_the_papers_test_beds_and_common_machines_are_presets() -> None:
             changed(device={**PLAIN["device"], "memory_gb": 3}),
             "here: unknown field device.memory_gb: did you mean memory_gib?",
         ),
-        (changed(links=[{"name": "a", "devices": 1, "gbs": 3}]), "here: unknown field links[0].gbs: did you mean gbps?"),
-        (changed(links=[{"name": "a", "devices": 1}]),
-         "here: links[0].gbps is missing: add it, for example 2484 for NVLink of H100"),
+        (
+            changed(links=[{"name": "a", "devices": 1, "gbs": 3}]),
+            "here: unknown field links[0].gbs: did you mean gbps?",
+        ),
+        (
+            changed(links=[{"name": "a", "devices": 1}]),
+            "here: links[0].gbps is missing: add it, for example 2484 for NVLink of H100",
+        ),
         (changed(links=[{"gbps": 1, "devices": 1}]), "here: links[0].name is missing"),
-        (changed(device={"memory_gib": 1, "tflops": {"bf16": 1}}),
-         "device.memory_gigabytes_per_second is missing: add it, for example 2850 for H100, 850 for RTX 4090"),
-        (changed(links=[{"name": "a", "devices": 1, "gbps": -3}]), "cluster link 'a': gbps=-3.0: must be a finite"),
+        (
+            changed(device={"memory_gib": 1, "tflops": {"bf16": 1}}),
+            (
+                "device.memory_gigabytes_per_second is missing: add it, for example 2850 for "
+                "H100, 850 for RTX 4090"
+            ),
+        ),
+        (
+            changed(links=[{"name": "a", "devices": 1, "gbps": -3}]),
+            "cluster link 'a': gbps=-3.0: must be a finite",
+        ),
         (
             changed(links=[{"name": "a", "devices": 3, "gbps": 3}]),
-            "cluster link 'a': devices=3 does not fit nodes of 4 devices: choose a divisor or a multiple",
+            (
+                "cluster link 'a': devices=3 does not fit nodes of 4 devices: choose a divisor or "
+                "a multiple"
+            ),
         ),
         (
             changed(links=[{"name": "a", "devices": 1, "gbps": 3, "carries": "in"}]),
@@ -90,27 +117,72 @@ def test_the_papers_test_beds_and_common_machines_are_presets() -> None:
         ),
         (changed(nodes=0), "cluster.nodes=0: must be at least 1"),
         (changed(nodes="two"), "here: nodes must be a whole number, got 'two'"),
-        (changed(device={"memory_gib": 1, "memory_gigabytes_per_second": 1, "tflops": {}}), "tflops is missing"),
-        (changed(device={**PLAIN["device"], "tflops": {"bf16": -1}}), "cluster.device.tflops.bf16=-1.0"),
+        (
+            changed(device={"memory_gib": 1, "memory_gigabytes_per_second": 1, "tflops": {}}),
+            "tflops is missing",
+        ),
+        (
+            changed(device={**PLAIN["device"], "tflops": {"bf16": -1}}),
+            "cluster.device.tflops.bf16=-1.0",
+        ),
         (changed(device={**PLAIN["device"], "router_us": -1}), "cluster.device.router_us=-1.0"),
         (changed(devices_per_host=-1), "cluster.devices_per_host=-1"),
         (
             changed(device={**PLAIN["device"], "gemm_rows": [1, 2], "gemm_share": [1]}),
             "gemm_rows has 2 values and gemm_share 1: give one share for each",
         ),
-        (changed(links=PLAIN["links"][:1] and [PLAIN["links"][1]]), "devices = 1 and gbps = 2484 for NVLink"),
-        (changed(links=[{**PLAIN["links"][0], "carries": "inside"}]), "between its 2 nodes: add one with devices = 4, "),
-        (changed(peers=[{"devices": [0, 4], "gbps": 1}]), "cluster peers: devices=[0, 4]: a node has devices 0 to 3"),
-        (changed(host={"message_us": float("nan")}), "cluster.host.message_us=nan: must be a finite number"),
-        (changed(host={"layer_us": -1}), "cluster.host.layer_us=-1.0: must be a finite number of at least 0"),
-        (changed(device={**PLAIN["device"], "codecs": [{"name": "int9", "gigabytes_per_second": 1}]}), "int9"),
-        (changed(device={**PLAIN["device"], "codecs": [{"name": "int8", "gigabytes_per_second": float("inf")}]}),
-         "cluster.device.codecs, int8: gigabytes_per_second=inf: must be a finite number above 0"),
-        (changed(collectives=[{"what": "saa everywhere", "beta": -1}]), "saa everywhere: beta=-1.0: must be a finite"),
-        (changed(host={"messages": "in turn"}), "host.messages='in turn': choose one of together, in_turn, eager"),
-        (changed(links=[{"name": "a", "devices": 1, "gbps": [1, 2, 3]}]), "gbps has 3 values: give one"),
+        (
+            changed(links=PLAIN["links"][:1] and [PLAIN["links"][1]]),
+            "devices = 1 and gbps = 2484 for NVLink",
+        ),
+        (
+            changed(links=[{**PLAIN["links"][0], "carries": "inside"}]),
+            "between its 2 nodes: add one with devices = 4, ",
+        ),
+        (
+            changed(peers=[{"devices": [0, 4], "gbps": 1}]),
+            "cluster peers: devices=[0, 4]: a node has devices 0 to 3",
+        ),
+        (
+            changed(host={"message_us": float("nan")}),
+            "cluster.host.message_us=nan: must be a finite number",
+        ),
+        (
+            changed(host={"layer_us": -1}),
+            "cluster.host.layer_us=-1.0: must be a finite number of at least 0",
+        ),
+        (
+            changed(
+                device={**PLAIN["device"], "codecs": [{"name": "int9", "gigabytes_per_second": 1}]}
+            ),
+            "int9",
+        ),
+        (
+            changed(
+                device={
+                    **PLAIN["device"],
+                    "codecs": [{"name": "int8", "gigabytes_per_second": float("inf")}],
+                }
+            ),
+            (
+                "cluster.device.codecs, int8: gigabytes_per_second=inf: must be a finite number "
+                "above 0"
+            ),
+        ),
+        (
+            changed(collectives=[{"what": "saa everywhere", "beta": -1}]),
+            "saa everywhere: beta=-1.0: must be a finite",
+        ),
+        (
+            changed(host={"messages": "in turn"}),
+            "host.messages='in turn': choose one of together, in_turn, eager",
+        ),
+        (
+            changed(links=[{"name": "a", "devices": 1, "gbps": [1, 2, 3]}]),
+            "gbps has 3 values: give one",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_wrong_field_in_one_line(table: dict, line: str) -> None:
     assert line in refused(build, ClusterSpec, table, source="here")
 
@@ -140,7 +212,8 @@ def test_a_message_climbs_to_the_first_switch_above_both_ends() -> None:
     assert on_links(topology, 0, 1) == pytest.approx(
         {"pcie out 0": 0.08 + 1e-6, "pcie in 1": 0.08 + 1e-6}
     )
-    near, far = on_links(topology, 0, 2), on_links(topology, 0, 7)
+    near = on_links(topology, 0, 2)
+    far = on_links(topology, 0, 7)
     assert set(near) == {"pcie out 0", "pcie in 2", "nic out 0", "nic in 1"}
     assert set(far) == {
         "pcie out 0",
@@ -158,12 +231,14 @@ def test_a_message_climbs_to_the_first_switch_above_both_ends() -> None:
 
 def test_ports_carry_what_leaves_and_bridges_replace_the_tree() -> None:
     spec = ClusterSpec(
-        nodes=2, devices_per_node=2, device=DEVICE,
+        nodes=2,
+        devices_per_node=2,
+        device=DEVICE,
         links=(
             Link(name="nvlink", devices=1, gbps=(800.0,), carries="inside"),
             Link(name="port", devices=1, gbps=(8.0, 4.0), carries="outside"),
         ),
-    )  # fmt: skip
+    )
     topology = Topology(spec, 4, 2)
     assert set(on_links(topology, 0, 1)) == {"nvlink out 0", "nvlink in 1"}
     assert on_links(topology, 1, 2) == pytest.approx({"port out 1": 2.0, "port in 2": 1.0})
@@ -208,7 +283,8 @@ def test_preset_beds_are_what_their_fields_say(name: str, fields: dict) -> None:
 
 
 def test_a_charge_per_packet_costs_rate_and_messages() -> None:
-    """Measured: 155 of 200 Mbit/s at 5,000 bytes; 48 messages of 1 KiB from each of 4 nodes in 45 ms."""
+    """Measured: 155 of 200 Mbit/s at 5,000 bytes; 48 messages of 1 KiB from each of 4 nodes in 45
+    ms."""
     eth = emulated(Bed(nodes=4, ranks_per_node=4, per_message=5000)).links[1]
     assert eth.gbps[0] == pytest.approx(0.155, rel=0.02)
     assert 48 * eth.message_us == pytest.approx(45_000, rel=0.2)
@@ -275,7 +351,8 @@ def test_one_rank_for_all_has_as_many_connections_as_each_by_itself(gpus: int) -
 
 
 def test_cards_of_a_preset_and_machines_of_them_have_names() -> None:
-    four, two_machines = read_cluster("4x4090-pcie"), read_cluster("2x4x4090-25gbe")
+    four = read_cluster("4x4090-pcie")
+    two_machines = read_cluster("2x4x4090-25gbe")
     assert (four.nodes, four.devices_per_node, four.device) == (
         1,
         4,

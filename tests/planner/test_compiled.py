@@ -1,4 +1,5 @@
-"""Compiled plans: what their digests tell apart, what padded capacities they need, which durations their order reads."""
+"""Compiled plans: what their digests tell apart, what padded capacities they need, which durations
+their order reads."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def test_biases_change_the_program() -> None:
 
 
 def test_a_backward_codec_leaves_the_forward_program_alone() -> None:
-    plain, coded = compile_plan(Plan(), GRID), compile_plan(Plan(backward_codec="int8"), GRID)
+    plain = compile_plan(Plan(), GRID)
+    coded = compile_plan(Plan(backward_codec="int8"), GRID)
     assert to_text(plain.forward) == to_text(coded.forward)
     assert to_text(plain.backward) != to_text(coded.backward)
 
@@ -97,7 +99,8 @@ def test_a_backward_codec_leaves_the_forward_program_alone() -> None:
 def test_padded_capacities_are_multiples_as_the_spec_says(
     tp: int, etp: int, chunks: int, codec: str
 ) -> None:
-    """Section 9, rule 4: lcm(tp, etp x chunks, 4 x chunks for zfp); so every chunk of every share is equally long."""
+    """Section 9, rule 4: lcm(tp, etp x chunks, 4 x chunks for zfp); so every chunk of every share
+    is equally long."""
     grid = Grid(world=8, tp=tp, ep=8 // etp, etp=etp)
     for plan in (
         Plan(schedule="s2", chunks=chunks, codec=codec),

@@ -13,7 +13,7 @@ import pytest
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import Tflops
 from moesaic.planner.compute import compute_seconds, rates_of, router_seconds, sort_seconds
-from moesaic.planner.memory import (
+from moesaic.planner.rank_memory import (
     GIB,
     Memory,
     about_fragments,
@@ -22,7 +22,7 @@ from moesaic.planner.memory import (
     usable_bytes,
     what_is_missing,
 )
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -82,8 +82,10 @@ def test_a_router_and_the_sort_by_hand() -> None:
 
 
 def test_one_rank_copies_nothing_before_and_behind_its_experts() -> None:
-    """Its kernels read tokens in place; only the sum over a token's experts reads and writes rows."""
-    spec, grid = tree(1, 1), Grid(world=1)
+    """Its kernels read tokens in place; only the sum over a token's experts reads and writes
+    rows."""
+    spec = tree(1, 1)
+    grid = Grid(world=1)
     compiled = compile_plan(Plan(), grid)
     moved = {Op.MOVE, Op.PERMUTE}
     for program in (compiled.forward, compiled.backward):
@@ -102,15 +104,14 @@ def seconds_of(op: Op, counts: np.ndarray | None = None, **plan: object) -> np.n
     program = compiled.backward if op is Op.EXPERT_GRAD else compiled.forward
     sizes = None if counts is None else sizes_of(program, WORKLOAD, GRID, counts)
     volumes = Simulator(SPEC).volumes(program, WORKLOAD, GRID, sizes=sizes)
-    slots, task = (
-        {slot.name: slot for slot in program.slots},
-        next(task for task in program.tasks if task.op is op),
-    )
+    slots = {slot.name: slot for slot in program.slots}
+    task = next(task for task in program.tasks if task.op is op)
     return compute_seconds(task, slots, volumes, rates_of(SPEC, "bf16"))
 
 
 def test_experts_take_their_operations_and_backward_twice() -> None:
-    rows, per_row = 1024.0, 2 * 256 * 512 * 3
+    rows = 1024.0
+    per_row = 2 * 256 * 512 * 3
     expected = 2 * rows * per_row / 100e12
     assert seconds_of(Op.EXPERT)[0] == pytest.approx(expected)
     assert seconds_of(Op.EXPERT_GRAD)[0] == pytest.approx(2 * expected)
@@ -143,7 +144,8 @@ def test_memory_of_a_layer_is_what_backward_reads_and_what_is_alive() -> None:
 
 
 def test_slots_live_until_they_are_read_for_the_last_time() -> None:
-    """Every task reads 10 and writes 10: two slots are alive at a time, three if the first one stays."""
+    """Every task reads 10 and writes 10: two slots are alive at a time, three if the first one
+    stays."""
     tasks = compile_plan(Plan(), GRID).forward
     names = [slot.name for slot in tasks.slots]
     size = dict.fromkeys(names, 0.0) | {"rows": 10.0, "h": 10.0, "out": 10.0, "z": 10.0}
@@ -153,25 +155,29 @@ def test_slots_live_until_they_are_read_for_the_last_time() -> None:
 
 
 def test_memory_does_not_depend_on_the_order_of_hashes() -> None:
-    """Every rank hashes names with a seed of its own, and sums of fractional bytes depend on their order."""
+    """Every rank hashes names with a seed of its own, and sums of fractional bytes depend on their
+    order."""
     code = (
-        "from moesaic.planner.cluster import read_cluster\n"
-        "from moesaic.planner.memory import layer_memory\n"
-        "from moesaic.planner.simulate import Simulator\n"
-        "from moesaic.planner.workload import Workload\n"
-        "from moesaic.program.compile import compile_plan; from moesaic.program.plan import Plan\n"
-        "from moesaic.program.grid import Grid\n"
-        "layer = Workload(tokens=1024, num_experts=32, top_k=4, dim=512, hidden=256, groups=4, top_groups=2)\n"
-        "compiled = compile_plan(Plan(all_to_all='multicast', chunks=2), Grid(world=16, ep=16, ranks_per_node=8))\n"
-        "volumes = Simulator(read_cluster('dgx-h100')).volumes(compiled.forward, layer, compiled.grid)\n"
-        "print(layer_memory(compiled.forward, compiled.backward, volumes))\n"
+        "from moesaic.planner.cluster import read_cluster\nfrom moesaic.planner.rank_memory import "
+        "layer_memory\nfrom moesaic.planner.simulator import Simulator\nfrom "
+        "moesaic.planner.workload import Workload\nfrom moesaic.program.compile import "
+        "compile_plan; from moesaic.program.plan import Plan\nfrom moesaic.program.grid import "
+        "Grid\nlayer = Workload(tokens=1024, num_experts=32, top_k=4, dim=512, hidden=256, "
+        "groups=4, top_groups=2)\ncompiled = compile_plan(Plan(all_to_all='multicast', "
+        "chunks=2), Grid(world=16, ep=16, ranks_per_node=8))\nvolumes = "
+        "Simulator(read_cluster('dgx-h100')).volumes(compiled.forward, layer, "
+        "compiled.grid)\nprint(layer_memory(compiled.forward, compiled.backward, volumes))\n"
     )
     outputs = set()
     for seed in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
             env={**os.environ, "PYTHONHASHSEED": str(seed)},
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         outputs.add(done.stdout)
     assert len(outputs) == 1

@@ -1,4 +1,5 @@
-"""One rank for all gives the times and loads of a simulation of every rank, for every schedule and all-to-all."""
+"""One rank for all gives the times and loads of a simulation of every rank, for every schedule and
+all-to-all."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from moesaic.planner.cluster import Host, read_cluster
 from moesaic.planner.even import Even
 from moesaic.planner.hops import check_regular
 from moesaic.planner.movement import ends_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.symmetry import Digits, UnlikeError
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -56,8 +57,9 @@ def compiled(grid: Grid, **plan: object) -> Compiled | None:
 
 
 def tolerance(all_to_all: str) -> float:
-    """Return the tolerance. With separate ranks, visits are rounded to whole rows. Under naive, nodes run the same hops
-    in another order. Under hier1d, leaders share links with their node only, and shares are fixed link by link."""
+    """Return the tolerance. With separate ranks, visits are rounded to whole rows. Under naive,
+    nodes run the same hops in another order. Under hier1d, leaders share links with their node
+    only, and shares are fixed link by link."""
     if all_to_all in ALL_TO_ALLS and ALL_TO_ALLS[all_to_all].hops_by_node:
         return 0.15
     return {"multicast": 2e-2, "hier1d": 2e-3, **dict.fromkeys(EXACT, 1e-9)}.get(all_to_all, 1e-2)
@@ -134,9 +136,15 @@ def test_random_plans() -> None:
         if groups > 1 and (chunks > 1 or r is not None):
             continue
         compiled_plan = compiled(
-            grid, schedule=schedule, all_to_all=links, chunks=chunks, peer_groups=groups, gather_weights=r, fuse=fuse,
+            grid,
+            schedule=schedule,
+            all_to_all=links,
+            chunks=chunks,
+            peer_groups=groups,
+            gather_weights=r,
+            fuse=fuse,
             overlap_gather=overlap,
-        )  # fmt: skip
+        )
         if compiled_plan is None:
             continue
         seen += 1
@@ -165,15 +173,14 @@ def test_codecs_and_message_costs_count_identically(all_to_all: str) -> None:
     [("linear", False), ("linear", True), ("hier2d", True), ("pipelined", False)],
 )
 def test_costs_of_the_issuing_thread_count_identically(all_to_all: str, runs_compute: bool) -> None:
-    """20 us per post is far more than the links take, so the threads decide: 30 sends and receives of a rank of 16.
+    """20 us per post is far more than the links take, so the threads decide: 30 sends and receives
+    of a rank of 16.
 
     Routing weights travel with their rows and add no post.
     """
     host = Host(task_us=3.0, message_us=20.0, runs_compute=runs_compute)
-    simulator, compiled_plan = (
-        Simulator(tree(4, 4, host=host)),
-        compiled(GRIDS[4], all_to_all=all_to_all),
-    )
+    simulator = Simulator(tree(4, 4, host=host))
+    compiled_plan = compiled(GRIDS[4], all_to_all=all_to_all)
     compare(simulator, compiled_plan)
     if all_to_all == "linear":
         run = simulator.run(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
@@ -192,13 +199,12 @@ def test_costs_of_the_issuing_thread_count_identically(all_to_all: str, runs_com
     [name for name in ALL_TO_ALLS if regular(name) and not ALL_TO_ALLS[name].hops_by_node],
 )
 def test_rows_and_messages_are_what_the_interpreter_sends(all_to_all: str) -> None:
-    """Compares the total rows and messages of every task with `messages_of`: node 0's, times the nodes."""
+    """Compares the total rows and messages of every task with `messages_of`: node 0's, times the
+    nodes."""
     grid = GRIDS[4]
     compiled_plan = compiled(grid, schedule="s1", all_to_all=all_to_all)
-    simulator, slots = (
-        Simulator(tree(4, 4)),
-        {slot.name: slot for slot in compiled_plan.forward.slots},
-    )
+    simulator = Simulator(tree(4, 4))
+    slots = {slot.name: slot for slot in compiled_plan.forward.slots}
     even = simulator.volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     moved = 0
@@ -224,7 +230,8 @@ def test_steps_go_to_the_ranks_that_the_interpreter_sends_to(groups: int) -> Non
     even = Simulator(tree(4, 4)).volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     assert isinstance(even, Even)
     sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
-    slots, seen = {slot.name: slot for slot in compiled_plan.forward.slots}, 0
+    slots = {slot.name: slot for slot in compiled_plan.forward.slots}
+    seen = 0
     for task in compiled_plan.forward.tasks:
         if task.op is Op.MOVE:
             sent = {(a, b): float(rows) for a, b, rows in messages_of(task, slots, sizes)}
@@ -268,8 +275,8 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
 
 @pytest.mark.parametrize(("nodes", "tp"), [(2, 1), (4, 2), (8, 1)])
 def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(monkeypatch, nodes, tp):
-    """The ring passes packets on from node to node: on eight nodes it takes four times as long as if all nodes did the
-    same."""
+    """The ring passes packets on from node to node: on eight nodes it takes four times as long as
+    if all nodes did the same."""
     monkeypatch.setitem(ALL_TO_ALLS, "ring", block("An all-to-all")["NodeRing"]())
     cluster = read_cluster("25gbe", nodes=nodes)
     world = cluster.world
@@ -333,7 +340,7 @@ def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS["parity"]))
-    monkeypatch.setattr("moesaic.planner.simulate.MAX_RANKS_APART", 512)
+    monkeypatch.setattr("moesaic.planner.simulator.MAX_RANKS_APART", 512)
     grid = Grid(world=1024, ep=1024, ranks_per_node=4)
     layer = Workload(tokens=512, num_experts=1024, top_k=2, dim=64, hidden=64)
     compiled_plan = compiled(grid, all_to_all="numbered")
@@ -369,12 +376,15 @@ AXES: tuple[tuple[Axis, ...], ...] = (
     ),
 )
 def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(grid: Grid) -> None:
-    """Between any two layouts, over any axes, summed or not: either all nodes behave identically, or an error is raised."""
+    """Between any two layouts, over any axes, summed or not: either all nodes behave identically,
+    or an error is raised."""
     compiled_plan = compiled(grid, schedule="s2")
-    program, per_node = compiled_plan.forward, grid.ranks_per_node or grid.world
+    program = compiled_plan.forward
+    per_node = grid.ranks_per_node or grid.world
     even = Simulator(tree(grid.world // per_node, per_node)).volumes(program, WORKLOAD, grid)
     assert isinstance(even, Even)
-    sizes, seen = sizes_of(program, WORKLOAD, grid), 0
+    sizes = sizes_of(program, WORKLOAD, grid)
+    seen = 0
     space = [Move(*each) for each in itertools.product(LAYOUTS, LAYOUTS, AXES, (False, True))]
     for move in random.Random(7).sample([m for m in space if m.source.flow == m.target.flow], 600):
         try:

@@ -1,4 +1,5 @@
-"""Events follow the timeline's rules without contention, and split shared links as computed by hand."""
+"""Events follow the timeline's rules without contention, and split shared links as computed by
+hand."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import pytest
 from moesaic.planner.cluster import ClusterSpec, Link
 from moesaic.planner.events import Events, Use, graph_of, speeds
 from moesaic.planner.movement import Movement
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.topology import Load
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
@@ -94,14 +95,16 @@ def test_without_contention_it_is_lay_out(host: bool) -> None:
 
 
 def test_two_movements_on_one_link_take_turns_bit_by_bit() -> None:
-    """Movements of 2 s and 4 s on one link: both at half speed until the short one ends at 4; the other ends at 6."""
+    """Movements of 2 s and 4 s on one link: both at half speed until the short one ends at 4; the
+    other ends at 6."""
     program = chain([(Lane.INTRA, []), (Lane.INTER, [])])
     events = run(program, [2.0, 4.0], host=False, own_links=False)
     assert events.ends[:, 0].tolist() == pytest.approx([4.0, 6.0])
 
 
 def test_a_movement_that_comes_later_slows_one_under_way() -> None:
-    """4 s from 0 and 2 s from 1: both at half speed until 5; the first then needs one more second."""
+    """4 s from 0 and 2 s from 1: both at half speed until 5; the first then needs one more
+    second."""
     program = chain([(Lane.INTRA, []), (Lane.COMPUTE, []), (Lane.INTER, [1])])
     events = run(program, [4.0, 1.0, 2.0], host=False, own_links=False)
     assert events.ends[:, 0].tolist() == pytest.approx([6.0, 1.0, 5.0])
@@ -148,7 +151,8 @@ def test_issuing_costs_the_thread() -> None:
 
 
 def test_shares_are_max_min_by_message() -> None:
-    one, two = {0: Use(1.0, 1.0)}, {0: Use(1.0, 1.0)}
+    one = {0: Use(1.0, 1.0)}
+    two = {0: Use(1.0, 1.0)}
     assert speeds([one, two]) == pytest.approx([0.5, 0.5])
     assert speeds([{0: Use(1.0, 3.0)}, {0: Use(1.0, 1.0)}]) == pytest.approx([0.75, 0.25])
     assert speeds([{0: Use(1.0, 1.0)}, {0: Use(0.1, 1.0), 1: Use(1.0, 1.0)}]) == pytest.approx(
@@ -246,9 +250,11 @@ def test_a_slower_link_is_named_as_the_bottleneck() -> None:
 
 def test_a_shared_medium_takes_both_directions() -> None:
     bus = ClusterSpec(
-        nodes=1, devices_per_node=4, device=DEVICE,
+        nodes=1,
+        devices_per_node=4,
+        device=DEVICE,
         links=(Link(name="lo", devices=4, gbps=(8.0,), carries="inside", shared=True),),
-    )  # fmt: skip
+    )
     grid = Grid(world=4, ep=4)
     compiled = compile_plan(Plan(), grid)
     run = Simulator(bus).run(compiled.forward, WORKLOAD, grid)
@@ -275,7 +281,8 @@ MOVE_AND_READ = [(Lane.INTER, []), (Lane.COMPUTE, [0])]
 
 
 def test_a_message_leaves_with_its_sender_and_is_waited_for_by_its_receiver() -> None:
-    """Actor 1 starts late: by then, actor 0's message has arrived, and actor 1's own message takes its full time."""
+    """Actor 1 starts late: by then, actor 0's message has arrived, and actor 1's own message takes
+    its full time."""
     movements = [[message(0, 1, [0], 3.0), message(1, 0, [1], 3.0)], []]
     events = queued(chain(MOVE_AND_READ), [[1.0, 9.0], [0.0, 0.0]], movements)
     assert events.ends[0].tolist() == [12.0, 9.0]
@@ -289,15 +296,16 @@ def test_links_serve_messages_in_the_order_in_which_they_come() -> None:
 
 
 def test_a_message_passes_on_while_it_still_comes_in() -> None:
-    """Two links of 3 s each take 3 s, not 6. A second message to the same target from another link waits there for the
-    first."""
+    """Two links of 3 s each take 3 s, not 6. A second message to the same target from another link
+    waits there for the first."""
     movements = [[message(0, 2, [0, 1], 3.0), message(1, 2, [2, 1], 3.0)], []]
     events = queued(chain(MOVE_AND_READ), [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], movements)
     assert events.ends[0, 2] == 6.0
 
 
 def test_a_link_serves_others_while_a_message_waits_on_an_earlier_link() -> None:
-    """Actor 0's message to 2 starts at 3, after its message to 1; the link into 2 serves actor 3's message before."""
+    """Actor 0's message to 2 starts at 3, after its message to 1; the link into 2 serves actor 3's
+    message before."""
     movements = [
         [message(0, 1, [0], 3.0), message(0, 2, [0, 1], 3.0), message(3, 2, [2, 1], 3.0)],
         [],

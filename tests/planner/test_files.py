@@ -1,4 +1,5 @@
-"""Plans as files: they come back as they were, and whatever else a file may hold is refused in one line."""
+"""Plans as files: they come back as they were, and whatever else a file may hold is refused in one
+line."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from helpers import refused
-from moesaic.planner.files import read_planned, write_plan, write_planned
-from moesaic.planner.memory import Memory
+from moesaic.planner.plan_files import read_planned, write_plan, write_planned
+from moesaic.planner.rank_memory import Memory
 from moesaic.planner.search import PlannedStep
 from moesaic.planner.step import Estimate
 from moesaic.program.build import SCHEDULES

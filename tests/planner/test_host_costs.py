@@ -1,4 +1,5 @@
-"""Costs of a cluster's host, which `moesaic profile` measures: they count in layers, in the search and in plan tables."""
+"""Costs of a cluster's host, which `moesaic profile` measures: they count in layers, in the search
+and in plan tables."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from moesaic.cli.plan import run
 from moesaic.configfile import as_toml
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import ClusterSpec, CodecRate, Device, Host, Link, Tflops
-from moesaic.planner.predict import Predictor
+from moesaic.planner.predicted_plans import Predictor
 from moesaic.planner.presets import PRESETS
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
@@ -25,20 +26,22 @@ from moesaic.program.plan import Plan
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 LAYER = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
 FREE = ClusterSpec(
-    nodes=2, devices_per_node=2,
+    nodes=2,
+    devices_per_node=2,
     device=Device(tflops=Tflops(fp32=1e9), memory_gib=8, memory_gigabytes_per_second=1e9),
     links=(
         Link(name="inside", devices=2, gbps=(1e9,), carries="inside", shared=True),
         Link(name="outside", devices=2, gbps=(1e9,), carries="outside"),
     ),
     host=Host(runs_compute=True),
-)  # fmt: skip
+)
 """Where nothing takes time."""
 SLOW = replace(
-    FREE, device=replace(FREE.device, tflops=Tflops(fp32=0.02), memory_gigabytes_per_second=3),
+    FREE,
+    device=replace(FREE.device, tflops=Tflops(fp32=0.02), memory_gigabytes_per_second=3),
     links=tuple(replace(link, gbps=(0.3,)) for link in FREE.links),
     host=Host(runs_compute=True, layer_us=3200, task_us=200, message_us=60, messages="eager"),
-)  # fmt: skip
+)
 
 
 def forward_seconds(host: Host, plan: Plan, *, apart: bool = False) -> float:
@@ -54,8 +57,10 @@ def forward_seconds(host: Host, plan: Plan, *, apart: bool = False) -> float:
 def test_tasks_and_messages_take_the_issuing_thread(
     apart: bool, messages: Literal["together", "eager"]
 ) -> None:
-    """A linear dispatch and combine: a message to and from each of three peers; routing weights travel with their rows."""
-    tasks, posts = len(compile_plan(Plan(), GRID).forward.tasks), 2 * 2 * 3
+    """A linear dispatch and combine: a message to and from each of three peers; routing weights
+    travel with their rows."""
+    tasks = len(compile_plan(Plan(), GRID).forward.tasks)
+    posts = 2 * 2 * 3
     for host, microseconds in (
         (Host(runs_compute=True, task_us=100), 100 * tasks),
         (Host(runs_compute=True, message_us=100), 100 * posts),
@@ -66,7 +71,8 @@ def test_tasks_and_messages_take_the_issuing_thread(
 
 
 def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
-    made, simulator = compile_plan(Plan(chunks=2), GRID), Simulator(SLOW)
+    made = compile_plan(Plan(chunks=2), GRID)
+    simulator = Simulator(SLOW)
     passes = [
         simulator.run(each, LAYER, made.grid).seconds for each in (made.forward, made.backward)
     ]
@@ -91,7 +97,17 @@ def test_codecs_take_what_was_measured_of_them(codec: str) -> None:
 def test_the_command_plans_by_the_file_of_a_measured_cluster(tmp_path, capsys):
     path = tmp_path / "cluster.toml"
     path.write_text(as_toml(SLOW))
-    told = f"--model gpt-tiny --batch-size 8 --cluster {path} --reserve-gib 0.1 --tp 1 --ep 4 --schedules s1".split()
+    told = [
+        "--model",
+        "gpt-tiny",
+        "--batch-size",
+        "8",
+        "--cluster",
+        str(path),
+        "--reserve-gib",
+        "0.1",
+    ]
+    told += ["--tp", "1", "--ep", "4", "--schedules", "s1"]
     told += [
         "--all-to-alls",
         "linear",
@@ -113,11 +129,20 @@ def test_the_command_plans_by_the_file_of_a_measured_cluster(tmp_path, capsys):
 def test_a_plan_table_starts_with_the_times_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(as_toml(SLOW))
-    config = {"batch_size": 8, "model": {"dim": 32, "num_layers": 2, "num_heads": 2, "seq_len": 64,
-                                         "moe": {"num_experts": 4, "hidden": 32}}}  # fmt: skip
+    config = {
+        "batch_size": 8,
+        "model": {
+            "dim": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "seq_len": 64,
+            "moe": {"num_experts": 4, "hidden": 32},
+        },
+    }
     predictor = Predictor.of(config, GRID, Plan(chunks=2), cluster=str(path), plans=3)
     assert predictor.plans[0] == Plan(chunks=2)
-    job, simulator = replace(PRESETS["gpt-tiny"], batch_size=8), Simulator(SLOW)
+    job = replace(PRESETS["gpt-tiny"], batch_size=8)
+    simulator = Simulator(SLOW)
     around = StepCostModel(job.step_model(SLOW, GRID.dp), GRID, simulator)
     even = []
     for plan in predictor.plans:

@@ -1,4 +1,5 @@
-"""Models of the hub: parameter counts beside published ones, dense layers, windows, group limits, and what is refused."""
+"""Models of the hub: parameter counts beside published ones, dense layers, windows, group limits,
+and what is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_scores_take_the_widths_of_the_heads_and_see_only_a_window() -> None:
     assert whole.around["score_operations"] == 2 * 2 * 4096 * 4096 / 2
     latent = shape(DEEPSEEK_V3).around["score_operations"]
     assert latent == 2 * 128 * (128 + 64 + 128) * 4096 / 2
-    # Half of the layers see 128 keys each but for the first 128 tokens, half of them on the mean 2,048.
+    # Half of the layers see 128 keys each but for the first 128 tokens, half of them on the mean
+    # 2,048.
     width = 2 * 64 * 64
     assert shape(GPT_OSS_120B).score_width == pytest.approx(
         width * (0.5 + 0.5 * (128 - 128**2 / 8192) / 2048)
@@ -92,8 +94,11 @@ def test_scores_take_the_widths_of_the_heads_and_see_only_a_window() -> None:
 
 
 def expected_by_hand(groups: int, top_groups: int, nodes: int, experts: int, top_k: int) -> float:
-    """Return the share of tokens with an expert on the first node, over every choice of groups and experts."""
-    size, hits, ways = experts // groups, 0, 0
+    """Return the share of tokens with an expert on the first node, over every choice of groups and
+    experts."""
+    size = experts // groups
+    hits = 0
+    ways = 0
     for chosen in combinations(range(groups), top_groups):
         reachable = [
             expert for group in chosen for expert in range(group * size, (group + 1) * size)
@@ -130,7 +135,10 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
         ),
         (
             {"vocab_size": None},
-            "add one, for example vocab_size = 32000 as in Mixtral 8x7B, or write the sizes as [model]",
+            (
+                "add one, for example vocab_size = 32000 as in Mixtral 8x7B, or write the sizes "
+                "as [model]"
+            ),
         ),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be at least 1"),
         ({"hidden_size": 10**400}, "a size is larger than that of any model"),
@@ -199,6 +207,16 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
                 ("n_extra", 1),
             )
         ),
+        (
+            {"num_local_experts": None, "output_gate_type": "swish"},
+            "is dense, with none of num_experts, ",
+        ),
+        ({"num_local_experts": 0, "mamba_d_state": 16}, "so the model has no experts to plan for"),
+        ({"index_topk_freq": "often"}, "is of an unknown architecture"),
+        (
+            {"sparse_attention_config": {"sparse_attention_freq": 3}},
+            "is of an unknown architecture",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_planned_is_one_line(
@@ -212,7 +230,10 @@ def test_a_model_that_cannot_be_planned_is_one_line(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"qk_nope_head_dim": None}, "qk_nope_head_dim=None: low-rank attention needs a whole number of at least 1: add it"),
+        (
+            {"qk_nope_head_dim": None},
+            "qk_nope_head_dim=None: low-rank attention needs a whole number of at least 1: add it",
+        ),
         ({"v_head_dim": "128"}, "v_head_dim='128': low-rank attention needs a whole number"),
         ({"qk_rope_head_dim": -64}, "qk_rope_head_dim=-64: low-rank attention needs"),
         ({"q_lora_rank": "1536"}, "q_lora_rank='1536': low-rank attention needs"),
@@ -222,7 +243,7 @@ def test_a_model_that_cannot_be_planned_is_one_line(
         ({"n_shared_experts": -1}, "n_shared_experts=-1: must be at least 0"),
         ({"mlp_only_layers": 3}, "is of an unknown architecture"),
     ],
-)  # fmt: skip
+)
 def test_fields_that_cannot_be_are_one_line(change: dict[str, Any], words: str) -> None:
     assert words in refused(shape, DEEPSEEK_V3 | change)
 
@@ -236,7 +257,8 @@ def test_kinds_of_layers_behind_the_last_one_count_nothing() -> None:
 
 def test_an_indexer_has_parameters_and_limits_the_keys_of_a_query() -> None:
     indexer = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-    plain, indexed = shape(DEEPSEEK_V3, 131_072), shape(DEEPSEEK_V3 | indexer, 131_072)
+    plain = shape(DEEPSEEK_V3, 131_072)
+    indexed = shape(DEEPSEEK_V3 | indexer, 131_072)
     added = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64
     assert parameters(DEEPSEEK_V3 | indexer)[0] - parameters(DEEPSEEK_V3)[0] == pytest.approx(
         61 * added
@@ -264,42 +286,118 @@ def test_a_pattern_of_windows_counts_as_its_layers() -> None:
 
 def test_sizes_in_lists_of_equal_numbers_and_in_nested_tables_are_read() -> None:
     hunyuan = {
-        "model_type": "hunyuan_v1_moe", "hidden_size": 4096, "intermediate_size": 3072, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "attention_head_dim": 128, "num_experts": 64, "vocab_size": 128167,
-        "tie_word_embeddings": True, "moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32, "num_shared_expert": [1] * 32,
-        "cla_share_factor": 2, "use_cla": False, "dense_list": [4096, 0], "use_mixed_mlp_moe": True, "n_group": False,
-        "moe_layer_num_skipped": 0, "use_qk_norm": True, "eod_token_id": 3, "im_start_id": 4, "norm_type": "rms",
-        "rope_scaling": {"type": "dynamic"}, "pool_type": "last", "position_embedding_xdrope": False, "topk_group": False,
-    }  # fmt: skip
+        "model_type": "hunyuan_v1_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "attention_head_dim": 128,
+        "num_experts": 64,
+        "vocab_size": 128167,
+        "tie_word_embeddings": True,
+        "moe_topk": [8] * 32,
+        "moe_intermediate_size": [3072] * 32,
+        "num_shared_expert": [1] * 32,
+        "cla_share_factor": 2,
+        "use_cla": False,
+        "dense_list": [4096, 0],
+        "use_mixed_mlp_moe": True,
+        "n_group": False,
+        "moe_layer_num_skipped": 0,
+        "use_qk_norm": True,
+        "eod_token_id": 3,
+        "im_start_id": 4,
+        "norm_type": "rms",
+        "rope_scaling": {"type": "dynamic"},
+        "pool_type": "last",
+        "position_embedding_xdrope": False,
+        "topk_group": False,
+    }
     assert parameters(hunyuan)[0] / 1e9 == pytest.approx(80.4, abs=0.1)
     assert parameters(hunyuan)[1] / 1e9 == pytest.approx(12.7, abs=0.1)
     dbrx = {
-        "model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352, "max_seq_len": 32768,
+        "model_type": "dbrx",
+        "d_model": 6144,
+        "n_heads": 48,
+        "n_layers": 40,
+        "vocab_size": 100352,
+        "max_seq_len": 32768,
         "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "model_type": "", "rope_theta": 500000},
-        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4, "ffn_act_fn": {"name": "silu"},
-                       "moe_normalize_expert_weights": 1, "moe_jitter_eps": 0.01, "model_type": ""},
-    }  # fmt: skip
+        "ffn_config": {
+            "ffn_hidden_size": 10752,
+            "moe_num_experts": 16,
+            "moe_top_k": 4,
+            "ffn_act_fn": {"name": "silu"},
+            "moe_normalize_expert_weights": 1,
+            "moe_jitter_eps": 0.01,
+            "model_type": "",
+        },
+    }
     assert parameters(dbrx)[0] / 1e9 == pytest.approx(131.6, abs=0.1)
     assert parameters(dbrx)[1] / 1e9 == pytest.approx(36.5, abs=0.1)
 
 
 HARMLESS: dict[str, Any] = {
-    "architectures": ["XForCausalLM"], "auto_map": {"AutoConfig": "x.y"}, "torch_dtype": "bfloat16", "ep_size": 1,
-    "transformers_version": "4.57.0", "quantization_config": {"quant_method": "fp8"}, "bos_token_id": 0,
-    "image_token_index": 9, "eos_token_id": [1, 2], "hidden_act": "silu", "initializer_range": 0.02,
-    "max_position_embeddings": 4096, "rope_theta": 10000, "rope_scaling": {"type": "yarn", "factor": 40},
-    "rms_norm_eps": 1e-6, "use_cache": True, "pretraining_tp": 1, "attention_bias": True, "aux_loss_alpha": 0.001,
-    "seq_aux": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, "router_aux_loss_coef": 0.9, "output_router_logits": True,
-    "attn_type_list": [1] * 32, "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1,
-    "qk_norm_type": "per_layer", "rotary_dim": 64, "use_routing_bias": True, "shared_moe_mode": "sigmoid", "swiglu_limit": 7,
-    "initial_context_length": 4096, "moe_router_enable_expert_bias": True, "score_function": "sigmoid", "use_rmsnorm": True,
-    "router_dtype": "fp32", "partial_rotary_factor": 0.5, "moe_capacity": [64, 64], "moe_gate": "topk",
-    "no_rope_layers": [1, 0], "attn_temperature_tuning": 4, "cache_implementation": "hybrid", "for_llm_compressor": False,
-    "clip_qkv": 8, "original_max_position_embeddings": 4096, "mamba_ssm_dtype": "float32", "gating": "per-head",
-    "some_new_factor": 2.5, "id2label": {"0": "A"}, "_name_or_path": "x", "max_window_layers": 28, "use_sliding_window": True,
+    "architectures": ["XForCausalLM"],
+    "auto_map": {"AutoConfig": "x.y"},
+    "torch_dtype": "bfloat16",
+    "ep_size": 1,
+    "transformers_version": "4.57.0",
+    "quantization_config": {"quant_method": "fp8"},
+    "bos_token_id": 0,
+    "image_token_index": 9,
+    "eos_token_id": [1, 2],
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40},
+    "rms_norm_eps": 1e-6,
+    "use_cache": True,
+    "pretraining_tp": 1,
+    "attention_bias": True,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "router_aux_loss_coef": 0.9,
+    "output_router_logits": True,
+    "attn_type_list": [1] * 32,
+    "use_mtp": True,
+    "num_mtp_modules": 3,
+    "mtp_transformer_layers": 1,
+    "qk_norm_type": "per_layer",
+    "rotary_dim": 64,
+    "use_routing_bias": True,
+    "shared_moe_mode": "sigmoid",
+    "swiglu_limit": 7,
+    "initial_context_length": 4096,
+    "moe_router_enable_expert_bias": True,
+    "score_function": "sigmoid",
+    "use_rmsnorm": True,
+    "router_dtype": "fp32",
+    "partial_rotary_factor": 0.5,
+    "moe_capacity": [64, 64],
+    "moe_gate": "topk",
+    "no_rope_layers": [1, 0],
+    "attn_temperature_tuning": 4,
+    "cache_implementation": "hybrid",
+    "for_llm_compressor": False,
+    "clip_qkv": 8,
+    "original_max_position_embeddings": 4096,
+    "mamba_ssm_dtype": "float32",
+    "gating": "per-head",
+    "some_new_factor": 2.5,
+    "id2label": {"0": "A"},
+    "_name_or_path": "x",
+    "max_window_layers": 28,
+    "use_sliding_window": True,
     "logits_scaling": 6,
-}  # fmt: skip
+}
 """Fields of published files that change no size of a matrix."""
 
 
@@ -307,3 +405,52 @@ def test_what_changes_no_size_is_no_reason_to_refuse() -> None:
     assert shape(MIXTRAL | HARMLESS) == shape(MIXTRAL)
     for name in HARMLESS:
         shape(MIXTRAL | {name: HARMLESS[name]})
+
+
+def test_a_schedule_of_indexers_is_that_of_transformers() -> None:
+    """GLM-5.2 publishes which layers choose keys as a frequency and an offset, or as letters."""
+    transformers = pytest.importorskip("transformers")
+    plain = DEEPSEEK_V3 | {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048}
+    layers = plain["num_hidden_layers"]
+    for published in (
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 5},
+        {"index_topk_freq": 1},
+        {"index_topk_pattern": "F" + "FSSS" * ((layers - 1) // 4)},
+    ):
+        config = transformers.GlmMoeDsaConfig(num_hidden_layers=layers, **published)
+        spelt_out = plain | {"indexer_types": config.indexer_types}
+        assert shape(plain | published, 65_536) == shape(spelt_out, 65_536)
+    assert shape(plain | {"index_topk_freq": 4}, 65_536) != shape(plain, 65_536)
+
+
+def test_indexers_of_blocks_are_read_as_published_and_as_transformers_writes_them() -> None:
+    """MiniMax-M3 publishes its indexers in a table of their own."""
+    pytest.importorskip("transformers.models.minimax_m3_vl")
+    from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl
+
+    config = configuration_minimax_m3_vl.MiniMaxM3VLTextConfig
+    published = {
+        "sparse_attention_config": {
+            "sparse_attention_freq": [0] * 3 + [1] * 57,
+            "sparse_num_index_heads": 4,
+            "sparse_index_dim": 128,
+            "sparse_block_size": 128,
+            "sparse_topk_blocks": 16,
+            "sparse_local_block": 1,
+        },
+        "moe_layer_freq": [0] * 3 + [1] * 57,
+    }
+    written = config(**published).to_dict()
+    fields = config().to_dict().items()
+    plain = {
+        name: value
+        for name, value in fields
+        if not name.startswith("index_") and not name.endswith("_types")
+    }
+    found = shape(plain | published, 65_536)
+    assert found == shape(written, 65_536)
+    assert found.dense_layers == (0, 1, 2)
+    # 57 layers see 2,048 keys of a context; three see all of it.
+    whole = shape(plain | {"moe_layer_freq": [0] * 3 + [1] * 57}, 65_536)
+    assert found.score_width < whole.score_width / 7

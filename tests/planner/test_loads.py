@@ -8,14 +8,14 @@ import pytest
 from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.errors import InputError
-from moesaic.named import REPLICATION
 from moesaic.planner import loads
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.loads import decided, simulate_counts, simulate_even
-from moesaic.planner.predict import hot_counts
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.predicted_plans import hot_counts
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, uniform_counts
+from moesaic.policies import REPLICATION
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -27,7 +27,8 @@ SIMULATOR = Simulator(read_cluster("25gbe", nodes=2))
 
 
 class FromEverybody(AbstractReplicationPolicy):
-    """Replicates half of the copies for each expert of the first place to the last one, whatever the load."""
+    """Replicates half of the copies for each expert of the first place to the last one, whatever
+    the load."""
 
     def decide(self, load: CallLoad) -> np.ndarray:
         replicated = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)

@@ -1,4 +1,5 @@
-"""Uneven loads on many ranks are counted for all ranks at once (`tests/program/test_sizes_of_all_ranks.py`)."""
+"""Uneven loads on many ranks are counted for all ranks at once
+(`tests/program/test_sizes_of_all_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from moesaic.planner.call_sizes import sizes_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, dirichlet_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -17,9 +18,12 @@ from planner.clusters import tree
 
 LAYER = Workload(tokens=256, num_experts=16, top_k=2, dim=64, hidden=64)
 PLANS = [
-    Plan(schedule="s2", chunks=2, all_to_all="hier2d"), Plan(schedule="s1", all_to_all="multicast"), Plan(peer_groups=2),
-    Plan(schedule="baseline", all_to_all="naive"), Plan(gather_weights=0),
-]  # fmt: skip
+    Plan(schedule="s2", chunks=2, all_to_all="hier2d"),
+    Plan(schedule="s1", all_to_all="multicast"),
+    Plan(peer_groups=2),
+    Plan(schedule="baseline", all_to_all="naive"),
+    Plan(gather_weights=0),
+]
 
 
 def grid(world: int) -> Grid:
@@ -30,7 +34,9 @@ def run(plan: Plan, world: int) -> tuple[list[np.ndarray], list[dict[str, float]
     """Return the end of each rank, forward and backward, and the busy seconds of links."""
     compiled = compile_plan(plan, grid(world))
     counts = dirichlet_counts(world // 2, LAYER, concentration=0.3, seed=1)
-    simulator, ends, links = Simulator(tree(world // 4, 4)), [], []
+    simulator = Simulator(tree(world // 4, 4))
+    ends = []
+    links = []
     for program in (compiled.forward, compiled.backward):
         simulated = simulator.run(
             program, LAYER, compiled.grid, sizes=sizes_of(program, LAYER, compiled.grid, counts)

@@ -1,4 +1,5 @@
-"""Features of links and devices in presets of measured machines: shares by size and by users, traffic, contention."""
+"""Features of links and devices in presets of measured machines: shares by size and by users,
+traffic, contention."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from helpers import refused
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Link, presets, read_cluster
 from moesaic.planner.compute import rates_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
@@ -97,7 +98,8 @@ def runs(contention: float, chunks: int) -> Any:
 
 
 def test_contention_costs_a_part_of_the_time_in_which_messages_and_computing_run_at_once() -> None:
-    plain, slowed = runs(0.0, 4), runs(0.5, 4)
+    plain = runs(0.0, 4)
+    slowed = runs(0.5, 4)
     spans = plain.timeline.spans
     edges = sorted({each for span in spans for each in (span.start, span.end)})
     both = 0.0
@@ -119,8 +121,12 @@ def test_contention_costs_nothing_where_nothing_overlaps() -> None:
 
 def test_presets_say_which_numbers_were_measured() -> None:
     assert {name for name in presets() if read_cluster(name).measured} == {
-        "dgx-b200", "dgx-h100", "dgx-h200", "8xl40s-pcie", "8x4090-pcie"
-    }  # fmt: skip
+        "dgx-b200",
+        "dgx-h100",
+        "dgx-h200",
+        "8xl40s-pcie",
+        "8x4090-pcie",
+    }
 
 
 def test_a_cluster_of_some_devices_is_whole_nodes_or_a_part_of_one() -> None:
@@ -150,7 +156,8 @@ def test_a_job_uses_whole_hosts_of_equal_parts_of_large_switches() -> None:
 
 
 def test_products_of_blackwell_are_faster_than_whole_published_steps() -> None:
-    """Model TFLOP/s per device in bf16 and mxfp8 (Megatron-Bridge's performance summary, 25.11 and 26.08)."""
+    """Model TFLOP/s per device in bf16 and mxfp8 (Megatron-Bridge's performance summary, 25.11 and
+    26.08)."""
     for name, steps in (("gb200-nvl72", (782, 1276)), ("gb300-nvl72", (961, 1635))):
         device = read_cluster(name).device
         for dtype, step in zip(("bf16", "mxfp8"), steps):

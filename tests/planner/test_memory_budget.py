@@ -1,12 +1,13 @@
-"""Under a memory budget, the planner's estimate of a layer is the budget, or less if the layer needs less."""
+"""Under a memory budget, the planner's estimate of a layer is the budget, or less if the layer
+needs less."""
 
 from __future__ import annotations
 
 import pytest
 
 from moesaic.planner.call_sizes import sizes_of
-from moesaic.planner.memory import layer_memory
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.rank_memory import layer_memory
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -14,7 +15,8 @@ from moesaic.program.plan import Plan
 from planner.clusters import tree
 
 WORKLOAD = Workload(tokens=1024, num_experts=8, top_k=2, dim=256, hidden=512)
-GRID, SPEC = Grid(world=4, ep=4), tree(1, 4)
+GRID = Grid(world=4, ep=4)
+SPEC = tree(1, 4)
 
 
 def estimate(budget: int | None, plan: Plan, *, skewed: bool = False) -> tuple[float, float]:

@@ -1,4 +1,5 @@
-"""Jobs: the training configuration's own names and defaults, misspelt ones refused, and what the simulator is told."""
+"""Jobs: the training configuration's own names and defaults, misspelt ones refused, and what the
+simulator is told."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from helpers import refused
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.planner.cluster import Tflops
-from moesaic.planner.model import Job, job_of
+from moesaic.planner.job import Job, job_of
 from moesaic.planner.presets import PRESETS, read_job
 from moesaic.shapes import BlockConfig, ModelShape, MoEShape
 from moesaic.train.config import TrainConfig
@@ -30,7 +31,8 @@ CLUSTER = flat(2, 4, device=DEVICE)
 def pairs(one: Any, other: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield dotted names of a job's fields, its values and the training configuration's."""
     for each in fields(one):
-        mine, theirs = getattr(one, each.name), getattr(other, each.name)
+        mine = getattr(one, each.name)
+        theirs = getattr(other, each.name)
         if is_dataclass(mine):
             yield from pairs(mine, theirs, f"{prefix}{each.name}.")
         else:
@@ -82,7 +84,10 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         ("", "planning reads the fields batch_size, accumulation, precision, model, data"),
         (
             'model_type = "mixtral"\nhidden_size = 4096\n',
-            "has none of num_hidden_layers, n_layers, num_layers, so the model is of an unknown architecture",
+            (
+                "has none of num_hidden_layers, n_layers, num_layers, so the model is of an "
+                "unknown architecture"
+            ),
         ),
     ],
 )
@@ -150,7 +155,8 @@ def test_a_rate_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_model_that_trains(name: str) -> None:
-    config, kinds = paper_preset(name), {"encoder": Encoder, "encoder_decoder": EncoderDecoder}
+    config = paper_preset(name)
+    kinds = {"encoder": Encoder, "encoder_decoder": EncoderDecoder}
     with torch.device("meta"):
         model = kinds.get(config.model.block.kind, GPT)(config.model, config.data.vocab_size)
     total, active = PRESETS[name].parameters(CLUSTER)

@@ -1,4 +1,5 @@
-"""Layouts of other systems: Megatron's flags, what they are predicted to reach, and ours in the words of others."""
+"""Layouts of other systems: Megatron's flags, what they are predicted to reach, and ours in the
+words of others."""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.emit import SYSTEMS, from_flags, layout_of, unread_flags
 from moesaic.planner.hub import read_shape
-from moesaic.planner.memory import GIB, usable_bytes
-from moesaic.planner.model import DataShape, Job
-from moesaic.planner.others import (
+from moesaic.planner.job import DataShape, Job
+from moesaic.planner.other_systems import (
     OthersLayout,
     best_layout,
     fills_pipeline,
@@ -24,8 +24,9 @@ from moesaic.planner.others import (
     predict,
 )
 from moesaic.planner.presets import read_job
+from moesaic.planner.rank_memory import GIB, usable_bytes
 from moesaic.planner.search import PlannedStep, Settings, search
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import LAUNCHES, LayerPass, StepCostModel, reduce_seconds
 from moesaic.program.grid import Grid
 from planner.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
@@ -55,10 +56,11 @@ def seconds(layout: OthersLayout, of: Job = QWEN) -> float:
 
 def test_megatrons_flags_say_how_a_model_is_split() -> None:
     flags = (
-        "--num-layers 48 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size=4 "
-        "--expert-model-parallel-size 8 --moe-token-dispatcher-type flex --moe-enable-deepep --micro-batch-size 1 "
-        "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm --bf16 "
-        "--use-distributed-optimizer"
+        "--num-layers 48 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size=4 --expert-model-parallel-size 8 "
+        "--moe-token-dispatcher-type flex --moe-enable-deepep --micro-batch-size 1 "
+        "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm "
+        "--bf16 --use-distributed-optimizer"
     )
     apart = dict.fromkeys(("hides_parameters", "hides_gradients", "fused_loss"), False)
     assert from_flags(flags) == OthersLayout(
@@ -104,7 +106,10 @@ def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> Non
         ("--expert-model-paralel-size 8", "did you mean expert-model-parallel-size?"),
         (
             "",
-            "found no flag of Megatron or torchtitan that splits a model, only nothing: choose one of tensor-model-",
+            (
+                "found no flag of Megatron or torchtitan that splits a model, only nothing: "
+                "choose one of tensor-model-"
+            ),
         ),
         (
             "--foo 3",
@@ -127,6 +132,15 @@ def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> Non
         ("--parallelism.pipeline_parallel_schedule GPipe", "choose one of 1F1B, Interleaved1F1B"),
         ("--activation_checkpoint.mode memory_budget", "choose one of none, full, selective"),
         ("activation-checkpoint:memory-budget", "choose one of none, full, selective"),
+        ("--moe-token-dispatcher-type allgather", "'allgather': choose one of alltoall, flex"),
+        (
+            "--recompute-granularity full --recompute-method some",
+            "'some': choose one of uniform, block",
+        ),
+        (
+            "--recompute-granularity full --recompute-num-layers 0",
+            "recompute_layers=0: must be at least 1",
+        ),
     ],
 )
 def test_flags_that_say_nothing_are_one_line(flags: str, words: str) -> None:
@@ -137,13 +151,16 @@ def test_flags_that_say_nothing_are_one_line(flags: str, words: str) -> None:
 
 def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
     flags = (
-        "--num-layers 48 --seq-length=2048 --hidden-size 2048 --num-experts 128 --moe-router-topk 8 --swiglu --bf16 "
-        "--expert-model-parallel-size 8 --sequence-parallel --decoder-last-pipeline-num-layers 10 --optimizer-cpu-offload "
+        "--num-layers 48 --seq-length=2048 --hidden-size 2048 --num-experts 128 "
+        "--moe-router-topk 8 --swiglu --bf16 --expert-model-parallel-size 8 --sequence-parallel "
+        "--decoder-last-pipeline-num-layers 10 --optimizer-cpu-offload "
         "--moe-expert-capacity-factor 1.0 --training.local_batch_size 4 --lr 1e-4"
     )
     assert unread_flags(flags, QWEN) == [
-        "--decoder-last-pipeline-num-layers", "--optimizer-cpu-offload", "--moe-expert-capacity-factor"
-    ]  # fmt: skip
+        "--decoder-last-pipeline-num-layers",
+        "--optimizer-cpu-offload",
+        "--moe-expert-capacity-factor",
+    ]
     for system in ("megatron", "torchtitan"):
         assert (
             unread_flags(
@@ -156,6 +173,125 @@ def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
             )
             == []
         )
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--use-torch-fsdp2",
+        "--no-rope-fusion",
+        "--cuda-graph-impl local",
+        "--fp8-param-gather",
+        "--optimizer muon",
+        "--optimizer",
+        "--transformer-impl local",
+        "--delay-wgrad-compute",
+        "--foo",
+        "--moe_pad_expert_input_to_capacity",
+        "--moe-shared-expert-overlap",
+        "--hidden-dropout 0.1",
+        "--attention-backend unfused",
+        "--fim-data",
+        "--parallelism.data_parallel_shard_degree 4",
+        "--moe-token-dispatcher-types alltoall",
+    ],
+)
+def test_a_flag_that_nobody_called_harmless_is_named_once(flag: str) -> None:
+    flags = f"--expert-model-parallel-size 8 {flag} --lr 1e-4 {flag} --optimizer_ adam"
+    assert unread_flags(flags, QWEN) == [flag.split()[0], "--optimizer_"]
+
+
+def test_flags_that_say_what_is_assumed_are_not_named() -> None:
+    flags = (
+        "--expert-model-parallel-size=8 --optimizer adam --transformer-impl=transformer_engine "
+        "--attention-backend flash --hidden-dropout 0.0 --parallelism.data_parallel_shard_degree "
+        "-1 --save-interval 100 --data_path 0.3 a 0.7 b"
+    )
+    assert unread_flags(flags, QWEN) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--recompute-modules moe_act layernorm # note", ("moe_act", "layernorm")),
+        ("# all\n--recompute-modules moe_act # --tensor-model-parallel-size 4\n", ("moe_act",)),
+        ("--recompute-modules moe_act \\\n layernorm #", ("moe_act", "layernorm")),
+        ("--data-path 'a #b' --wandb-project a#b --recompute-modules moe_act", ("moe_act",)),
+        ("#--recompute-activations\n--recompute-modules moe_act", ("moe_act",)),
+    ],
+)
+def test_what_follows_a_hash_is_a_comment(flags: str, parts: tuple[str, ...]) -> None:
+    read = from_flags(f"--expert-model-parallel-size 8 {flags}")
+    assert (read.ep, read.tp, read.recompute) == (8, 1, parts)
+    assert unread_flags(flags, QWEN) == []
+
+
+FULL = "--expert-model-parallel-size 8 --micro-batch-size 2 --recompute-granularity full"
+
+
+def test_blocks_that_are_not_recomputed_take_memory_and_no_second_forward_pass() -> None:
+    def step(flags: str) -> PlannedStep:
+        return predict(QWEN, H100, from_flags(f"--use-distributed-optimizer {flags}"))
+
+    none = step("--expert-model-parallel-size 8 --micro-batch-size 2")
+    whole = step(f"{FULL} --recompute-method uniform --recompute-num-layers 1")
+    some = [
+        step(f"{FULL} --recompute-method block --recompute-num-layers {count}")
+        for count in (4, 24, 48, 60)
+    ]
+    seconds = [none.seconds, *(each.seconds for each in some)]
+    activations = [each.memory.activations for each in some]
+    assert seconds == sorted(seconds)
+    assert activations == sorted(activations, reverse=True)
+    assert some[2] == some[3] == whole == step(FULL)
+    # A twelfth of the blocks costs a twelfth of the second forward pass, and saves a twelfth of
+    # what blocks keep.
+    assert some[0].seconds - none.seconds == pytest.approx(
+        (whole.seconds - none.seconds) / 12, rel=0.02
+    )
+    assert none.memory.activations > some[0].memory.activations > 0.9 * none.memory.activations
+
+
+def test_the_first_blocks_of_every_run_are_recomputed() -> None:
+    flags = (
+        f"{FULL} --pipeline-model-parallel-size 4 --global-batch-size 64 --recompute-method block"
+    )
+    runs = " --num-virtual-stages-per-pipeline-rank 2"
+    assert (
+        predict(
+            QWEN, H100, from_flags(f"{flags} --recompute-num-layers 6{runs}")
+        ).memory.activations
+        == predict(
+            QWEN, H100, from_flags(f"{flags} --recompute-num-layers 99{runs}")
+        ).memory.activations
+    )
+    assert (
+        predict(QWEN, H100, from_flags(f"{flags} --recompute-num-layers 6")).memory.activations
+        > predict(QWEN, H100, from_flags(f"{flags} --recompute-num-layers 12")).memory.activations
+    )
+
+
+def test_blocks_recomputed_together_keep_fewer_inputs_and_more_at_once() -> None:
+    def activations(count: int) -> float:
+        return predict(
+            QWEN, H100, from_flags(f"{FULL} --recompute-num-layers {count}")
+        ).memory.activations
+
+    each = activations(1)
+    four = activations(4)
+    row = 2 * QWEN.model.seq_len * QWEN.model.dim * 2
+    block = each - 48 * row
+    assert four == pytest.approx(12 * row + 4 * block)
+
+
+@pytest.mark.parametrize("system", ["torchtitan", "automodel", "moesaic"])
+def test_a_system_that_recomputes_all_blocks_or_none_says_so(system: str) -> None:
+    layout = from_flags(f"{FULL} --recompute-method block --recompute-num-layers 4")
+    layout = replace(layout, sharded="parameters")
+    assert "does not support recompute_method='block'" in refused(
+        SYSTEMS[system].flags, system, QWEN, layout
+    )
+    assert from_flags(" ".join(SYSTEMS["megatron"].flags("megatron", QWEN, layout))) == layout
 
 
 @pytest.mark.parametrize(
@@ -208,18 +344,18 @@ def test_a_pipeline_waits_for_its_ends_and_less_with_more_micro_batches_or_virtu
 
 
 def test_the_stage_with_the_output_keeps_a_pipeline_waiting() -> None:
-    """All micro-batches pass the slowest stage one after the other; the others fill and drain the pipeline."""
+    """All micro-batches pass the slowest stage one after the other; the others fill and drain the
+    pipeline."""
     layout = OthersLayout(pp=4, ep=8, global_batch=320)
-    found, bare = (
-        predict(QWEN, H100, layout),
-        predict(job({**QWEN3_30B, "vocab_size": 8}), H100, layout),
-    )
+    found = predict(QWEN, H100, layout)
+    bare = predict(job({**QWEN3_30B, "vocab_size": 8}), H100, layout)
     output = found.estimate.parts["unembed"]
     assert found.seconds - bare.seconds == pytest.approx(output * (1 + 3 / 40 / 4), rel=0.02)
 
 
 def test_stages_of_unlike_length_take_their_own_time() -> None:
-    """Nine layers on four stages are three, two, two and two: the first sets the pace, the others pass on sooner."""
+    """Nine layers on four stages are three, two, two and two: the first sets the pace, the others
+    pass on sooner."""
 
     def found(layers: int, batch: int) -> PlannedStep:
         of = job({**QWEN3_30B, "vocab_size": 8, "num_hidden_layers": layers})
@@ -274,7 +410,10 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
 
 
 def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:
-    flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage"
+    flags = (
+        "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 "
+        "--num-layers-per-virtual-pipeline-stage"
+    )
     by_layers = replace(from_flags(f"{flags} 4"), global_batch=32)
     assert seconds(by_layers) == seconds(replace(by_layers, virtual_layers=0, virtual_pp=3))
     with pytest.raises(
@@ -284,8 +423,10 @@ def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:
 
 
 def test_a_further_token_costs_a_block_a_projection_and_an_output() -> None:
-    one, two = (predict(QWEN, H100, from_flags(f"--expert-model-parallel-size 8{more}"))
-                for more in ("", " --mtp-num-layers 1"))  # fmt: skip
+    one, two = (
+        predict(QWEN, H100, from_flags(f"--expert-model-parallel-size 8{more}"))
+        for more in ("", " --mtp-num-layers 1")
+    )
     shape = QWEN.model
     block = (
         shape.attention["attention_parameters"]
@@ -300,7 +441,8 @@ def test_a_further_token_costs_a_block_a_projection_and_an_output() -> None:
 
 
 def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
-    """Whole parameters of a rank: all but the experts, and an eighth of these. Ten micro-batches."""
+    """Whole parameters of a rank: all but the experts, and an eighth of these. Ten
+    micro-batches."""
     of = {
         name: predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, sharded=name))
         for name in ("none", "optimizer", "gradients")
@@ -309,7 +451,8 @@ def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
     experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
     around = QWEN.parameters(H100)[0] - experts
     block = (around - 2 * shape.vocab * shape.dim + experts / 8) / shape.num_layers
-    whole, part = around + experts / 8, (around + experts) / 32
+    whole = around + experts / 8
+    part = (around + experts) / 32
     for name, gradients, stepped in (
         ("none", whole, whole),
         ("optimizer", whole, part),
@@ -319,10 +462,12 @@ def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
         assert memory.weights == pytest.approx(2 * whole)
         assert memory.gradients == pytest.approx(4 * gradients)
         assert memory.optimizer == pytest.approx(12 * stepped)
-        # Ten times four bytes and a copy from four bytes to two of what is stepped; four times four of whole gradients.
+        # Ten times four bytes and a copy from four bytes to two of what is stepped; four times four
+        # of whole gradients.
         passes = stepped * (10 * 4 + 6) + whole * 4 * 4
         assert of[name].estimate.parts["optimizer"] == pytest.approx(passes / 2850e9)
-    # Reduced once and gathered once at half the width; both at full width; reduced ten times and gathered once.
+    # Reduced once and gathered once at half the width; both at full width; reduced ten times and
+    # gathered once.
     moved = {name: found.estimate.limits["gathering parameters"] for name, found in of.items()}
     assert moved["none"] / moved["optimizer"] == pytest.approx(2 / 1.5)
     assert moved["gradients"] / moved["optimizer"] == pytest.approx(10.5 / 1.5)
@@ -330,7 +475,8 @@ def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
 
 def test_what_hides_behind_computing_takes_no_time_of_its_own() -> None:
     """On one node both hide; gradients of four bytes take twice as long as parameters of two."""
-    layout, node = OthersLayout(ep=8, global_batch=320), read_cluster("dgx-h100", nodes=1)
+    layout = OthersLayout(ep=8, global_batch=320)
+    node = read_cluster("dgx-h100", nodes=1)
     hidden = predict(QWEN, node, layout).estimate
     apart = [
         predict(QWEN, node, replace(layout, **{name: False})).estimate
@@ -364,13 +510,11 @@ def test_a_loss_in_eager_pytorch_goes_over_a_float32_copy_of_the_logits() -> Non
 
 
 def test_kernels_of_attention_and_what_runs_step_by_step_are_part_of_a_layout() -> None:
-    """Qwen3 rotates 36 heads of 128, in float32: 44 bytes more per value forward and as many back."""
-    usual, other = (
-        OthersLayout(ep=8),
-        OthersLayout(ep=8, stepwise=("float32_rotation",), score_kernel="flash2"),
-    )
+    """The last bias moves 28 bytes more per value of a copy forward, and 40 back."""
+    usual = OthersLayout(ep=8)
+    other = OthersLayout(ep=8, stepwise=("last_bias",), score_kernel="flash2")
     fast, slow = (predict(QWEN, H100, each).estimate.parts for each in (usual, other))
-    assert slow["small kernels"] == pytest.approx(48 * 2048 * 36 * 128 * 88 / 2850e9)
+    assert slow["small kernels"] == pytest.approx(48 * 2048 * 8 * 2048 * 68 / 2850e9)
     scores = 3 * 48 * 2048 * 2 * 2 * 32 * 128 * 1024 / 778e12
     assert slow["attention"] - fast["attention"] == pytest.approx(scores * (1 / 0.31 - 1 / 0.531))
     assert "layout: stepwise='dropout': choose from norms" in refused(
@@ -389,8 +533,8 @@ def test_norms_and_rotations_of_queries_and_keys_read_and_write_them() -> None:
 
 
 def test_narrow_products_keep_two_copies_of_weights_and_less_of_what_they_read() -> None:
-    """Beside bfloat16 weights a byte by rows and one by columns; of normed inputs, experts' rows and results of activations one
-    byte in place of two."""
+    """Beside bfloat16 weights a byte by rows and one by columns; of normed inputs, experts' rows
+    and results of activations one byte in place of two."""
     layout = OthersLayout(ep=8, micro_batch=2, global_batch=320)
     b200 = read_cluster("dgx-b200", nodes=4)
     wide, fp8, mxfp8 = (
@@ -403,7 +547,8 @@ def test_narrow_products_keep_two_copies_of_weights_and_less_of_what_they_read()
     multiplied = QWEN.parameters(H100)[0] - experts * 7 / 8 - 2 * shape.vocab * shape.dim - router
     assert fp8.weights - wide.weights == pytest.approx(2 * multiplied)
     assert mxfp8.weights - wide.weights == pytest.approx(2 * multiplied * (1 + 1 / 32))
-    tokens, copies = 2 * 2048, 2 * 2048 * shape.moe.top_k
+    tokens = 2 * 2048
+    copies = 2 * 2048 * shape.moe.top_k
     read = shape.num_layers * (tokens * shape.dim + copies * (shape.dim + shape.moe.hidden))
     assert wide.activations - fp8.activations == pytest.approx(read)
     assert (fp8.gradients, fp8.optimizer) == (wide.gradients, wide.optimizer)
@@ -474,7 +619,8 @@ def test_a_stage_of_dense_blocks_alone_needs_less_than_one_with_experts(sharded:
 def test_parts_add_up_where_next_to_nothing_waits_and_stages_are_unlike(
     schedule: str, runs: int
 ) -> None:
-    """61 blocks on 16 stages: no rank has four blocks and a part of the output, which is what the parts begin with."""
+    """61 blocks on 16 stages: no rank has four blocks and a part of the output, which is what the
+    parts begin with."""
     layout = OthersLayout(pp=16, ep=2, schedule=schedule, virtual_pp=runs, global_batch=8192)
     found = predict(job(DEEPSEEK_V3), H100, layout)
     assert sum(found.estimate.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
@@ -483,7 +629,8 @@ def test_parts_add_up_where_next_to_nothing_waits_and_stages_are_unlike(
 
 
 def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
-    """Backward passes in two halves wait less, and so do pairs; a V has embedding and output on one rank."""
+    """Backward passes in two halves wait less, and so do pairs; a V has embedding and output on one
+    rank."""
     of = {
         name: predict(
             QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=128, overlapped=True, schedule=name)
@@ -493,7 +640,8 @@ def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
     waiting = {name: found.estimate.parts["pipeline"] for name, found in of.items()}
     assert waiting["zb-v"] < waiting["zb-h1"] < waiting["1f1b"]
     assert waiting["dualpipev"] < waiting["1f1b"]
-    shape, whole = QWEN.model, of["1f1b"].memory.weights
+    shape = QWEN.model
+    whole = of["1f1b"].memory.weights
     assert of["zb-v"].memory.weights == pytest.approx(whole + 2 * shape.vocab * shape.dim, rel=1e-6)
     # The last rank keeps as much as the first, and has the output besides.
     logits = 2048 * shape.vocab * 4
@@ -528,17 +676,16 @@ def test_what_is_computed_again_is_not_kept_and_takes_time(
 ) -> None:
     """2,048 tokens of a rank, two bytes a value."""
     of = job(table)
-    plain, again = (
-        predict(of, H100, OthersLayout(ep=8, recompute=parts)) for parts in ((), (part,))
-    )
+    layout = OthersLayout(ep=8, hides_gradients=False)
+    plain, again = (predict(of, H100, replace(layout, recompute=each)) for each in ((), (part,)))
     assert plain.memory.activations - again.memory.activations == pytest.approx(
         2048 * 2 * values(of.model)
     )
-    assert (
-        plain.seconds
-        < again.seconds
-        < predict(of, H100, OthersLayout(ep=8, recompute=("block",))).seconds
-    )
+    whole = predict(of, H100, replace(layout, recompute=("block",))).seconds
+    if part == "moe_act":  # its traffic is too little to count
+        assert plain.seconds == again.seconds < whole
+    else:
+        assert plain.seconds < again.seconds < whole
 
 
 def test_an_moe_layer_that_is_computed_again_keeps_its_input_and_sends_everything_twice() -> None:
@@ -553,8 +700,9 @@ def test_an_moe_layer_that_is_computed_again_keeps_its_input_and_sends_everythin
 
 
 def test_low_rank_attention_keeps_what_its_tensors_add_up_to() -> None:
-    """Bytes per token of MLA beside its norms' inputs, with fused scores, tensor by tensor: 2 h of input, 4 (d_cq + d_c) of low
-    ranks before and after their norms, 2 d_R of the shared key, 8 n d + 4 n d_R of queries, keys, values and the result."""
+    """Bytes per token of MLA beside its norms' inputs, with fused scores, tensor by tensor: 2 h of
+    input, 4 (d_cq + d_c) of low ranks before and after their norms, 2 d_R of the shared key, 8 n
+    d + 4 n d_R of queries, keys, values and the result."""
     shape = read_shape(DEEPSEEK_V3, "config.json", seq_len=4096)
     by_hand = 2 * 7168 + 4 * (1536 + 512) + 2 * 64 + 8 * 128 * 128 + 4 * 128 * 64
     assert 2 * shape.attention["attention_kept"] == pytest.approx(by_hand)
@@ -567,7 +715,8 @@ def test_low_rank_attention_keeps_what_its_tensors_add_up_to() -> None:
 
 
 def test_copies_of_what_lies_in_parts_need_more_memory_and_reduce_once_more() -> None:
-    """HSDP: parts of a quarter as many ranks; what is gathered stays in fewer ranks, gradients meet once more."""
+    """HSDP: parts of a quarter as many ranks; what is gathered stays in fewer ranks, gradients meet
+    once more."""
     plain = OthersLayout(ep=8, global_batch=320, sharded="parameters")
     one, four = (predict(QWEN, H100, replace(plain, replicas=replicas)) for replicas in (1, 4))
     for part in ("weights", "gradients", "optimizer"):
@@ -585,9 +734,11 @@ def test_copies_of_what_lies_in_parts_need_more_memory_and_reduce_once_more() ->
 
 
 def test_copies_gather_over_fewer_ranks_and_add_up_over_the_others() -> None:
-    """Eight ranks of a node have the parts, four nodes the copies: parameters stay inside nodes, parts of gradients leave."""
+    """Eight ranks of a node have the parts, four nodes the copies: parameters stay inside nodes,
+    parts of gradients leave."""
     model = replace(QWEN.step_model(H100, 32), sharded="parameters")
-    grid, size = Grid(world=32, ranks_per_node=8), 1e9
+    grid = Grid(world=32, ranks_per_node=8)
+    size = 1e9
     inside = reduce_seconds(H100, grid, size, 1, 8)
     assert inside < reduce_seconds(H100, grid, size, 1, 32)
     around = StepCostModel(replace(model, vocab=0, replicas=4), grid, Simulator(H100))
@@ -605,7 +756,8 @@ def test_copies_gather_over_fewer_ranks_and_add_up_over_the_others() -> None:
 
 
 def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
-    """Only products with parameters are narrow, and their inputs are cast: scores, norms and messages take as long."""
+    """Only products with parameters are narrow, and their inputs are cast: scores, norms and
+    messages take as long."""
     wide, narrow = (
         predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, precision=each))
         for each in ("bf16", "fp8")
@@ -626,7 +778,8 @@ def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
 
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 def test_no_step_is_shorter_than_its_bound_where_products_are_narrow(precision: Any) -> None:
-    of, b200 = job(MIXTRAL), read_cluster("dgx-b200", nodes=2)
+    of = job(MIXTRAL)
+    b200 = read_cluster("dgx-b200", nodes=2)
     wide, narrow = (
         predict(of, b200, OthersLayout(ep=8, global_batch=512, precision=each))
         for each in ("bf16", precision)
@@ -636,7 +789,8 @@ def test_no_step_is_shorter_than_its_bound_where_products_are_narrow(precision: 
 
 
 def test_what_nobody_measured_of_narrow_products_is_an_interval() -> None:
-    """A preset's rate times 0.78 to 1.05; steps are not off by all of it, since not all of a step is products."""
+    """A preset's rate times 0.78 to 1.05; steps are not off by all of it, since not all of a step
+    is products."""
     narrow = OthersLayout(ep=8, global_batch=320, precision="fp8")
     fast, slow = longer_by_narrow_rate(QWEN, H100, narrow)
     assert 1 / 1.05 < fast < 1 < slow < 1 / 0.78
@@ -648,7 +802,8 @@ def test_what_nobody_measured_of_narrow_products_is_an_interval() -> None:
     ):
         replace(H100.device, narrow_between=(1.0,))
     b200 = read_cluster("dgx-b200", nodes=4)
-    # Casts of many small experts' rows cost more than narrow products save; those of few large ones do not.
+    # Casts of many small experts' rows cost more than narrow products save; those of few large ones
+    # do not.
     wide = OthersLayout(ep=8, global_batch=320)
     for of, gains in ((QWEN, False), (job(MIXTRAL), True)):
         assert (
@@ -715,16 +870,41 @@ def test_torchtitan_says_a_layout_and_reads_it_back(layout: OthersLayout) -> Non
 @pytest.mark.parametrize(
     ("system", "layout", "words"),
     [
-        ("megatron", OthersLayout(pp=2, schedule="zb-v"),
-         "--emit megatron: Megatron-LM 0.20 does not support schedule='zb-v': choose '1f1b', or another system"),
-        ("torchtitan", OthersLayout(recompute=("moe",)), "0.3.0 does not support recompute=('moe',): choose () or"),
-        ("automodel", OthersLayout(recompute=("moe_act",)), "does not support recompute=('moe_act',): choose () or ('block',)"),
-        ("torchtitan", OthersLayout(precision="fp8"), "torchtitan 0.3.0 does not support precision='fp8': choose 'bf16'"),
-        ("torchtitan", OthersLayout(overlapped=True), "does not support overlapped=True: choose False, or another"),
-        ("moesaic", OthersLayout(pp=2, schedule="zb-h1"),
-         "does not support schedule='zb-h1': choose '1f1b', or another system"),
+        (
+            "megatron",
+            OthersLayout(pp=2, schedule="zb-v"),
+            (
+                "--emit megatron: Megatron-LM 0.20 does not support schedule='zb-v': choose "
+                "'1f1b', or another system"
+            ),
+        ),
+        (
+            "torchtitan",
+            OthersLayout(recompute=("moe",)),
+            "0.3.0 does not support recompute=('moe',): choose () or",
+        ),
+        (
+            "automodel",
+            OthersLayout(recompute=("moe_act",)),
+            "does not support recompute=('moe_act',): choose () or ('block',)",
+        ),
+        (
+            "torchtitan",
+            OthersLayout(precision="fp8"),
+            "torchtitan 0.3.0 does not support precision='fp8': choose 'bf16'",
+        ),
+        (
+            "torchtitan",
+            OthersLayout(overlapped=True),
+            "does not support overlapped=True: choose False, or another",
+        ),
+        (
+            "moesaic",
+            OthersLayout(pp=2, schedule="zb-h1"),
+            "does not support schedule='zb-h1': choose '1f1b', or another system",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_system_has_not_is_one_line(system: str, layout: OthersLayout, words: str) -> None:
     assert words in refused(SYSTEMS[system].flags, system, QWEN, layout)
 
@@ -741,15 +921,18 @@ def test_automodel_is_told_what_its_recipes_have() -> None:
         all_to_all="multicast",
     )
     assert " ".join(SYSTEMS["automodel"].flags("automodel", QWEN, layout)) == (
-        "--distributed.strategy fsdp2 --distributed.tp_size 1 --distributed.cp_size 2 --distributed.pp_size 4 "
-        "--distributed.ep_size 8 --distributed.dp_replicate_size 2 --step_scheduler.local_batch_size 4 "
-        "--dataset.seq_length 2048 --step_scheduler.global_batch_size 512 --distributed.activation_checkpointing true "
+        "--distributed.strategy fsdp2 --distributed.tp_size 1 --distributed.cp_size 2 "
+        "--distributed.pp_size 4 --distributed.ep_size 8 --distributed.dp_replicate_size 2 "
+        "--step_scheduler.local_batch_size 4 --dataset.seq_length 2048 "
+        "--step_scheduler.global_batch_size 512 --distributed.activation_checkpointing true "
         "--model.backend.dispatcher deepep --distributed.pipeline.pp_schedule interleaved1f1b "
         "--distributed.pipeline.pp_microbatch_size 1"
     )
     with pytest.raises(
         InputError,
-        match="--emit automodel: NeMo Automodel does not support etp=2: choose 1, or another system",
+        match=(
+            "--emit automodel: NeMo Automodel does not support etp=2: choose 1, or another system"
+        ),
     ):
         SYSTEMS["automodel"].flags("automodel", QWEN, OthersLayout(ep=4, etp=2))
 
@@ -770,9 +953,15 @@ def test_the_worked_example_of_the_docs_is_what_the_code_gives() -> None:
         line.split(" | ")[0].removeprefix("| "): line.split(" | ")[-1] for line in text.splitlines()
     }
     names = {
-        "attention": "attention", "output": "unembed", "launches": "launches", "MoE layers, forward": "moe forward",
-        "MoE layers, backward": "moe backward", "pipeline": "pipeline", "parameters": "parameters", "optimizer": "optimizer",
-    }  # fmt: skip
+        "attention": "attention",
+        "output": "unembed",
+        "launches": "launches",
+        "MoE layers, forward": "moe forward",
+        "MoE layers, backward": "moe backward",
+        "pipeline": "pipeline",
+        "parameters": "parameters",
+        "optimizer": "optimizer",
+    }
     assert set(names.values()) == set(step.estimate.parts)
     for name, part in names.items():
         assert rows[name] == f"{step.estimate.parts[part] * 1e3:,.1f} |", name
@@ -843,3 +1032,17 @@ def test_long_sequences_may_be_shared() -> None:
 def test_a_step_with_fewer_sequences_than_stages_does_not_fill_its_pipelines() -> None:
     assert fills_pipeline(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=32))
     assert not fills_pipeline(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=24))
+
+
+def test_deepep_is_offered_and_accepted_where_links_carry_it() -> None:
+    cards = read_cluster("8x4090-pcie", nodes=1)
+    found = best_layout(SMALL, cards, SYSTEMS["megatron"].offers)
+    assert found is not None
+    assert not found[0].by_deepep
+    words = refused(predict, SMALL, cards, OthersLayout(ep=8, all_to_all="deepep"))
+    assert "DeepEP needs NVLink inside nodes and RDMA between them" in words
+    assert NODE.carries_deepep
+    assert not replace(NODE, links=(replace(NODE.links[0], deepep=False),)).carries_deepep
+    slow_outside = replace(NODE, links=(NODE.links[0], replace(NODE.links[1], deepep=False)))
+    assert slow_outside.carries_deepep, "one node needs no other links"
+    assert not replace(slow_outside, nodes=2).carries_deepep

@@ -1,4 +1,5 @@
-"""A plan's fields: what each refuses, and that their choices are those of the tables that run them."""
+"""A plan's fields: what each refuses, and that their choices are those of the tables that run
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
         ({"chunks": 1_000_000}, "plan.chunks=1000000: must be at most 256"),
         (
             {"codec": "int3"},
-            "plan.codec: codec 'int3' is unknown: write one of none, bf16, fp16, int8, fp8, zfp:RATE",
+            (
+                "plan.codec: codec 'int3' is unknown: write one of none, bf16, fp16, int8, fp8, "
+                "zfp:RATE"
+            ),
         ),
         (
             {"codec": "zfp:3"},
@@ -46,7 +50,10 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
         ),
         (
             {"all_to_all": "2dh"},
-            f"plan.all_to_all='2dh' is unknown: choose one of {', '.join((*ALL_TO_ALLS, 'multicast', 'deepep'))}",
+            (
+                "plan.all_to_all='2dh' is unknown: choose one of "
+                f"{', '.join((*ALL_TO_ALLS, 'multicast', 'deepep'))}"
+            ),
         ),
         ({"gather_weights": -1}, "plan.gather_weights=-1: choose 0, or a divisor of mesh.etp"),
     ],

@@ -1,4 +1,5 @@
-"""The plan table that knows nothing beforehand: it times all plans, and again when times drift. Times are made up."""
+"""The plan table that knows nothing beforehand: it times all plans, and again when times drift.
+Times are made up."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from moesaic.planner.table import PlanTable
+from moesaic.planner.plan_table import PlanTable
 from moesaic.program.plan import Plan
 
 PLANS = tuple(Plan(chunks=chunks) for chunks in range(1, 9))
@@ -50,7 +51,8 @@ def test_only_a_few_steps_are_spent_on_slow_plans():
 
 
 def noisy(seed: int) -> Callable[[float], float]:
-    """Return what turns a time into a measured one: 4 % of noise, and one step in twenty that takes twice as long."""
+    """Return what turns a time into a measured one: 4 % of noise, and one step in twenty that takes
+    twice as long."""
     draw = random.Random(seed)
     return lambda seconds: (
         seconds * draw.lognormvariate(0.0, 0.04) * (2.0 if draw.random() < 0.05 else 1.0)
@@ -66,7 +68,8 @@ def test_under_noise_it_ends_within_three_percent_of_the_best(changes):
 
 def end_under_noise(seed: int, changes: bool) -> float:
     """Return the time of the plan that runs in the end over that of the best one."""
-    draw, moment = random.Random(1000 + seed), LIMIT + 30
+    draw = random.Random(1000 + seed)
+    moment = LIMIT + 30
     before, after = ([draw.uniform(1.0, 1.6) for _ in PLANS] for _ in range(2))
     after = [2.0 * each for each in after] if changes else before
     noise = noisy(seed)
@@ -87,7 +90,8 @@ def test_a_change_while_plans_are_timed_starts_the_race_anew():
 
 
 def test_steps_that_only_vary_start_no_race():
-    made, noise = table(), noisy(7)
+    made = table()
+    noise = noisy(7)
     drive(made, lambda _, plan: noise(1.0 + 0.1 * plan), 2000)
     assert made.races == 1
 
@@ -109,7 +113,8 @@ def test_what_was_found_is_kept_with_the_run_and_a_race_that_was_cut_short_begin
 
 
 def test_a_run_that_goes_on_with_slower_links_races_again():
-    made, again = table(), table()
+    made = table()
+    again = table()
     drive(made, lambda _, plan: 2.0 - 0.1 * plan, 80)
     again.restore(made.state())
     ran = drive(again, lambda _, plan: 2.0 + 0.1 * plan, 80)

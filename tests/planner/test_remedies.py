@@ -11,10 +11,10 @@ from moesaic.planner.answer import in_words, remedies
 from moesaic.planner.candidates import Pins, layouts
 from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.hub import read_shape
-from moesaic.planner.memory import FRAGMENTED, GIB, usable_bytes
-from moesaic.planner.model import DataShape, Job
+from moesaic.planner.job import DataShape, Job
+from moesaic.planner.rank_memory import FRAGMENTED, GIB, usable_bytes
 from moesaic.planner.search import LOSSLESS, Settings, TooLargeError, search, smallest_layout
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
 from planner.hub_configs import QWEN3_30B
 
@@ -87,9 +87,9 @@ def test_what_the_smallest_layout_needs_is_what_the_advice_says() -> None:
             search(recomputed, on(memory_gib), FEW)
         said = str(refusal.value)
         assert (
-            f"ranks, even with blocks recomputed: the smallest, tp 1, ep 8, etp 1, needs {needed / GIB:.1f} GiB,"
-            in said
-        )
+            "ranks, even with blocks recomputed: the smallest, tp 1, ep 8, etp 1, needs "
+            f"{needed / GIB:.1f} GiB,"
+        ) in said
         assert f" in reserve: {enough - memory_gib:.1f} more than" in said
         assert refusal.value.job == recomputed
         advice = in_words(remedies(refusal.value.job, on(memory_gib), FEW))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from moesaic.planner.cluster import Link, read_cluster
+from moesaic.planner.job import Job
 from moesaic.planner.loads import fit_counts, typical_counts
-from moesaic.planner.model import Job
-from moesaic.planner.predict import Predictor, hot_counts
-from moesaic.planner.table import PlanTable, TableSettings
+from moesaic.planner.plan_table import PlanTable, TableSettings
+from moesaic.planner.predicted_plans import Predictor, hot_counts
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -38,7 +38,8 @@ LAYER = Workload(tokens=100, num_experts=4, top_k=2, dim=8, hidden=8)
 
 @pytest.fixture(scope="module")
 def world() -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """Return levels of load, seconds (levels, plans), and the recorded loads of the busiest expert, step by step.
+    """Return levels of load, seconds (levels, plans), and the recorded loads of the busiest expert,
+    step by step.
 
     The cards have a bus on which neither messages nor products decide alone, so that plans differ.
     """
@@ -121,8 +122,9 @@ def test_typical_counts_are_calls_at_quantiles_of_the_imbalance() -> None:
     assert skews == sorted(skews)
     everything = sorted(
         float(trace.counts(layer, step).sum(0).max() / trace.counts(layer, step).sum(0).mean())
-        for layer in range(2) for step in trace.steps
-    )  # fmt: skip
+        for layer in range(2)
+        for step in trace.steps
+    )
     assert skews == pytest.approx(
         [everything[len(everything) * part // 8] for part in (1, 3, 5, 7)]
     )

@@ -1,4 +1,5 @@
-"""What must hold of every prediction: all presets of clusters, all models by name, several layouts and sizes.
+"""What must hold of every prediction: all presets of clusters, all models by name, several layouts
+and sizes.
 
 Nothing here is held against a measurement; wrong figures that look plausible are what it is for.
 """
@@ -12,15 +13,15 @@ import pytest
 
 from helpers import pairwise
 from moesaic.errors import InputError
-from moesaic.planner.answer import speed_of
+from moesaic.planner.answer import SPEED_RATIOS, speed_of
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
 from moesaic.planner.emit import SYSTEMS, from_flags, layout_of
 from moesaic.planner.hub import HubShape
-from moesaic.planner.memory import usable_bytes
-from moesaic.planner.model import Job
-from moesaic.planner.others import OthersLayout, predict
+from moesaic.planner.job import Job
+from moesaic.planner.other_systems import OthersLayout, predict
 from moesaic.planner.presets import CONFIGS, read_job
+from moesaic.planner.rank_memory import usable_bytes
 from moesaic.planner.search import LOSSLESS, PlannedStep, Settings, search
 
 LAYOUTS: dict[str, Callable[[int], OthersLayout]] = {
@@ -73,7 +74,7 @@ def test_predictions_agree_with_themselves(name: str, model: str, split: str, no
     sequences = layout.sequences(cluster.world)
     speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences)
     assert speed.tokens_per_second * cluster.world * found.seconds == pytest.approx(
-        sequences * job.model.seq_len
+        sequences * job.model.seq_len * SPEED_RATIOS[1]
     )
     assert speed.interval[0] <= speed.tokens_per_second <= speed.interval[1]
     assert 0 < speed.utilization < 1

@@ -1,4 +1,5 @@
-"""Whole steps: parts add up, gathering hides behind idle links, and estimates lie under the roofline."""
+"""Whole steps: parts add up, gathering hides behind idle links, and estimates lie under the
+roofline."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Host
-from moesaic.planner.memory import Memory
-from moesaic.planner.model import Job
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.job import Job
+from moesaic.planner.rank_memory import Memory
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import (
     LAUNCHES,
     NARROW_LAUNCHES,
@@ -25,7 +26,7 @@ from moesaic.planner.step import (
     reduce_seconds,
 )
 from moesaic.planner.step_memory import step_memory
-from moesaic.planner.timing import Simulated
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -68,7 +69,8 @@ def test_moe_parts_are_the_simulated_programs_times_the_layers() -> None:
 
 
 def test_a_pass_takes_one_part_forward_two_backward_and_one_more_where_it_is_recomputed() -> None:
-    plain, again = around(), around(replace(MODEL, recomputed=("block",)))
+    plain = around()
+    again = around(replace(MODEL, recomputed=("block",)))
     for part in ("attention", "dense", "launches"):
         assert again.around[part] == pytest.approx(4 / 3 * plain.around[part])
     assert again.around["unembed"] == plain.around["unembed"]
@@ -147,7 +149,8 @@ def test_every_layer_costs_launches_that_grow_with_the_experts_of_a_rank() -> No
 def test_overlapped_all_to_alls_take_the_longer_and_a_share_of_the_shorter() -> None:
     model = replace(MODEL, overlapped=True, vocab=0)
     spec = replace(SPEC, device=replace(SPEC.device, contention=0.4))
-    forward, backward = LayerPass(0.1, 0.3, {}), LayerPass(0.2, 0.4, {})
+    forward = LayerPass(0.1, 0.3, {})
+    backward = LayerPass(0.2, 0.4, {})
     plain, overlapped = (
         around(replace(model, overlapped=each), spec).estimate(forward, backward).parts
         for each in (False, True)
@@ -186,7 +189,8 @@ def test_a_rank_keeps_as_many_micro_batches_as_its_schedule_says() -> None:
 
 def test_a_pipeline_fills_and_drains_in_the_mean_time_of_its_ranks() -> None:
     model = replace(MODEL, vocab=0, stages=4, micro_batches=10)
-    forward, backward = LayerPass(0.1, 0.0, {}), LayerPass(0.2, 0.0, {})
+    forward = LayerPass(0.1, 0.0, {})
+    backward = LayerPass(0.2, 0.0, {})
     busy = around(model).busy_seconds(forward, backward)
     alike, slower = (
         around(model).estimate(forward, backward, mean_busy=each).parts for each in (None, 2 * busy)
@@ -197,11 +201,13 @@ def test_a_pipeline_fills_and_drains_in_the_mean_time_of_its_ranks() -> None:
 
 
 def test_a_layer_of_another_system_by_hand() -> None:
-    """Two experts of 1,024 rows; sorted four times; each rank sends a quarter of its copies to each of four."""
+    """Two experts of 1,024 rows; sorted four times; each rank sends a quarter of its copies to each
+    of four."""
     device = replace(DEVICE, activation_traffic=1.0)
     spec = flat(2, 4, intra=400, inter=40, device=device)
     forward, backward = layer_passes(spec, GRID, LAYER, deepep=False)
-    rows, memory = 8 * 2048 / 8 / 2, device.memory_gigabytes_per_second * 1e9
+    rows = 8 * 2048 / 8 / 2
+    memory = device.memory_gigabytes_per_second * 1e9
     products = 2 * rows * 2 * 3 * 256 * 512 / (device.tflops.bf16 * 1e12)
     traffic = 2 * rows * (2 * 256 + 2 * 3 * 512) * 2 / memory
     copies = 4 * 2 * 2 * rows * 256 * 2 / memory
@@ -223,22 +229,33 @@ def test_a_layer_of_another_system_by_hand() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"num_layers": 6}, {"vocab": 4000}, {"micro_batches": 4}, {"recomputed": ("moe",)}, {"shared_hidden": 512},
-        {"attention_copied": 512.0}, {"loss_bytes": 52}, {"launches": (2e-3, 1e-4)}, {"stepwise": ("norms",)},
-        {"score_operations": 1e7}, {"stages": 2}, {"dense_hidden": 4096}, {"parameter_bytes": 8},
+        {"num_layers": 6},
+        {"vocab": 4000},
+        {"micro_batches": 4},
+        {"recomputed": ("moe",)},
+        {"shared_hidden": 512},
+        {"attention_copied": 512.0},
+        {"loss_bytes": 52},
+        {"launches": (2e-3, 1e-4)},
+        {"stepwise": ("norms",)},
+        {"score_operations": 1e7},
+        {"stages": 2},
+        {"dense_hidden": 4096},
+        {"parameter_bytes": 8},
     ],
     ids=lambda more: next(iter(more)),
-)  # fmt: skip
+)
 def test_more_of_anything_takes_longer(more: dict) -> None:
     whole = replace(MODEL, sharded="optimizer", hides_parameters=False, hides_gradients=False)
     assert step(replace(whole, **more)).seconds > step(whole).seconds
 
 
 def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
-    """2 (n - 1) / n of the bytes cross inside nodes and, at the same time, 2 (N - 1) / N of a rank's share between
-    nodes."""
+    """2 (n - 1) / n of the bytes cross inside nodes and, at the same time, 2 (N - 1) / N of a
+    rank's share between nodes."""
     size = 1e8
-    inside, between = 2 * 3 / 4 * size / 50e9, 2 * 1 / 2 * size / 4 / 5e9
+    inside = 2 * 3 / 4 * size / 50e9
+    between = 2 * 1 / 2 * size / 4 / 5e9
     assert reduce_seconds(SPEC, GRID, size, 1, 8) == pytest.approx(
         max(inside, between) + 5e-6, rel=1e-3
     )
@@ -250,9 +267,10 @@ def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
 
 
 def test_a_switch_that_adds_up_sends_every_value_once_and_every_sum_once() -> None:
-    """Four ranks of a node at 50 GB/s take 1.25 of the bytes and two latencies rather than a ring's 1.5. A pair saves
-    nothing, and groups that leave the node have no switch in common."""
-    size, adding = 1e8, replace(SPEC, links=tuple(replace(link, adds=True) for link in SPEC.links))
+    """Four ranks of a node at 50 GB/s take 1.25 of the bytes and two latencies rather than a ring's
+    1.5. A pair saves nothing, and groups that leave the node have no switch in common."""
+    size = 1e8
+    adding = replace(SPEC, links=tuple(replace(link, adds=True) for link in SPEC.links))
     assert all_reduce_seconds(adding, GRID, size, 4) == pytest.approx(
         1.25 * size / 50e9 + 2 * 2e-6, rel=1e-6
     )

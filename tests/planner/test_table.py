@@ -10,7 +10,7 @@ import pytest
 
 from helpers import refused
 from moesaic.errors import InputError
-from moesaic.planner.table import PlanTable, TableSettings
+from moesaic.planner.plan_table import PlanTable, TableSettings
 from moesaic.program.plan import Plan
 
 PLANS = (Plan(), Plan(schedule="s2"), Plan(chunks=2), Plan(codec="int8"))
@@ -67,7 +67,8 @@ def test_what_a_plan_was_seen_to_take_counts_at_other_loads() -> None:
 
 
 def test_a_plan_that_disappoints_at_a_load_is_left_there_for_one_that_was_faster() -> None:
-    """Both were timed at small loads; at large ones the second is predicted to be faster, and is not."""
+    """Both were timed at small loads; at large ones the second is predicted to be faster, and is
+    not."""
     made = PlanTable(PLANS[:2], by_load, SETTINGS, load=50.0)
     drive(made, [1.0, 1.3], 30)
     ran = drive(made, [2.3, 2.6], 60, load=650.0)
@@ -92,14 +93,18 @@ def test_after_a_change_plans_race_that_were_predicted_to_be_slow() -> None:
 def test_hysteresis_keeps_a_plan_that_is_nearly_as_good() -> None:
     for other, expected in ((1.97, 0), (1.85, 1)):
         made = PlanTable(
-            PLANS[:2], lambda load: (1.0, 1.2) if load < 100 else (2.0, other), SETTINGS, load=50.0
-        )  # noqa: B023
+            PLANS[:2],
+            lambda load, other=other: (1.0, 1.2) if load < 100 else (2.0, other),
+            SETTINGS,
+            load=50.0,
+        )
         assert set(drive(made, [1.0, 1.2], 30)[20:]) == {0}
         assert drive(made, [2.0, other], 6, load=350.0)[-1] == expected, other
 
 
 def test_a_step_counts_at_the_load_that_it_had() -> None:
-    """Steps of the two plans have loads at the two ends of a bucket; by rate over the bucket plans would seem a fifth apart."""
+    """Steps of the two plans have loads at the two ends of a bucket; by rate over the bucket plans
+    would seem a fifth apart."""
 
     def seconds(load: float) -> tuple[float, float]:
         return 1.0 + load / 100, 1.02 * (1.0 + load / 100)
@@ -114,7 +119,8 @@ def test_a_step_counts_at_the_load_that_it_had() -> None:
 
 
 def test_loads_that_may_be_either_are_planned_for_together() -> None:
-    """Loads of 200 and of 800 take turns; the plan is the one that is good over both, not the best at one of them."""
+    """Loads of 200 and of 800 take turns; the plan is the one that is good over both, not the best
+    at one of them."""
     found = {250: (3.0, 1.0), 850: (3.0, 3.6)}
     made = PlanTable(
         PLANS[:2], lambda load: found[250 if load < 500 else 850], SETTINGS, load=250.0
@@ -170,7 +176,8 @@ def test_predictions_are_asked_once_per_load_at_the_middle_of_its_bucket() -> No
 
 
 def test_a_lossy_plan_is_never_run_untested() -> None:
-    predicted, seconds = [1.0, 1.0, 1.0, 0.01], [1.0, 1.0, 1.0, 0.01]
+    predicted = [1.0, 1.0, 1.0, 0.01]
+    seconds = [1.0, 1.0, 1.0, 0.01]
     made = table(predicted, TableSettings(rows_per_bucket=100, optimism=0.9))
     assert 3 not in drive(made, seconds, 500)
     tested = table(predicted, SETTINGS, tested={("int8", "none")})
@@ -187,7 +194,8 @@ def test_the_same_loads_and_times_give_the_same_plans_on_every_rank() -> None:
     draw = random.Random(0)
     tables = [table([1.0, 1.1, 0.9]) for _ in range(3)]
     for _ in range(500):
-        load, seconds = draw.uniform(0, 400), [draw.uniform(0.5, 1.5) for _ in PLANS]
+        load = draw.uniform(0, 400)
+        seconds = [draw.uniform(0.5, 1.5) for _ in PLANS]
         (chosen,) = {made.choose() for made in tables}
         for made in tables:
             made.record(seconds[chosen], load)
@@ -223,11 +231,18 @@ def test_a_table_of_another_kind_is_refused(change: dict) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"measured": {"0": 0.5}}, {"measured": {"0": [{}, []]}}, {"measured": {"-1": []}}, {"measured": {"0": [["x"]]}},
-        {"measured": {"0": [[-1.0]]}}, {"measured": {"0": [[0.0]]}}, {"loads": [float("nan")]}, {"loads": None},
-        {"counts": [1]}, {"counts": [1, 2, -3, 1]},
+        {"measured": {"0": 0.5}},
+        {"measured": {"0": [{}, []]}},
+        {"measured": {"-1": []}},
+        {"measured": {"0": [["x"]]}},
+        {"measured": {"0": [[-1.0]]}},
+        {"measured": {"0": [[0.0]]}},
+        {"loads": [float("nan")]},
+        {"loads": None},
+        {"counts": [1]},
+        {"counts": [1, 2, -3, 1]},
     ],
-)  # fmt: skip
+)
 def test_a_damaged_table_is_refused(change: dict) -> None:
     made = table([1.0])
     with pytest.raises(InputError, match=r"is damaged .*: delete the file to start anew"):

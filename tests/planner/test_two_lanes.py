@@ -1,4 +1,5 @@
-"""Overlap of messages inside nodes and between them: Pipe-A2A in ScheMoE's formulas and on the emulated cluster."""
+"""Overlap of messages inside nodes and between them: Pipe-A2A in ScheMoE's formulas and on the
+emulated cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from moesaic.planner.cluster import Host
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic_lab.comm.programs import all_ep, exchange
@@ -46,8 +47,8 @@ def seconds(
 def test_in_turn_one_lane_sends_one_message_at_a_time_and_two_lanes_one_each(
     intra: float, inter: float
 ) -> None:
-    """ScheMoE, eq. 16 and 17, as times of whole programs. The formulas count the copy to the rank itself as a message
-    inside."""
+    """ScheMoE, eq. 16 and 17, as times of whole programs. The formulas count the copy to the rank
+    itself as a message inside."""
     t1, t2 = (16 * 1024 * 8 / (rate * 1e9) for rate in (intra, inter))
     linear, pipelined = (seconds(name, intra, inter, "in_turn") for name in ("linear", "pipelined"))
     assert linear == pytest.approx(in_turn_all_to_all(16, 4, t1, t2) - t1, rel=1e-6)
@@ -67,7 +68,8 @@ def test_messages_that_run_together_gain_nothing_by_two_lanes(intra: float, inte
 
 def test_ports_are_told_apart_by_whether_a_movement_leaves_nodes() -> None:
     topology = Topology(flat(2, 2, intra=8.0, inter=8.0, host=Host(messages="in_turn")), 4, 2)
-    one, size = np.ones(1), np.array([1e9])
+    one = np.ones(1)
+    size = np.array([1e9])
 
     def ports(source: int, *targets: int) -> dict[str, float]:
         count = len(targets)

@@ -10,8 +10,8 @@ from moesaic.configfile import as_json
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import Tflops, read_cluster
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -33,9 +33,11 @@ def run(speeds: tuple[float, ...] = ()) -> Simulated:
 
 
 def test_a_slow_device_makes_all_wait_as_much_longer_as_it_computes() -> None:
-    """128 rows of a rank's expert are 2 * 3 * 16 * 32 operations each: 393 us at speed 1, 786 at 1/2."""
+    """128 rows of a rank's expert are 2 * 3 * 16 * 32 operations each: 393 us at speed 1, 786 at
+    1/2."""
     once = 128 * 6 * 16 * 32 / 1e9
-    plain, slow = run(), run((1.0, 1.0, 0.5, 2.0))
+    plain = run()
+    slow = run((1.0, 1.0, 0.5, 2.0))
     assert plain.compute_seconds == pytest.approx(once, rel=1e-3)
     assert slow.ends == pytest.approx(plain.ends + once, rel=1e-3)
     assert slow.compute_seconds == pytest.approx(2 * once, rel=1e-3)
@@ -45,7 +47,8 @@ def test_a_slow_device_makes_all_wait_as_much_longer_as_it_computes() -> None:
 
 
 def test_equal_ranks_give_bit_identical_times() -> None:
-    plain, same = run(), run((1.0,) * 4)
+    plain = run()
+    same = run((1.0,) * 4)
     assert same.timeline == plain.timeline
     assert (same.ends == plain.ends).all()
 

@@ -1,4 +1,5 @@
-"""Sizes of a call under even routing, computed by hand: the reference for `cost.call_sizes.sizes_of`, and inputs for tests."""
+"""Sizes of a call under even routing, computed by hand: the reference for
+`cost.call_sizes.sizes_of`, and inputs for tests."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ def even_sizes(
 
     Args:
         grid: the mesh.
-        redundant: whether every rank sends all tokens of its tensor-parallel group (`Program.is_redundant`).
-        tokens: tokens per data-parallel group; `tokens * top_k` should be divisible by `num_experts * tp`, or shares
-            are rounded.
+        redundant: whether every rank sends all tokens of its tensor-parallel group
+            (`Program.is_redundant`).
+        tokens: tokens per data-parallel group; `tokens * top_k` should be divisible by
+            `num_experts * tp`, or shares are rounded.
         num_experts: experts of the layer.
         top_k: copies per token.
         num_chunks: number of chunks of the program.
@@ -39,10 +41,8 @@ def even_sizes(
     """
     tp_rank = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
     if redundant:
-        copies_per_expert, own_tokens = (
-            np.full(grid.world, tokens * top_k // num_experts),
-            np.full(grid.world, tokens),
-        )
+        copies_per_expert = np.full(grid.world, tokens * top_k // num_experts)
+        own_tokens = np.full(grid.world, tokens)
     else:
         copies_of_group = tokens * top_k // num_experts
         copies_per_expert = (
@@ -59,10 +59,12 @@ def even_sizes(
 def even_node_tokens(
     grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1
 ) -> np.ndarray:
-    """Return the expected node_tokens and rank_tokens under uniform routing, int64, as `CallSizes` takes them.
+    """Return the expected node_tokens and rank_tokens under uniform routing, int64, as `CallSizes`
+    takes them.
 
-    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k). Two of its
-    copies there are 2 / sqrt(pi) deviations apart in their experts' runs, and in two chunks if a cut is in between.
+    A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) /
+    C(E, k). Two of its copies there are 2 / sqrt(pi) deviations apart in their experts' runs, and
+    in two chunks if a cut is in between.
 
     Args:
         grid: the mesh, with every replica of the experts on whole nodes.
@@ -72,7 +74,8 @@ def even_node_tokens(
         num_chunks: number of chunks of the program; tokens are counted separately in each.
     """
     assert top_k <= 2
-    run, cuts = tokens * top_k / num_experts, [cut / num_chunks for cut in range(1, num_chunks)]
+    run = tokens * top_k / num_experts
+    cuts = [cut / num_chunks for cut in range(1, num_chunks)]
     apart = 2 / math.sqrt(math.pi) * sum(math.sqrt(x * (1 - x) / run) for x in cuts)
     parts = []
     for places in grid.cast_levels:

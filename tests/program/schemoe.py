@@ -1,4 +1,5 @@
-"""ScheMoE's model of a layer as a program, and a slow search for its best order that shares no code with the fast one."""
+"""ScheMoE's model of a layer as a program, and a slow search for its best order that shares no code
+with the fast one."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ _STAGES = dict(zip(PASSES, (Stage.DISPATCH,) * 3 + (Stage.EXPERT,) + (Stage.COMB
 
 
 def schemoe(num_chunks: int) -> Program:
-    """Return the seven tasks of each chunk, chunk after chunk; the paper's only communication lane is `inter`."""
-    tasks, slots = [], []
+    """Return the seven tasks of each chunk, chunk after chunk; the paper's only communication lane
+    is `inter`."""
+    tasks = []
+    slots = []
     for chunk in range(num_chunks):
         names = [f"x.{chunk}", *(f"{word}.{chunk}" for word in PASSES)]
         slots += [Slot(name=name, kind=Kind.ROWS, layout=Layout(chunk=chunk)) for name in names]
@@ -46,7 +49,8 @@ def durations_of(rng: random.Random, num_chunks: int) -> dict[str, float]:
 
 
 def best_of_all_merges(seconds: dict[str, float], num_chunks: int) -> float:
-    """Return the smallest makespan by dynamic programming over the progress of each chunk, keeping all Pareto states."""
+    """Return the smallest makespan by dynamic programming over the progress of each chunk, keeping
+    all Pareto states."""
     layers = {(0,) * num_chunks: {(0.0, 0.0, *(0.0,) * num_chunks)}}
     for _ in range(len(PASSES) * num_chunks):
         reached: dict[tuple[int, ...], set[tuple[float, ...]]] = {}
@@ -83,7 +87,8 @@ def random_program(rng: random.Random, num_tasks: int, lanes: tuple[Lane, ...]) 
     slots = [Slot(name="x", kind=Kind.ROWS, layout=Layout())]
     for number in range(num_tasks):
         reads = tuple(task.name for task in tasks if rng.random() < 1.3 / num_tasks) or ("x",)
-        lane, stage = rng.choice(lanes), rng.choice((Stage.DISPATCH, Stage.EXPERT, Stage.COMBINE))
+        lane = rng.choice(lanes)
+        stage = rng.choice((Stage.DISPATCH, Stage.EXPERT, Stage.COMBINE))
         op = Op.MOVE if lane in (Lane.INTRA, Lane.INTER) else Op.ADD
         group = ("ep",) if op is Op.MOVE else ()
         name = f"t{number}"

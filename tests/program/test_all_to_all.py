@@ -1,7 +1,8 @@
-"""All-to-all algorithms: every packet arrives, on the links it should use, in as many messages as the papers say.
+"""All-to-all algorithms: every packet arrives, on the links it should use, in as many messages as
+the papers say.
 
-The W ranks of a group are on N nodes, g on each. Nothing is executed: paths and hops are data, so large meshes cost
-nothing.
+The W ranks of a group are on N nodes, g on each. Nothing is executed: paths and hops are data, so
+large meshes cost nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Mine(AbstractAllToAll):
     """What somebody writes: hops as they are given, and one path for every pair of ranks."""
 
     def __init__(self, hops: Any, path: Callable[[int, int], list[tuple[int, int, int]]]) -> None:
-        self._hops, self._path = hops, path
+        self._hops = hops
+        self._path = path
 
     def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         return self._hops
@@ -61,7 +63,8 @@ class Mine(AbstractAllToAll):
         return tuple(Leg(*leg) for leg in self._path(source, target) if leg[1] != leg[2])
 
 
-INTER, INTRA = Hop(Lane.INTER), Hop(Lane.INTRA)
+INTER = Hop(Lane.INTER)
+INTRA = Hop(Lane.INTRA)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,8 @@ def crossings(grid: Grid, path: tuple[Leg, ...]) -> int:
 @pytest.mark.parametrize(("nodes", "g"), [(2, 2), (3, 1), (4, 3), (1, 4)])
 @pytest.mark.parametrize("name", ALL_TO_ALLS)
 def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int, g: int) -> None:
-    """Every permutation of groups of nodes, and of the nodes within all groups, maps paths to paths."""
+    """Every permutation of groups of nodes, and of the nodes within all groups, maps paths to
+    paths."""
     grid, places = flat(nodes, g)
     link = ALL_TO_ALLS[name]
     try:
@@ -172,7 +176,8 @@ def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int
 
 
 def swaps(count: int, run: int, times: int) -> Iterator[list[int]]:
-    """Return permutations that swap the first two of `count` runs of nodes, and that shift all of them, in `times` copies."""
+    """Return permutations that swap the first two of `count` runs of nodes, and that shift all of
+    them, in `times` copies."""
     for order in ([1, 0, *range(2, count)] if count > 1 else [0], [*range(1, count), 0]):
         yield [
             (copy * count + index) * run + place
@@ -274,7 +279,8 @@ def test_pipelined_sends_the_same_messages_on_two_lanes(nodes: int, g: int) -> N
 
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
 def test_2dh_sends_g_times_fewer_and_larger_messages_between_nodes(nodes: int, g: int) -> None:
-    """Tutel 4.3: N-fold blocks to g - 1 mates, then g-fold blocks to the N - 1 ranks with the same local rank."""
+    """Tutel 4.3: N-fold blocks to g - 1 mates, then g-fold blocks to the N - 1 ranks with the same
+    local rank."""
     _, places = flat(nodes, g)
     assert per_rank("hier2d", places, 0) == [g - 1] * (nodes * g)
     assert per_rank("hier2d", places, 1) == [nodes - 1] * (nodes * g)
@@ -305,8 +311,8 @@ def test_naive_aggregation_sends_a_message_inside_the_node_per_node(nodes: int, 
 
 @pytest.mark.parametrize(("nodes", "g"), [(nodes, g) for nodes, g in EVEN if nodes > 1])
 def test_1dh_crosses_nodes_through_one_rank_each(nodes: int, g: int) -> None:
-    """Hetu: g² packets per pair of nodes in one message. Members send their packets to the leader and receive theirs
-    from it."""
+    """Hetu: g² packets per pair of nodes in one message. Members send their packets to the leader
+    and receive theirs from it."""
     _, places = flat(nodes, g)
     crossing = {key: count for key, count in messages("hier1d", places).items() if key[0] == 1}
     assert len(crossing) == nodes * (nodes - 1)

@@ -9,9 +9,9 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
-from moesaic.program.bundles import bundles, side_by_side
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.joined_messages import bundles, side_by_side
 from moesaic.program.order.graph import in_order
 from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Op, Program, Task

@@ -1,4 +1,5 @@
-"""All passes together: any valid combination gives programs that validate, print, and transpose by the rule of the states."""
+"""All passes together: any valid combination gives programs that validate, print, and transpose by
+the rule of the states."""
 
 from __future__ import annotations
 
@@ -56,9 +57,11 @@ def draw_grid(rng: random.Random) -> Grid:
 @pytest.mark.parametrize("batch", thinned(range(6), every=3))
 def test_any_legal_mix_validates_prints_and_parses_back(batch: int) -> None:
     rng = random.Random(batch)
-    legal, lines = 0, []
+    legal = 0
+    lines = []
     while legal < 12:
-        plan, grid = draw_plan(rng), draw_grid(rng)
+        plan = draw_plan(rng)
+        grid = draw_grid(rng)
         try:
             compiled = compile_plan(plan, grid, bias=rng.random() < 0.5)
         except InputError as refusal:

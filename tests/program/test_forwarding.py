@@ -1,11 +1,12 @@
-"""Kernels that forward rows in pieces: both movements run at once, without copies around them, encoded only on dispatch."""
+"""Kernels that forward rows in pieces: both movements run at once, without copies around them,
+encoded only on dispatch."""
 
 from __future__ import annotations
 
 import pytest
 
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -34,14 +35,17 @@ def spans(simulated: Simulated) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize(("inter", "way"), [(10, 0), (1000, 1)])
 def test_rows_move_between_nodes_and_inside_them_at_once(inter: float, way: int) -> None:
-    """Both movements of each pair, one pair to the experts and one back, begin together, and the program gets shorter
-    by as much."""
+    """Both movements of each pair, one pair to the experts and one back, begin together, and the
+    program gets shorter by as much."""
     program = multicast()[way]
     pieces = in_pieces(program)
     pairs = (
-        ("node_tokens_here", "rank_tokens_in"), ("z_rank_tokens", "z")
-    ) if way == 0 else (("z'", "z_rank_tokens'"), ("rank_tokens_in'", "node_tokens_here'"))  # fmt: skip
-    apart, together = spans(run(program, inter)), spans(run(pieces, inter))
+        (("node_tokens_here", "rank_tokens_in"), ("z_rank_tokens", "z"))
+        if way == 0
+        else (("z'", "z_rank_tokens'"), ("rank_tokens_in'", "node_tokens_here'"))
+    )
+    apart = spans(run(program, inter))
+    together = spans(run(pieces, inter))
     for first, second in pairs:
         assert apart[second][0] >= apart[first][1]
         assert together[second][0] == pytest.approx(together[first][0])
@@ -54,7 +58,8 @@ def test_rows_move_between_nodes_and_inside_them_at_once(inter: float, way: int)
 
 def test_what_moves_is_the_same_but_for_codecs() -> None:
     for program in multicast():
-        plain, pieces = run(program, 100).link_seconds, run(in_pieces(program), 100).link_seconds
+        plain = run(program, 100).link_seconds
+        pieces = run(in_pieces(program), 100).link_seconds
         assert pieces == pytest.approx(plain)
     forward = multicast()[0]
     plain, coded = (

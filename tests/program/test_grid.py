@@ -1,4 +1,5 @@
-"""Groups: every rank is in exactly one group of each kind, and the groups are those in the papers."""
+"""Groups: every rank is in exactly one group of each kind, and the groups are those in the
+papers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 
-def test_parms_groups_are_contiguous_blocks_and_strided_and_copies_of_the_experts_are_outermost() -> (
+def test_parms_groups_are_contiguous_blocks_and_strided_and_copies_of_the_experts_are_outermost() -> (  # noqa: E501
     None
 ):
     grid = Grid(world=8, tp=2, ep=4, etp=2)

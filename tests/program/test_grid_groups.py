@@ -1,4 +1,5 @@
-"""Coordinates and groups, which the grid computes by arithmetic, compared with tables of the whole mesh."""
+"""Coordinates and groups, which the grid computes by arithmetic, compared with tables of the whole
+mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ GRIDS = [
 
 
 def places(grid: Grid) -> list[dict[Axis, int]]:
-    """Count through the axes of each view, rank by rank. Nodes and positions on them are listed per replica."""
+    """Count through the axes of each view, rank by rank. Nodes and positions on them are listed per
+    replica."""
     table: list[dict[Axis, int]] = [{} for _ in range(grid.world)]
     outer: tuple[Axis, ...] = ("ep", "etp") if grid.innermost == "etp" else ("etp", "ep")
     split = [("etp_outer", "etp_inner") if axis == "etp" else (axis,) for axis in outer]
@@ -59,9 +61,21 @@ def by_definition(
 
 
 WANTED: list[tuple[Axis, ...]] = [
-    (), ("dp",), ("tp",), ("ep",), ("etp",), ("ep", "etp"), ("edp",), ("edp", "ep"), ("etp_inner",), ("ep", "etp_outer"),
-    ("node",), ("local",), ("node", "local"), ("edp", "local"),
-]  # fmt: skip
+    (),
+    ("dp",),
+    ("tp",),
+    ("ep",),
+    ("etp",),
+    ("ep", "etp"),
+    ("edp",),
+    ("edp", "ep"),
+    ("etp_inner",),
+    ("ep", "etp_outer"),
+    ("node",),
+    ("local",),
+    ("node", "local"),
+    ("edp", "local"),
+]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -77,7 +91,8 @@ def test_places_and_groups_are_those_of_the_definition(grid: Grid) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_what_groups_have_in_common_is_told_without_looking_at_all(grid: Grid) -> None:
-    table, ranks = places(grid), range(grid.world)
+    table = places(grid)
+    ranks = range(grid.world)
     shapes = set()
     for replica in {by_definition(table, rank, ("ep", "etp")) for rank in ranks}:
         nodes = [grid.node_of(rank) for rank in replica]
@@ -105,16 +120,23 @@ def test_what_groups_have_in_common_is_told_without_looking_at_all(grid: Grid) -
         part = [place["ep"] // (grid.ep // parts) for place in table]
         inside = all(
             grid.node_of(rank) == grid.node_of(mate)
-            for rank in ranks for mate in of["ep",][rank] if part[rank] == part[mate]
-        )  # fmt: skip
+            for rank in ranks
+            for mate in of["ep",][rank]
+            if part[rank] == part[mate]
+        )
         assert _stay_inside(grid, parts, ("ep",)) == inside
         assert (groups_inside_nodes(grid) > parts) <= (not inside or parts == grid.ep)
 
 
-@pytest.mark.parametrize("plan", [
-    Plan(schedule="s2", chunks=4, all_to_all="hier2d"), Plan(schedule="s2", chunks=4, all_to_all="multicast"),
-    Plan(all_to_all="hier3d", peer_groups=2),
-], ids=lambda plan: plan.all_to_all)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(schedule="s2", chunks=4, all_to_all="hier2d"),
+        Plan(schedule="s2", chunks=4, all_to_all="multicast"),
+        Plan(all_to_all="hier3d", peer_groups=2),
+    ],
+    ids=lambda plan: plan.all_to_all,
+)
 def test_a_compile_looks_at_one_period_of_the_mesh(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,8 +55,11 @@ def test_every_order_is_a_legal_permutation_of_every_program(order: str) -> None
             program.tasks, key=lambda task: task.name
         )
         assert (ordered.name, ordered.slots, ordered.inputs, ordered.outputs) == (
-            program.name, program.slots, program.inputs, program.outputs,
-        )  # fmt: skip
+            program.name,
+            program.slots,
+            program.inputs,
+            program.outputs,
+        )
 
 
 def test_optsche_is_the_order_of_the_paper() -> None:
@@ -76,7 +79,10 @@ def test_optsche_is_the_order_of_the_paper() -> None:
         ("s1-2-int8", "h.0@pack h.1@pack h.0 out.0 z.0@pack h.1 out.1 z.1@pack z.0 z.1"),
         (
             "s1-2-backward-int8",
-            "out.0'@pack out.1'@pack z.0' out.0' rows.0'@pack z.1' out.1' rows.1'@pack w'+ h.0' h.1'",
+            (
+                "out.0'@pack out.1'@pack z.0' out.0' rows.0'@pack z.1' out.1' rows.1'@pack w'+ "
+                "h.0' h.1'"
+            ),
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""Every pass: which movements it changes, what it refuses, and that all passes together give programs that validate and
-print."""
+"""Every pass: which movements it changes, what it refuses, and that all passes together give
+programs that validate and print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Schedules as data: they validate, survive a round trip through text, and their transposes are those of the papers."""
+"""Schedules as data: they validate, survive a round trip through text, and their transposes are
+those of the papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Passes and choices that clash: the error is one line that names both and says what to choose instead."""
+"""Passes and choices that clash: the error is one line that names both and says what to choose
+instead."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def test_what_clashes_is_refused_in_one_line_that_names_both(
 
 
 def test_naive_aggregation_is_refused_where_groups_lie_on_different_numbers_of_nodes() -> None:
-    """Pairs of neighbours on nodes of three ranks: (0, 1) share a node, (2, 3) do not, so their hops would differ."""
+    """Pairs of neighbours on nodes of three ranks: (0, 1) share a node, (2, 3) do not, so their
+    hops would differ."""
     grid = Grid(world=12, ep=2, ranks_per_node=3)
     with pytest.raises(
         InputError, match=r"all_to_all=naive needs every group over ep\+etp on equally many nodes"

@@ -14,8 +14,8 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.layouts import LayoutIndex
 from moesaic.program.passes.relocate import INDEX, relocate
-from moesaic.program.placed import Placed, PlacedIndex, placed_sizes
 from moesaic.program.plan import Plan
+from moesaic.program.sample_layouts import Placed, PlacedIndex, placed_sizes
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.transpose import transpose
@@ -56,7 +56,8 @@ def test_the_pass_comes_before_or_after_every_other(plan: Plan, bias: bool) -> N
     plain = compile_plan(plan, GRID, bias=bias)
     for program in (plain.logical, plain.forward, plain.backward):
         validate(relocate(program))
-    one, other = transpose(relocate(plain.logical)), relocate(transpose(plain.logical))
+    one = transpose(relocate(plain.logical))
+    other = relocate(transpose(plain.logical))
     assert (one.tasks, one.inputs, one.outputs) == (other.tasks, other.inputs, other.outputs)
     assert set(one.slots) == set(other.slots)
 
@@ -79,7 +80,8 @@ def test_places_travel_when_results_do_and_no_earlier(plan: Plan) -> None:
 
 def test_results_go_from_the_experts_to_the_new_homes() -> None:
     copies = random_copies(GRID, 2, 8)
-    sizes, program = sizes_of(GRID, copies, HOMES), relocate(compile_plan(Plan(), GRID).logical)
+    sizes = sizes_of(GRID, copies, HOMES)
+    program = relocate(compile_plan(Plan(), GRID).logical)
     expected: dict[tuple[int, int], int] = {}
     places: dict[tuple[int, int], int] = {}
     for sample in range(8):

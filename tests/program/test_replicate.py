@@ -26,7 +26,8 @@ TOKENS = COPIES.sum(1)
 
 
 def replicated(*entries: tuple[int, int, int, int]) -> Replications:
-    """Return the `replicated` argument of `CallSizes` from (origin, expert, helper, copies) tuples."""
+    """Return the `replicated` argument of `CallSizes` from (origin, expert, helper, copies)
+    tuples."""
     return Replications(*np.array(entries, dtype=np.int64).reshape(-1, 4).T)
 
 
@@ -88,8 +89,8 @@ NODES = Grid(world=8, ep=8, ranks_per_node=4)
 def on_nodes(
     *entries: tuple[int, int, int, int], grid: Grid = NODES, num_experts: int = 8
 ) -> CallSizes:
-    """Return the sizes of a call with 9 copies per rank and expert, of which (origin, expert, helper, copies) are
-    replicated."""
+    """Return the sizes of a call with 9 copies per rank and expert, of which (origin, expert,
+    helper, copies) are replicated."""
     copies = np.full((grid.world, num_experts), 9)
     return CallSizes(grid, copies, copies.sum(1), replicated=replicated(*entries), units=16)
 
@@ -101,8 +102,8 @@ def relayed(
 
 
 def test_weights_enter_a_node_once_and_are_passed_on_inside() -> None:
-    """Expert 1 of rank 1 is replicated to ranks 4, 6 and 7 of the other node, through rank 5, and to rank 3 of its own
-    node."""
+    """Expert 1 of rank 1 is replicated to ranks 4, 6 and 7 of the other node, through rank 5, and
+    to rank 3 of its own node."""
     sizes = on_nodes(*[(helper, 1, helper, 5) for helper in (3, 4, 6, 7)])
     assert relayed("w_near", sizes) == {(1, 5): 16}
     assert relayed("w_here", sizes) == {(1, 3): 16, (5, 4): 16, (5, 6): 16, (5, 7): 16}
@@ -147,7 +148,8 @@ def test_weights_go_straight_where_nodes_hold_one_place_or_unequal_parts() -> No
 def test_replicated_weights_delay_no_tokens_and_are_there_before_their_experts(
     grid: Grid, order: str
 ) -> None:
-    """Weights are sent after the tokens that stay and while their experts run. The second hop of weights is issued last."""
+    """Weights are sent after the tokens that stay and while their experts run. The second hop of
+    weights is issued last."""
     plan = Plan(replication="spill", chunks=2, order=order)  # type: ignore[arg-type]
     names = [task.name for task in compile_plan(plan, grid).forward.tasks]
     first, last = ("w_near", "w_here") if grid is NODES else ("w_here", "w_here")

@@ -1,6 +1,8 @@
-"""Pieces and rows: every cut is a partition, both ends of every movement agree, and sums include every row once.
+"""Pieces and rows: every cut is a partition, both ends of every movement agree, and sums include
+every row once.
 
-The counts are uneven and random, zeros included. The expected contents of slots are computed by brute force.
+The counts are uneven and random, zeros included. The expected contents of slots are computed by
+brute force.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ def pieces(shapes: LayoutIndex, layout: Layout, rank: int) -> list[Piece]:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_pieces_are_what_the_layout_says(grid: Grid) -> None:
-    """Pieces ascend by expert, then origin, then chunk. Origins are the ranks of `spread`, with their tensor-parallel
-    groups."""
+    """Pieces ascend by expert, then origin, then chunk. Origins are the ranks of `spread`, with
+    their tensor-parallel groups."""
     shapes = LayoutIndex(grid, 2 * grid.ep, 3)
     for rank, spread, whole, experts, chunk in itertools.product(
         range(grid.world),
@@ -140,7 +142,8 @@ def draw_compiled(rng: random.Random) -> Compiled | None:
 @settings(max_examples=3)
 @given(data=st.data())
 def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> None:
-    """A rank sends the same pieces that its peer receives. A sum includes the rows of every holder."""
+    """A rank sends the same pieces that its peer receives. A sum includes the rows of every
+    holder."""
     rng = random.Random(seed * 1000 + data.draw(st.integers(0, 20)))
     compiled = None
     while compiled is None:
@@ -151,7 +154,8 @@ def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> No
         slots = {slot.name: slot for slot in program.slots}
         move = move_of(task, slots)
         for rank in range(grid.world):
-            outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
+            outgoing = sizes.outgoing(move, rank)
+            incoming = sizes.incoming(move, rank)
             assert set(outgoing.peers) | set(incoming.peers) <= set(grid.group(rank, move.group))
             assert len(outgoing.runs.rows) == sum(outgoing.counts)
             assert len(outgoing.runs.rows) == 0 or outgoing.runs.rows.max() < sizes.num_rows(
@@ -204,8 +208,8 @@ def holders_of_rows(sizes: CallSizes, move: Move, rank: int) -> Counter[int]:
 
 
 def test_a_gather_prefers_ones_own_rows_then_the_lowest_rank_that_has_them() -> None:
-    """Three of four ranks of a tensor-parallel group need the rows that all of them hold: no rank sends what another
-    one has."""
+    """Three of four ranks of a tensor-parallel group need the rows that all of them hold: no rank
+    sends what another one has."""
     grid = Grid(world=4, tp=4, ep=2, etp=2)
     sizes = CallSizes(grid, np.full((4, 2), 2), np.ones(4, dtype=np.int64))
     same = Move(Layout(whole_tp=True), Layout(whole_tp=True), ("tp",), False)

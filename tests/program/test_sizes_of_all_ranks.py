@@ -1,4 +1,5 @@
-"""What all ranks hold and send, counted without a list of pieces, against the lists of each rank."""
+"""What all ranks hold and send, counted without a list of pieces, against the lists of each
+rank."""
 
 from __future__ import annotations
 
@@ -18,19 +19,27 @@ from moesaic.program.validate import reduces
 
 LAYER = Workload(tokens=64, num_experts=16, top_k=2, dim=8, hidden=8)
 PLANS = [
-    Plan(schedule="s2", chunks=2, all_to_all="hier2d"), Plan(schedule="s1", all_to_all="multicast"), Plan(peer_groups=2),
-    Plan(schedule="baseline", all_to_all="naive"), Plan(gather_weights=0), Plan(replication="spill", chunks=2),
+    Plan(schedule="s2", chunks=2, all_to_all="hier2d"),
+    Plan(schedule="s1", all_to_all="multicast"),
+    Plan(peer_groups=2),
+    Plan(schedule="baseline", all_to_all="naive"),
+    Plan(gather_weights=0),
+    Plan(replication="spill", chunks=2),
     Plan(replication="spill", peer_groups=2),
-]  # fmt: skip
+]
 GRIDS = [
-    Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4), Grid(world=16, tp=2, ep=4, etp=2, ranks_per_node=4),
-    Grid(world=8, ep=8, ranks_per_node=2), Grid(world=8, ep=4, ranks_per_node=2),
-]  # fmt: skip
+    Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
+    Grid(world=16, tp=2, ep=4, etp=2, ranks_per_node=4),
+    Grid(world=8, ep=8, ranks_per_node=2),
+    Grid(world=8, ep=4, ranks_per_node=2),
+]
 
 
 def replicated(copies: np.ndarray, grid: Grid) -> np.ndarray:
-    """Return counts in which one or two helpers compute a third of some runs each, and never an expert's home."""
-    random, counts = np.random.default_rng(5), np.zeros((*copies.shape, grid.ep), dtype=np.int64)
+    """Return counts in which one or two helpers compute a third of some runs each, and never an
+    expert's home."""
+    random = np.random.default_rng(5)
+    counts = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
     home = np.arange(copies.shape[1]) * grid.ep // copies.shape[1]
     for expert in random.choice(copies.shape[1], 5, replace=False):
         for helper in random.choice(grid.ep, 2, replace=False):
@@ -60,8 +69,10 @@ def held_and_moved(program: Program) -> tuple[set[Layout], set[Move]]:
 
 
 def agree(sizes: CallSizes, program: Program) -> int:
-    """Compare every slot and movement of a program with the lists of each rank. Return how many pairs exchange rows."""
-    world, exchanged = range(sizes.grid.world), 0
+    """Compare every slot and movement of a program with the lists of each rank. Return how many
+    pairs exchange rows."""
+    world = range(sizes.grid.world)
+    exchanged = 0
     layouts, moves = held_and_moved(program)
     for layout in layouts:
         assert sizes.rows_of_ranks(layout).tolist() == [
@@ -70,10 +81,8 @@ def agree(sizes: CallSizes, program: Program) -> int:
         if layout.flow == "copies" and layout.experts == "rank":
             of_ranks = sizes.rows_per_expert_of_ranks(layout)
             for rank in world:
-                own, experts = (
-                    sizes.rows_per_expert(layout, rank),
-                    sizes.shapes.experts(layout, rank),
-                )
+                own = sizes.rows_per_expert(layout, rank)
+                experts = sizes.shapes.experts(layout, rank)
                 listed = dict(zip(sizes.held(layout, rank).tolist(), own.tolist()))
                 assert of_ranks[rank, : len(experts)].tolist() == [
                     listed.get(each, 0) for each in experts.tolist()
@@ -105,7 +114,9 @@ def agree(sizes: CallSizes, program: Program) -> int:
 def test_all_ranks_together_are_what_each_rank_lists(plan: Plan, grid: Grid) -> None:
     compiled = compile_plan(plan, grid)
     counts = dirichlet_counts(grid.dp, LAYER, concentration=0.3, seed=1)
-    shapes, table, exchanged = compiled.shapes(LAYER.num_experts), None, 0
+    shapes = compiled.shapes(LAYER.num_experts)
+    table = None
+    exchanged = 0
     assert isinstance(shapes, LayoutIndex)
     for program in (compiled.forward, compiled.backward):
         if compiled.replicates:

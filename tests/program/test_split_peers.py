@@ -1,4 +1,5 @@
-"""The smart schedule: which groups exchange in which step and on which lane, and that steps overlap."""
+"""The smart schedule: which groups exchange in which step and on which lane, and that steps
+overlap."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
@@ -26,7 +27,8 @@ GRID = Grid(world=8, ep=8, ranks_per_node=2)
 def pairs(
     grid: Grid, groups: int, task_name: str, *, backward: bool = False
 ) -> set[tuple[int, int]]:
-    """Return which group of ep ranks sends to which in a movement. Every rank has copies for every expert."""
+    """Return which group of ep ranks sends to which in a movement. Every rank has copies for every
+    expert."""
     program = split_peers(SCHEDULES["s1"](), groups, grid)
     program = transpose(program) if backward else program
     slots = {slot.name: slot for slot in program.slots}
@@ -45,8 +47,8 @@ def pairs(
     ("groups", "grid"), [(4, GRID), (8, GRID), (2, Grid(world=8, ep=4, etp=2, ranks_per_node=4))]
 )
 def test_group_g_sends_to_g_plus_j_and_gets_from_g_minus_j(groups: int, grid: Grid) -> None:
-    """As in FasterMoE's code, not its figure: step 0 is inside the group, the last step an exchange with the previous
-    group."""
+    """As in FasterMoE's code, not its figure: step 0 is inside the group, the last step an exchange
+    with the previous group."""
     assert pairs(grid, groups, "h~0") <= {(g, g) for g in range(groups)}
     assert pairs(grid, groups, "z~0'", backward=True) <= {(g, g) for g in range(groups)}
     for step in range(1, groups):
@@ -123,10 +125,12 @@ def spans(plan: Plan) -> dict[str, Span]:
 
 
 def test_the_next_step_travels_while_the_experts_of_one_run() -> None:
-    by_node, whole = spans(Plan(peer_groups=4)), spans(Plan())
+    by_node = spans(Plan(peer_groups=4))
+    whole = spans(Plan())
     assert by_node["h~1"].start < 0.1 * by_node["h~0"].end, "links inside nodes, and those between"
     for step in range(3):
-        first, second = by_node[f"out~{step}"], by_node[f"h~{step + 1}"]
+        first = by_node[f"out~{step}"]
+        second = by_node[f"h~{step + 1}"]
         assert first.start < second.end, (
             f"step {step + 1} arrives while the experts of step {step} run, or later"
         )

@@ -1,4 +1,5 @@
-"""Timelines: when tasks run under both kinds of executor, the metrics of a timeline, and its Chrome trace."""
+"""Timelines: when tasks run under both kinds of executor, the metrics of a timeline, and its Chrome
+trace."""
 
 from __future__ import annotations
 
@@ -37,16 +38,25 @@ OPTSCHE = "C1.0 A1.0 C1.1 A1.1 D1.0 E.0 C2.0 A2.0 D1.1 E.1 C2.1 A2.1 D2.0 D2.1"
 def test_an_order_without_waiting_movements_runs_alike_on_both(host_runs_compute: bool) -> None:
     laid_out = lay_out(listed(schemoe(2), OPTSCHE), TWO, host_runs_compute=host_runs_compute)
     assert times(laid_out) == {
-        "C1.0": (0, 1), "C1.1": (1, 2), "A1.0": (1, 5), "A1.1": (5, 9),
-        "D1.0": (5, 6), "E.0": (6, 9), "C2.0": (9, 10), "A2.0": (10, 12),
-        "D1.1": (10, 11), "E.1": (11, 14), "C2.1": (14, 15), "A2.1": (15, 17),
-        "D2.0": (15, 16), "D2.1": (17, 18),
-    }  # fmt: skip
+        "C1.0": (0, 1),
+        "C1.1": (1, 2),
+        "A1.0": (1, 5),
+        "A1.1": (5, 9),
+        "D1.0": (5, 6),
+        "E.0": (6, 9),
+        "C2.0": (9, 10),
+        "A2.0": (10, 12),
+        "D1.1": (10, 11),
+        "E.1": (11, 14),
+        "C2.1": (14, 15),
+        "A2.1": (15, 17),
+        "D2.0": (15, 16),
+        "D2.1": (17, 18),
+    }
     assert laid_out.makespan == 18
     assert laid_out.busy == {Lane.COMPUTE: 14 / 18, Lane.INTER: 12 / 18}
-    hidden = (
-        1 + 3 + 2 + 1
-    )  # A1.0 behind C1.1; A1.1 behind D1.0 and E.0; A2.0 behind D1.1 and E.1; A2.1 behind D2.0
+    # A1.0 behind C1.1; A1.1 behind D1.0 and E.0; A2.0 behind D1.1 and E.1; A2.1 behind D2.0
+    hidden = 1 + 3 + 2 + 1
     assert laid_out.communication == 12
     assert laid_out.overlap == pytest.approx((hidden + 1) / 12)
 
@@ -57,10 +67,8 @@ def test_a_computation_that_waits_holds_up_what_follows_only_where_the_thread_co
     assert streams["C1.1"] == (9, 10)
     assert streams["A1.1"] == (10, 14)
     deferred_wgrad = "C1.0 C1.1 A1.0 D1.0 E.0 A1.1 C2.0 A2.0 D1.1 E.1 C2.1 A2.1 D2.0 D2.1"
-    assert times(lay_out(listed(schemoe(2), deferred_wgrad), TWO))["A1.1"] == (
-        5,
-        9,
-    )  # right behind A1.0
+    # right behind A1.0
+    assert times(lay_out(listed(schemoe(2), deferred_wgrad), TWO))["A1.1"] == (5, 9)
     thread = times(lay_out(listed(schemoe(2), deferred_wgrad), TWO, host_runs_compute=True))
     assert thread["E.0"] == (7, 10)
     assert thread["A1.1"] == (10, 14)  # issued when E.0, which stands before it, has ended

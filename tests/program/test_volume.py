@@ -1,7 +1,7 @@
 """Bytes counted from the messages equal the closed forms of the papers (forward, even routing).
 
-Notation: n copies per tensor-parallel group, p = ep, s = etp, m = tp. A node holds one ep index, so etp stays inside
-nodes.
+Notation: n copies per tensor-parallel group, p = ep, s = etp, m = tp. A node holds one ep index, so
+etp stays inside nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Op
 from program.even import even_node_tokens, even_sizes
 
-TOKENS, EXPERTS, TOP_K = 64, 8, 2
+TOKENS = 64
+EXPERTS = 8
+TOP_K = 2
 COPIES = TOKENS * TOP_K
 MESHES = [(1, 1, 4), (1, 4, 1), (2, 2, 2), (4, 2, 4), (2, 4, 1)]
 
@@ -43,10 +45,12 @@ def rows_per_rank(schedule: str, grid: Grid) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize(("m", "p", "s"), MESHES)
 def test_each_schedule_moves_the_rows_of_its_closed_form(m: int, p: int, s: int) -> None:
-    """S1 and S2 send every copy to all shards; S3 crosses nodes once and gathers inside; the baseline sends for all shards."""
+    """S1 and S2 send every copy to all shards; S3 crosses nodes once and gathers inside; the
+    baseline sends for all shards."""
     grid = Grid(world=p * s, tp=m, ep=p, etp=s)
     rows = {schedule: rows_per_rank(schedule, grid) for schedule in ("s1", "s2", "s3", "baseline")}
-    inside, across = (s - 1) * COPIES / m / p, COPIES / m * (p - 1) / p
+    inside = (s - 1) * COPIES / m / p
+    across = COPIES / m * (p - 1) / p
     for schedule in ("s1", "s2"):
         assert rows[schedule]["h"] == rows[schedule]["z"] == pytest.approx((inside, s * across))
     assert sum(rows["s1"]["y"]) == pytest.approx((m - 1) * TOKENS / m), (
@@ -100,9 +104,10 @@ def crossing(compiled: Compiled, sizes: CallSizes, backward: bool = False) -> di
 def test_weights_move_by_tutels_closed_form_whatever_the_schedule(
     schedule: str, p: int, s: int
 ) -> None:
-    """(q - 1) P / W per rank for r = s / q, P (W - 1) / W for r = 0, with P all parameters of W = p s ranks. The same
-    backward."""
-    grid, hidden = Grid(world=p * s, ep=p, etp=s), 8
+    """(q - 1) P / W per rank for r = s / q, P (W - 1) / W for r = 0, with P all parameters of W = p
+    s ranks. The same backward."""
+    grid = Grid(world=p * s, ep=p, etp=s)
+    hidden = 8
     parameters = EXPERTS * hidden
     for r in [0, *(r for r in range(1, s + 1) if s % r == 0)]:
         compiled, sizes = bound_sizes(
@@ -120,7 +125,8 @@ def test_weights_move_by_tutels_closed_form_whatever_the_schedule(
 @pytest.mark.parametrize("schedule", ["s1", "s2", "s3", "baseline"])
 @pytest.mark.parametrize(("m", "p", "s"), [(1, 2, 4), (2, 4, 2), (4, 1, 4)])
 def test_flops_of_every_rank_do_not_depend_on_r(schedule: str, m: int, p: int, s: int) -> None:
-    grid, hidden = Grid(world=p * s, tp=m, ep=p, etp=s), 8
+    grid = Grid(world=p * s, tp=m, ep=p, etp=s)
+    hidden = 8
     flops = set()
     for r in [0, *(r for r in range(1, s + 1) if s % r == 0)]:
         for chunks in (1, 2):
@@ -166,7 +172,9 @@ def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int
     grid = Grid(world=p * s, tp=1, ep=p, etp=s, ranks_per_node=g)
     compiled, sizes = bound_sizes(Plan(schedule=schedule, all_to_all="multicast"), grid)  # type: ignore[arg-type]
     table = even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)
-    nodes, node_tokens, rank_tokens = p * s // g, int(table[0, 0, 0]), int(table[0, -1, 0])
+    nodes = p * s // g
+    node_tokens = int(table[0, 0, 0])
+    rank_tokens = int(table[0, -1, 0])
     assert table.shape == (grid.world, p if nodes == p else nodes + p, 1)
     elsewhere = EXPERTS - EXPERTS // nodes
     assert node_tokens == round(
@@ -180,9 +188,8 @@ def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int
                 0,
                 grid.world * node_tokens * (nodes - 1),
             )
-        once_per_rank = (
-            grid.world * rank_tokens * (p * s - nodes)
-        )  # without the copies that stay on the mate itself
+        # without the copies that stay on the mate itself
+        once_per_rank = grid.world * rank_tokens * (p * s - nodes)
         inside = [
             t for name, t in rows.items() if name.startswith(("rank_tokens_in", "z_rank_tokens"))
         ]
@@ -207,7 +214,8 @@ SHAPES = [(2, 4), (4, 2), (1, 4), (8, 1)]
 
 
 def carried(link: str, nodes: int, g: int) -> tuple[int, int]:
-    """Return the rows (inside nodes, across nodes) of a dispatch in which every rank has one row for every rank."""
+    """Return the rows (inside nodes, across nodes) of a dispatch in which every rank has one row
+    for every rank."""
     grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
     compiled = compile_plan(Plan(schedule="s1", all_to_all=link), grid)
     sizes = even_sizes(grid, tokens=1, num_experts=grid.world, top_k=grid.world)
@@ -231,7 +239,8 @@ def test_every_row_is_counted_on_every_leg_of_its_path_and_nowhere_else(
 
 
 def test_bytes_of_each_kind() -> None:
-    """Rows have dim elements, routing weights and indices 4 bytes, hidden units their columns, a bias dim elements."""
+    """Rows have dim elements, routing weights and indices 4 bytes, hidden units their columns, a
+    bias dim elements."""
     row = {
         "task": "t",
         "collective": "exchange",
@@ -262,10 +271,17 @@ def test_sizes_of_an_even_layer_are_those_by_hand(schedule: str) -> None:
     for all_to_all in ("linear", "multicast") if schedule in ("s1", "s2") else ("linear",):
         plan = compile_plan(Plan(schedule=schedule, chunks=chunks, all_to_all=all_to_all), grid)  # type: ignore[arg-type]
         by_hand = even_sizes(
-            grid, redundant=plan.is_redundant, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=chunks,
-            node_tokens=even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=chunks),
+            grid,
+            redundant=plan.is_redundant,
+            tokens=TOKENS,
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            num_chunks=chunks,
+            node_tokens=even_node_tokens(
+                grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=chunks
+            ),
             units=4,
-        )  # fmt: skip
+        )
         for program in (plan.forward, plan.backward):
             sizes = sizes_of(program, layer, grid)
             for slot in program.slots:

@@ -1,4 +1,5 @@
-"""The balance section: shares and charts match the metrics; a run without decisions gets no section."""
+"""The balance section: shares and charts match the metrics; a run without decisions gets no
+section."""
 
 from __future__ import annotations
 
@@ -17,9 +18,16 @@ def of_layer(
     options: dict[str, int], alone: list[float], rows: list[float], **more: Any
 ) -> dict[str, Any]:
     return {
-        "options": options, "predicted_seconds": {}, "rows_alone": alone, "rows": rows, "copies_replicated": 3.0,
-        "token_bytes_alone": 4.0 * 2**20, "token_bytes": 2.0 * 2**20, "weight_bytes": 2.0**20, "decision_seconds": 0.002,
-    } | more  # fmt: skip
+        "options": options,
+        "predicted_seconds": {},
+        "rows_alone": alone,
+        "rows": rows,
+        "copies_replicated": 3.0,
+        "token_bytes_alone": 4.0 * 2**20,
+        "token_bytes": 2.0 * 2**20,
+        "weight_bytes": 2.0**20,
+        "decision_seconds": 0.002,
+    } | more
 
 
 def told(step: int, layers: list[dict[str, Any]], share: float = 0.01) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Gantt charts: bars match the timeline, charts of one page share their axis, and the page is self-contained."""
+"""Gantt charts: bars match the timeline, charts of one page share their axis, and the page is
+self-contained."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_units_fit_the_length(seconds: float, unit: str) -> None:
 
 def test_words_say_length_load_and_overlap() -> None:
     assert in_words(TIMELINE) == (
-        "made by hand: 9 ms; busy: compute 44%, inter 89%; 38% of the communication is hidden behind computation"
+        "made by hand: 9 ms; busy: compute 44%, inter 89%; 38% of the communication is hidden "
+        "behind computation"
     )
     assert in_words(Timeline("nothing", ())) == "nothing: 0 µs"
     assert list(gantt(Timeline("nothing", ())).layout.xaxis.range) == [0, 1]

@@ -1,4 +1,5 @@
-"""The report page is self-contained, escaped, has no empty charts, and draws without an error in a real browser."""
+"""The report page is self-contained, escaped, has no empty charts, and draws without an error in a
+real browser."""
 
 from __future__ import annotations
 
@@ -32,12 +33,22 @@ def open_in_browser(page: Path, profile: Path) -> tuple[str, str]:
     """Return the page's DOM after its scripts have run, and the browser's log."""
     done = subprocess.run(
         [
-            str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
-            "--enable-logging=stderr", "--v=0", "--window-size=1400,2600", "--virtual-time-budget=8000", "--dump-dom",
+            str(BROWSER),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={profile}",
+            "--enable-logging=stderr",
+            "--v=0",
+            "--window-size=1400,2600",
+            "--virtual-time-budget=8000",
+            "--dump-dom",
             page.resolve().as_uri(),
         ],
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -130,8 +141,14 @@ def test_two_sparse_runs_of_one_name_are_compared_and_told_apart(tmp_path: Path)
 def test_configuration_is_flattened_into_words() -> None:
     table = {"a": 1, "b": {"c": None, "d": {"e": True}}, "f": [], "g": [1, 2], "h": 0, "i": 1.5}
     assert flattened(table) == {
-        "a": "1", "b.c": "none", "b.d.e": "yes", "f": "none", "g": "1, 2", "h": "0", "i": "1.5"
-    }  # fmt: skip
+        "a": "1",
+        "b.c": "none",
+        "b.d.e": "yes",
+        "f": "none",
+        "g": "1, 2",
+        "h": "0",
+        "i": "1.5",
+    }
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -143,14 +160,18 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 @needs_browser
 def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path) -> None:
     runs = read_runs([sparse_run(tmp_path / "<moe> & co"), dense_run(tmp_path / "dense")])
-    drawn, path = Drawn(), tmp_path / "page.html"
+    drawn = Drawn()
+    path = tmp_path / "page.html"
     path.write_text(report_text(runs, drawn), encoding="utf-8")
     dom, log = open_in_browser(path, tmp_path / "profile")
     assert complaints(log) == []
     assert len(drawn.figures) == NUM_RUN_CHARTS + 1 + NUM_LAYER_CHARTS + 2
     for name in drawn.figures:
         assert re.search(
-            rf'id="{name}"[^>]*class="[^"]*js-plotly-plot|class="[^"]*js-plotly-plot[^>]*id="{name}"',
+            (
+                rf'id="{name}"[^>]*class="[^"]*js-plotly-plot|'
+                rf'class="[^"]*js-plotly-plot[^>]*id="{name}"'
+            ),
             dom,
         )
     shown = dom[dom.index("<main>") :]

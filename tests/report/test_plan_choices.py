@@ -1,4 +1,5 @@
-"""The section about plans matches the metrics, in order and escaped; a run whose plan stayed gets no section."""
+"""The section about plans matches the metrics, in order and escaped; a run whose plan stayed gets
+no section."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ from report.folders import layer, sparse_run, train_line, write_run
 
 def told(step: int, decisions: list[list[Any]], share: float = 0.05) -> dict[str, Any]:
     plan = {
-        "running": "s1, <linear>", "load": 7.0, "estimated_seconds": 0.5, "switches": 2, "explored_share": share,
+        "running": "s1, <linear>",
+        "load": 7.0,
+        "estimated_seconds": 0.5,
+        "switches": 2,
+        "explored_share": share,
         "decisions": decisions,
-    }  # fmt: skip
+    }
     return train_line(step, 2.0, 100.0, [layer([1, 1], 0.0)], plan=plan)
 
 

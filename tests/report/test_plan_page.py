@@ -1,4 +1,5 @@
-"""The page about a plan: bars add up to the plan's predicted time, and the roofline passes through its experts' rate."""
+"""The page about a plan: bars add up to the plan's predicted time, and the roofline passes through
+its experts' rate."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ pytest.importorskip("plotly")
 from moesaic.planner.answer import Speed
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.model import Job
+from moesaic.planner.job import Job
 from moesaic.planner.search import Settings, search
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.program.compile import compile_plan
 from moesaic.report.gantt import COMPUTING, bars_of, step_gantt, unit_of
 from moesaic.report.plan_page import PlanAnswer, roofline, stacked, tiles, write_plan_page
@@ -42,7 +43,8 @@ def test_the_roofline_is_never_passed_and_holds_the_plans_experts() -> None:
     best = search(JOB, H100, Settings(pins=Pins(tp=1, ep=4, etp=1), keep=1)).best
     layer = JOB.step_model(H100, best.grid.dp).layer
     lines = {trace.name: trace for trace in roofline(best, H100, layer).data}
-    bound, reached = lines["memory and the best rate"], lines["reached"]
+    bound = lines["memory and the best rate"]
+    reached = lines["reached"]
     assert tuple(bound.x) == tuple(reached.x)
     assert all(y <= 1.000001 * most for y, most in zip(reached.y, bound.y))
     assert max(reached.y) == pytest.approx(H100.device.flops("bf16", grouped=True) / 1e12)
@@ -66,13 +68,15 @@ def test_the_bars_of_a_step_are_its_parts_and_end_with_it(again: bool) -> None:
     )
     job = Job(batch_size=16, accumulation=3, model=shape)
     best = search(job, H100, Settings(pins=Pins(tp=1, ep=8, etp=1), keep=1)).best
-    layer, simulator = job.step_model(H100, best.grid.dp).layer, Simulator(H100)
+    layer = job.step_model(H100, best.grid.dp).layer
+    simulator = Simulator(H100)
     compiled = compile_plan(best.plan, best.grid)
     timelines = {
         name: simulator.run(program, layer, compiled.grid).timeline
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
     }
-    bars, parts = bars_of(job, best, timelines), best.estimate.parts
+    bars = bars_of(job, best, timelines)
+    parts = best.estimate.parts
     assert max(bar.end for bar in bars) == pytest.approx(best.seconds)
     for part in ("attention", "dense", "shared experts", "unembed", "parameters"):
         seconds = sum(bar.end - bar.start for bar in bars if bar.part == part)
@@ -97,8 +101,10 @@ def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sour
     tmp_path: Path,
 ) -> None:
     result = search(JOB, H100, Settings(pins=Pins(tp=1, ep=8, etp=1), keep=2))
-    best, compiled = result.best, compile_plan(result.best.plan, result.best.grid)
-    simulator, layer = Simulator(H100), JOB.step_model(H100, result.best.grid.dp).layer
+    best = result.best
+    compiled = compile_plan(result.best.plan, result.best.grid)
+    simulator = Simulator(H100)
+    layer = JOB.step_model(H100, result.best.grid.dp).layer
     timelines = {
         name: simulator.run(program, layer, compiled.grid).timeline
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
@@ -126,8 +132,16 @@ def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sour
     )
     places = [
         text.index(part)
-        for part in ("a &lt;b&gt; plan</h1>", "<p class='lead'>The fastest of ", "<h3>Step time</h3>", "<th>plan 2</th>",
-                     "id='chart-1'", "<details><summary>The answer in sentences", "&lt;i&gt;said",
-                     "<details><summary>Where the numbers come from", html.escape(H100.measured[0], quote=False)[:30])
-    ]  # fmt: skip
+        for part in (
+            "a &lt;b&gt; plan</h1>",
+            "<p class='lead'>The fastest of ",
+            "<h3>Step time</h3>",
+            "<th>plan 2</th>",
+            "id='chart-1'",
+            "<details><summary>The answer in sentences",
+            "&lt;i&gt;said",
+            "<details><summary>Where the numbers come from",
+            html.escape(H100.measured[0], quote=False)[:30],
+        )
+    ]
     assert places == sorted(places)

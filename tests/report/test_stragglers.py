@@ -20,7 +20,8 @@ WORLD = 4
 
 
 def times(**changes: object) -> list[dict]:
-    """Return metrics of four equal ranks that wait a little for each other, with the given changes."""
+    """Return metrics of four equal ranks that wait a little for each other, with the given
+    changes."""
     table = {
         "seconds": [1.0] * WORLD,
         "compute": [0.5] * WORLD,
@@ -57,9 +58,8 @@ def test_a_rank_for_which_all_wait_though_it_works_no_longer_comes_late():
 
 def test_a_rank_that_one_other_waits_for_stands_behind_a_slow_link():
     (phrase,) = stragglers(times(waited=waiting((3, 0, 0.4), (0, 3, 0.3))))
-    assert (
-        phrase
-        == "the link from rank 0 to rank 3 is slow: rank 3 waits for its messages for 40% of the steps"
+    assert phrase == (
+        "the link from rank 0 to rank 3 is slow: rank 3 waits for its messages for 40% of the steps"
     )
 
 
@@ -84,7 +84,8 @@ def ticks(seconds: float, seconds_of_rank_1: float) -> Iterator[float]:
 
 
 def slow_on_rank_1() -> None:
-    """Fake clocks on which all tasks take three times as long on the second rank, for which the first one waits."""
+    """Fake clocks on which all tasks take three times as long on the second rank, for which the
+    first one waits."""
     executor.perf_counter = ticks(10.0, 30.0).__next__
     process_groups.time = SimpleNamespace(perf_counter=ticks(20.0, 1.0).__next__)
 

@@ -51,9 +51,9 @@ def test_the_page_holds_everything_and_escapes_names(tmp_path):
     ):
         assert part in text
     assert (
-        "counts of 2 MoE layers with 16 experts, 2 per token; steps 0 to 4 of 16 sequences of 256 tokens"
-        in text
-    )
+        "counts of 2 MoE layers with 16 experts, 2 per token; steps 0 to 4 of 16 sequences of "
+        "256 tokens"
+    ) in text
 
 
 def test_deep_models_show_layers_evenly_spread():

@@ -20,7 +20,8 @@ def rows(capacity: Capacity, requested: list[int], num_valid: int, top_k: int) -
 
 
 def choice_of(experts: list[list[int]]) -> Choice:
-    """Return the choice for each token's list of experts, best first; lists may differ in length."""
+    """Return the choice for each token's list of experts, best first; lists may differ in
+    length."""
     flat = [(t, e, s) for t, row in enumerate(experts) for s, e in enumerate(row)]
     token, expert, slot = (
         torch.tensor([entry[i] for entry in flat], dtype=torch.int64) for i in range(3)
@@ -82,7 +83,8 @@ def test_an_unknown_order_is_refused(make) -> None:
 
 def test_first_choices_come_before_second_choices() -> None:
     choice = choice_of([[0, 1], [1, 0], [1, 0]])
-    # expert 0: token 0 first, then tokens 1 and 2 second; expert 1: tokens 1 and 2 first, then token 0 second
+    # expert 0: token 0 first, then tokens 1 and 2 second; expert 1: tokens 1 and 2 first, then
+    # token 0 second
     assert admit(choice, None, torch.tensor(2), None, 2).nonzero().flatten().tolist() == [
         0,
         2,
@@ -109,13 +111,22 @@ def test_admission_equals_the_loop(data: st.DataObject) -> None:
     limit = data.draw(st.integers(0, 5))
     order = data.draw(st.sampled_from(["position", "score"]))
     choice = choice_of(experts)
-    weights = torch.tensor(data.draw(st.lists(st.sampled_from([0.1, 0.2, 0.7]), min_size=len(choice.token),
-                                              max_size=len(choice.token))), dtype=torch.float32)  # fmt: skip
+    weights = torch.tensor(
+        data.draw(
+            st.lists(
+                st.sampled_from([0.1, 0.2, 0.7]),
+                min_size=len(choice.token),
+                max_size=len(choice.token),
+            )
+        ),
+        dtype=torch.float32,
+    )
     alive = torch.tensor(
         data.draw(st.lists(st.booleans(), min_size=len(weights), max_size=len(weights))),
         dtype=torch.bool,
     )
-    # The best weight of a token is that of its alive copies; the reference does not see the other copies.
+    # The best weight of a token is that of its alive copies; the reference does not see the other
+    # copies.
     best = torch.zeros(len(experts)).scatter_reduce(0, choice.token, weights * alive, "amax")
     copies = [
         Copy(t, e, s, w)

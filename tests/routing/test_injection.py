@@ -1,10 +1,12 @@
-"""Tests of how auxiliary losses reach the parameters: collected losses, and the weights of injected ones in a step."""
+"""Tests of how auxiliary losses reach the parameters: collected losses, and the weights of injected
+ones in a step."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -18,6 +20,7 @@ from moesaic import LoadBalance, MoE, ZLoss, collect_losses, set_loss_scale
 from moesaic.errors import InputError
 from moesaic.routing import injection
 from moesaic.routing.injection import InjectsLosses
+from moesaic.runtime.routing_cache import checkpoint
 
 LOSSES = (ZLoss(0.1), LoadBalance(0.2))
 
@@ -55,7 +58,8 @@ def weight_of(layer: MoE, gradient: Tensor) -> float:
 def test_injection_leaves_values_and_the_main_gradient_alone() -> None:
     layer = InjectsLosses()
     layer.own = nn.Parameter(torch.ones(()))
-    y, loss = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    y = torch.randn(3, requires_grad=True)
+    loss = torch.tensor(2.0, requires_grad=True)
     out = layer.inject_loss(y, loss, 0.5, False)
     assert torch.equal(out, y)
     (3 * out).sum().backward()
@@ -69,7 +73,8 @@ def test_the_losses_of_accumulated_micro_batches_weigh_one_in_every_step(to_none
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     weights = []
     for _ in range(3):
-        gradient, per_pass = once(layer), []
+        gradient = once(layer)
+        per_pass = []
         for _ in range(8):
             propagate(layer, tokens())
             per_pass.append(weight_of(layer, gradient))
@@ -92,6 +97,7 @@ def test_more_passes_than_in_the_step_before_add_nothing() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:moesaic")
 def test_a_layer_that_a_pass_uses_twice_injects_twice_and_counts_once() -> None:
     layer = layer_of()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
@@ -173,7 +179,8 @@ def test_what_is_trainable_tells_steps_apart(frozen: str) -> None:
         alone = copy.deepcopy(layer)
         set_loss_scale(alone, 1.0)
         propagate(alone, x)
-        gradient, x.grad = x.grad, None
+        gradient = x.grad
+        x.grad = None
         for _ in range(4):
             propagate(layer, x)
         torch.testing.assert_close(x.grad, gradient)
@@ -402,12 +409,95 @@ def test_a_copy_counts_by_itself(how: Callable[[MoE], MoE]) -> None:
 
 def test_a_layer_that_nobody_else_holds_injects_its_loss() -> None:
     torch.manual_seed(0)
-    layer, x = MoE(8, 8, 4, losses=(LoadBalance(0.5),)), torch.randn(6, 8)
+    layer = MoE(8, 8, 4, losses=(LoadBalance(0.5),))
+    x = torch.randn(6, 8)
     kept = x.clone().requires_grad_()
     layer(kept).sum().backward()
-    alone, y = x.clone().requires_grad_(), None
+    alone = x.clone().requires_grad_()
+    y = None
     torch.manual_seed(0)
     y = MoE(8, 8, 4, losses=(LoadBalance(0.5),))(alone)
     gc.collect()
     y.sum().backward()
     torch.testing.assert_close(alone.grad, kept.grad)
+
+
+def warned(run: Callable[[], object]) -> list[str]:
+    """Return the warnings of ours that a call gives."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(each.message) for each in found if str(each.message).startswith("moesaic: ")]
+
+
+def test_losses_of_several_forward_passes_in_one_backward_pass_warn_once() -> None:
+    layer = layer_of()
+
+    def together() -> None:
+        (sum((layer(tokens(seed)) * 0.5).sum() for seed in range(3)) / 3).backward()
+
+    assert warned(together) == [injection.BESIDE]
+    assert warned(together) == [], "once"
+
+
+@pytest.mark.parametrize("how", ["set_loss_scale", "collect_losses"])
+def test_there_is_no_warning_where_the_caller_says_the_weight(how: str) -> None:
+    layer = layer_of()
+    if how == "set_loss_scale":
+        set_loss_scale(layer, 0.5)
+
+    def together() -> None:
+        loss = sum(layer(tokens(seed)).sum() for seed in range(2)) / 2
+        if how == "collect_losses":
+            loss = loss + sum(collect_losses(layer)) / 2
+        loss.backward()
+
+    assert warned(together) == []
+
+
+def test_a_set_scale_gives_averaged_losses_their_weight() -> None:
+    layer = layer_of()
+    twin = layer_of()
+    set_loss_scale(layer, 1 / 2)
+    (sum(layer(tokens(seed)).square().mean() for seed in range(2)) / 2).backward()
+    for seed in range(2):
+        loss = twin(tokens(seed)).square().mean()
+        ((loss + sum(collect_losses(twin))) / 2).backward()
+    torch.testing.assert_close(layer.router.weight.grad, twin.router.weight.grad)
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "non-reentrant", "reentrant", "replayed"])
+def test_ordinary_passes_do_not_warn(wrapped: str) -> None:
+    layer = layer_of()
+    run = {
+        "plain": lambda x: layer(x),
+        "non-reentrant": lambda x: torch_checkpoint(layer, x, use_reentrant=False),
+        "reentrant": lambda x: torch_checkpoint(layer, x, use_reentrant=True),
+        "replayed": lambda x: checkpoint(layer, x),
+    }[wrapped]
+
+    def accumulate() -> None:
+        for seed in range(3):
+            run(tokens(seed).requires_grad_()).sum().backward()
+
+    def in_a_pipeline() -> None:
+        losses = [run(tokens(seed).requires_grad_()).sum() for seed in range(3)]
+        for loss in losses:
+            loss.backward()
+
+    def shared() -> None:
+        x = run(run(tokens().requires_grad_())) + tokens(1)
+        (x + run(x)).sum().backward()
+
+    for each in (accumulate, in_a_pipeline, shared):
+        assert warned(each) == [], each.__name__
+
+
+def test_a_shared_layer_in_several_forward_passes_warns() -> None:
+    layer = layer_of()
+
+    def together(number: int) -> None:
+        sum(layer(layer(tokens(seed))).sum() for seed in range(number)).backward()
+
+    assert warned(lambda: together(1)) == []
+    assert warned(lambda: together(2)) == [injection.BESIDE]

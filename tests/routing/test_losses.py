@@ -11,7 +11,7 @@ from torch import nn
 from helpers import Scripted, agree, make_layer, run
 from moesaic import Capacity, Importance, LoadBalance, MoE, ZLoss, finish_step, set_loss_scale
 from moesaic.errors import InputError
-from moesaic.routing.losses import AbstractLoss, RouterStatistics
+from moesaic.routing.losses import AbstractLoss, RouterStatistics, Sequences
 from moesaic.routing.router import token_choice
 from moesaic.routing.routing import Scores
 
@@ -69,7 +69,8 @@ def test_the_sequence_level_weighs_sequences_by_their_length() -> None:
 
 
 def test_the_global_batch_level_counts_since_the_last_step() -> None:
-    to_first, to_second = torch.tensor([[30.0, -30.0]] * 3), torch.tensor([[-30.0, 30.0]])
+    to_first = torch.tensor([[30.0, -30.0]] * 3)
+    to_second = torch.tensor([[-30.0, 30.0]])
     layer = scripted(LoadBalance(1.0, level="global_batch"))
     assert values(layer, to_first)["load_balance_global_batch"] == pytest.approx(2.0)
     assert values(layer, to_second)["load_balance_global_batch"] == pytest.approx(2 * 1 / 4)
@@ -79,9 +80,8 @@ def test_the_global_batch_level_counts_since_the_last_step() -> None:
 
 def test_importance_is_the_squared_coefficient_of_variation() -> None:
     x = torch.tensor([[30.0, -30.0], [30.0, -30.0], [30.0, -30.0], [-30.0, 30.0]])
-    assert values(scripted(Importance(1.0)), x)["importance"] == pytest.approx(
-        1 / 4
-    )  # loads 3 and 1, mean 2, var 1
+    # loads 3 and 1, mean 2, var 1
+    assert values(scripted(Importance(1.0)), x)["importance"] == pytest.approx(1 / 4)
 
 
 def test_z_loss_is_the_mean_squared_logsumexp() -> None:
@@ -106,7 +106,8 @@ def test_the_shape_of_the_batch_does_not_change_the_loss_or_its_gradient(
     layer = make_layer(losses=(loss,)).double()
     x = torch.randn(3, 4, 8, dtype=torch.float64)
     zero = torch.zeros_like(x)
-    as_sequences, as_rows = run(layer, x, zero), run(layer, x.view(12, 8), zero.view(12, 8))
+    as_sequences = run(layer, x, zero)
+    as_rows = run(layer, x.view(12, 8), zero.view(12, 8))
     assert torch.equal(as_sequences.routing.losses[loss.name], as_rows.routing.losses[loss.name])
     torch.testing.assert_close(as_sequences.grads["router.weight"], as_rows.grads["router.weight"])
     assert as_rows.grads["router.weight"].abs().max() > 0
@@ -139,7 +140,8 @@ def test_the_gradient_reaches_the_router_without_a_main_gradient(loss: AbstractL
 
 
 def test_the_coefficient_and_the_scale_multiply_the_gradient() -> None:
-    x, zero = torch.randn(6, 8, dtype=torch.float64), torch.zeros(6, 8, dtype=torch.float64)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    zero = torch.zeros(6, 8, dtype=torch.float64)
     torch.manual_seed(3)
     layer = make_layer(losses=(ZLoss(0.1),)).double()
     once = run(layer, x, zero).grads["router.weight"]
@@ -210,8 +212,9 @@ def statistics(
 ) -> RouterStatistics:
     logits = torch.zeros(3, 2, dtype=dtype)
     choice = token_choice(torch.tensor([[0, 1], [1, 0], [0, 1]]))
-    arguments = {"alive_N": torch.tensor([True] * 5 + [False]), "valid_T": None, "num_sequences": 1}
+    arguments = {"alive_N": torch.tensor([True] * 5 + [False]), "valid_T": None}
     arguments |= {
+        "sequences": Sequences(),
         "earlier_counts_E": None,
         "with_importance": with_importance,
         "with_logsumexp": False,
@@ -226,10 +229,8 @@ def statistics(
 def test_counts_are_exact_beyond_the_integers_of_float32() -> None:
     sums = statistics(earlier_counts_E=torch.tensor([2**24 + 3, 2**24 + 2]))
     assert sums.counts_GE.tolist() == [[3.0, 2.0]]
-    assert sums.step_counts_E.tolist() == [
-        2**24 + 6,
-        2**24 + 4,
-    ]  # in float32 the first would become 2**24 + 8
+    # in float32 the first would become 2**24 + 8
+    assert sums.step_counts_E.tolist() == [2**24 + 6, 2**24 + 4]
 
 
 def test_importance_sums_the_living_weights_when_a_loss_asks() -> None:

@@ -1,4 +1,5 @@
-"""Tests of tokens with NaN or infinite logits: they get valid experts, are counted, and only their results are NaN."""
+"""Tests of tokens with NaN or infinite logits: they get valid experts, are counted, and only their
+results are NaN."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from moesaic.routing.routers import (
 from moesaic.routing.routers.topology import node_level
 from moesaic.routing.routing import Scores
 
-DIM, EXPERTS, TOKENS, ODD = 8, 4, 12, 5
+DIM = 8
+EXPERTS = 4
+TOKENS = 12
+ODD = 5
 NODES = Grid(world=4, ep=4, ranks_per_node=2)
 ODD_TOKENS = {
     "NaN": math.nan,

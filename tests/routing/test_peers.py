@@ -1,4 +1,5 @@
-"""Tests that several ranks route like one process with their concatenated tokens: rows, drops, counts, losses, gradients.
+"""Tests that several ranks route like one process with their concatenated tokens: rows, drops,
+counts, losses, gradients.
 
 Ranks run on loopback; the expected values come from one process that has all tokens and no peers.
 """
@@ -24,7 +25,8 @@ from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, TokenInfo, route
 
-DIM, EXPERTS = 8, 4
+DIM = 8
+EXPERTS = 4
 ONE_TOKEN_AT_A_TIME = [
     "softmax",
     "sigmoid",
@@ -93,7 +95,8 @@ def run(
     peers: Peers | None = None,
     **options: int | None,
 ) -> tuple[Routed, Tensor, list[Tensor]]:
-    """Route a part of the tokens, and return the result with the auxiliary loss's gradients for the input and the router."""
+    """Route a part of the tokens, and return the result with the auxiliary loss's gradients for the
+    input and the router."""
     torch.manual_seed(7)
     router = make_router(name, DIM, EXPERTS).double()
     x = tokens.x[part].clone().requires_grad_()
@@ -140,7 +143,8 @@ def has_one_rank(name: str, capacity: str, seed: int) -> bool:
 @pytest.mark.parametrize("name", ["softmax", "sigmoid", "group_limited"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_losses_that_are_linear_in_sums_are_those_of_one_process(name: str, seed: int) -> None:
-    losses, lengths = (LoadBalance(0.7), ZLoss(0.2)), [4, 0, 9]
+    losses = (LoadBalance(0.7), ZLoss(0.2))
+    lengths = [4, 0, 9]
     tokens = draw(name, lengths, padded=seed > 0, seed=seed)
     whole, dx, dw = run(name, tokens, slice(0, sum(lengths)), Dropless(), losses)
     assert whole.loss is not None
@@ -189,7 +193,8 @@ def test_ranks_send_what_one_process_with_all_tokens_sends(
     ]
     assert sorted(together) == rows(whole)
     for r, (routed, *_) in enumerate(found):
-        routing, record = routed.routing, routed.record
+        routing = routed.routing
+        record = routed.record
         assert routing.requested.tolist() == whole.routing.requested.tolist()
         assert routing.counts.tolist() == whole.routing.counts.tolist()
         assert int(routing.num_valid) == int(whole.routing.num_valid)
@@ -227,9 +232,8 @@ def test_a_limit_per_rank_drops_as_each_rank_alone_would(name: str, order: str) 
         assert routed.record.by_rank.tolist() == [each.routing.counts.tolist() for each in alone]
         assert routed.routing.counts.tolist() == sum(each.routing.counts for each in alone).tolist()
         for loss, value in whole.routing.losses.items():
-            torch.testing.assert_close(
-                routed.routing.losses[loss], value
-            )  # losses span all ranks nevertheless
+            # losses span all ranks nevertheless
+            torch.testing.assert_close(routed.routing.losses[loss], value)
     assert sum(len(rows(each)) for each in alone) < len(rows(whole)), "something was dropped"
 
 
@@ -263,7 +267,8 @@ def test_order_by_score_is_each_ranks_own_under_either_scope() -> None:
 def test_slices_that_cut_sequences_give_the_losses_of_whole_ones(
     sequences, length, slices, groups, level
 ):
-    """In schedule S1 each rank of a tensor group routes a contiguous share of the group's tokens, which may cut sequences."""
+    """In schedule S1 each rank of a tensor group routes a contiguous share of the group's tokens,
+    which may cut sequences."""
     per_group = sequences * length
     starts = [g * per_group + per_group * i // slices for g in range(groups) for i in range(slices)]
     ends = [*starts[1:], groups * per_group]
@@ -308,7 +313,8 @@ def test_ranks_exchange_once_a_call_and_not_at_all_in_a_replay() -> None:
     tokens = draw("softmax", [3, 4], padded=False, seed=5)
 
     def rank(transport: AbstractTransport) -> tuple[int, int, bool]:
-        peers, router = CountingPeers(transport), make_router("softmax", DIM, EXPERTS).double()
+        peers = CountingPeers(transport)
+        router = make_router("softmax", DIM, EXPERTS).double()
         x = tokens.x[tokens.part(transport.rank)]
         options = {"top_k": 2, "capacity": Capacity.fixed(0.7), "losses": LOSSES, "peers": peers}
         first = route(router, x, **options)  # type: ignore[arg-type]

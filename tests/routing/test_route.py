@@ -22,7 +22,9 @@ def routed(name: str, x: torch.Tensor, **options: object) -> Routed:
 @pytest.mark.parametrize("capacity", [Dropless(), Capacity.fixed(0.5)], ids=["dropless", "fixed"])
 @pytest.mark.parametrize("name", list(ROUTERS))
 def test_a_replay_repeats_the_call_bit_for_bit(name: str, capacity) -> None:
-    router, x, top_k = make_router(name), torch.randn(12, 8), 1 if name in ("base", "switch") else 2
+    router = make_router(name)
+    x = torch.randn(12, 8)
+    top_k = 1 if name in ("base", "switch") else 2
     call = {
         "top_k": top_k,
         "capacity": capacity,
@@ -40,8 +42,10 @@ def test_a_replay_repeats_the_call_bit_for_bit(name: str, capacity) -> None:
 
 
 def test_a_replay_reads_the_counts_of_the_first_pass() -> None:
-    router, x = make_router("softmax"), torch.randn(6, 8)
-    losses, earlier = (LoadBalance(1.0, level="global_batch"),), torch.tensor([5, 0, 0, 0])
+    router = make_router("softmax")
+    x = torch.randn(6, 8)
+    losses = (LoadBalance(1.0, level="global_batch"),)
+    earlier = torch.tensor([5, 0, 0, 0])
     first = route(
         router,
         x,
@@ -84,9 +88,8 @@ def test_counts_are_rows_and_requested_are_copies() -> None:
     x = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
     valid = torch.tensor([True, True, True, False])
     batch = TokenInfo(valid_T=valid)
-    result = route(
-        Scripted(3, 3), x, top_k=2, capacity=Capacity.fixed(0.9), batch=batch
-    ).routing  # ceil(1.8) = 2
+    # ceil(1.8) = 2
+    result = route(Scripted(3, 3), x, top_k=2, capacity=Capacity.fixed(0.9), batch=batch).routing
     assert result.requested.tolist() == [3, 2, 1]
     assert result.counts.tolist() == [2, 2, 1]
     assert int(result.dropped) == 1

@@ -1,4 +1,5 @@
-"""Tests of what the layer requires of every router. A new line in `ROUTERS` is covered without a new test."""
+"""Tests of what the layer requires of every router. A new line in `ROUTERS` is covered without a
+new test."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def ask(
     pairwise(NAMES, (0, 1, 7), (True, False), empty=lambda _, tokens, __: tokens == 0),
 )
 def test_scores_choice_and_weights_have_their_shapes(name: str, tokens: int, train: bool) -> None:
-    router, top_k = make_router(name).train(train), TOP_K.get(name, 2)
+    router = make_router(name).train(train)
+    top_k = TOP_K.get(name, 2)
     scores, choice, _ = ask(router, torch.randn(tokens, 8), top_k)
     assert {tuple(part.shape) for part in scores} == {(tokens, 4)}
     assert not scores.rank_by.requires_grad
@@ -50,7 +52,8 @@ def test_scores_choice_and_weights_have_their_shapes(name: str, tokens: int, tra
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_arithmetic_has_the_dtype_of_its_input(name: str, dtype: torch.dtype) -> None:
-    router, top_k = make_router(name), TOP_K.get(name, 2)
+    router = make_router(name)
+    top_k = TOP_K.get(name, 2)
     scores, choice, _ = ask(router, torch.randn(5, 8, dtype=dtype), top_k)
     assert scores.logits.dtype == scores.probs.dtype == scores.gates.dtype == dtype
     assert router.weigh(scores, choice, top_k).dtype == dtype
@@ -96,11 +99,9 @@ SATURATING = ("sigmoid", "group_limited", "expert_choice")
 def test_choices_differ_from_float64_among_equal_scores_only(
     name: str, low: torch.dtype, scale: float
 ) -> None:
-    router, top_k, tokens = (
-        ROUTERS[name](8, 8).to(low).eval(),
-        TOP_K.get(name, 2),
-        torch.randn(64, 8).to(low),
-    )
+    router = ROUTERS[name](8, 8).to(low).eval()
+    top_k = TOP_K.get(name, 2)
+    tokens = torch.randn(64, 8).to(low)
     with torch.no_grad():
         for parameter in router.parameters():
             parameter.mul_(scale)
@@ -132,7 +133,8 @@ def test_the_layer_equals_the_reference(name: str, train: bool, capacity: Capaci
     agree(layer, x, token_ids=ids_for(x), capacity=capacity)
 
 
-# Other routers draw other random numbers for other numbers of tokens, so only these can be compared in training.
+# Other routers draw other random numbers for other numbers of tokens, so only these can be compared
+# in training.
 @pytest.mark.parametrize(
     ("name", "train"), [(n, False) for n in NAMES] + [(n, True) for n in DETERMINISTIC]
 )
@@ -157,7 +159,8 @@ def test_padding_changes_nothing_for_the_other_tokens(name: str, train: bool) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_with_padding_only_gives_zeros(name: str) -> None:
-    layer, x = make_layer(name), torch.randn(2, 3, 8)
+    layer = make_layer(name)
+    x = torch.randn(2, 3, 8)
     result = run(layer, x, mask=torch.zeros(2, 3, dtype=torch.bool), token_ids=ids_for(x))
     assert not result.y.any()
     assert not result.routing.requested.any()
@@ -168,7 +171,8 @@ def test_a_call_with_padding_only_gives_zeros(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_without_tokens_gives_every_parameter_a_zero_gradient(name: str) -> None:
-    layer, x = make_layer(name, shared_hidden=8), torch.randn(2, 0, 8)
+    layer = make_layer(name, shared_hidden=8)
+    x = torch.randn(2, 0, 8)
     result = run(layer, x, token_ids=ids_for(x))
     assert result.y.shape == (2, 0, 8)
     for key, grad in result.grads.items():
@@ -177,7 +181,8 @@ def test_a_call_without_tokens_gives_every_parameter_a_zero_gradient(name: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_seed_gives_one_result(name: str) -> None:
-    layer, x = make_layer(name), torch.randn(16, 8)
+    layer = make_layer(name)
+    x = torch.randn(16, 8)
     first, second = (run(layer, x, token_ids=ids_for(x), seed=5) for _ in range(2))
     assert torch.equal(first.y, second.y)
     assert torch.equal(first.dx, second.dx)
@@ -189,7 +194,8 @@ def test_one_seed_gives_one_result(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_router_learns_from_the_main_loss(name: str) -> None:
-    layer, x = make_layer(name, losses=()), torch.randn(16, 8)
+    layer = make_layer(name, losses=())
+    x = torch.randn(16, 8)
     grads = run(layer, x, torch.randn(16, 8), token_ids=ids_for(x)).grads
     for key, grad in grads.items():
         if key.startswith("router."):
@@ -201,10 +207,12 @@ def test_the_router_learns_from_the_main_loss(name: str) -> None:
 def test_a_router_that_looks_at_each_token_alone_chooses_the_same_for_it_alone(
     name: str, train: bool
 ) -> None:
-    router, top_k = make_router(name).train(train), TOP_K.get(name, 2)
+    router = make_router(name).train(train)
+    top_k = TOP_K.get(name, 2)
     if router.looks_across_tokens or router.draw(1, torch.device("cpu")) is not None:
         pytest.skip("its choice depends on other tokens, or on chance")
-    x, ids = torch.randn(9, 8), ids_for(torch.randn(9, 8))
+    x = torch.randn(9, 8)
+    ids = ids_for(torch.randn(9, 8))
     scores = router.scores(x, None, ids)
     together = router.choose(scores, top_k, None, None)
     weights = router.weigh(scores, together, top_k)
@@ -219,7 +227,8 @@ def test_a_router_that_looks_at_each_token_alone_chooses_the_same_for_it_alone(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_finish_step_starts_the_counts_anew(name: str) -> None:
-    layer, x = make_layer(name), torch.randn(16, 8)
+    layer = make_layer(name)
+    x = torch.randn(16, 8)
     before = copy.deepcopy(layer.router.state_dict())
     routing = layer(x, token_ids=ids_for(x), return_routing=True)[1]
     assert torch.equal(layer.step_counts, routing.requested)

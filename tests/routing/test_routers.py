@@ -53,7 +53,8 @@ def test_softmax_after_normalises_over_the_chosen_and_before_over_all() -> None:
 
 
 def test_sigmoid_bias_moves_the_choice_but_not_the_weights() -> None:
-    router, x = SigmoidTopK(8, 4), torch.randn(5, 8)
+    router = SigmoidTopK(8, 4)
+    x = torch.randn(5, 8)
     router.bias[3] = 10.0
     scores, choice = ask(router, x, 2)
     assert choice.expert.view(5, 2)[:, 0].tolist() == [3] * 5
@@ -66,7 +67,8 @@ def test_sigmoid_bias_moves_the_choice_but_not_the_weights() -> None:
 
 def test_sigmoid_scale_and_normalize_do_what_they_say() -> None:
     x = torch.randn(5, 8)
-    scaled, plain = SigmoidTopK(8, 4, scale=2.5), SigmoidTopK(8, 4, normalize=False)
+    scaled = SigmoidTopK(8, 4, scale=2.5)
+    plain = SigmoidTopK(8, 4, normalize=False)
     scores, choice = ask(scaled, x, 2)
     torch.testing.assert_close(
         scaled.weigh(scores, choice, 2).view(5, 2).sum(1), torch.full((5,), 2.5)
@@ -102,7 +104,8 @@ def test_noisy_starts_without_learnt_noise() -> None:
 
 
 def test_cosine_temperature_stops_at_its_floor() -> None:
-    router, x = CosineTopK(8, 4, floor=0.05, temperature=0.07), torch.randn(6, 8)
+    router = CosineTopK(8, 4, floor=0.05, temperature=0.07)
+    x = torch.randn(6, 8)
     cosine = router.scores(x, None, None).logits * 0.07
     assert cosine.abs().max() <= 1 + 1e-5
     with torch.no_grad():
@@ -111,7 +114,8 @@ def test_cosine_temperature_stops_at_its_floor() -> None:
 
 
 def test_cosine_ignores_the_length_of_a_token() -> None:
-    router, x = CosineTopK(8, 4), torch.randn(6, 8)
+    router = CosineTopK(8, 4)
+    x = torch.randn(6, 8)
     torch.testing.assert_close(
         router.scores(x, None, None).probs, router.scores(7 * x, None, None).probs
     )
@@ -209,7 +213,8 @@ def test_the_balanced_assignment_equals_brute_force(rows: int, experts: int) -> 
 
 
 def test_base_is_balanced_in_training_and_greedy_in_evaluation() -> None:
-    layer, x = make_layer("base"), torch.randn(16, 8) + 2
+    layer = make_layer("base")
+    x = torch.randn(16, 8) + 2
     assert layer(x, return_routing=True)[1].counts.tolist() == [4, 4, 4, 4]
     routing = layer.eval()(x, return_routing=True)[1]
     assert torch.equal(routing.expert, (x @ layer.router.weight.T).argmax(1))
@@ -240,7 +245,8 @@ def test_expert_choice_takes_exactly_its_share(tokens: int, top_k: int, each: in
 
 
 def test_expert_choice_takes_the_highest_scores_among_valid_tokens() -> None:
-    router, x = ExpertChoice(8, 4), torch.randn(10, 8)
+    router = ExpertChoice(8, 4)
+    x = torch.randn(10, 8)
     valid = torch.arange(10) != 3
     scores = router.scores(x, None, None)
     choice = router.choose(scores, 1, valid, None)

@@ -82,11 +82,10 @@ def test_the_router_matrix_starts_within_its_bound() -> None:
 def test_the_softmax_of_narrow_rows_and_its_gradient(
     rows: int, columns: int, dtype: torch.dtype
 ) -> None:
-    logits, upstream = (
-        torch.randn(rows, columns, dtype=dtype).mul_(5).requires_grad_(),
-        torch.randn(rows, columns),
-    )
-    probs, expected = softmax_rows(logits), logits.double().softmax(1)
+    logits = torch.randn(rows, columns, dtype=dtype).mul_(5).requires_grad_()
+    upstream = torch.randn(rows, columns)
+    probs = softmax_rows(logits)
+    expected = logits.double().softmax(1)
     torch.testing.assert_close(probs, expected.to(dtype))
     found, exact = (
         torch.autograd.grad(each, logits, upstream.to(each.dtype))[0] for each in (probs, expected)
@@ -96,5 +95,6 @@ def test_the_softmax_of_narrow_rows_and_its_gradient(
 
 def test_a_row_of_nan_leaves_the_softmax_of_others() -> None:
     logits = torch.zeros(40, 4)
-    logits[7, 1], logits[21] = math.nan, INF
+    logits[7, 1] = math.nan
+    logits[21] = INF
     assert softmax_rows(logits).isnan().any(1).nonzero().flatten().tolist() == [7, 21]

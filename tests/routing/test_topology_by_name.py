@@ -1,4 +1,5 @@
-"""Tests of `router="topology"`, which limits nothing before the layer is on a mesh, and follows its limits on a mesh."""
+"""Tests of `router="topology"`, which limits nothing before the layer is on a mesh, and follows its
+limits on a mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.rates import levels_of
+from moesaic.planner.policy_rates import levels_of
 from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import (
@@ -29,7 +30,9 @@ from moesaic.routing.routers import (
 )
 from moesaic.routing.routers.topology import NODE_SHARE
 
-DIM, EXPERTS, TOKENS = 8, 16, 50
+DIM = 8
+EXPERTS = 16
+TOKENS = 50
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 
 
@@ -71,7 +74,8 @@ def test_it_has_a_name_apart_from_those_that_no_mesh_changes() -> None:
 
 
 def test_one_process_routes_as_the_inner_router() -> None:
-    gate, plain = make().train(), make("softmax").train()
+    gate = make().train()
+    plain = make("softmax").train()
     plain.load_state_dict(
         {name.replace("inner.", ""): value for name, value in gate.state_dict().items()}
     )
@@ -106,7 +110,8 @@ def test_evaluation_and_a_single_node_are_not_limited() -> None:
 def test_a_factory_takes_share_router_and_cluster() -> None:
     half = on_mesh(make(partial(topology_gate, share=0.3, inner=SigmoidTopK)), GRID)
     assert [leaving(experts, rank) for rank, experts in enumerate(half)] == [30] * 4
-    cluster, grid = read_cluster("fastermoe-johnny"), Grid(world=16, ep=16, ranks_per_node=8)
+    cluster = read_cluster("fastermoe-johnny")
+    grid = Grid(world=16, ep=16, ranks_per_node=8)
     gate = topology_gate(DIM, 64, levels=partial(levels_of, cluster))
     gate.place(grid, 3)
     assert gate.levels == levels_of(cluster, grid)
@@ -128,7 +133,8 @@ def test_what_does_not_fit_is_said_when_the_mesh_is_known() -> None:
 
 
 def test_a_gate_that_was_given_a_mesh_keeps_it() -> None:
-    """The gate is in one process that stands for a cluster, and its layer is put on a mesh of one rank."""
+    """The gate is in one process that stands for a cluster, and its layer is put on a mesh of one
+    rank."""
     levels = node_level(GRID, 0.5)
     layer = make(
         lambda dim, count: TopologyRouter(SoftmaxTopK(dim, count), grid=GRID, levels=levels)

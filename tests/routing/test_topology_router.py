@@ -1,4 +1,5 @@
-"""Tests of the topology gate: it equals a slow oracle, its limits hold, and a mesh routes like one process."""
+"""Tests of the topology gate: it equals a slow oracle, its limits hold, and a mesh routes like one
+process."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.rates import levels_of
+from moesaic.planner.policy_rates import levels_of
 from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.router import AbstractRouter
@@ -33,7 +34,8 @@ from moesaic.routing.routers import (
 from moesaic.routing.routers.topology import experts_inside
 from moesaic.routing.routing import Scores
 
-DIM, EXPERTS = 8, 16
+DIM = 8
+EXPERTS = 16
 GRID = Grid(world=8, ep=8, ranks_per_node=2)
 INNER: dict[str, Callable[[int, int], AbstractRouter]] = {
     "softmax": SoftmaxTopK,
@@ -66,8 +68,10 @@ def make(
 
 def oracle(gate: TopologyRouter, scores: Scores, top_k: int, valid: list[bool]) -> list[set[int]]:
     """Return the experts of each token, chosen token by token by the gate's definition."""
-    rank_by, gates = scores.rank_by.tolist(), scores.gates.tolist()
-    tokens, origins = len(rank_by), gate.inside.shape[1]
+    rank_by = scores.rank_by.tolist()
+    gates = scores.gates.tolist()
+    tokens = len(rank_by)
+    origins = gate.inside.shape[1]
     inside = gate.inside.tolist()
     best_first = [sorted(range(EXPERTS), key=lambda e: (-rank_by[t][e], e)) for t in range(tokens)]
     chosen = [order[:top_k] for order in best_first]
@@ -130,7 +134,8 @@ def test_a_limit_of_all_changes_nothing_and_evaluation_is_never_limited():
     x = torch.randn(64, DIM)
     for gate in (make("softmax", 1.0, 1.0).train(), make("softmax", 0.0, 0.0).eval()):
         scores = gate.scores(x, None, None)
-        found, plain = gate.choose(scores, 2, None, None), gate.inner.choose(scores, 2, None, None)
+        found = gate.choose(scores, 2, None, None)
+        plain = gate.inner.choose(scores, 2, None, None)
         assert (found.expert == plain.expert).all()
 
 
@@ -148,7 +153,8 @@ def test_a_layer_on_a_mesh_computes_what_one_process_does(ep):
         return MoE(DIM, 8, 8, 2, router=router).double().train()
 
     x = torch.randn(24, DIM, dtype=torch.float64)
-    alone, whole = build(None), x.clone().requires_grad_()
+    alone = build(None)
+    whole = x.clone().requires_grad_()
     y, routing = alone(whole, return_routing=True)
     (y.sin().sum() / 4).backward()  # ranks average over data-parallel groups
     plain = SoftmaxTopK.choose(
@@ -157,10 +163,8 @@ def test_a_layer_on_a_mesh_computes_what_one_process_does(ep):
     assert (plain.expert != routing.expert).any()
 
     def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        layer, own = (
-            build(transport.rank),
-            x[transport.rank * 6 : transport.rank * 6 + 6].clone().requires_grad_(),
-        )
+        layer = build(transport.rank)
+        own = x[transport.rank * 6 : transport.rank * 6 + 6].clone().requires_grad_()
         layer.parallelize(Mesh(grid, transport), Plan())
         out, found = layer(own, return_routing=True)
         out.sin().sum().backward()
@@ -192,7 +196,8 @@ def test_experts_are_inside_where_their_ranks_are():
         True,
         True,
     ]
-    # An expert with shards on two nodes is inside neither, and a tensor group over two nodes has no experts inside.
+    # An expert with shards on two nodes is inside neither, and a tensor group over two nodes has no
+    # experts inside.
     shards = Grid(world=8, ep=2, etp=4, ranks_per_node=2)
     assert not experts_inside(shards, levels(0.5, grid=shards, sizes=(2,)), 4).any()
     tensor = Grid(world=8, ep=8, tp=4, ranks_per_node=2)
@@ -204,7 +209,8 @@ def test_experts_are_inside_where_their_ranks_are():
 
 
 def test_limits_follow_from_the_clusters_links():
-    """FasterMoE's cluster johnny has NICs of 50, links between sockets of 180, PCIe of 88 Gb/s (from its artifact)."""
+    """FasterMoE's cluster johnny has NICs of 50, links between sockets of 180, PCIe of 88 Gb/s
+    (from its artifact)."""
     johnny = read_cluster("fastermoe-johnny")
     node, socket = levels_of(johnny, Grid(world=16, ep=16, ranks_per_node=8))
     assert (node.name, node.share, node.group) == (

@@ -21,7 +21,9 @@ from moesaic.program.plan import Plan
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.equivalence import budget_by_rows
 
-DIM, HIDDEN, EXPERTS = 4, 8, 4
+DIM = 4
+HIDDEN = 8
+EXPERTS = 4
 
 
 def own_expert() -> nn.Module:
@@ -49,7 +51,8 @@ def tokens_of(group: int, count: int = 6, seed: int = 0) -> Tensor:
 
 
 def on_mesh(layer: MoE, grid: Grid, transport: AbstractTransport, plan: Plan | Compiled) -> MoE:
-    """Return a copy of a layer on a mesh. A memory budget in the plan counts rows at a rank's experts."""
+    """Return a copy of a layer on a mesh. A memory budget in the plan counts rows at a rank's
+    experts."""
     layer = copy.deepcopy(layer)
     layer.parallelize(Mesh(grid, transport), plan)
     budget_by_rows(layer)
@@ -63,17 +66,20 @@ def compiled(plan: Plan, grid: Grid, kind: str = "swiglu") -> Compiled:
 
 
 def part_of(layer: MoE, whole: Tensor, name: str, grid: Grid, rank: int) -> Tensor:
-    """Return a rank's part of a tensor shaped like a parameter of the whole layer's stacked experts."""
+    """Return a rank's part of a tensor shaped like a parameter of the whole layer's stacked
+    experts."""
     each = EXPERTS // grid.ep
     first = grid.coordinate(rank, "ep") * each
-    part, dim = whole[first : first + each], layer.experts.shard_dim(name)
+    part = whole[first : first + each]
+    dim = layer.experts.shard_dim(name)
     return part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]
 
 
 def every_rank(
     grid: Grid, function: Callable[[AbstractTransport, Tensor], object], seed: int = 0
 ) -> list[object]:
-    """Run a function on all ranks, with the rank's transport and the tokens of its tensor-parallel group."""
+    """Run a function on all ranks, with the rank's transport and the tokens of its tensor-parallel
+    group."""
     return run_ranks(
         grid.world,
         lambda transport: function(
@@ -84,7 +90,8 @@ def every_rank(
 
 
 def step(layer: nn.Module, x: Tensor, recompute: bool = False) -> list[Tensor]:
-    """Return a layer's results, its input's gradient, and its parameters' gradients, which are then cleared."""
+    """Return a layer's results, its input's gradient, and its parameters' gradients, which are then
+    cleared."""
     x = x.clone().requires_grad_()
     y = checkpoint(layer, x) if recompute else layer(x)
     y.sin().sum().backward()

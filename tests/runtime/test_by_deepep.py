@@ -1,4 +1,5 @@
-"""The use of DeepEP, with an imitation of its `ElasticBuffer` over loopback; the kernels themselves need GPUs."""
+"""The use of DeepEP, with an imitation of its `ElasticBuffer` over loopback; the kernels themselves
+need GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.runtime import deepep
 
-DIM, EXPERTS, TOKENS = 16, 8, 6
+DIM = 16
+EXPERTS = 8
+TOKENS = 6
 GRID = Grid(world=4, ep=4)
 
 
@@ -43,23 +46,36 @@ class Event:
 
 
 class Buffer:
-    """An imitation of `deep_ep.ElasticBuffer`, versions 2.0 and 2.1: arguments, defaults and errors, over a transport.
+    """An imitation of `deep_ep.ElasticBuffer`, versions 2.0 and 2.1: arguments, defaults and
+    errors, over a transport.
 
     Each rank receives the tokens of every rank that have an expert on it, source by source.
     """
 
     def __init__(
-        self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0,
-        use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True,
-        prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,
-        num_gpu_timeout_secs=100, explicitly_destroy=False,
-    ) -> None:  # fmt: skip
-        self.transport, self.peers = group, tuple(range(group.world))
-        self.num_max_tokens_per_rank, self.hidden, self.num_topk = (
-            num_max_tokens_per_rank,
-            hidden,
-            num_topk,
-        )
+        self,
+        group,
+        num_bytes=None,
+        num_cpu_bytes=0,
+        num_max_tokens_per_rank=0,
+        hidden=0,
+        num_topk=0,
+        use_fp8_dispatch=False,
+        deterministic=False,
+        allow_hybrid_mode=True,
+        allow_multiple_reduction=True,
+        prefer_overlap_with_compute=True,
+        sl_idx=3,
+        num_allocated_qps=0,
+        num_cpu_timeout_secs=300,
+        num_gpu_timeout_secs=100,
+        explicitly_destroy=False,
+    ) -> None:
+        self.transport = group
+        self.peers = tuple(range(group.world))
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.hidden = hidden
+        self.num_topk = num_topk
         sizes = torch.tensor([num_max_tokens_per_rank, hidden, num_topk])
         assert all(
             torch.equal(other, sizes) for other in all_gather(self.transport, self.peers, sizes)
@@ -70,22 +86,35 @@ class Buffer:
         return 24
 
     def dispatch(
-        self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, num_experts=None,
-        num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, previous_event=None,
-        previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
-        handle=None, do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False,
+        self,
+        x,
+        topk_idx=None,
+        topk_weights=None,
+        cumulative_local_expert_recv_stats=None,
+        num_experts=None,
+        num_max_tokens_per_rank=None,
+        expert_alignment=None,
+        num_sms=0,
+        num_qps=0,
+        previous_event=None,
+        previous_event_before_epilogue=None,
+        async_with_compute_stream=False,
+        allocate_on_comm_stream=False,
+        handle=None,
+        do_handle_copy=True,
+        do_cpu_sync=None,
+        do_expand=False,
+        do_zero_padding=False,
         use_tma_aligned_col_major_sf=False,
-    ):  # fmt: skip
+    ):
         num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]
         num_sms = self.get_theoretical_num_sms(num_experts, num_topk) if num_sms == 0 else num_sms
         if handle is not None:
             assert topk_idx is None
             assert topk_weights is None
             assert handle.buffer is self, "a handle is of the buffer that made it"
-            num_experts, num_max_tokens_per_rank = (
-                handle.num_experts,
-                handle.num_max_tokens_per_rank,
-            )
+            num_experts = handle.num_experts
+            num_max_tokens_per_rank = handle.num_max_tokens_per_rank
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         assert x.shape[1] == self.hidden
@@ -103,17 +132,32 @@ class Buffer:
         weight = torch.cat(all_gather(self.transport, self.peers, topk_weights))
         here = (expert >= 0) & (expert < each)
         rows = here.any(1).nonzero().squeeze(1)
-        expert, weight = expert.masked_fill(~here, -1), weight.masked_fill(~here, 0.0)
+        expert = expert.masked_fill(~here, -1)
+        weight = weight.masked_fill(~here, 0.0)
         handle = Handle(
-            num_experts, 1 if expert_alignment is None else expert_alignment, num_max_tokens_per_rank, num_sms,
-            topk_idx.clone(), self, rows,
-        )  # fmt: skip
+            num_experts,
+            1 if expert_alignment is None else expert_alignment,
+            num_max_tokens_per_rank,
+            num_sms,
+            topk_idx.clone(),
+            self,
+            rows,
+        )
         return tokens[rows], expert[rows], weight[rows], handle, Event()
 
     def combine(
-        self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
-        previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
-    ):  # fmt: skip
+        self,
+        x,
+        handle,
+        topk_weights=None,
+        bias=None,
+        num_sms=0,
+        num_qps=0,
+        previous_event=None,
+        previous_event_before_epilogue=None,
+        async_with_compute_stream=False,
+        allocate_on_comm_stream=False,
+    ):
         assert handle.buffer is self, "a handle is of the buffer that made it"
         assert x.dtype == torch.bfloat16
         assert x.shape == (len(handle.rows), self.hidden)
@@ -130,7 +174,8 @@ class Buffer:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
-    """Install the imitation as `deep_ep`; return the list of all ranks' buffers, which grows as they are opened."""
+    """Install the imitation as `deep_ep`; return the list of all ranks' buffers, which grows as
+    they are opened."""
     found: list[Buffer] = []
 
     def open_one(*arguments: object, **options: object) -> Buffer:
@@ -199,7 +244,8 @@ def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
     """There is one buffer per rank, width and top_k."""
 
     def work(transport: AbstractTransport) -> None:
-        mesh, plan = Mesh(GRID, transport), Plan(all_to_all="deepep")
+        mesh = Mesh(GRID, transport)
+        plan = Plan(all_to_all="deepep")
         for layer in [
             make(mesh, plan),
             make(mesh, plan),
@@ -215,7 +261,8 @@ def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
 
 
 def test_a_larger_call_leaves_earlier_ones_their_buffer(opened: list[Buffer]) -> None:
-    """Forward, a larger forward, then both backward passes; the smaller buffer lives until its call no longer needs it."""
+    """Forward, a larger forward, then both backward passes; the smaller buffer lives until its call
+    no longer needs it."""
 
     def work(plan: Plan, transport: AbstractTransport) -> tuple[Tensor, ...]:
         layer = make(Mesh(GRID, transport), plan)

@@ -1,7 +1,8 @@
-"""Bytes on the wire: the recorder misses none, and the computed volumes of programs equal the bytes sent, task by task.
+"""Bytes on the wire: the recorder misses none, and the computed volumes of programs equal the bytes
+sent, task by task.
 
-Routing is that of a random router, so counts are ragged. Rows, routing weights, indices, hidden units and biases all count,
-forward and backward, with and without lowering.
+Routing is that of a random router, so counts are ragged. Rows, routing weights, indices, hidden
+units and biases all count, forward and backward, with and without lowering.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from moesaic.planner.candidates import SearchSpace
 from moesaic.planner.movement import coded_bytes
 from moesaic.program.all_to_all.volume import messages_of, traffic
 from moesaic.program.build import SCHEDULES
-from moesaic.program.bundles import bundles
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
+from moesaic.program.joined_messages import bundles
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
@@ -34,7 +35,8 @@ from moesaic.routing.losses import LoadBalance
 from moesaic_lab.recorder import Recorder
 
 COLUMNS = {"swiglu": 3 * DIM, "biases": 2 * DIM + 1, "modules": 2 * 6 * DIM + 6 + DIM}
-"""How many numbers a row of packed weights has: those of a hidden unit, or of a whole expert that is sent as one row."""
+"""How many numbers a row of packed weights has: those of a hidden unit, or of a whole expert that
+is sent as one row."""
 
 
 def draw(rng: random.Random) -> tuple[Compiled, str]:
@@ -71,7 +73,8 @@ def draw(rng: random.Random) -> tuple[Compiled, str]:
 def run(
     work: Compiled, kind: str, seed: int = 0
 ) -> tuple[list[Recorder], CallSizes, dict[tuple[int, int], int]]:
-    """Run forward and backward; return what each rank sent, the call's sizes, and the bytes counted by the mailbox."""
+    """Run forward and backward; return what each rank sent, the call's sizes, and the bytes counted
+    by the mailbox."""
     whole = make_layer(kind, losses=(LoadBalance(0.1),))
     found: list[Any] = []
 

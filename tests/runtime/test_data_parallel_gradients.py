@@ -1,4 +1,5 @@
-"""Averaging over data parallelism: dense gradients summed over dp, expert gradients over edp, both divided by dp."""
+"""Averaging over data parallelism: dense gradients summed over dp, expert gradients over edp, both
+divided by dp."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from moesaic.experts import GatedExperts
 from moesaic.program.grid import Grid
 from moesaic.runtime import data_parallel
 from moesaic.runtime.data_parallel import average_gradients, expert_parameters
-from moesaic.runtime.spread import shard_experts
+from moesaic.runtime.sharding import shard_experts
 
 
 class Holder(nn.Module):

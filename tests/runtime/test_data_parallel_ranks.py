@@ -1,4 +1,5 @@
-"""Routers that adapt outside the loss, and losses over the global batch, under DDP and FSDP2: results equal one process's."""
+"""Routers that adapt outside the loss, and losses over the global batch, under DDP and FSDP2:
+results equal one process's."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from moesaic.parallel import prepare_ddp
 from moesaic.routing.routers import ROUTERS
 from worlds import on_ranks, refusal
 
-DIM, TOKENS, STEPS, MICRO = 8, 8, 3, 2
+DIM = 8
+TOKENS = 8
+STEPS = 3
+MICRO = 2
 ADAPTING = [name for name, make in ROUTERS.items() if make(DIM, 8).adapts]
 
 
@@ -87,15 +91,17 @@ def by_hybrid_fsdp(layer: MoE) -> nn.Module:
 
 
 def with_data_parallelism(router: str, wrap: Callable[[MoE], nn.Module], says: str) -> list[Tensor]:
-    """Train a layer on this rank's tokens; `says` is the way in which the layer's ranks become known."""
-    layer, world, rank = make_layer(router), dist.get_world_size(), dist.get_rank()
+    """Train a layer on this rank's tokens; `says` is the way in which the layer's ranks become
+    known."""
+    layer = make_layer(router)
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     model = wrap(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     if says == "group":
         balance_on_step(optimizer, layer, dist.group.WORLD)
-    elif (
-        says == "forward"
-    ):  # the layer itself, of which only DDP's forward pass knows that it is wrapped
+    elif says == "forward":
+        # the layer itself, of which only DDP's forward pass knows that it is wrapped
         balance_on_step(optimizer, layer)
     else:
         balance_on_step(optimizer, model)
@@ -249,7 +255,9 @@ def test_the_hook_reaches_an_optimizer_inside_others():
 def by_accelerate() -> list[Tensor]:
     import accelerate
 
-    layer, world, rank = make_layer("sigmoid"), dist.get_world_size(), dist.get_rank()
+    layer = make_layer("sigmoid")
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(size) for name, size in sizes.items()})  # as a launcher says it
     accelerator = accelerate.Accelerator(cpu=True)

@@ -1,4 +1,5 @@
-"""Wgrad products run while the rows' gradient is sent between nodes, and always before they are read."""
+"""Wgrad products run while the rows' gradient is sent between nodes, and always before they are
+read."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Diary(AbstractTransport):
 
     def __init__(self, transport: AbstractTransport, events: list[str]) -> None:
         super().__init__(transport.rank, transport.world, transport.device)
-        self._transport, self._events = transport, events
+        self._transport = transport
+        self._events = events
 
     def issue(self, transfer: Transfer) -> Handle:
         self._events.append(f"issue {transfer.lane}")

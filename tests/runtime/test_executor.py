@@ -1,4 +1,5 @@
-"""The executor frees values after their last use, and a layer call is one differentiable function."""
+"""The executor frees values after their last use, and a layer call is one differentiable
+function."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from meshes import DIM, compiled, every_rank, make_layer, on_mesh, part_of, toke
 from torch import Tensor
 
 from helpers import thinned
-from moesaic.balance.run import slices as slices_module
+from moesaic.balance.run import sliced_calls as slices_module
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.planner.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
-from moesaic.program.bundles import bundles
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.joined_messages import bundles
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
@@ -78,7 +79,8 @@ def test_every_slot_is_freed_once_after_its_last_reading() -> None:
 
 
 def test_a_layer_call_sends_its_counts_then_two_messages_to_each_peer() -> None:
-    """Rows are sent with their weights, and results return; nothing else is sent, not even biases."""
+    """Rows are sent with their weights, and results return; nothing else is sent, not even
+    biases."""
     layer = make_layer("biases")
 
     def sent(transport: AbstractTransport) -> list[int]:
@@ -87,9 +89,8 @@ def test_a_layer_call_sends_its_counts_then_two_messages_to_each_peer() -> None:
         here.load_state_dict(layer.state_dict())
         here.parallelize(Mesh(FOUR, recorder), Plan())
         with torch.no_grad():
-            here(
-                tokens_of(transport.rank, 40)
-            )  # ranks agree on the length of the message of counts
+            # ranks agree on the length of the message of counts
+            here(tokens_of(transport.rank, 40))
             recorder.ranges.clear()
             here(tokens_of(transport.rank, 40))
         return [len(held.messages) for held in recorder.ranges]
@@ -106,10 +107,13 @@ def test_without_gradients_nothing_is_kept_for_a_backward_pass(budget, monkeypat
     for module in (executor_module, slices_module):
         interpret = module.interpret
         monkeypatch.setattr(
-            module, "interpret", lambda program, inputs, call, wanted, then=interpret: (
-                kept.append(set(wanted)), then(program, inputs, call, wanted)
-            )[1]
-        )  # fmt: skip
+            module,
+            "interpret",
+            lambda program, inputs, call, wanted, then=interpret: (
+                kept.append(set(wanted)),
+                then(program, inputs, call, wanted),
+            )[1],
+        )
     layer = on_mesh(make_layer(), ONE, NoTransport(), Plan(memory_budget=budget))
     layer(tokens_of(0))
     assert any(names > {"y"} for names in kept)
@@ -131,7 +135,8 @@ def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
         Call(rank=0, sizes=sizes, experts=experts),
         {"index": torch.tensor([[1], [0], [1]])},
     )
-    x, gates = torch.randn(3, DIM, dtype=torch.float64), torch.rand(3, 1, dtype=torch.float64)
+    x = torch.randn(3, DIM, dtype=torch.float64)
+    gates = torch.rand(3, 1, dtype=torch.float64)
     with torch.no_grad():
         found = drive(
             interpret(work.forward, inputs_of(call, x, gates, sharded, common), call.call),
@@ -143,11 +148,14 @@ def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
 
 
 def test_the_number_of_saved_tensors_does_not_depend_on_the_data() -> None:
-    """Checkpointing compares the metadata of saved tensors between the first pass and the recomputation."""
-    grid, whole = Grid(world=2, ep=2), make_layer("modules")
+    """Checkpointing compares the metadata of saved tensors between the first pass and the
+    recomputation."""
+    grid = Grid(world=2, ep=2)
+    whole = make_layer("modules")
 
     def rank(transport: AbstractTransport) -> list[int]:
-        counts, layer = [], on_mesh(whole, grid, transport, Plan(chunks=2))
+        counts = []
+        layer = on_mesh(whole, grid, transport, Plan(chunks=2))
         for count in (0, 1, 7):
             saved: list[Tensor] = []
             with torch.autograd.graph.saved_tensors_hooks(
@@ -163,7 +171,8 @@ def test_the_number_of_saved_tensors_does_not_depend_on_the_data() -> None:
 
 @pytest.mark.parametrize("frozen", ["experts", "router", "input"])
 def test_ranks_take_part_whatever_needs_no_gradient(frozen: str) -> None:
-    grid, whole = Grid(world=4, tp=2, ep=2, etp=2), make_layer("biases")
+    grid = Grid(world=4, tp=2, ep=2, etp=2)
+    whole = make_layer("biases")
     if frozen != "input":
         getattr(whole, frozen).requires_grad_(False)
 
@@ -212,9 +221,11 @@ def draw(rng: random.Random) -> tuple[Plan, Grid]:
 
 @pytest.mark.parametrize("seed", thinned(range(20), every=4))
 def test_any_plan_runs_without_tags_too(seed: int) -> None:
-    """Like NCCL, this matches batches of a lane in issue order. What would swap data or hang there raises an error here."""
+    """Like NCCL, this matches batches of a lane in issue order. What would swap data or hang there
+    raises an error here."""
     plan, grid = draw(random.Random(seed))
-    whole, work = make_layer("biases"), compiled(plan, grid, "biases")
+    whole = make_layer("biases")
+    work = compiled(plan, grid, "biases")
     x = [tokens_of(g, count=3 + g, seed=seed) for g in range(grid.dp)]
 
     def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor | None]:
@@ -234,7 +245,8 @@ def test_any_plan_runs_without_tags_too(seed: int) -> None:
 
 
 def test_the_same_call_gives_the_same_bits_whoever_runs_first() -> None:
-    grid, whole = Grid(world=4, tp=2, ep=4, ranks_per_node=2), make_layer().float()
+    grid = Grid(world=4, tp=2, ep=4, ranks_per_node=2)
+    whole = make_layer().float()
 
     def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().float().requires_grad_()

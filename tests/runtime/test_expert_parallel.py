@@ -1,4 +1,5 @@
-"""An MoE layer on a mesh inside ordinary modules: several calls in flight, nesting, recomputation, gradient accumulation."""
+"""An MoE layer on a mesh inside ordinary modules: several calls in flight, nesting, recomputation,
+gradient accumulation."""
 
 from __future__ import annotations
 
@@ -44,14 +45,14 @@ def alone(layer: MoE, group: int, times: int = 1) -> tuple[Tensor, Tensor]:
     ("plan", "backward_first"), [("s1", "both"), ("r=0", "first"), ("multicast", "second")]
 )
 def test_two_layers_in_flight_do_not_meet(plan: str, backward_first: str) -> None:
-    one, two = make_layer(seed=1), make_layer("biases", seed=2)
+    one = make_layer(seed=1)
+    two = make_layer("biases", seed=2)
 
     def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = (
-            on_mesh(one, GRID, transport, PLANS[plan]),
-            on_mesh(two, GRID, transport, PLANS["s3"]),
-        )
-        a, b = first(x), second(x)
+        first = on_mesh(one, GRID, transport, PLANS[plan])
+        second = on_mesh(two, GRID, transport, PLANS["s3"])
+        a = first(x)
+        b = second(x)
         losses = [a.sin().sum(), b.sin().sum()]
         if backward_first == "both":
             (losses[0] + losses[1]).backward()
@@ -77,7 +78,8 @@ def test_layers_stack_and_nest() -> None:
 
     grid = Grid(world=4, ep=4, tp=2)
     torch.manual_seed(0)
-    inner, outer = make_layer(), MoE(DIM, 8, EXPERTS, 2, experts=nested, losses=()).double()
+    inner = make_layer()
+    outer = MoE(DIM, 8, EXPERTS, 2, experts=nested, losses=()).double()
 
     def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor | None]:
         y = on_mesh(outer, grid, transport, Plan(schedule="s2"))(
@@ -100,7 +102,8 @@ def test_layers_stack_and_nest() -> None:
     ids=str,
 )
 def test_backward_runs_again_on_a_retained_graph(plan: str, grid: Grid) -> None:
-    """Another backward pass is correct even if a rank starts it while a peer is still receiving from the previous one."""
+    """Another backward pass is correct even if a rank starts it while a peer is still receiving
+    from the previous one."""
     whole = make_layer()
 
     def rank(transport: AbstractTransport, x: Tensor) -> Tensor:
@@ -117,7 +120,8 @@ def test_backward_runs_again_on_a_retained_graph(plan: str, grid: Grid) -> None:
 
 @pytest.mark.parametrize("plan", ["s1", "s3", "ted"])
 def test_recomputation_exchanges_no_counts(plan: str) -> None:
-    """Counted on the wire: checkpointing does not change the number of small exchanges, which only routing makes."""
+    """Counted on the wire: checkpointing does not change the number of small exchanges, which only
+    routing makes."""
     whole = make_layer(losses=(LoadBalance(0.1),))
 
     def rank(transport: AbstractTransport) -> list[tuple[Counter[int], Tensor]]:

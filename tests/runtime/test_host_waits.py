@@ -25,7 +25,10 @@ FIRST = (
 )
 """What `make test` runs of them: each way to move rows, each capacity."""
 TOLERANCE = 0.05
-"""Of bfloat16 results, which are added in another order than on a CPU, and coded ones among them."""
+"""Of bfloat16 results, which are added in another order than on a CPU, and coded ones among
+them."""
+STEP_OF_FP8 = 0.125
+"""A sum in another order may round to the next number of float8_e4m3, an eighth away."""
 
 
 def check(case: WaitCase) -> None:
@@ -39,7 +42,7 @@ def check(case: WaitCase) -> None:
     assert found.backward <= case.most[1], found.lines
     assert found.uploads <= case.most_uploads, "no graph can be captured with an upload"
     assert found.unordered == (), "a GPU gives the same bits in every run"
-    assert found.error < TOLERANCE
+    assert found.error < (STEP_OF_FP8 if case.plan.codec == "fp8" else TOLERANCE)
 
 
 @pytest.mark.parametrize("name", thinned(FIRST, every=2, start=1))
@@ -108,7 +111,8 @@ def test_the_stand_in_sees_sums_in_any_order(
     places: list[int], dtype: torch.dtype, count: int
 ) -> None:
     with pretending(), StandIn() as stand_in:
-        x, index = torch.ones(3, 2, dtype=dtype, device=DEVICE), torch.tensor(places, device=DEVICE)
+        x = torch.ones(3, 2, dtype=dtype, device=DEVICE)
+        index = torch.tensor(places, device=DEVICE)
         torch.zeros_like(x).index_add_(0, index, x)
         x.scatter_add(0, index[:, None].expand(3, 2), x)
         assert len(stand_in.record.unordered) == 2 * count

@@ -1,4 +1,5 @@
-"""Several movements in one message per peer: a rank reads what its peer wrote, for any widths, dtypes and counts."""
+"""Several movements in one message per peer: a rank reads what its peer wrote, for any widths,
+dtypes and counts."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def read(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_gathered_on_one_side_and_placed_on_the_other(kind: str) -> None:
-    kinds, order, places = KINDS[kind], [4, 0, 3, 3, 1], [2, 4, 0, 1, 3]
+    kinds = KINDS[kind]
+    order = [4, 0, 3, 3, 1]
+    places = [2, 4, 0, 1, 3]
     values = values_of(kinds, [5] * len(kinds))
     out = [lot([1, 2], [2, 3], order) for _ in kinds]
     back = [lot([1, 2], [2, 3], places) for _ in kinds]

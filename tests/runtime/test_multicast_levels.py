@@ -1,7 +1,8 @@
-"""Multicast on meshes of every kind, against the dense float64 reference: nodes and ranks, only ranks, shards, chunks, budgets.
+"""Multicast on meshes of every kind, against the dense float64 reference: nodes and ranks, only
+ranks, shards, chunks, budgets.
 
-Cases are those of `moesaic check`, moved to meshes on which a token is sent once per node, once per rank, or both. Only few
-freely drawn cases would be like this.
+Cases are those of `moesaic check`, moved to meshes on which a token is sent once per node, once per
+rank, or both. Only few freely drawn cases would be like this.
 """
 
 from __future__ import annotations

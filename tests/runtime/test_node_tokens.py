@@ -1,4 +1,5 @@
-"""Visits and stops: a token counts once per node and place of ep, and its counts ride with the others."""
+"""Visits and stops: a token counts once per node and place of ep, and its counts ride with the
+others."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ GRIDS = [
 
 def test_a_token_node_tokens_a_node_once_and_stops_once_at_each_rank_there() -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=2)
-    expert, token = torch.tensor([0, 1, 1, 2, 3, 4, 5]), torch.tensor([5, 5, 7, 5, 5, 7, 7])
+    expert = torch.tensor([0, 1, 1, 2, 3, 4, 5])
+    token = torch.tensor([5, 5, 7, 5, 5, 7, 7])
     found = find_node_tokens(token, expert, 8, 8, 1, grid)
     assert found.counts.tolist() == [[2], [1], [2], [1], [1], [0]], (
         "5 and 7 on the first node, 7 on the second"
@@ -55,7 +57,8 @@ def test_counts_of_node_tokens_ride_in_the_exchange_of_counts_unless_copies_may_
 
 
 def exchanges_of(grid: Grid, plan: Plan, capacity: AbstractCapacity) -> list[int]:
-    """Return the exchanges of a layer's second forward pass on each rank; the first pass also announces message lengths."""
+    """Return the exchanges of a layer's second forward pass on each rank; the first pass also
+    announces message lengths."""
     whole = make_layer("swiglu", capacity=capacity)
 
     def rank(transport: AbstractTransport) -> int:

@@ -1,7 +1,8 @@
-"""A layer on a GPU: results against the CPU, host waits, CUDA graphs, and meshes whose ranks share one GPU without NCCL.
+"""A layer on a GPU: results against the CPU, host waits, CUDA graphs, and meshes whose ranks share
+one GPU without NCCL.
 
-Without a GPU the stand-in takes its place. It cannot replay a graph, so there a step is searched for what no graph can hold.
-`moesaic bench device --device cuda` runs this file on the GPU.
+Without a GPU the stand-in takes its place. It cannot replay a graph, so there a step is searched
+for what no graph can hold. `moesaic bench device --device cuda` runs this file on the GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from host_waits import CAPACITIES, WaitCase, cases
-from moesaic.captured import capture
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
+from moesaic.cuda_graphs import capture
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
@@ -30,7 +31,8 @@ from stand_in import DEVICE, StandIn, pretending, to_device, values
 
 HAS_GPU = torch.cuda.is_available()
 DTYPES = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Largest allowed relative error by dtype; float32 leaves room for TF32, which the CPU does not have."""
+"""Largest allowed relative error by dtype; float32 leaves room for TF32, which the CPU does not
+have."""
 ROUTERS = ("softmax", "sigmoid", "switch", "expert_choice")
 PLANS = (
     "linear.dropless",
@@ -40,13 +42,15 @@ PLANS = (
     "s2.dropless",
     "int8.dropless",
 )
-SIZES, TOKENS = (64, 96, 8, 2), 200
+SIZES = (64, 96, 8, 2)
+TOKENS = 200
 """(dim, hidden, experts, top_k) and the number of tokens."""
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 capacities = pytest.mark.parametrize("capacity", ["dropless", "capacity"])
 EVERY_CAPACITY: dict[str, AbstractCapacity] = CAPACITIES | {
-    "fitted": Capacity.fitted(at_most=1.5), "by score": Capacity.fixed(0.75, order="score"),
-}  # fmt: skip
+    "fitted": Capacity.fitted(at_most=1.5),
+    "by score": Capacity.fixed(0.75, order="score"),
+}
 
 
 def layer_of(dtype: torch.dtype, capacity: str, router: str = "softmax") -> tuple[MoE, Tensor]:
@@ -104,7 +108,8 @@ def test_results_are_those_of_float32_on_the_cpu(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_second_step_makes_no_host_wait(dtype: torch.dtype, capacity: str) -> None:
     layer, x = layer_of(dtype, capacity)
-    layer, x = layer.cuda(), x.cuda()
+    layer = layer.cuda()
+    x = x.cuda()
     step(layer, x)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -116,7 +121,8 @@ def test_the_second_step_makes_no_host_wait(dtype: torch.dtype, capacity: str) -
 def check_graph(layer: MoE, x: Tensor, transport: AbstractTransport | None = None) -> None:
     """Capture a step and replay it on other tokens; on the stand-in, look for waits and uploads."""
     with device() as (where, move, stand_in):
-        layer, x = move(layer), x.to(where)
+        layer = move(layer)
+        x = x.to(where)
         if transport is not None:
             transport.device = where
         step(layer, x)
@@ -125,14 +131,16 @@ def check_graph(layer: MoE, x: Tensor, transport: AbstractTransport | None = Non
             step(layer, x)
             assert (stand_in.record.waits, stand_in.record.uploads) == ([], [])
             return
-        static, stream = x.clone().requires_grad_(), torch.cuda.Stream()
+        static = x.clone().requires_grad_()
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
                 step(layer, static)
         torch.cuda.current_stream().wait_stream(stream)
         layer.zero_grad(set_to_none=True)
-        graph, other = torch.cuda.CUDAGraph(), x.flip(0)
+        graph = torch.cuda.CUDAGraph()
+        other = x.flip(0)
         with torch.cuda.graph(graph):
             y = layer(static)
             (y * y).sum().backward()
@@ -162,7 +170,8 @@ def test_a_graph_can_hold_a_step(dtype: torch.dtype, capacity: str) -> None:
 @pytest.mark.parametrize("router", ROUTERS[:3])
 def test_a_captured_layer_equals_the_layer(router: str, capacity: str) -> None:
     layer, x = layer_of(torch.bfloat16, capacity, router)
-    layer, x = layer.cuda(), x.cuda().requires_grad_()
+    layer = layer.cuda()
+    x = x.cuda().requires_grad_()
     captured = capture(layer, x)
     for other in (x.detach().flip(0).requires_grad_(), x):
         results = []

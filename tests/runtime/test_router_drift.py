@@ -1,4 +1,5 @@
-"""Ranks whose routers differ stop at the next call, with one line that names the parameter and the ranks."""
+"""Ranks whose routers differ stop at the next call, with one line that names the parameter and the
+ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +21,19 @@ from stand_in import DEVICE, StandIn, pretending, to_device
 from worlds import on_ranks
 
 SAYS = re.compile(
-    r"InputError: router\.weight differs: float32 \(8, 16\) [0-9a-f]{16} on rank 0, float32 \(8, 16\) [0-9a-f]{16} on rank 1: "
-    r"call moesaic\.average_gradients\(model, mesh\) after every backward pass [^\n]*broadcast=True\)"
+    r"InputError: router\.weight differs: float32 \(8, 16\) [0-9a-f]{16} on rank 0, float32 \(8, "
+    r"16\) [0-9a-f]{16} on rank 1: "
+    r"call moesaic\.average_gradients\(model, mesh\) after every backward pass "
+    r"[^\n]*broadcast=True\)"
 )
 
 
 def _three_steps(averages: bool) -> str:
-    """Train as a loop does that takes each rank's own batch; return what the first call that fails says, with its step."""
+    """Train as a loop does that takes each rank's own batch; return what the first call that fails
+    says, with its step."""
     torch.manual_seed(0)
-    mesh, moe = Mesh.create(ep=2), MoE(dim=16, hidden=16, num_experts=8, top_k=2)
+    mesh = Mesh.create(ep=2)
+    moe = MoE(dim=16, hidden=16, num_experts=8, top_k=2)
     moe.parallelize(mesh, "auto")
     optimizer = torch.optim.AdamW(parameter_groups(moe), lr=1e-3)
     balance_on_step(optimizer, moe)
@@ -63,7 +68,8 @@ PLANS = [Plan(schedule="s2"), Plan(chunks=2, all_to_all="multicast")]
 def refused(
     grid: Grid, change: Callable[[MoE, int], None], plan: Plan = PLANS[0], **options: object
 ) -> list[str]:
-    """Call a layer on all ranks of a mesh, change it on each, call it again and return what that says, by rank."""
+    """Call a layer on all ranks of a mesh, change it on each, call it again and return what that
+    says, by rank."""
     said = [""] * grid.world
 
     def rank(transport: AbstractTransport) -> None:
@@ -161,7 +167,8 @@ def test_every_parameter_of_a_router_is_compared_and_named(
 
 
 def test_copies_in_a_tensor_parallel_group_may_differ_by_rounding() -> None:
-    """Ranks of one group may add in different orders; each is compared with the ranks of the other groups alone."""
+    """Ranks of one group may add in different orders; each is compared with the ranks of the other
+    groups alone."""
 
     def by_group(layer: MoE, rank: int) -> None:
         layer.router.weight[0, 0] += rank % 2  # type: ignore[index,operator]
@@ -181,9 +188,8 @@ DTYPES = [torch.float64, torch.bfloat16, torch.uint8]
 def test_the_hash_tells_values_signs_places_and_parameters_apart(dtype: torch.dtype) -> None:
     start = torch.arange(1, 13).view(3, 4).to(dtype)
     variants = [start, start.flip(0), start.flip(1), start.t().contiguous(), start * 2]
-    if (
-        dtype.is_floating_point
-    ):  # opposite signs at two places, as after the first step of a matrix that starts at zero
+    # opposite signs at two places, as after the first step of a matrix that starts at zero
+    if dtype.is_floating_point:
         signs = torch.ones(3, 4, dtype=dtype)
         signs[0, 1] = signs[2, 3] = -1
         variants += [start * signs, start * signs.flip(0), -start]

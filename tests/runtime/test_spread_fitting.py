@@ -1,4 +1,5 @@
-"""Plans and layers that do not fit are refused before anything is sent: on every rank, with the same message."""
+"""Plans and layers that do not fit are refused before anything is sent: on every rank, with the
+same message."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from moesaic.experts import PlainExperts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
-from moesaic.runtime import spread
+from moesaic.runtime import sharding
 from moesaic.runtime.expert_parallel import ExpertParallel, PlainCalls
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
@@ -46,7 +47,8 @@ def refusals(world: int, function: Any) -> list[str]:
     ],
 )
 def test_ranks_with_different_plans_all_say_so(plans: list[dict], words: str) -> None:
-    """The ranks of a tensor-parallel group do not exchange counts, so this check cannot wait for the first call."""
+    """The ranks of a tensor-parallel group do not exchange counts, so this check cannot wait for
+    the first call."""
     lines = refusals(
         4,
         lambda transport: on_mesh(
@@ -83,12 +85,15 @@ def test_a_codec_that_one_rank_lacks_is_refused_on_all(monkeypatch: pytest.Monke
         if name == "zfp" and threading.current_thread().name == "rank 1":
             raise InputError("codec zfp needs the package zfpy")
 
-    monkeypatch.setattr(spread, "codec_named", codec_named)
+    monkeypatch.setattr(sharding, "codec_named", codec_named)
     lines = refusals(
         2,
         lambda transport: on_mesh(make_layer(), Grid(world=2, ep=2), transport, Plan(codec="zfp")),
     )
-    words = "whether codec zfp is installed differs: True on rank 0, False on rank 1: start every rank with the same settings"
+    words = (
+        "whether codec zfp is installed differs: True on rank 0, False on rank 1: start every "
+        "rank with the same settings"
+    )
     assert lines == [words] * 2
 
 
@@ -119,8 +124,8 @@ def test_a_plan_compiled_for_other_experts_is_refused(bias: bool) -> None:
             NoTransport(),
             compile_plan(Plan(), Grid(world=1), bias=bias),
             experts,
-            False,
-            PlainCalls,
+            weight_first=False,
+            calls_under=PlainCalls,
         )
 
 

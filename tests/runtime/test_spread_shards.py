@@ -1,4 +1,5 @@
-"""Storage: each rank's part of every parameter. It is the same for every plan, and the parts together are the whole."""
+"""Storage: each rank's part of every parameter. It is the same for every plan, and the parts
+together are the whole."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from torch import nn
 from helpers import refused
 from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainExperts
 from moesaic.program.grid import Grid
-from moesaic.runtime.spread import shard_experts
+from moesaic.runtime.sharding import shard_experts
 
-DIM, HIDDEN, EXPERTS = 4, 8, 4
+DIM = 4
+HIDDEN = 8
+EXPERTS = 4
 MAKERS = {
     "swiglu": lambda: GatedExperts(DIM, HIDDEN, EXPERTS),
     "swiglu with biases": lambda: GatedExperts(DIM, HIDDEN, EXPERTS, bias=True),
@@ -98,12 +101,18 @@ def test_modules_keep_the_experts_of_their_rank_under_their_own_names() -> None:
         (
             lambda: GatedExperts(DIM, 6, 4),
             {"etp": 4},
-            "an expert's hidden width of 6 does not split over mesh.etp=4: choose etp as a divisor of it",
+            (
+                "an expert's hidden width of 6 does not split over mesh.etp=4: choose etp as a "
+                "divisor of it"
+            ),
         ),
         (
             lambda: ModuleExperts(lambda: nn.Linear(DIM, DIM), DIM, 4),
             {"ep": 2, "etp": 2},
-            "ModuleExperts cannot be cut into shards: choose mesh.etp=1 (mesh.ep spreads whole experts)",
+            (
+                "ModuleExperts cannot be cut into shards: choose mesh.etp=1 (mesh.ep spreads "
+                "whole experts)"
+            ),
         ),
     ],
 )
@@ -120,6 +129,7 @@ def test_what_does_not_split_is_refused_and_left_whole(make: object, mesh: dict,
     "make", [*MAKERS.values(), lambda: ModuleExperts(lambda: nn.Linear(DIM, DIM), DIM, EXPERTS)]
 )
 def test_parameters_carry_the_marks_that_other_trainers_look_for(make) -> None:
-    """DeepSpeed and Megatron-Core leave parameters with `allreduce=False` out of the average over all data-parallel ranks."""
+    """DeepSpeed and Megatron-Core leave parameters with `allreduce=False` out of the average over
+    all data-parallel ranks."""
     for part in shards(make(), Grid(world=4, ep=2)):
         assert {(p.allreduce, p.group_name) for p in part.parameters()} == {(False, "ep_size_2")}

@@ -1,4 +1,5 @@
-"""`parallelize` on ranks with different weights or settings, and calls that differ: one message, on every rank."""
+"""`parallelize` on ranks with different weights or settings, and calls that differ: one message, on
+every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from moesaic import Capacity, Dropless, LoadBalance, Mesh, ModuleExperts, MoE, Plan, ZLoss
 from moesaic.routing.routers import SigmoidTopK
-from moesaic.runtime.spread import described, fingerprint
+from moesaic.runtime.sharding import described, fingerprint
 from worlds import on_ranks, refusal
 
 
@@ -41,28 +42,58 @@ def own_expert(seed: int) -> ModuleExperts:
 
 WEIGHTS: dict[str, tuple[Callable[[bool], MoE], str]] = {
     "seeds": (lambda odd: layer(seed=int(odd)), "weights.router.weight"),
-    "router": (lambda odd: spoiled("router.weight") if odd else layer(shared_hidden=8), "weights.router.weight"),
-    "bias": (lambda odd: spoiled("router.bias") if odd else layer(shared_hidden=8), "weights.router.bias"),
-    "experts": (lambda odd: spoiled("experts.w2") if odd else layer(shared_hidden=8), "weights.experts.w2"),
-    "shared": (lambda odd: spoiled("shared.w13") if odd else layer(shared_hidden=8), "weights.shared.w13"),
+    "router": (
+        lambda odd: spoiled("router.weight") if odd else layer(shared_hidden=8),
+        "weights.router.weight",
+    ),
+    "bias": (
+        lambda odd: spoiled("router.bias") if odd else layer(shared_hidden=8),
+        "weights.router.bias",
+    ),
+    "experts": (
+        lambda odd: spoiled("experts.w2") if odd else layer(shared_hidden=8),
+        "weights.experts.w2",
+    ),
+    "shared": (
+        lambda odd: spoiled("shared.w13") if odd else layer(shared_hidden=8),
+        "weights.shared.w13",
+    ),
     "modules": (
         lambda odd: layer(experts=lambda *_: own_expert(int(odd))),
         "weights.experts.experts.0.weight",
     ),
-}  # fmt: skip
+}
 """For each name: a layer that differs on one rank, and the start of the message."""
 SETTINGS: dict[str, tuple[Callable[[bool], MoE], str]] = {
-    "hidden": (lambda odd: layer(hidden=16 if odd else 8), "layer.hidden differs: 8 on {most}, 16 on {odd}"),
+    "hidden": (
+        lambda odd: layer(hidden=16 if odd else 8),
+        "layer.hidden differs: 8 on {most}, 16 on {odd}",
+    ),
     "dim": (lambda odd: layer(dim=8 if odd else 4), "layer.dim differs: 4 on {most}, 8 on {odd}"),
-    "num_experts": (lambda odd: layer(num_experts=8 if odd else 4), "layer.num_experts differs: 4 on {most}, 8 on {odd}"),
-    "top_k": (lambda odd: layer(top_k=3 if odd else 2), "layer.top_k differs: 2 on {most}, 3 on {odd}"),
-    "losses": (lambda odd: layer(losses=(ZLoss(0.1),) if odd else ()), "layer.losses differs: () on {most}, (ZLoss("),
-    "coefficient": (lambda odd: layer(losses=(LoadBalance(0.1 + odd),)), "layer.losses differs: (LoadBalance(coefficient=0.1"),
+    "num_experts": (
+        lambda odd: layer(num_experts=8 if odd else 4),
+        "layer.num_experts differs: 4 on {most}, 8 on {odd}",
+    ),
+    "top_k": (
+        lambda odd: layer(top_k=3 if odd else 2),
+        "layer.top_k differs: 2 on {most}, 3 on {odd}",
+    ),
+    "losses": (
+        lambda odd: layer(losses=(ZLoss(0.1),) if odd else ()),
+        "layer.losses differs: () on {most}, (ZLoss(",
+    ),
+    "coefficient": (
+        lambda odd: layer(losses=(LoadBalance(0.1 + odd),)),
+        "layer.losses differs: (LoadBalance(coefficient=0.1",
+    ),
     "capacity": (
         lambda odd: layer(capacity=Capacity.fixed(2.0) if odd else Dropless()),
         "layer.capacity differs: Dropless() on {most}, Capacity(",
     ),
-    "router": (lambda odd: layer(router="softmax" if odd else "sigmoid"), "layer.router differs: SigmoidTopK on {most}, "),
+    "router": (
+        lambda odd: layer(router="softmax" if odd else "sigmoid"),
+        "layer.router differs: SigmoidTopK on {most}, ",
+    ),
     "rate": (
         lambda odd: layer(router=partial(SigmoidTopK, bias_rate=0.5 if odd else 0.25)),
         "layer.router.bias_rate differs: 0.25 on {most}, 0.5 on {odd}",
@@ -71,11 +102,14 @@ SETTINGS: dict[str, tuple[Callable[[bool], MoE], str]] = {
         lambda odd: layer().float() if odd else layer(),
         "weights.router.weight differs: float64 (4, 4) ",
     ),
-}  # fmt: skip
+}
 CALLS: dict[str, tuple[Callable[[MoE, torch.Tensor, bool], object], str]] = {
     "dtype": (
         lambda moe, x, odd: moe(x.float() if odd else x),
-        "call.dtype differs: torch.float64 on {most}, torch.float32 on {odd}: call the layer identically",
+        (
+            "call.dtype differs: torch.float64 on {most}, torch.float32 on {odd}: call the layer "
+            "identically"
+        ),
     ),
     "top_k": (
         lambda moe, x, odd: moe(x, top_k=1 if odd else 2),
@@ -85,7 +119,11 @@ CALLS: dict[str, tuple[Callable[[MoE, torch.Tensor, bool], object], str]] = {
         lambda moe, x, odd: moe(x, top_k=1 if odd else 2, capacity=Capacity.fixed(1.0)),
         "call.top_k differs: 2 on {most}, 1 on {odd}: call the layer identically",
     ),
-}  # fmt: skip
+    "gradients": (
+        lambda moe, x, odd: torch.no_grad()(moe)(x) if odd else moe(x),
+        "call.gradients differs: True on {most}, False on {odd}: call the layer identically",
+    ),
+}
 
 
 def refusals(transport: str = "gloo") -> dict[str, str]:
@@ -103,6 +141,15 @@ def refusals(transport: str = "gloo") -> dict[str, str]:
         x = torch.randn(6, 4, dtype=torch.float64)
         moe(x)
         found[f"calls, {name}"] = refusal(call, moe, x, odd)
+    for name in ("first calls", "later calls"):  # of two equal layers, in another order
+        mesh = Mesh.create(ep=2, transport=transport)
+        pair = (layer(), layer())
+        for moe in pair:
+            moe.parallelize(mesh, Plan())
+        x = torch.randn(6, 4, dtype=torch.float64)
+        for moe in pair if name == "later calls" else ():
+            moe(x)
+        found[f"order, {name}"] = refusal(pair[odd], x)
     sharded = layer()
     fully_shard(sharded)
     found["order"] = refusal(sharded.parallelize, Mesh.create(ep=2, transport=transport), Plan())
@@ -136,7 +183,8 @@ def test_ranks_that_differ_are_told_in_what(results, name):
 
 
 def check_differences(name: str, results: list[dict[str, str]]) -> None:
-    odd, most = "rank 1", "rank 0"
+    odd = "rank 1"
+    most = "rank 0"
     expected = "InputError: " + EXPECTED[name].format(odd=odd, most=most)
     for of_rank in results:
         assert of_rank[name].startswith(expected), of_rank[name]
@@ -150,6 +198,15 @@ def check_differences(name: str, results: list[dict[str, str]]) -> None:
     assert len({of_rank[name] for of_rank in results}) == 1
 
 
+@pytest.mark.parametrize("name", ["first calls", "later calls"])
+def test_ranks_that_call_equal_layers_in_another_order_are_told_which(results, name):
+    for of_rank in results:
+        assert (
+            "call.layer differs: 0 on rank 0, 1 on rank 1: call the layer identically"
+            in of_rank[f"order, {name}"]
+        )
+
+
 def test_sharding_before_parallelizing_is_refused(results):
     for of_rank in results:
         assert of_rank["order"].endswith(
@@ -158,7 +215,8 @@ def test_sharding_before_parallelizing_is_refused(results):
 
 
 def broadcast_weights() -> list[torch.Tensor]:
-    moe, first = layer(seed=dist.get_rank(), shared_hidden=8), layer(seed=0, shared_hidden=8)
+    moe = layer(seed=dist.get_rank(), shared_hidden=8)
+    first = layer(seed=0, shared_hidden=8)
     with torch.no_grad():
         moe.router.bias += dist.get_rank()
     moe.parallelize(Mesh.create(ep=2), Plan(), broadcast=True)

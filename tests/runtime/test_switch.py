@@ -1,4 +1,5 @@
-"""Switching plans between steps changes no result and moves no weight; ranks with different plans detect it."""
+"""Switching plans between steps changes no result and moves no weight; ranks with different plans
+detect it."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_a_switch_sends_nothing_and_keeps_weights_and_caches() -> None:
         recorder = Recorder(transport)
         layer = on_mesh(whole, GRID, recorder, SHARDS[0])  # type: ignore[arg-type]
         on = layer.on_mesh
-        before, places = len(recorder.ranges), [p.data_ptr() for p in layer.parameters()]
+        before = len(recorder.ranges)
+        places = [p.data_ptr() for p in layer.parameters()]
         seen = []
         for plan in [*SHARDS, *SHARDS]:
             layer.use_plan(plan)
@@ -145,7 +147,8 @@ def test_a_switch_sends_nothing_and_keeps_weights_and_caches() -> None:
 
 
 def test_only_the_first_call_after_a_switch_tells_all_ranks() -> None:
-    """Under S2 the ranks of a tensor-parallel group do not exchange counts; after a switch they do so once."""
+    """Under S2 the ranks of a tensor-parallel group do not exchange counts; after a switch they do
+    so once."""
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> list[int]:
@@ -165,12 +168,8 @@ def test_only_the_first_call_after_a_switch_tells_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("plans", "grid", "wrong", "capacity"),
     [
-        (
-            [Plan(), Plan(schedule="s2"), Plan(), Plan()],
-            GRID,
-            [1],
-            Dropless(),
-        ),  # who routes with whom differs
+        # who routes with whom differs
+        ([Plan(), Plan(schedule="s2"), Plan(), Plan()], GRID, [1], Dropless()),
         # inside tensor groups, which exchange no counts
         ([Plan(schedule="s2"), Plan(schedule="s3")] * 2, GRID, [1, 3], Dropless()),
         ([Plan(chunks=2)] * 3 + [Plan()], FLAT, [3], PADDED),
@@ -193,7 +192,8 @@ def test_ranks_that_switch_to_different_plans_all_say_so(plans, grid, wrong, cap
     )
     calls = ", or call the layer with another call.dtype, call.top_k, call.capacity, call.losses,"
     lines = [f"ranks {wrong} run another plan or mesh{more} {advice}" for more in ("", calls)]
-    # Under a padded capacity, a rank that changed nothing may not check again; then the ranks compare no more.
+    # Under a padded capacity, a rank that changed nothing may not check again; then the ranks
+    # compare no more.
     assert said[0] in (lines if capacity is PADDED else lines[:1])
 
 
@@ -238,7 +238,8 @@ def test_plans_that_do_not_fit_are_refused_and_the_layer_goes_on() -> None:
     whole = make_layer()
 
     def rank(transport: AbstractTransport, x: Tensor) -> tuple[str, ...]:
-        layer, said = on_mesh(whole, GRID, transport, Plan(schedule="s2")), []
+        layer = on_mesh(whole, GRID, transport, Plan(schedule="s2"))
+        said = []
         y = layer(x)
         for plan, _ in REFUSED:
             said.append(refused(layer.use_plan, plan))

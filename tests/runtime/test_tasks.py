@@ -1,4 +1,5 @@
-"""Tasks that need no other rank: the order and the precision of sums, and sorting rows by expert."""
+"""Tasks that need no other rank: the order and the precision of sums, and sorting rows by
+expert."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ S1 = SCHEDULES["s1"]()
 def test_sixteen_bit_rows_are_summed_in_float32() -> None:
     """The sum of 257 ones: accumulated in bfloat16 it would stop at 256."""
     call = call_of([257], 1)
-    ones, index = torch.ones(257, DIM, dtype=torch.bfloat16), torch.zeros(257, 1, dtype=torch.int64)
+    ones = torch.ones(257, DIM, dtype=torch.bfloat16)
+    index = torch.zeros(257, 1, dtype=torch.int64)
     y = run(S1, "y_mine", {"z": ones, "index": index}, call)["y_mine"]
     assert isinstance(y, Tensor)
     assert y.dtype == torch.bfloat16
@@ -76,7 +78,8 @@ def test_sixteen_bit_rows_are_summed_in_float32() -> None:
 
 
 def test_what_a_padding_token_holds_reaches_no_empty_row_and_what_that_holds_no_token() -> None:
-    call, index = call_of([2, 3], 3, has_empty_rows=True), column([2, -1, 1, -1, -1])
+    call = call_of([2, 3], 3, has_empty_rows=True)
+    index = column([2, -1, 1, -1, -1])
     x = torch.randn(3, DIM, dtype=torch.float64)
     x[0] = float("nan")
     rows = run(S1, "rows", {"x_mine": x, "index": index}, call)["rows"]
@@ -104,7 +107,8 @@ def test_placed_puts_rows_in_their_places_or_sums_them() -> None:
 @pytest.mark.parametrize("most", [1, 2**15 + 3, 2**16, 2**20])
 def test_equal_numbers_keep_their_order(most: int) -> None:
     values = torch.randint(0, most, (999,), generator=torch.Generator().manual_seed(most))
-    values[3], values[700] = most, most
+    values[3] = most
+    values[700] = most
     assert torch.equal(stable_order(values), values.argsort(stable=True))
     assert stable_order(values[:0]).tolist() == []
 

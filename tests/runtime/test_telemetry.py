@@ -54,7 +54,8 @@ def test_no_copies_and_one_expert_are_defined() -> None:
 
 
 def test_the_needed_factor_is_the_smallest_that_drops_nothing() -> None:
-    layer, x = make_layer("softmax").eval(), torch.randn(16, 8)
+    layer = make_layer("softmax").eval()
+    x = torch.randn(16, 8)
     requested = layer(x, return_routing=True)[1].requested
     needed = LoadStatistics.of(requested.tolist()).needed_capacity_factor
     assert int(layer(x, capacity=Capacity.fixed(needed), return_routing=True)[1].dropped) == 0
@@ -87,7 +88,8 @@ def test_the_meter_leaves_routings_alone() -> None:
 
 
 def test_the_meter_counts_copies_whose_weight_is_not_finite() -> None:
-    layer, x = make_layer("softmax"), torch.randn(8, 8)
+    layer = make_layer("softmax")
+    x = torch.randn(8, 8)
     x[3] = math.nan
     meter = LoadMeter()
     for _ in range(2):

@@ -1,8 +1,8 @@
 """The dot test of programs: every movement's derived transpose is its mathematical transpose.
 
-<A x, y> = <x, A' y> must hold for every movement A of a program and its derived transpose A', lowered as in the plan. A value
-that is identical on all ranks of an axis counts once: the inner product is the sum over ranks, divided by the sizes of the
-axes on which the slot is identical.
+<A x, y> = <x, A' y> must hold for every movement A of a program and its derived transpose A',
+lowered as in the plan. A value that is identical on all ranks of an axis counts once: the inner
+product is the sum over ranks, divided by the sizes of the axes on which the slot is identical.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _WIDTH = 3
 
 
 def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, float]:
-    """Return |<A x, y> - <x, A' y>| for every movement of the forward program, relative to the larger one.
+    """Return |<A x, y> - <x, A' y>| for every movement of the forward program, relative to the
+    larger one.
 
     Args:
         compiled: the plan.
@@ -59,7 +60,8 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
             for values, value in zip(inputs, y)
         ]
         ay = _run(backward, cotangent(source.name), both, calls)
-        left, right = _pairing(target, ax, y, compiled.grid), _pairing(source, x, ay, compiled.grid)
+        left = _pairing(target, ax, y, compiled.grid)
+        right = _pairing(source, x, ay, compiled.grid)
         errors[task.name] = abs(left - right) / max(abs(left), abs(right), 1.0)
     return errors
 
@@ -103,7 +105,8 @@ def _as_value(slot: Slot, rows: Tensor) -> Value:
 
 def _values(slot: Slot, call: Call, seed: int) -> Tensor:
     """Return random rows, equal on ranks that must hold the same values."""
-    grid, rank = call.sizes.grid, call.rank
+    grid = call.sizes.grid
+    rank = call.rank
     first = min(_closure(slot, grid, rank))
     generator = torch.Generator().manual_seed(1000 * seed + first)
     shape = call.sizes.num_rows(slot.layout, rank), 1 if slot.kind is Kind.LANE else _WIDTH
@@ -119,7 +122,8 @@ def _pairing(slot: Slot, left: list[Tensor], right: list[Tensor], grid: Grid) ->
 
 def _closure(slot: Slot, grid: Grid, rank: int) -> set[int]:
     """Return the ranks that hold the same values of a slot as `rank`."""
-    ranks, new = {rank}, {rank}
+    ranks = {rank}
+    new = {rank}
     while new:
         new = {
             peer
@@ -157,7 +161,8 @@ def _types(program: Program, task: Task) -> tuple[object, ...]:
 
 
 def is_reversible(program: Program, task: Task) -> bool:
-    """Whether a task's transpose can be transposed, which experts, fetched weights and indices cannot."""
+    """Whether a task's transpose can be transposed, which experts, fetched weights and indices
+    cannot."""
     kinds = {program.slot(name).kind for name in task.writes}
     return task.op not in (Op.EXPERT, Op.EXPERT_GRAD, Op.ADD) and not kinds & {
         Kind.WEIGHT,

@@ -1,4 +1,5 @@
-"""Experts that gather all tokens, with and without bugs; `test_routed_experts.py` runs them in processes."""
+"""Experts that gather all tokens, with and without bugs; `test_routed_experts.py` runs them in
+processes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from moesaic.testing.certify import AbstractRoutedExperts, Certified, LayerSpec,
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers all ranks' rows, padded to one length. The backward pass sums all ranks' gradients of a rank's rows."""
+    """Gathers all ranks' rows, padded to one length. The backward pass sums all ranks' gradients of
+    a rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -31,12 +33,14 @@ class _Gather(torch.autograd.Function):
 
 
 class Gathering(AbstractRoutedExperts):
-    """Runs each rank's own experts on the tokens of all ranks, and sums the outputs on the rank that holds the token."""
+    """Runs each rank's own experts on the tokens of all ranks, and sums the outputs on the rank
+    that holds the token."""
 
     bug = ""
 
     def __init__(self, spec: LayerSpec) -> None:
-        self.group, own = spec.group, spec.weights.owned(spec.group)
+        self.group = spec.group
+        own = spec.weights.owned(spec.group)
         self.first = self.group.rank() * own.num_experts
         self.w1, self.w3, self.w2 = (
             each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2)
@@ -74,7 +78,8 @@ class Gathering(AbstractRoutedExperts):
 
 
 class _Summed(torch.autograd.Function):
-    """Sums over ranks. The backward pass sums too, since each rank's loss reads the rank's own rows."""
+    """Sums over ranks. The backward pass sums too, since each rank's loss reads the rank's own
+    rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -100,8 +105,8 @@ def findings(bugs: list[str]) -> dict[str, list[Certified]]:
 
 
 def findings_of_one_that_fails() -> list[Certified]:
-    """Return the findings if one rank raises while the other waits for it, until a short timeout."""
-    brief = dist.new_group(
-        timeout=datetime.timedelta(seconds=10)
-    )  # longer than one rank ever lags behind the other
+    """Return the findings if one rank raises while the other waits for it, until a short
+    timeout."""
+    # longer than one rank ever lags behind the other
+    brief = dist.new_group(timeout=datetime.timedelta(seconds=10))
     return certify(type("Buggy", (Gathering,), {"bug": "fails on rank 1"}), brief)

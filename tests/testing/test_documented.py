@@ -1,4 +1,5 @@
-"""The schedule and the all-to-all of docs/extending.md compute what the dense reference computes, in all cases with them."""
+"""The schedule and the all-to-all of docs/extending.md compute what the dense reference computes,
+in all cases with them."""
 
 from __future__ import annotations
 

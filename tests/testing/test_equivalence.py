@@ -11,7 +11,7 @@ import torch
 
 from moesaic.balance.run.calls import BalancedCalls
 from moesaic.errors import InputError
-from moesaic.named import REPLICATION
+from moesaic.policies import REPLICATION
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
@@ -28,18 +28,50 @@ FIRST = 24
 LEAST = 2
 """Smallest number of cases that must have each feature."""
 REQUIRED = [
-    *(f"schedule={name}" for name in SCHEDULES), *(f"all_to_all={name}" for name in (*ALL_TO_ALLS, "multicast")),
-    *(f"order={name}" for name in ORDERS), *(f"router={name}" for name in ROUTERS),
+    *(f"schedule={name}" for name in SCHEDULES),
+    *(f"all_to_all={name}" for name in (*ALL_TO_ALLS, "multicast")),
+    *(f"order={name}" for name in ORDERS),
+    *(f"router={name}" for name in ROUTERS),
     *(f"codec={name}" for name in ("bf16", "fp16", "int8", "fp8", "zfp")),
-    *(f"gather_weights={r}" for r in (0, 1, 2)), *(f"chunks={n}" for n in (1, 2, 3)), "peer_groups=2", "peer_groups=4",
-    *(f"world={n}" for n in (1, 2, 4, 8)), "tp=4", "etp=4", "ep=8", "innermost=ep", "several nodes", "fuse", "overlap_gather",
-    "precision=float32", "precision=autocast", "experts=modules", "experts=gelu", "shared", "apply_weight=before",
-    "loss=load_balance", "loss=load_balance_sequence", "loss=load_balance_global_batch", "loss=z_loss", "loss=importance",
-    "padding", "recompute", "evaluate", "accumulation", "group without tokens", "uneven groups", "coded, exact",
-    "capacity per rank", "padded capacity", "admission by score", "memory budget",
+    *(f"gather_weights={r}" for r in (0, 1, 2)),
+    *(f"chunks={n}" for n in (1, 2, 3)),
+    "peer_groups=2",
+    "peer_groups=4",
+    *(f"world={n}" for n in (1, 2, 4, 8)),
+    "tp=4",
+    "etp=4",
+    "ep=8",
+    "innermost=ep",
+    "several nodes",
+    "fuse",
+    "overlap_gather",
+    "precision=float32",
+    "precision=autocast",
+    "experts=modules",
+    "experts=gelu",
+    "shared",
+    "apply_weight=before",
+    "loss=load_balance",
+    "loss=load_balance_sequence",
+    "loss=load_balance_global_batch",
+    "loss=z_loss",
+    "loss=importance",
+    "padding",
+    "recompute",
+    "evaluate",
+    "accumulation",
+    "group without tokens",
+    "uneven groups",
+    "coded, exact",
+    "capacity per rank",
+    "padded capacity",
+    "admission by score",
+    "memory budget",
     *(f"replication={name}" for name in (*REPLICATION, "shadow at random", "arbiter at random")),
-    "placement=random", "placement=solved", "experts_move=True",
-]  # fmt: skip
+    "placement=random",
+    "placement=solved",
+    "experts_move=True",
+]
 """The features that the drawn cases must have."""
 
 
@@ -56,8 +88,10 @@ def replicating() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def evidence() -> Evidence:
-    """Run every drawn case that has a feature of which there are too few so far, until there are enough of all."""
-    found, seeds = Counter[str](), []
+    """Run every drawn case that has a feature of which there are too few so far, until there are
+    enough of all."""
+    found = Counter[str]()
+    seeds = []
     for seed in range(FIRST, 4000):
         present = set(features(draw_case(seed))) & set(REQUIRED)
         if any(found[name] < LEAST for name in present):
@@ -95,7 +129,8 @@ def test_cases_with_every_feature_pass(evidence):
 
 
 def test_illegal_plans_are_drawn_too_and_refused(monkeypatch):
-    refused, plain = [], cases.compile_plan
+    refused = []
+    plain = cases.compile_plan
 
     def compile_plan(*arguments):
         try:

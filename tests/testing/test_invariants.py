@@ -1,4 +1,5 @@
-"""Invariants of programs, over the plans of random cases: text form, validity, transposes, and equal replicas."""
+"""Invariants of programs, over the plans of random cases: text form, validity, transposes, and
+equal replicas."""
 
 from __future__ import annotations
 

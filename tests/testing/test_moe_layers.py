@@ -1,4 +1,5 @@
-"""`certify` with whole layers: a correct one passes every situation; findings on a bug name quantity and factor."""
+"""`certify` with whole layers: a correct one passes every situation; findings on a bug name
+quantity and factor."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ BUGS = ["", "router averaged", "loss without a gradient", "keeps all", "fails"]
 
 
 class Layer(AbstractMoELayer):
-    """A router before experts that gather all tokens, with a balance loss over the rank's own tokens."""
+    """A router before experts that gather all tokens, with a balance loss over the rank's own
+    tokens."""
 
     has_capacity = True
     bug = ""
@@ -55,7 +57,8 @@ def findings():
 
 
 def findings_in_other_situations():
-    """Return the findings in situations that by default only experts go through, and of a layer without a capacity."""
+    """Return the findings in situations that by default only experts go through, and of a layer
+    without a capacity."""
     further = [
         each
         for each in SITUATIONS

@@ -1,4 +1,5 @@
-"""Cases on processes with Gloo, with DTensor parameters; the gradient norm that training computes is compared too."""
+"""Cases on processes with Gloo, with DTensor parameters; the gradient norm that training computes
+is compared too."""
 
 from __future__ import annotations
 

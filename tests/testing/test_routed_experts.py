@@ -1,4 +1,5 @@
-"""`certify`: correct experts pass every situation; for experts with a bug, the findings name quantity and factor."""
+"""`certify`: correct experts pass every situation; for experts with a bug, the findings name
+quantity and factor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The pytest plugin: the example runs as users would run it, and the comparison's messages are right."""
+"""The pytest plugin: the example runs as users would run it, and the comparison's messages are
+right."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ def pytest_on(*paths: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_example_finds_its_bug_and_a_failing_layer_fails_and_says_why(tmp_path):
-    example, mine = ROOT / "examples" / "test_your_layer.py", tmp_path / "test_mine.py"
-    text = example.read_text().replace(
-        "shard=shard, finish=average_all)", "shard=shard, finish=average_all_but_experts)"
-    )
-    mine.write_text(text)
+    example = ROOT / "examples" / "test_your_layer.py"
+    mine = tmp_path / "test_mine.py"
+    text = example.read_text()
+    correct = "finish=average_all\n"
+    assert text.count(correct) == 1
+    mine.write_text(text.replace(correct, "finish=average_all_but_experts\n"))
     done = pytest_on(example, mine)
     assert done.returncode == 1
     assert "3 failed, 35 passed" in done.stdout, (

@@ -34,7 +34,8 @@ SHAPE = TraceShape(num_layers=2, num_experts=5, top_k=2, sequences=4, seq_len=3,
 def tokens(
     steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: int = 2
 ) -> TraceSegment:
-    """Return random choices, distinct within a token; some second choices are marked as not sent."""
+    """Return random choices, distinct within a token; some second choices are marked as not
+    sent."""
     random = np.random.default_rng(seed)
     rows = random.random((len(steps), *shape.table("tokens")[:-1], shape.num_experts)).argsort(-1)[
         ..., : shape.top_k
@@ -157,7 +158,10 @@ def test_damaged_files_are_refused(tmp_path, damage):
     path = tmp_path / "routing" / segment_name(0)
     write_segment(tokens(list(range(40))), path)
     path.write_bytes(damage(path.read_bytes()))
-    line = f"trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again"
+    line = (
+        f"trace {path}: is damaged or cut short: remove the file and use the other steps, or "
+        "record it again"
+    )
     with pytest.raises(InputError, match=re.escape(line)):
         Trace.open(tmp_path).loads()
 
@@ -280,7 +284,8 @@ def test_drift_is_the_share_of_copies_that_change():
 def test_locality_compares_pairs_of_copies(top_k):
     shape = TraceShape(num_layers=1, num_experts=6, top_k=top_k, sequences=3, seq_len=5)
     experts = np.random.default_rng(top_k).random((15, 6)).argsort(1)[:, :top_k]
-    token, expert = np.repeat(np.arange(15), top_k), experts.reshape(-1)
+    token = np.repeat(np.arange(15), top_k)
+    expert = experts.reshape(-1)
     other = token[:, None] != token
     alike = token[:, None] // 5 == token // 5
     within, between = (
@@ -292,7 +297,8 @@ def test_locality_compares_pairs_of_copies(top_k):
 
 
 def test_locality_goes_from_none_to_all():
-    alike, apart = np.tile([4, 4, 4, 4], (4, 1)), 8 * np.eye(4, dtype=int)
+    alike = np.tile([4, 4, 4, 4], (4, 1))
+    apart = 8 * np.eye(4, dtype=int)
     assert locality(apart, 1) == 1.0
     assert locality(np.repeat(apart, 2, axis=1)[:, :8], 2) == pytest.approx(1.0)
     assert -0.15 < locality(alike, 1) < 0.0

@@ -1,4 +1,5 @@
-"""Foreign trace formats: files as other software writes them, round trips, and refusals in one line."""
+"""Foreign trace formats: files as other software writes them, round trips, and refusals in one
+line."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 from helpers import refused
 from moesaic.errors import InputError
 from moesaic.traces.formats import FORMATS, ReadOptions
+from moesaic.traces.formats.base import tokens_segment
 from moesaic.traces.load import faults
 from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
@@ -38,7 +40,8 @@ def test_megatron_ranks_micro_batches_and_pipeline_stages(tmp_path):
             {**record, "num_tokens": len(experts), "topk": 2, "top_indices": experts, **more}
         )
 
-    one, other = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
+    one = [[0, 1], [2, 3]]
+    other = [[3, 0], [1, 2]]
     lines = {  # ranks 0 and 1 are one pipeline stage, ranks 2 and 3 the other; two micro-batches
         0: [line(4, 2, 0, one), line(4, 2, 0, other)],
         1: [line(4, 2, 1, other), line(4, 2, 1, one)],
@@ -54,14 +57,15 @@ def test_megatron_ranks_micro_batches_and_pipeline_stages(tmp_path):
     trace = opened("megatron", tmp_path)
     assert trace.shape == TraceShape(
         num_layers=2, num_experts=4, top_k=2, sequences=2, seq_len=2, accumulation=2
-    )  # fmt: skip
+    )
     assert trace.experts(0, 4, 0).tolist() == one + other  # the decoder's layer comes first
     assert trace.experts(0, 4, 1).tolist() == other + one
     assert trace.experts(1, 4, 1).tolist() == one + other
 
 
 def test_requests_of_vllm_and_sglang(tmp_path):
-    experts, data = np.array(EXPERTS, dtype=np.int16), io.BytesIO()
+    experts = np.array(EXPERTS, dtype=np.int16)
+    data = io.BytesIO()
     np.save(data, experts[1:])
     npy, nested, encoded, flat, bare = (
         tmp_path / name for name in ("a.npy", "b.json", "c.json", "d.json", "e.json")
@@ -84,8 +88,11 @@ def test_requests_of_vllm_and_sglang(tmp_path):
     )
     bare.write_text(json.dumps({"choices": [{"sgl_ext": {"routed_experts": raw}}]}))
     actual = [
-        opened("vllm", npy), opened("vllm", nested), opened("vllm", encoded), opened("sglang", flat, top_k=2)
-    ]  # fmt: skip
+        opened("vllm", npy),
+        opened("vllm", nested),
+        opened("vllm", encoded),
+        opened("sglang", flat, top_k=2),
+    ]
     for trace in actual:
         assert trace.shape == TraceShape(
             num_layers=2, num_experts=4, top_k=2, sequences=1, seq_len=3
@@ -130,7 +137,8 @@ def test_check_names_each_kind_of_fault():
         "top-k: layer 1: 1 tokens chose an expert twice"
     ]
     counts = np.ones((4, 1, 3, 1, 4), dtype=np.int64)
-    counts[:, 0, 1], counts[1, 0, 0, 0, 0] = 0, 0
+    counts[:, 0, 1] = 0
+    counts[1, 0, 0, 0, 0] = 0
     assert faults(Trace.of(TraceSegment(shape, "counts", np.array([0, 10, 30, 40]), counts))) == [
         "sums: layer 0: 1 sequences do not have 4 copies, first in step 10, sequence 0: 3",
         "layers: layer 1 has no copies at all",
@@ -178,3 +186,12 @@ def test_what_is_no_array_is_refused(tmp_path, data):
     path = tmp_path / "a.npy"
     path.write_bytes(data)
     assert "holds no routed experts" in refused(lambda: FORMATS["vllm"].read(path, ReadOptions()))
+
+
+def test_padding_in_a_trace_is_refused_for_what_it_is() -> None:
+    table = np.array([[[[[0, 512], [-1, -1]]]]])
+    line = refused(tokens_segment, table, steps=[0], sequences=1, num_experts=513, source={})
+    assert "it has expert -1" in line
+    assert "padding" in line
+    line = refused(tokens_segment, abs(table), steps=[0], sequences=1, num_experts=9, source={})
+    assert "give --num-experts 513 or more" in line

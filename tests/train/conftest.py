@@ -1,4 +1,5 @@
-"""Fixtures of the tests of training: no measurement of the machine's matmul rate, and a finished run."""
+"""Fixtures of the tests of training: no measurement of the machine's matmul rate, and a finished
+run."""
 
 from __future__ import annotations
 

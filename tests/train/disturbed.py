@@ -55,7 +55,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def disturbing(folder: Path, where: str, before: str = "pass", after: str = "pass") -> Path:
-    """Write a script that runs `moesaic` and does something before and after each call of one of its functions.
+    """Write a script that runs `moesaic` and does something before and after each call of one of
+    its functions.
 
     Args:
         where: the function, by one of the modules that the script imports.
@@ -80,7 +81,8 @@ def command(
     script: Path | None = None,
     elastic: tuple[str, ...] = (),
 ) -> list[str]:
-    """Return the words behind `python` that start two ranks by torchrun, with flags of ours and of its own."""
+    """Return the words behind `python` that start two ranks by torchrun, with flags of ours and of
+    its own."""
     file = write_config(config, folder / "given.json")
     program = ["-m", "moesaic"] if script is None else [str(script)]
     elastic = elastic or ("--master-port", str(free_port()))

@@ -1,4 +1,5 @@
-"""Adapters over the experts of another run's model, in Moesaic's own trainer: gradients, ranks, checkpoints, the hub."""
+"""Adapters over the experts of another run's model, in Moesaic's own trainer: gradients, ranks,
+checkpoints, the hub."""
 
 from __future__ import annotations
 
@@ -133,10 +134,8 @@ def test_experts_without_a_gate_are_adapted_too(folder):
 
 
 def test_checkpoints_hold_adapters_alone_and_go_on_exactly(folder):
-    straight, parts = (
-        adapting(folder, "straight"),
-        adapting(folder, "parts", steps=2, save={"every": 2}),
-    )
+    straight = adapting(folder, "straight")
+    parts = adapting(folder, "parts", steps=2, save={"every": 2})
     run_quietly(straight)
     run_quietly(parts)
     run_quietly(adapting(folder, "parts", existing="resume"))

@@ -1,5 +1,5 @@
-"""Plan search and plan switches in training: the loss curve equals that of a run without switches, and refusals reach
-all ranks."""
+"""Plan search and plan switches in training: the loss curve equals that of a run without switches,
+and refusals reach all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.table import PlanTable, TableSettings
+from moesaic.planner.plan_table import PlanTable, TableSettings
 from moesaic.program.plan import Plan
 from moesaic.train import auto_plan
 from moesaic.train.auto_plan import with_planned
@@ -21,9 +21,13 @@ from runs import lines, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
 BASE = {
-    "batch_size": 4, "precision": "float64", "evaluate": {"every": 8, "sequences": 5}, "steps": 16, "save": {"every": 8},
+    "batch_size": 4,
+    "precision": "float64",
+    "evaluate": {"every": 8, "sequences": 5},
+    "steps": 16,
+    "save": {"every": 8},
     "optimizer": {"final_share": 1.0, "warmup_steps": 0},
-}  # fmt: skip
+}
 """A constant learning rate, so that a run in two parts equals the run in one."""
 MESH = {"tp": 2, "ep": 2, "ranks_per_node": 1}
 TWO = "two.toml"
@@ -35,7 +39,8 @@ def cluster(folder: Path) -> str:
     """Write the description of the cluster into a folder. Return its path."""
     path = folder / TWO
     path.write_text(
-        "nodes = 2\ndevices_per_node = 1\n[device]\nmemory_gib = 4\nmemory_gigabytes_per_second = 5\n"
+        "nodes = 2\ndevices_per_node = 1\n[device]\nmemory_gib = 4\nmemory_gigabytes_per_second = "
+        "5\n"
         'tflops = { fp64 = 0.03, fp32 = 0.05 }\n[[links]]\nname = "eth"\ndevices = 1\ngbps = 0.2\n'
         "[host]\nruns_compute = true\ntask_us = 30\nmessage_us = 60\n"
     )
@@ -44,7 +49,8 @@ def cluster(folder: Path) -> str:
 
 def few_plans() -> None:
     """Use four candidates besides the configured plan, and a plan table for toy sizes."""
-    auto_plan.PLANS, auto_plan.TABLE = 4, TABLE
+    auto_plan.PLANS = 4
+    auto_plan.TABLE = TABLE
 
 
 def other_table() -> None:
@@ -53,7 +59,8 @@ def other_table() -> None:
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:
-    """Return the runs to train: one plan, many plans in one go, many plans in two parts, and some that are refused."""
+    """Return the runs to train: one plan, many plans in one go, many plans in two parts, and some
+    that are refused."""
 
     def run(out: str, cluster: str = cluster(folder), **changes: object) -> TrainConfig:
         auto = {"plan": "auto", "cluster": cluster}
@@ -68,14 +75,18 @@ def runs_of(folder: Path) -> dict[str, TrainConfig]:
 
     parts = run("parts", existing="resume")
     return {
-        "plain": run("plain", planner={}), "switched": run("switched"), "timed": run("timed", cluster=""),
-        "part 1": replace(parts, steps=8), "part 2": parts, "other": parts,
+        "plain": run("plain", planner={}),
+        "switched": run("switched"),
+        "timed": run("timed", cluster=""),
+        "part 1": replace(parts, steps=8),
+        "part 2": parts,
+        "other": parts,
         "lossy": run("lossy", steps=6, plan={"schedule": "s2", "codec": "int8"}),
         "no nodes of two": run("refused", mesh=MESH | {"ranks_per_node": 2}),
         "capacity": run("refused", mesh={}, plan={}, model={"moe": {"capacity": "padded"}}),
         "dense": run("refused", mesh={}, plan={}, model={"ffn": "dense"}),
         "unknown": run("refused", cluster="25gb"),
-    }  # fmt: skip
+    }
 
 
 MORE = ("timed", "lossy", "other")
@@ -174,7 +185,8 @@ def test_a_run_taken_up_again_knows_what_it_knew(world) -> None:
         for seconds in of_plan
     ]
     again = [why for step, why, _, _ in decisions(folder / "parts") if step >= 8]
-    # The race was cut short, so it begins anew. The step after a change of plan and the last one before saving are left out.
+    # The race was cut short, so it begins anew. The step after a change of plan and the last one
+    # before saving are left out.
     assert len(measured) == 16 - 8 - len(again) - 1
     assert [step for step, why, _, _ in decisions(folder / "parts") if why == "start"] == [0, 8]
     assert_same_run(folder / "plain", folder / "parts", kinds=("train",))

@@ -1,4 +1,5 @@
-"""Training on four processes with the arbiter, with moving samples, and with both equals training without them."""
+"""Training on four processes with the arbiter, with moving samples, and with both equals training
+without them."""
 
 from __future__ import annotations
 
@@ -16,18 +17,27 @@ from runs import lines, losses, parameters, run_quietly, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
 BASE = {
-    "batch_size": 8, "precision": "float64", "evaluate": {"every": 100, "sequences": 5}, "model": {"num_heads": 4}, "steps": 3,
+    "batch_size": 8,
+    "precision": "float64",
+    "evaluate": {"every": 100, "sequences": 5},
+    "model": {"num_heads": 4},
+    "steps": 3,
     "record_routing": "tokens",
-}  # fmt: skip
+}
 NODES = {"ep": 4, "ranks_per_node": 2}
 SLOW = """
 nodes = 2
 devices_per_node = 2
-device = { tflops = { fp64 = 1e-6 }, memory_gib = 8, memory_gigabytes_per_second = 5, gemm_rows = [1], gemm_share = [1] }
 links = [
   { name = "shared memory", devices = 1, gbps = [0.02], carries = "inside" },
   { name = "card", devices = 2, gbps = [0.002], carries = "outside" },
 ]
+[device]
+tflops = { fp64 = 1e-6 }
+memory_gib = 8
+memory_gigabytes_per_second = 5
+gemm_rows = [1]
+gemm_share = [1]
 """
 """Computing and links so slow that where toy sizes are computed matters."""
 RUNS: dict[str, dict[str, dict]] = {
@@ -68,7 +78,8 @@ def configured(folder: Path, name: str) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Train on one process, then on four in every way, and once as a recorded run was routed; return the outcomes by name."""
+    """Train on one process, then on four in every way, and once as a recorded run was routed;
+    return the outcomes by name."""
     folder = tmp_path_factory.mktemp("balance")
     (folder / "slow.toml").write_text(SLOW)
     run_quietly(tiny(folder, **BASE, out=str(folder / "one")))  # type: ignore[arg-type]
@@ -80,7 +91,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 
 
 def views_are_errors() -> None:
-    """FSDP warns of a block that returns a view: what changes it in place loses the hook that gathers parameters again."""
+    """FSDP warns of a block that returns a view: what changes it in place loses the hook that
+    gathers parameters again."""
     warnings.filterwarnings("error", r".*\(FSDPMovingBlock\) returned a view")
 
 
@@ -92,7 +104,8 @@ def test_training_and_its_trace_are_what_they_are_without(
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
     assert_same_run(folder / "one", folder / name)
-    one, four = Trace.open(folder / "one"), Trace.open(folder / name)
+    one = Trace.open(folder / "one")
+    four = Trace.open(folder / name)
     for step in range(3):
         assert (four.samples(1, step) == one.samples(1, step)).all()
         assert four.holds == "counts" or (four.experts(1, step) == one.experts(1, step)).all()
@@ -102,7 +115,8 @@ def test_training_and_its_trace_are_what_they_are_without(
 def test_a_replay_on_the_same_mesh_moves_the_same_samples_bit_by_bit(
     world: tuple[Path, dict],
 ) -> None:
-    """The next layer's routing is predicted by its router, as in the recorded run, though the trace would tell it."""
+    """The next layer's routing is predicted by its router, as in the recorded run, though the trace
+    would tell it."""
     folder, _ = world
     assert losses(folder / "two-stage") == losses(folder / "again")
     assert difference(parameters(folder / "two-stage"), parameters(folder / "again")) == 0.0
@@ -156,7 +170,10 @@ def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[O
     [
         (
             {"mesh": {"tp": 2, "sequence_parallel": True}},
-            r"balance\.samples=two_stage clashes with mesh\.sequence_parallel, which gives each rank a part",
+            (
+                r"balance\.samples=two_stage clashes with mesh\.sequence_parallel, which gives "
+                r"each rank a part"
+            ),
         ),
         (
             {"model": {"ffn": "dense"}},

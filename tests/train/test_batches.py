@@ -23,7 +23,8 @@ def test_every_epoch_holds_every_window_once(seq_len, batch_size, extra, epoch, 
     tokens = np.arange(seq_len + extra, dtype=np.uint16)
     windows = (len(tokens) - 1) // seq_len
     batches = Batches(tokens, seq_len, batch_size, seed)
-    first, last = epoch * windows, (epoch + 1) * windows
+    first = epoch * windows
+    last = (epoch + 1) * windows
     starts = {}
     for index in range(first // batch_size, (last - 1) // batch_size + 1):
         x, y = batches.get(index)
@@ -38,7 +39,8 @@ def test_every_epoch_holds_every_window_once(seq_len, batch_size, extra, epoch, 
 
 def test_a_batch_is_a_function_of_seed_and_index():
     tokens = np.random.default_rng(0).integers(0, 256, 400).astype(np.uint8)
-    one, two = Batches(tokens, 8, 3, 5), Batches(tokens, 8, 3, 5)
+    one = Batches(tokens, 8, 3, 5)
+    two = Batches(tokens, 8, 3, 5)
     expected = [one.get(index)[0] for index in range(40)]
     for index in (39, 0, 17, 16, 39):
         assert torch.equal(two.get(index)[0], expected[index])

@@ -1,4 +1,5 @@
-"""Every kind of model and block trains the same on four ranks, some of them tensor-parallel, as in one process."""
+"""Every kind of model and block trains the same on four ranks, some of them tensor-parallel, as in
+one process."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import pytest
 
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.model import job_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.job import job_of
+from moesaic.planner.simulator import Simulator
 from moesaic.program.grid import Grid
 from moesaic.train.config import TrainConfig
 from runs import lines, run_quietly, tiny
@@ -41,7 +42,8 @@ MESHES: dict[str, dict[str, Any]] = {
 
 QUICK = [("modern", "tp"), ("pairs", "positions")]
 OTHERS = [cell for cell in itertools.product(BLOCKS, MESHES) if cell not in QUICK]
-"""Each mesh under one block in `make test`; every other pair of a block and a mesh in `make test-random`."""
+"""Each mesh under one block in `make test`; every other pair of a block and a mesh in
+`make test-random`."""
 
 
 def write_pairs(path: Path) -> Path:
@@ -59,9 +61,15 @@ def config_of(folder: Path, block: str, mesh: str = "") -> TrainConfig:
         more["data"] = {"path": [str(write_pairs(folder / "pairs.jsonl"))], "val_share": 0.2}
     model = {"num_heads": 4, **BLOCKS[block]}
     return tiny(
-        folder, steps=2, batch_size=4, precision="float64", evaluate={"every": 100, "sequences": 5}, model=model,
-        out=str(folder / f"{block}-{mesh}"), **more,
-    )  # fmt: skip
+        folder,
+        steps=2,
+        batch_size=4,
+        precision="float64",
+        evaluate={"every": 100, "sequences": 5},
+        model=model,
+        out=str(folder / f"{block}-{mesh}"),
+        **more,
+    )
 
 
 def trained(

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from helpers import refused, thinned
+from helpers import kinds_of_files, refused, thinned
+from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
@@ -36,11 +37,12 @@ from moesaic.train.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
-from moesaic.train.config import OptimizerConfig
+from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.optimizer import make_optimizer
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import LOCK
-from runs import assert_same, run_quietly, seal, snapshot, tiny
+from record_checkpoint import write_run
+from runs import assert_same, losses, run_quietly, seal, snapshot, tiny
 
 SHAPE = ModelConfig(
     dim=16,
@@ -50,7 +52,7 @@ SHAPE = ModelConfig(
     moe=MoEConfig(num_experts=4, hidden=8, router="sigmoid"),
 )
 VOCABULARY = 32
-TENSORS = "shards/__0_0.distcp"
+TENSORS = "shards/shard-00001-model-00001-of-00001.safetensors"
 """The file of a checkpoint's tensors, if one process wrote them."""
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -86,9 +88,16 @@ def save(
 ) -> None:
     model, optimizer = of or matrix()
     saving = save_checkpoint(
-        folder, step=step, model=model, model_config=SHAPE, vocab_size=VOCABULARY, optimizer=optimizer,
-        extra={"seen": step}, keep_last=keep_last, background=background,
-    )  # fmt: skip
+        folder,
+        step=step,
+        model=model,
+        model_config=SHAPE,
+        vocab_size=VOCABULARY,
+        optimizer=optimizer,
+        extra={"seen": step},
+        keep_last=keep_last,
+        background=background,
+    )
     kept = {name: each.clone() for name, each in model.state_dict().items()}
     with torch.no_grad():  # what trains on changes the weights meanwhile
         for parameter in model.parameters():
@@ -101,8 +110,10 @@ def save(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT, torch.optim.Optimizer]:
-    """Return a folder with the checkpoints of steps 1 and 2 of different models; and the first one with its optimizer."""
-    folder, first = tmp_path_factory.mktemp("written"), gpt(1)
+    """Return a folder with the checkpoints of steps 1 and 2 of different models; and the first one
+    with its optimizer."""
+    folder = tmp_path_factory.mktemp("written")
+    first = gpt(1)
     save(folder, 1, of=first)
     save(folder, 2, of=gpt())
     return folder, *first  # type: ignore[return-value]
@@ -138,7 +149,8 @@ def test_a_checkpoint_comes_back_with_its_optimizer_under_the_names_of_the_param
     assert_same(loaded.model, model.state_dict())
     tensors = optimizer_tensors(model, optimizer)
     assert_same(loaded.optimizer, tensors)
-    experts, at = model.blocks[0].ffn.experts, "blocks.0.ffn.experts."
+    experts = model.blocks[0].ffn.experts
+    at = "blocks.0.ffn.experts."
     assert {name: each.shape for name, each in loaded.model.items() if at in name} == {
         f"{at}{name}": getattr(experts, name).shape for name in ("w13", "w2")
     }
@@ -175,22 +187,21 @@ def killing() -> Callable[[int | None], Iterator[list[str]]]:
     def hook(event: str, arguments: tuple) -> None:
         if state["on"] and event in watched:
             state["seen"].append(f"{event} {arguments[0]}")
-            if (
-                state["last"][0] and len(state["seen"]) >= state["last"][0]
-            ):  # nothing happens after a kill
+            # nothing happens after a kill
+            if state["last"][0] and len(state["seen"]) >= state["last"][0]:
                 raise Killed
 
     sys.addaudithook(hook)
 
     @contextmanager
     def killed_at(number: int | None) -> Iterator[list[str]]:
-        state["seen"], state["last"], state["on"] = [], [number], [True]
+        state["seen"] = []
+        state["last"] = [number]
+        state["on"] = [True]
         try:
             yield state["seen"]
-        except (
-            Killed,
-            InputError,
-        ):  # torch.distributed.checkpoint wraps even what no handler catches
+        except (Killed, InputError):
+            # torch.distributed.checkpoint wraps even what no handler catches
             if number is None:
                 raise
         finally:
@@ -228,10 +239,8 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(
         assert any(torch.equal(loaded.model["weight"], known[seed][0].weight) for seed in (0, 1)), (
             event
         )
-        for last in (
-            False,
-            True,
-        ):  # the run goes on, saves its step, is killed again at the same place, and recovers
+        # the run goes on, saves its step, is killed again at the same place, and recovers
+        for last in (False, True):
             with killing(None if last else number):
                 put(folder, 5, 2)
             assert load_checkpoint(folder, pytest.fail).step in (4, 5)
@@ -272,7 +281,7 @@ def test_a_damaged_checkpoint_that_was_to_be_replaced_does_not_cost_the_one_befo
     assert names(one) == ["step-00000001"]
 
 
-def test_what_lies_beside_and_in_a_checkpoint_is_left_there_and_leftovers_of_a_killed_process_are_cleaned(
+def test_what_lies_beside_and_in_a_checkpoint_is_left_there_and_leftovers_of_a_killed_process_are_cleaned(  # noqa: E501
     two,
 ):
     (two / "step-00000001" / "notes.txt").write_text("mine")
@@ -308,20 +317,20 @@ def nest(folder: Path) -> None:
 
 
 def drop_sum(folder: Path) -> None:
-    (folder / SUMS).write_text(re.sub(".*distcp\n", "", (folder / SUMS).read_text()))
+    (folder / SUMS).write_text(re.sub(".*safetensors\n", "", (folder / SUMS).read_text()))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped byte": (lambda at: flip(at / TENSORS), f"{TENSORS} does not match its checksum"),
     "flipped list": (
-        lambda at: flip(at / "shards" / ".metadata"),
-        "shards/.metadata does not match",
+        lambda at: flip(at / "shards" / "index.json"),
+        "shards/index.json does not match",
     ),
     "truncated": (
         lambda at: os.truncate(at / TENSORS, 100),
         f"{TENSORS} does not match its checksum",
     ),
-    "missing tensors": (lambda at: (at / TENSORS).unlink(), "__0_0.distcp is missing"),
+    "missing tensors": (lambda at: (at / TENSORS).unlink(), f"{Path(TENSORS).name} is missing"),
     "missing state": (lambda at: (at / "state.json").unlink(), "state.json is missing"),
     "flipped state": (lambda at: flip(at / "state.json"), "state.json does not match its checksum"),
     "empty state": (lambda at: rewrite(at, dict.clear), "KeyError: 'format'"),
@@ -373,7 +382,8 @@ def test_all_damaged_or_none_there_is_one_error_that_says_what_to_do(two):
 def test_another_format_is_refused_even_where_an_older_checkpoint_is_whole(two):
     rewrite(two / "step-00000002", lambda state: state.update(format=FORMAT + 1))
     with pytest.raises(
-        InputError, match=f"has format {FORMAT + 1}, this Moesaic reads {FORMAT}: use the version"
+        InputError,
+        match=f"has format {FORMAT + 1}, this Moesaic reads 4 and {FORMAT}: use the version",
     ):
         load_checkpoint(two, pytest.fail)
 
@@ -397,10 +407,17 @@ def test_another_architecture_is_named_with_both_values(two):
 
 
 KNOBS = {
-    "load_balance": 0.5, "load_balance_level": "sequence", "z_loss": 0.1, "importance": 0.1,
-    "capacity": "fixed", "capacity_factor": 2.0, "capacity_order": "score", "capacity_scope": "rank",
-    "router": "sigmoid", "router_options": {"bias_rate": 0.1},
-}  # fmt: skip
+    "load_balance": 0.5,
+    "load_balance_level": "sequence",
+    "z_loss": 0.1,
+    "importance": 0.1,
+    "capacity": "fixed",
+    "capacity_factor": 2.0,
+    "capacity_order": "score",
+    "capacity_scope": "rank",
+    "router": "sigmoid",
+    "router_options": {"bias_rate": 0.1},
+}
 
 
 def test_what_steers_training_is_no_other_architecture(written, one):
@@ -445,7 +462,8 @@ OTHER_SHAPES = {
 def test_every_field_of_the_architecture_counts(field):
     shape, outer, inner = OTHER_SHAPES[field]
     other = replace(shape, **outer, moe=replace(shape.moe, **inner))
-    here, there = architecture(shape), architecture(other)
+    here = architecture(shape)
+    there = architecture(other)
     assert [name for name in here if name in there and here[name] != there[name]] == [
         f"model.{field}"
     ]
@@ -492,7 +510,8 @@ def test_what_does_not_fit_the_model_is_refused_in_one_line(one, name, reason):
 def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     done: list[str] = []
     opened: dict[int, str] = {}
-    plain_open, plain_replace = os.open, os.replace
+    plain_open = os.open
+    plain_replace = os.replace
 
     def opening(path, *options, **more):
         descriptor = plain_open(path, *options, **more)
@@ -508,9 +527,14 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(opened.get(descriptor, "")))
     save(tmp_path / "checkpoints", 1)
     named = done.index("rename to step-00000001")
-    assert {".metadata", "__0_0.distcp", "state.json", SUMS, "shards", ".writing-00000001"} <= {
-        *done[:named]
-    }
+    assert {
+        "index.json",
+        Path(TENSORS).name,
+        "state.json",
+        SUMS,
+        "shards",
+        ".writing-00000001",
+    } <= {*done[:named]}
     assert done[named + 1 :] == ["checkpoints"]
 
 
@@ -584,7 +608,8 @@ def test_two_checkpoints_that_were_renamed_into_each_other_are_told_so(two):
 
 
 def test_nothing_of_a_linked_checkpoint_is_deleted(tmp_path):
-    outside, folder = tmp_path / "outside", tmp_path / "checkpoints"
+    outside = tmp_path / "outside"
+    folder = tmp_path / "checkpoints"
     save(outside, 1)
     before = snapshot(outside)
     folder.mkdir()
@@ -604,3 +629,48 @@ def test_a_link_where_a_checkpoint_is_to_come_is_an_error(name, tmp_path):
     (tmp_path / "checkpoints" / name).symlink_to(tmp_path / "outside")
     refused(save, tmp_path / "checkpoints", 3)
     assert list((tmp_path / "outside").iterdir()) == []
+
+
+EARLIER = Path(__file__).parent / "checkpoint_of_format_4"
+"""Step 2 of a run of four on two ranks, as `record_checkpoint.py` recorded it, and the losses of
+the run."""
+
+
+def test_a_checkpoint_of_the_earlier_format_is_read_resumed_and_followed_by_new_ones(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = override(
+        TrainConfig(), json.loads(write_run(tmp_path, existing="resume").read_text()), source="it"
+    )
+    shutil.copytree(EARLIER / "step-00000002", tmp_path / "run" / "checkpoints" / "step-00000002")
+    shutil.copy(EARLIER / "step-00000002" / "config.json", tmp_path / "run")
+    before = load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail)
+    assert (before.step, before.model["embedding.weight"].shape) == (2, (before.vocab_size, 8))
+    result, _ = run_quietly(config)
+    assert result.step == 4
+    expected = [loss for _, loss in json.loads((EARLIER / "losses.json").read_text())]
+    assert [loss for _, loss in losses(tmp_path / "run")] == pytest.approx(expected[2:], abs=1e-4)
+    kinds = {
+        path.name: set(kinds_of_files(path).values())
+        for path in (tmp_path / "run" / "checkpoints").iterdir()
+    }
+    assert kinds["step-00000004"] == {"text", "safetensors"}
+    assert (
+        load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).model.keys()
+        == before.model.keys()
+    )
+
+
+@pytest.mark.parametrize("name", ["shards/.metadata", "shards/__1_0.distcp"])
+def test_a_damaged_checkpoint_of_the_earlier_format_is_passed_over_and_deleted_whole(
+    tmp_path, name
+):
+    save(tmp_path, 1)
+    shutil.copytree(EARLIER / "step-00000002", tmp_path / "step-00000002")
+    flip(tmp_path / "step-00000002" / name)
+    said: list[str] = []
+    assert load_checkpoint(tmp_path, said.append).step == 1
+    assert f"{name} does not match its checksum" in said[0]
+    save(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["step-00000003"]

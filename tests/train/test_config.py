@@ -15,7 +15,7 @@ from moesaic.balance import EXPERT_PLACERS
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.named import REPLICATION
+from moesaic.policies import REPLICATION
 from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic.train.config import (
     BalanceConfig,
@@ -27,35 +27,66 @@ from moesaic.train.config import (
     TrainConfig,
 )
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 BAD = [
     *(
         (kind, {name: value}, f"{prefix}{name}={value}: must be at least 1")
         for kind, prefix, names in (
-            (TrainConfig, "^", ("steps", "batch_size", "accumulation", "log_every", "threads", "nonfinite_steps")),
-            (EvaluateConfig, "^evaluate.", ("every", "sequences")), (SaveConfig, "^save.", ("every", "keep")),
-            (MeshConfig, "^mesh.", ("pp", "tp", "ep", "etp", "ranks_per_node")), (DataConfig, "^data.", ("vocab_size",)),
+            (
+                TrainConfig,
+                "^",
+                ("steps", "batch_size", "accumulation", "log_every", "threads", "nonfinite_steps"),
+            ),
+            (EvaluateConfig, "^evaluate.", ("every", "sequences")),
+            (SaveConfig, "^save.", ("every", "keep")),
+            (MeshConfig, "^mesh.", ("pp", "tp", "ep", "etp", "ranks_per_node")),
+            (DataConfig, "^data.", ("vocab_size",)),
             (BalanceConfig, "^balance.", ("experts_every",)),
         )
         for name, value in zip(names, itertools.cycle((0, -1)))
     ),
-    *((OptimizerConfig, {"lr": value}, f"optimizer.lr={value}: must be above 0 and finite") for value in (0.0, INF, NAN)),
+    *(
+        (OptimizerConfig, {"lr": value}, f"optimizer.lr={value}: must be above 0 and finite")
+        for value in (0.0, INF, NAN)
+    ),
     *(
         (OptimizerConfig, {name: value}, f"optimizer.{name}={value}: must be 0 or more and finite")
-        for name in ("clip_norm", "weight_decay", "warmup_steps", "expert_lr_scale", "router_lr_scale")
+        for name in (
+            "clip_norm",
+            "weight_decay",
+            "warmup_steps",
+            "expert_lr_scale",
+            "router_lr_scale",
+        )
         for value in (-1, NAN, INF)
     ),
     *((OptimizerConfig, {"final_share": value}, "must be from 0 to 1") for value in (1.5, NAN)),
-    *((OptimizerConfig, {"betas": value}, "both must be at least 0 and below 1") for value in ((1.0, 0.9), (0.9, -0.1))),
-    *((DataConfig, {"val_share": value}, "^data.val_share=.*must be above 0 and below 1") for value in (0.0, 1.0, NAN)),
+    *(
+        (OptimizerConfig, {"betas": value}, "both must be at least 0 and below 1")
+        for value in ((1.0, 0.9), (0.9, -0.1))
+    ),
+    *(
+        (DataConfig, {"val_share": value}, "^data.val_share=.*must be above 0 and below 1")
+        for value in (0.0, 1.0, NAN)
+    ),
     (TrainConfig, {"patience": 0.5}, "^patience=0.5: must be from 1 to 1500 seconds"),
     (TrainConfig, {"start_patience": NAN}, "^start_patience=nan: must be from 1 to 1500 seconds"),
-    (TrainConfig, {"seed": -1}, "seed=-1: choose 0 or more"), (TrainConfig, {"seed": 2**63}, r"below 2\*\*63"),
+    (TrainConfig, {"seed": -1}, "seed=-1: choose 0 or more"),
+    (TrainConfig, {"seed": 2**63}, r"below 2\*\*63"),
     (MeshConfig, {"pp": 2, "parts_per_stage": 0}, "^mesh.parts_per_stage=0: must be at least 1"),
-    (ModelConfig, {"num_layers": 10**18}, "model.num_layers=1000000000000000000: must be at most 10000"),
+    (
+        ModelConfig,
+        {"num_layers": 10**18},
+        "model.num_layers=1000000000000000000: must be at most 10000",
+    ),
     (ModelConfig, {"dim": 2**31}, "model.dim=2147483648: must be at most 2147483647"),
-    (BalanceConfig, {"experts": "best"}, "^balance.experts='best' is unknown: choose one of none, balanced, smartmoe"),
-]  # fmt: skip
+    (
+        BalanceConfig,
+        {"experts": "best"},
+        "^balance.experts='best' is unknown: choose one of none, balanced, smartmoe",
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "fields", "message"), BAD)
@@ -86,7 +117,10 @@ def test_every_field_has_a_docstring(kind):
 
 
 def test_options_inside_a_text_are_refused() -> None:
-    words = "optimizer.schedule='cosine:0.1': choose one of cosine, linear, wsd; what follows the colon has fields of its own"
+    words = (
+        "optimizer.schedule='cosine:0.1': choose one of cosine, linear, wsd; what follows the "
+        "colon has fields of its own"
+    )
     with pytest.raises(InputError, match=words):
         override(TrainConfig(), {"optimizer": {"schedule": "cosine:0.1"}}, source="here")
 
@@ -106,9 +140,10 @@ def test_fields_of_the_model_decide_its_layers() -> None:
 
 def test_names_without_a_list_of_choices_are_all_explained():
     for kind, name, names in (
-        (MoEConfig, "router", ROUTERS | ON_MESH), (BalanceConfig, "replication", REPLICATION),
+        (MoEConfig, "router", ROUTERS | ON_MESH),
+        (BalanceConfig, "replication", REPLICATION),
         (BalanceConfig, "experts", EXPERT_PLACERS),
-    ):  # fmt: skip
+    ):
         source = inspect.getsource(kind)
         text = source[source.index(f"    {name}: ") :].split('"""')[1]
         assert [each for each in names if each not in re.findall(r"\w+", text)] == [], name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,8 @@ from moesaic.train.data import (
     load_corpus,
     split_by_name,
     spread_blocks,
-    standard_library,
 )
-from moesaic.train.tokenizer import ByteTokenizer, HubTokenizer
+from moesaic.train.tokenizer import HubTokenizer
 from runs import write_text, write_tokenizer
 
 
@@ -32,33 +30,6 @@ def data(*paths: Path | str, **options: object) -> DataConfig:
 def tokens_file(path: Path, ids: list[int], dtype: str) -> Path:
     np.array(ids, dtype=np.dtype(dtype).newbyteorder("<")).tofile(path)
     return path
-
-
-# The standard library
-
-
-def test_the_standard_library_without_tests_and_packages_is_the_default_corpus():
-    files, root = standard_library()
-    assert root == Path(sysconfig.get_paths()["stdlib"])
-    assert root / "argparse.py" in files
-    assert files == sorted(files)
-    parts = {part for path in files for part in path.relative_to(root).parts}
-    assert not parts & {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "__pycache__",
-    }
-    assert {path.suffix for path in files} == {".py"}
-    assert len(files) > 300
-    corpus = load_corpus(DataConfig())
-    assert corpus.vocab_size == 256
-    assert isinstance(corpus.tokenizer, ByteTokenizer)
-    assert 0.01 < len(corpus.val) / (len(corpus.val) + len(corpus.train)) < 0.15
-    assert corpus.val_bytes == len(corpus.val)
-    assert "files of " in corpus.description
 
 
 # Splitting
@@ -90,7 +61,8 @@ def test_many_files_are_split_by_file_and_few_by_position(tmp_path):
     for index in range(FEW_FILES + 20):
         (tmp_path / f"{index:03}.txt").write_text(f"<{index:03}>")
     corpus = load_corpus(data(tmp_path, val_share=0.3))
-    train, val = bytes(corpus.train), bytes(corpus.val)
+    train = bytes(corpus.train)
+    val = bytes(corpus.val)
     assert sorted((train + b"\0" + val).split(b"\0")) == [
         b"<%03d>" % i for i in range(FEW_FILES + 20)
     ]
@@ -168,10 +140,8 @@ def test_nothing_there_and_empty_files_are_errors(tmp_path):
 
 
 def test_kinds_do_not_mix(tmp_path):
-    text, tokens = (
-        write_text(tmp_path / "a.txt"),
-        tokens_file(tmp_path / "b.bin", [1] * 50, "uint16"),
-    )
+    text = write_text(tmp_path / "a.txt")
+    tokens = tokens_file(tmp_path / "b.bin", [1] * 50, "uint16")
     with pytest.raises(InputError, match=r"data.path: .bin files and text files are mixed"):
         load_corpus(data(text, tokens))
     for path, val_path in ((text, tokens), (tokens, text)):
@@ -225,9 +195,10 @@ def test_the_fingerprint_of_tokens_sees_changes_and_lengths_and_of_many_tokens_s
     monkeypatch.setattr(data_module, "FINGERPRINT_BLOCKS", 3)
     monkeypatch.setattr(data_module, "FINGERPRINT_BLOCK_BYTES", 8)
     for dtype, size, seen in (
-        (np.uint8, 20, {*range(20)}), (np.uint16, 12, {*range(12)}),
+        (np.uint8, 20, {*range(20)}),
+        (np.uint16, 12, {*range(12)}),
         (np.uint8, 100, {*range(8), *range(46, 54), *range(92, 100)}),
-    ):  # fmt: skip
+    ):
         tokens = np.arange(size, dtype=dtype)
         expected = fingerprint(tokens)
         assert fingerprint(tokens.copy()) == expected

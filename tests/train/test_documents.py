@@ -135,10 +135,8 @@ def test_json_is_a_list_or_lines(tmp_path):
         ('\ufeff[{"text": "a"}, {"text": null}, {"text": "b"}]', [b"a", b"b"]),
     ):
         assert read_documents(text(tmp_path / "a.json", content), "text") == texts
-    for content, row in (
-        ('[{"text": "c"}, NaN]', 2),
-        ('[{"text": "c"}, {"t', 1),
-    ):  # pyarrow crashes on the first
+    # pyarrow crashes on the first
+    for content, row in (('[{"text": "c"}, NaN]', 2), ('[{"text": "c"}, {"t', 1)):
         assert f"row {row} is no JSON object" in refused(
             read_documents, text(tmp_path / "a.json", content), "text"
         )

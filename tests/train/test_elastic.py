@@ -1,4 +1,5 @@
-"""Ranks that come and go: restarts with any number of ranks, a new mesh for the remaining ranks, launchers that die."""
+"""Ranks that come and go: restarts with any number of ranks, a new mesh for the remaining ranks,
+launchers that die."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -30,7 +30,8 @@ from train.disturbed import disturbing, free_port, start
 
 
 def met(store: dist.Store, world: int) -> list[int]:
-    """Return the order in which the ranks of an attempt reach a counter of its own store. The first rank arrives last."""
+    """Return the order in which the ranks of an attempt reach a counter of its own store. The first
+    rank arrives last."""
     order = [0] * world
 
     def come(rank: int) -> None:
@@ -118,20 +119,22 @@ def test_a_search_that_cannot_be_made_says_why(tmp_path, monkeypatch):
 
 def children(parent: int) -> list[int]:
     """Return the processes that a process started."""
-    found = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
-    )
-    return [int(word) for word in found.stdout.split()]
+    processes = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [process for process in processes if status(process)[1:2] == [str(parent)]]
+
+
+def status(process: int) -> list[str]:
+    """Return the state of a process, the number of its parent and what else the kernel says;
+    nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        # the latter where it ends between opening and reading
+        return []
 
 
 def is_gone(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (
-        FileNotFoundError,
-        ProcessLookupError,
-    ):  # the latter where it ends between opening and reading
-        return True
+    return status(process)[:1] in ([], ["Z"])
 
 
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
@@ -188,11 +191,9 @@ def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_
     slowly = (
         f"time.sleep(0.2 if given[0].ranks.world == {worlds[-1]} or given[0].state.step < 7 else 4)"
     )
-    script, run, port = (
-        disturbing(tmp_path, "loop.Trainer._step", slowly),
-        tmp_path / "run",
-        free_port(),
-    )
+    script = disturbing(tmp_path, "loop.Trainer._step", slowly)
+    run = tmp_path / "run"
+    port = free_port()
     nodes = [node(tmp_path, port, script)]
     time.sleep(1)  # the first keeps the store
     if change != "joins":
@@ -222,7 +223,8 @@ def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_
             shutil.rmtree(path)
     (tmp_path / "again").mkdir()
     write_config(replace(config, out=str(twin)), tmp_path / "again" / "given.json")
-    count, port = worlds[-1] // 2, free_port()
+    count = worlds[-1] // 2
+    port = free_port()
     again = [node(tmp_path / "again", port, script, nodes=str(count)) for _ in range(count)]
     said = [each.communicate(timeout=400)[0] for each in again]
     assert [each.returncode for each in again] == [0] * count, said

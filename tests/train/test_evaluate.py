@@ -39,7 +39,8 @@ def test_the_validation_loss_is_that_of_the_model_over_the_windows(ran):
     model.load_state_dict(parameters(ran / "run"))
     text = (ran / "text.txt").read_bytes()
     val = torch.tensor(list(text[int(len(text) * 0.95) :]))
-    last, total = (len(val) - 1) // 16 - 1, 0.0
+    last = (len(val) - 1) // 16 - 1
+    total = 0.0
     for window in (0, last // 3, 2 * last // 3, last):
         piece = val[window * 16 : window * 16 + 17]
         with torch.no_grad():

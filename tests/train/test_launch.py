@@ -87,9 +87,9 @@ def test_a_signal_to_the_launcher_saves_on_all_ranks(tmp_path, kind):
     out, _ = finished(process)
     step = losses(run)[-1][0]
     assert (
-        f"stopped by {kind.name} after step {step}, saved; go on with torchrun --nproc-per-node 2 -m moesaic"
-        in out
-    )
+        f"stopped by {kind.name} after step {step}, saved; go on with torchrun "
+        "--nproc-per-node 2 -m moesaic"
+    ) in out
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{step:08d}"]
 
 
@@ -111,13 +111,11 @@ def test_a_rank_that_dies_says_why_and_the_others_leave(tmp_path, error, said):
     assert process.returncode != 0
     before, _, summary = err.partition("FAILED\n")
     assert before.count(said) == 1
-    assert (
-        before.count("Traceback") <= (1 if "bug" in said else 0) + 1
-    )  # torchrun's own is the other
+    # torchrun's own is the other
+    assert before.count("Traceback") <= (1 if "bug" in said else 0) + 1
     assert "onnection" not in err
-    assert (
-        said.removeprefix("moesaic train: ") in summary
-    )  # in the error that is written down for torchrun
+    # in the error that is written down for torchrun
+    assert said.removeprefix("moesaic train: ") in summary
     assert re.search(r"error_file: /\S+error.json", summary)
 
 
@@ -170,8 +168,8 @@ def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_
 ):
     dying = {number: (rank, f".writing-{step:08d}") for number, (rank, step) in enumerate(kills)}
     before = (
-        "if threading.current_thread().name == 'moesaic-checkpoint' "
-        f"and (rank, given[0].parents[1].name) == {dying}.get(attempt): print('killed', flush=True); kill()"
+        "if threading.current_thread().name == 'moesaic-checkpoint' and (rank, "
+        f"given[0].parents[1].name) == {dying}.get(attempt): print('killed', flush=True); kill()"
     )
     script = disturbing(tmp_path, "distributed_checkpoint.checksum", before)
     config = tiny(tmp_path, **SEVEN, save={"every": 1, "keep": 1, "background": True})
@@ -227,13 +225,11 @@ def among(rank: int, port: int, world: int = 2) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_any_launcher_that_sets_rank_and_world_size_will_do_and_where_the_store_dies_one_line_says_so(
+def test_any_launcher_that_sets_rank_and_world_size_will_do_and_where_the_store_dies_one_line_says_so(  # noqa: E501
     tmp_path, dies
 ):
-    config, port = (
-        tiny(tmp_path, steps=1_000_000 if dies else 2, batch_size=4, mesh={"ep": 2}),
-        free_port(),
-    )
+    config = tiny(tmp_path, steps=1_000_000 if dies else 2, batch_size=4, mesh={"ep": 2})
+    port = free_port()
     ranks = [bare(tmp_path, config, **among(rank, port)) for rank in range(2)]
     if dies:
         wait_for(lambda: has_lines(tmp_path / "run", 2), ranks[0])
@@ -259,7 +255,8 @@ PLACES = {
     "in the reading": ("loop.open_run", True),
 }
 LOST_0 = "rank 0(, which keeps the ranks' store,)? (died|is stopped|did not answer|does not answer)"
-"""What may be said of rank 0, which is lost before, while or after it is asked: its number, and no other cause."""
+"""What may be said of rank 0, which is lost before, while or after it is asked: its number, and no
+other cause."""
 UNHEARD_0 = "rank 0, which keeps the ranks' store, does not answer"
 STOPPED_1 = r"rank 1 is stopped \(process"
 STRIKES = [
@@ -299,7 +296,8 @@ def test_a_rank_that_dies_or_stops_in_the_start_is_named_without_torchruns_store
     where, is_before = PLACES[when]
     strikes = f"if rank == {rank}: {strike}()"
     script = disturbing(tmp_path, where, *((strikes,) if is_before else ("pass", strikes)))
-    config, port = tiny(tmp_path, batch_size=3, start_patience=4, patience=600), free_port()
+    config = tiny(tmp_path, batch_size=3, start_patience=4, patience=600)
+    port = free_port()
     ranks = [bare(tmp_path, config, script, **among(number, port, 3)) for number in range(3)]
     others = [number for number in range(3) if number != rank]
     try:
@@ -315,10 +313,11 @@ def test_a_rank_that_dies_or_stops_in_the_start_is_named_without_torchruns_store
 
 def test_frames_of_torch_are_not_printed_where_rank_0_dies(tmp_path):
     """By an interpreter of its own, since torch reads its level of messages when it is imported."""
-    script, port = tmp_path / "dies.py", free_port()
+    script = tmp_path / "dies.py"
+    port = free_port()
     script.write_text(
-        f"import os, torch.distributed as dist\nstore = dist.TCPStore('127.0.0.1', {port}, is_master=True)\n"
-        "store.wait(['moesaic/comes/1'])\nos._exit(1)\n"
+        f"import os, torch.distributed as dist\nstore = dist.TCPStore('127.0.0.1', {port}, "
+        "is_master=True)\nstore.wait(['moesaic/comes/1'])\nos._exit(1)\n"
     )
     rank_0 = Forked([str(script)], {})
     words = [

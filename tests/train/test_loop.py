@@ -35,12 +35,19 @@ from runs import (
 
 VARIANTS = {
     "noise, tokenizer, recomputed": {
-        "data": {"tokenizer": "given.json"}, "model": {"checkpoint_activations": True, "moe": {"router": "noisy"}},
+        "data": {"tokenizer": "given.json"},
+        "model": {"checkpoint_activations": True, "moe": {"router": "noisy"}},
     },
     "bias, global batch": {
-        "model": {"moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}, "load_balance_level": "global_batch"}}
+        "model": {
+            "moe": {
+                "router": "sigmoid",
+                "router_options": {"bias_rate": 0.01},
+                "load_balance_level": "global_batch",
+            }
+        }
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -113,9 +120,8 @@ def test_the_second_signal_has_its_usual_effect(tmp_path, monkeypatch):
         return {}
 
     monkeypatch.setattr(Trainer, "_step", stepping)
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job is started with none
+    # a shell's background job is started with none
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             run_quietly(tiny(tmp_path))
@@ -124,7 +130,8 @@ def test_the_second_signal_has_its_usual_effect(tmp_path, monkeypatch):
 
 
 def test_a_finished_run_can_be_evaluated_again_and_be_asked_for_more_steps(tmp_path, monkeypatch):
-    plain, seen = Batches.get, []
+    plain = Batches.get
+    seen = []
     monkeypatch.setattr(
         Batches, "get", lambda self, index: seen.append(index) or plain(self, index)
     )
@@ -163,9 +170,12 @@ def test_evaluating_saving_and_logging_change_nothing_and_saving_honours_when_an
     seldom = tiny(tmp_path, steps=3, log_every=100, model={"moe": {"router": "noisy"}})
     run_quietly(seldom)
     often = replace(
-        seldom, out=str(tmp_path / "often"), log_every=1,
-        evaluate=EvaluateConfig(every=1, sequences=4), save=SaveConfig(every=2, keep=1),
-    )  # fmt: skip
+        seldom,
+        out=str(tmp_path / "often"),
+        log_every=1,
+        evaluate=EvaluateConfig(every=1, sequences=4),
+        save=SaveConfig(every=2, keep=1),
+    )
     run_quietly(often)
     assert losses(tmp_path / "run") == losses(tmp_path / "often")[-1:]
     assert_same(parameters(tmp_path / "often"), parameters(tmp_path / "run"))
@@ -257,9 +267,8 @@ def test_metrics_hold_every_figure_per_layer_and_means_over_all_micro_batches(tm
         assert "mfu" not in line, "a CPU has no peak of its own"
         assert len(line["layers"]) == 2
         for layer in line["layers"]:
-            assert (
-                sum(layer["tokens_per_expert"]) == 2 * 3 * 16 * 2
-            )  # sequences, micro-batches, tokens, experts
+            # sequences, micro-batches, tokens, experts
+            assert sum(layer["tokens_per_expert"]) == 2 * 3 * 16 * 2
             assert layer["max_violation"] >= 0
             assert 0 <= layer["entropy"] <= 1
             assert layer["dropped"] == 0
@@ -299,7 +308,9 @@ def test_clipping_can_be_turned_off(tmp_path):
 
 
 def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, monkeypatch):
-    plain, goes_on, waited = checkpoint.write_shards, threading.Event(), []
+    plain = checkpoint.write_shards
+    goes_on = threading.Event()
+    waited = []
     step = Trainer._step
 
     def slowly(*arguments, **options):

@@ -1,4 +1,5 @@
-"""Training under a memory budget equals training without one, and the metrics report how the budget was met."""
+"""Training under a memory budget equals training without one, and the metrics report how the budget
+was met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Numerical faults: skipped steps, the origin of a fault, loss spikes, collapsed routers, drifting ranks."""
+"""Numerical faults: skipped steps, the origin of a fault, loss spikes, collapsed routers, drifting
+ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ ORIGINS = {
 
 def test_a_step_whose_numbers_are_wrong_is_left_out_and_says_where_it_began(tmp_path):
     spoil_steps({1: "expert", 3: "loss", 5: "gradient"})
-    spoilt, states = Trainer._step, []
+    spoilt = Trainer._step
+    states = []
 
     def step(self):
         values = spoilt(self)
@@ -192,7 +194,8 @@ def test_ranks_whose_copies_of_a_weight_drift_apart_are_named(tmp_path):
 
 
 def _check_alone() -> list[str]:
-    """Make copies on four ranks differ: by much, by rounding, and by a NaN. Return each error and the weight's maximum."""
+    """Make copies on four ranks differ: by much, by rounding, and by a NaN. Return each error and
+    the weight's maximum."""
     mesh = Mesh.create(tp=4)
     found = []
     for odd, by in ((2, 0.5), (3, 1e-6), (1, math.nan)):
@@ -209,7 +212,8 @@ def _check_alone() -> list[str]:
 def test_of_several_copies_the_odd_one_is_named_and_rounding_is_aligned():
     for rank, (much, left, little, aligned, no_number, _) in enumerate(on_ranks(4, _check_alone)):
         assert much.startswith(
-            "TrainingError: after step 7 rank 2 disagrees with the other ranks on weight, by up to 0.5"
+            "TrainingError: after step 7 rank 2 disagrees with the other ranks on weight, by "
+            "up to 0.5"
         )
         assert float(left) == (1.5 if rank == 2 else 1.0)
         assert (little, float(aligned)) == ("", 1.0)
@@ -219,7 +223,8 @@ def test_of_several_copies_the_odd_one_is_named_and_rounding_is_aligned():
 
 
 def test_a_leap_of_the_loss_is_no_wandering():
-    draw, spikes = random.Random(0), Spikes()
+    draw = random.Random(0)
+    spikes = Spikes()
     for step in range(200):  # a curve that falls and trembles
         assert spikes.usual(3 * math.exp(-step / 50) + 2 + draw.gauss(0, 0.1)) is None
     assert spikes.usual(6.0) == pytest.approx(2.1, abs=0.2)
@@ -229,7 +234,8 @@ def test_a_leap_of_the_loss_is_no_wandering():
 
 
 def leaping(monkeypatch: pytest.MonkeyPatch, *, with_samples: bool) -> None:
-    """Let the loss of the seventh step be tenfold; `with_samples`: only with the samples that were first meant for it."""
+    """Let the loss of the seventh step be tenfold; `with_samples`: only with the samples that were
+    first meant for it."""
     plain = Trainer._accumulate
 
     def accumulate(self, **options):
@@ -256,7 +262,8 @@ def test_a_leap_is_said_or_rolled_back_three_times_at_most(
     assert screen.count("going back to") == returns
     assert ("and the run goes on" in screen) == (returns != 1)
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 9))
-    # Step 5 is the first after the checkpoint of step 4, and takes the samples after those of the leap.
+    # Step 5 is the first after the checkpoint of step 4, and takes the samples after those of the
+    # leap.
     assert (
         load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).extra["left_out"]
         == 3 * returns
@@ -266,7 +273,8 @@ def test_a_leap_is_said_or_rolled_back_three_times_at_most(
 
 
 def test_a_router_that_collapses_is_named():
-    even, worst = [32] * 8, [250, 6, 0, 0, 0, 0, 0, 0]
+    even = [32] * 8
+    worst = [250, 6, 0, 0, 0, 0, 0, 0]
     loads = [LoadStatistics.of(counts) for counts in (even, worst)]
     (found,) = collapsed_routers(loads, ["first", "second"], 2).items()
     assert found[0] == "second"

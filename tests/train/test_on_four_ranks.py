@@ -1,5 +1,5 @@
-"""Training on four Gloo processes, with both meshes folded over each other and under several plans, equals training on
-one."""
+"""Training on four Gloo processes, with both meshes folded over each other and under several plans,
+equals training on one."""
 
 from __future__ import annotations
 
@@ -58,14 +58,16 @@ def meshed(folder: Path, name: str) -> TrainConfig:
 
 
 def trained(folder: Path, names: list[str], *more: TrainConfig) -> dict[str, list[Outcome]]:
-    """Train on one process, then on four under some plans and what more is given; return the outcomes by name."""
+    """Train on one process, then on four under some plans and what more is given; return the
+    outcomes by name."""
     run_quietly(tiny(folder, **BASE, out=str(folder / "one")))
     outcomes = train_on(4, [*(meshed(folder, name) for name in names), *more])
     return dict(zip((*names, *(Path(config.out).name for config in more)), outcomes))
 
 
 def test_four_ranks_train_as_one_process(tmp_path):
-    """The mesh on which every kind of parameter is split over something and copied over something else."""
+    """The mesh on which every kind of parameter is split over something and copied over something
+    else."""
     name = "dp 2, tp 2, edp 2"
     assert [outcome.refusal for outcome in trained(tmp_path, [name])[name]] == [""] * 4
     assert_same_run(tmp_path / "one", Path(meshed(tmp_path, name).out))

@@ -1,4 +1,5 @@
-"""Training on two Gloo processes equals training on one: losses, gradient norms, parameters. Refusals reach all ranks."""
+"""Training on two Gloo processes equals training on one: losses, gradient norms, parameters.
+Refusals reach all ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import kinds_of_files
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
 from moesaic.train.config import SaveConfig, TrainConfig
 from moesaic.train.distributed_checkpoint import read_whole
@@ -22,7 +24,8 @@ BASE = {
     "steps": 2,
 }
 CONSTANT = {"final_share": 1.0, "warmup_steps": 0}
-"""A learning rate that does not depend on the number of steps, so that a run in parts equals the run in one."""
+"""A learning rate that does not depend on the number of steps, so that a run in parts equals the
+run in one."""
 MODELS = {
     "plain": {},
     "dense": {"model": {"ffn": "dense", "dense_hidden": 24}},
@@ -32,13 +35,17 @@ MODELS = {
         "model": {
             "checkpoint_activations": True,
             "moe": {
-                "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "shared_hidden": 8,
-                "capacity": "fixed", "capacity_factor": 1.0,
-                "load_balance_level": "global_batch", "z_loss": 0.01,
+                "router": "sigmoid",
+                "router_options": {"bias_rate": 0.01},
+                "shared_hidden": 8,
+                "capacity": "fixed",
+                "capacity_factor": 1.0,
+                "load_balance_level": "global_batch",
+                "z_loss": 0.01,
             },
         },
     },
-}  # fmt: skip
+}
 SAME = {
     "dense, dp": ({}, {}),
     "dense, tp": ({"tp": 2}, {}),
@@ -56,9 +63,15 @@ SAME = {
 }
 """Name to the mesh and the plan; a name begins with that of the model."""
 MORE = (
-    "dense, positions", "odd vocabulary, tp", "plain, etp", "plain, tp and edp", "everything, ep", "everything, positions",
-)  # fmt: skip
-"""Those of `make test-random`: the others train under each axis of the mesh, under every schedule and with everything on."""
+    "dense, positions",
+    "odd vocabulary, tp",
+    "plain, etp",
+    "plain, tp and edp",
+    "everything, ep",
+    "everything, positions",
+)
+"""Those of `make test-random`: the others train under each axis of the mesh, under every schedule
+and with everything on."""
 QUICK = [name for name in SAME if name not in MORE]
 
 
@@ -67,7 +80,8 @@ def alone(folder: Path, model: str) -> TrainConfig:
 
 
 def meshed(folder: Path, name: str) -> TrainConfig:
-    (mesh, plan), model = SAME[name], name.partition(",")[0]
+    (mesh, plan) = SAME[name]
+    model = name.partition(",")[0]
     # Written while training goes on, to the same effect.
     save = {"every": 1, "keep": 9, "background": True} if name == "plain, tp and ep" else {}
     return tiny(
@@ -88,9 +102,10 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
             base,
             changed(plan={"chunks": 2}),
         ],
-        r"InputError: batch_size=3 does not split over 2 data parallel groups: choose a multiple of 2": changed(
-            batch_size=3
-        ),
+        (
+            r"InputError: batch_size=3 does not split over 2 data parallel groups: choose a "
+            r"multiple of 2"
+        ): changed(batch_size=3),
         r"InputError: mesh.ep=4 times mesh.etp=1 does not divide the 2 ranks": changed(
             mesh={"ep": 4}
         ),
@@ -117,7 +132,8 @@ def chain(folder: Path, steps: int, **mesh: int) -> TrainConfig:
 
 
 def noisy(folder: Path, mesh: str) -> list[TrainConfig]:
-    """Return a run in one go, and one that is taken up again after one step, with an evaluation more."""
+    """Return a run in one go, and one that is taken up again after one step, with an evaluation
+    more."""
     changes = {**BASE, "model": {"moe": {"router": "noisy"}}, "optimizer": CONSTANT}
     shape = {"tp": {"tp": 2}, "dp": {"ep": 2}}[mesh]
     whole = tiny(folder, **changes, mesh=shape, out=str(folder / f"whole-{mesh}"))
@@ -128,7 +144,8 @@ def noisy(folder: Path, mesh: str) -> list[TrainConfig]:
 def trained(
     folder: Path, cases: list[str], more: dict[str, object]
 ) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Train the models of cases on one process, then the cases and more on two; return the outcomes by name."""
+    """Train the models of cases on one process, then the cases and more on two; return the outcomes
+    by name."""
     for model in {name.partition(",")[0] for name in cases}:
         run_quietly(alone(folder, model))
     runs: dict = {name: meshed(folder, name) for name in cases} | more
@@ -200,12 +217,31 @@ def test_shards_that_are_written_while_training_goes_on_are_those_that_are_waite
     assert kept == [f"step-{step:08d}" for step in (1, 2)]
 
 
+@pytest.mark.parametrize(
+    ("run", "step", "writers"), [("one plain", 2, 1), ("chain", 3, 2), ("plain, tp and ep", 2, 2)]
+)
+def test_no_file_of_a_checkpoint_is_a_pickle(world, run, step, writers):
+    """Of one rank, of two, and written in the background (the last)."""
+    kinds = kinds_of_files(world[0] / run / "checkpoints" / f"step-{step:08d}")
+    assert {name for name, kind in kinds.items() if kind == "text"} == {
+        "SHA256SUMS",
+        "config.json",
+        "shards/index.json",
+        "state.json",
+    }
+    files = {
+        f"shards/shard-{rank:05}-model-00001-of-00001.safetensors" for rank in range(1, writers + 1)
+    }
+    assert {name for name, kind in kinds.items() if kind == "safetensors"} == files
+    assert set(kinds.values()) == {"text", "safetensors"}
+
+
 def test_a_damaged_shard_is_passed_over(world, tmp_path):
     folder, _ = world
     shutil.copytree(folder / "plain, tp and etp" / "checkpoints", tmp_path, dirs_exist_ok=True)
     (path,) = tmp_path.iterdir()
     shutil.copytree(path, tmp_path / "step-00000009")
-    shard = next((tmp_path / "step-00000009" / "shards").glob("*.distcp"))
+    shard = next((tmp_path / "step-00000009" / "shards").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

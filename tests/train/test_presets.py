@@ -1,5 +1,5 @@
-"""Presets: each one builds, those of papers have the published sizes, and the demo compares models of equal active
-size."""
+"""Presets: each one builds, those of papers have the published sizes, and the demo compares models
+of equal active size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def built(config: ModelConfig, vocab_size: int) -> GPT:
 
 
 def count(model: nn.Module, *parts: str) -> int:
-    """Return the number of parameters with names that contain one of `parts`; of all parameters without `parts`."""
+    """Return the number of parameters with names that contain one of `parts`; of all parameters
+    without `parts`."""
     return sum(
         p.numel()
         for name, p in model.named_parameters()
@@ -66,9 +67,14 @@ def test_every_model_that_is_planned_is_trained_and_runs_do_not_share_a_folder()
 
 
 PUBLISHED = {
-    "gpt-s": "0.86", "gpt-base": "3.42", "gpt-l": "13.7", "bert-deep": "1.71", "bert-deep-l": "27.4", "bert-wide": "3.27",
+    "gpt-s": "0.86",
+    "gpt-base": "3.42",
+    "gpt-l": "13.7",
+    "bert-deep": "1.71",
+    "bert-deep-l": "27.4",
+    "bert-wide": "3.27",
     "bert-wide-l": "13.1",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -84,14 +90,18 @@ MI = 2**20
 @pytest.mark.parametrize(
     ("name", "dense", "unit", "experts"),
     [
-        ("transformer-moe", 90, 1e6, 403), ("bert-large-moe", 139, 1e6, 6442), ("ct-moe-24", 97, MI, 403),
-        ("ct-moe-20", 89, MI, None), ("ct-moe-16", 81, MI, None), ("ct-moe-12", 73, MI, None),
+        ("transformer-moe", 90, 1e6, 403),
+        ("bert-large-moe", 139, 1e6, 6442),
+        ("ct-moe-24", 97, MI, 403),
+        ("ct-moe-20", 89, MI, None),
+        ("ct-moe-16", 81, MI, None),
+        ("ct-moe-12", 73, MI, None),
         ("gpt2-tiny-moe", None, 1e6, 1),
     ],
-)  # fmt: skip
+)
 def test_schemoes_models_have_the_published_parameters(name, dense, unit, experts):
-    """GPT2-Tiny-MoE's dense size is not checked: its published 32 M need a vocabulary ten times GPT-2's at the printed
-    width of 64."""
+    """GPT2-Tiny-MoE's dense size is not checked: its published 32 M need a vocabulary ten times
+    GPT-2's at the printed width of 64."""
     model = of_preset(name)
     assert dense is None or round(outside(model) / unit) == dense
     assert experts is None or round(count(model, ".ffn.experts.") / 1e6) == experts
@@ -100,10 +110,13 @@ def test_schemoes_models_have_the_published_parameters(name, dense, unit, expert
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("parm-gpt2", 124_439_808), ("netmoe-gpt-s", 124_439_808), ("netmoe-gpt-m", 354_823_168),
-        ("netmoe-gpt-l", 774_030_080), ("netmoe-gpt-xl", 1_557_611_200),
+        ("parm-gpt2", 124_439_808),
+        ("netmoe-gpt-s", 124_439_808),
+        ("netmoe-gpt-m", 354_823_168),
+        ("netmoe-gpt-l", 774_030_080),
+        ("netmoe-gpt-xl", 1_557_611_200),
     ],
-)  # fmt: skip
+)
 def test_the_dense_twin_of_a_gpt2_is_gpt2(name, parameters):
     config = PRESETS[name]()
     dense = replace(config.model, ffn="dense", dense_hidden=config.model.moe.hidden)
@@ -123,9 +136,16 @@ def test_the_dense_twin_of_parms_bert_is_bert_base_without_segments_and_pooler()
 
 @pytest.mark.parametrize(
     ("start", "experts", "factor"),
-    [("parm-", {8}, 1.2), ("ct-moe-", {32}, 1.0), ("transformer-moe", {8}, 1.0), ("bert-large-moe", {32}, 1.0),
-     ("gpt2-tiny-moe", {32}, 1.0), ("fastermoe-", {16, 64}, None), ("netmoe-", {32}, None)],
-)  # fmt: skip
+    [
+        ("parm-", {8}, 1.2),
+        ("ct-moe-", {32}, 1.0),
+        ("transformer-moe", {8}, 1.0),
+        ("bert-large-moe", {32}, 1.0),
+        ("gpt2-tiny-moe", {32}, 1.0),
+        ("fastermoe-", {16, 64}, None),
+        ("netmoe-", {32}, None),
+    ],
+)
 def test_models_of_papers_have_their_experts_and_capacities(start, experts, factor):
     """FastMoE, on which FasterMoE and NetMoE run, drops nothing."""
     found = [make().model.moe for name, make in ALL.items() if name.startswith(start)]
@@ -135,8 +155,12 @@ def test_models_of_papers_have_their_experts_and_capacities(start, experts, fact
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("mixtral-8x7b", "46.7", "12.9"), ("qwen3-30b-a3b", "30.5", "3.4"), ("olmoe-1b-7b", "6.9", "1.3")],
-)  # fmt: skip
+    [
+        ("mixtral-8x7b", "46.7", "12.9"),
+        ("qwen3-30b-a3b", "30.5", "3.4"),
+        ("olmoe-1b-7b", "6.9", "1.3"),
+    ],
+)
 def test_models_of_the_hub_have_the_published_parameters(name, total, active):
     model = of_preset(name)
     assert (f"{count(model) / 1e9:.1f}", f"{model.num_active_parameters() / 1e9:.1f}") == (
@@ -149,10 +173,16 @@ def test_the_modern_block_has_the_parameters_of_transformers():
     made = {
         "mixtral-8x7b": transformers.MixtralConfig(num_local_experts=8),
         "qwen3-30b-a3b": transformers.Qwen3MoeConfig(
-            hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-            moe_intermediate_size=768, num_experts=128, vocab_size=151_936,
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            moe_intermediate_size=768,
+            num_experts=128,
+            vocab_size=151_936,
         ),
-    }  # fmt: skip
+    }
     for name, config in made.items():
         with torch.device("meta"):
             theirs = transformers.AutoModelForCausalLM.from_config(config)
@@ -176,8 +206,10 @@ def test_deepseek_v3_is_planned_with_the_parameters_of_transformers():
 
 
 def test_the_demo_compares_equal_active_parameters_tokens_and_steps():
-    sparse, dense = demo(), demo_dense()
-    one, two = built(sparse.model, 256), built(dense.model, 256)
+    sparse = demo()
+    dense = demo_dense()
+    one = built(sparse.model, 256)
+    two = built(dense.model, 256)
     assert (
         one.num_active_parameters() - count(one, ".router.")
         == two.num_parameters()

@@ -1,5 +1,5 @@
-"""Recorded routing equals what the layers routed, a replay equals the run bit by bit, and a killed run keeps its
-segments."""
+"""Recorded routing equals what the layers routed, a replay equals the run bit by bit, and a killed
+run keeps its segments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def traced(config: TrainConfig) -> Trace:
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
-    """Collect what `MoE._route` asked for in training, per call, before capacity: copies per expert."""
+    """Collect what `MoE._route` asked for in training, per call, before capacity: copies per
+    expert."""
     seen: list[list[torch.Tensor]] = []
     plain = MoE._route
 
@@ -105,7 +106,8 @@ def test_counts_are_those_of_the_tokens_and_a_trace_says_how_large_it_is(tmp_pat
     by_token = replace(by_count, out=str(tmp_path / "tokens"), record_routing="tokens")
     run_quietly(by_count)
     run_quietly(by_token)
-    one, other = traced(by_count), traced(by_token)
+    one = traced(by_count)
+    other = traced(by_token)
     for step, layer, micro in itertools.product(range(4), range(2), range(2)):
         experts = other.experts(layer, step, micro)
         assert (one.samples(layer, step, micro) == other.samples(layer, step, micro)).all()
@@ -162,7 +164,8 @@ def test_a_replayed_router_still_learns_and_evaluates_by_itself(tmp_path, monkey
     again = replace(config, out=str(tmp_path / "again"), replay_routing=config.out)
     run_quietly(replace(again, optimizer=replace(config.optimizer, lr=0.1)))
     assert chosen == [False]
-    before, after = parameters(Path(config.out)), parameters(tmp_path / "again")
+    before = parameters(Path(config.out))
+    after = parameters(tmp_path / "again")
     routers = [name for name in before if "router" in name]
     assert len(routers) == 2
     assert not any(torch.equal(before[name], after[name]) for name in routers)
@@ -206,7 +209,8 @@ def test_a_resumed_run_has_each_step_once(tmp_path, monkeypatch):
 def test_steps_that_are_taken_anew_leave_the_trace(tmp_path):
     config = tiny(tmp_path, record_routing="tokens", steps=6)
     run_quietly(config)
-    folder, before = tmp_path / "run" / "routing", traced(config).loads()
+    folder = tmp_path / "run" / "routing"
+    before = traced(config).loads()
     prune(folder, 4)
     assert traced(config).steps == [0, 1, 2, 3]
     assert (traced(config).loads() == before[:4]).all()
@@ -245,17 +249,26 @@ REFUSED = {
         "model": {"moe": {"num_experts": 8}}
     },
     "replay_routing=RUN: is of another model or batch, sequences=2 (not 4): set": {"batch_size": 4},
-    "replay_routing=RUN: holds steps 0 to 3, the run needs 0 to 8: set fewer steps, or record more": {"steps": 9},
-    "replay_routing=COUNTS: holds counts only: record the tokens' experts with --record-routing tokens": {
-        "replay_routing": "COUNTS"
+    (
+        "replay_routing=RUN: holds steps 0 to 3, the run needs 0 to 8: set fewer steps, or record "
+        "more"
+    ): {"steps": 9},
+    (
+        "replay_routing=COUNTS: holds counts only: record the tokens' experts with "
+        "--record-routing tokens"
+    ): {"replay_routing": "COUNTS"},
+    "replay_routing=RUN: lies in out=RUN, which this run writes: choose": {
+        "out": "RUN",
+        "existing": "replace",
     },
-    "replay_routing=RUN: lies in out=RUN, which this run writes: choose": {"out": "RUN", "existing": "replace"},
     "trace nowhere: no such file: name a trace": {"replay_routing": "nowhere"},
     "replay_routing: the model has no MoE layers: set model.ffn=moe": {"model": {"ffn": "dense"}},
     "record_routing=tokens: under model.moe.router=expert_choice tokens do not choose": {
-        "record_routing": "tokens", "replay_routing": "", "model": {"moe": {"router": "expert_choice"}}
+        "record_routing": "tokens",
+        "replay_routing": "",
+        "model": {"moe": {"router": "expert_choice"}},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("line", REFUSED)

@@ -1,4 +1,5 @@
-"""On two Gloo processes, traces equal those of one process, and replays train what one process trains, to 1e-9."""
+"""On two Gloo processes, traces equal those of one process, and replays train what one process
+trains, to 1e-9."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ RECORDED = [
 NOISY = {
     "model": {"moe": {"router": "gshard", "load_balance_level": "global_batch"}, "seq_len": 15}
 }
-"""A router with other random second choices on another mesh, so that only a replay agrees; and sequences that two ranks
-cannot split evenly."""
+"""A router with other random second choices on another mesh, so that only a replay agrees; and
+sequences that two ranks cannot split evenly."""
 
 
 def run(folder: Path, out: str, holds: str = "tokens", **changes: Any) -> TrainConfig:
@@ -44,7 +45,8 @@ def run(folder: Path, out: str, holds: str = "tokens", **changes: Any) -> TrainC
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
-    """Train on one process, then on two; return the folder and the outcomes by the name of the run's folder."""
+    """Train on one process, then on two; return the folder and the outcomes by the name of the
+    run's folder."""
     folder = tmp_path_factory.mktemp("record")
     for config in (
         *(run(folder, holds, holds) for holds in ("counts", "tokens")),
@@ -75,7 +77,8 @@ def test_a_trace_does_not_depend_on_the_mesh(world, name, holds):
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes[f"{name} {holds}"]] == ["", ""]
     assert_same_tables(folder / holds, folder / f"{name} {holds}")
-    one, two = Trace.open(folder / holds), Trace.open(folder / f"{name} {holds}")
+    one = Trace.open(folder / holds)
+    two = Trace.open(folder / f"{name} {holds}")
     assert one.steps == two.steps == [0, 1]
     groups = 1 if "tp" in name else 2
     assert two.counts(0, 1).shape == (groups, 4)

@@ -1,7 +1,8 @@
-"""Every registered router trains on two and on four ranks, with FSDP2 over dp and edp, as in one process.
+"""Every registered router trains on two and on four ranks, with FSDP2 over dp and edp, as in one
+process.
 
-The one process takes the ranks' parts of a batch as micro-batches, since some routers choose among all tokens of a
-call.
+The one process takes the ranks' parts of a batch as micro-batches, since some routers choose among
+all tokens of a call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SEQUENCES = 4
 
 
 def even_noise(put: Callable[[type, str, object], None] = setattr) -> None:
-    """Make every router draw the same noise for all tokens, so that it does not depend on which rank has a token."""
+    """Make every router draw the same noise for all tokens, so that it does not depend on which
+    rank has a token."""
     for kind in subclasses(AbstractRouter):
         if "draw" in vars(kind):
             put(kind, "draw", evened(kind.draw))
@@ -46,7 +48,8 @@ def subclasses(kind: type) -> set[type]:
 
 
 def config_of(folder: Path, router: str, world: int) -> TrainConfig:
-    """Return two steps with a router, on one process or on several ranks with two copies of the experts and more."""
+    """Return two steps with a router, on one process or on several ranks with two copies of the
+    experts and more."""
     moe = {"router": router, "top_k": TOP_K.get(router, 2), "load_balance": 0.0, "num_experts": 8}
     if router in ("sigmoid", "group_limited"):
         moe["router_options"] = {"bias_rate": 0.05}
@@ -63,7 +66,8 @@ def alone(folder: Path, router: str, world: int) -> TrainConfig:
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def world(request, tmp_path_factory) -> tuple[Path, int, dict[str, list[Outcome]]]:
-    folder, world = tmp_path_factory.mktemp("routers"), request.param
+    folder = tmp_path_factory.mktemp("routers")
+    world = request.param
     with pytest.MonkeyPatch.context() as patch:
         even_noise(patch.setattr)
         for router in ROUTERS:
@@ -80,7 +84,8 @@ def world(request, tmp_path_factory) -> tuple[Path, int, dict[str, list[Outcome]
 def test_every_router_trains_on_ranks_as_alone(world, router):
     folder, ranks, outcomes = world
     assert [outcome.refusal for outcome in outcomes[router]] == [""] * ranks
-    here, there = Path(config_of(folder, router, ranks).out), Path(alone(folder, router, ranks).out)
+    here = Path(config_of(folder, router, ranks).out)
+    there = Path(alone(folder, router, ranks).out)
     for a, b in zip(lines(here, "train"), lines(there, "train"), strict=True):
         assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), abs=1e-9)
     assert len(lines(here, "train")) == 2

@@ -114,7 +114,8 @@ def test_a_run_whose_configuration_is_lost_is_refused_and_kept(ran, existing, ha
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_lost_configuration_is_taken_from_the_newest_whole_checkpoint(ran, capsys, harm):
-    own, config = ran / "run" / "config.json", tiny(ran)
+    own = ran / "run" / "config.json"
+    config = tiny(ran)
     write_config(replace(config, existing="resume"), own)
     for path in list_checkpoints(ran / "run" / "checkpoints"):
         shutil.copy(own, path)
@@ -219,9 +220,14 @@ def test_replacing_deletes_what_the_run_wrote_and_nothing_else(tmp_path):
     run = tmp_path / "run"
     written = snapshot(run)
     mine = [
-        "notes.txt", "checkpoints/mine/model.pt", "checkpoints/step-00000001/notes.txt", "checkpoints/step-best/model.pt",
-        "tensorboard/x", "routing/notes.txt", "tokenizer.txt",
-    ]  # fmt: skip
+        "notes.txt",
+        "checkpoints/mine/model.pt",
+        "checkpoints/step-00000001/notes.txt",
+        "checkpoints/step-best/model.pt",
+        "tensorboard/x",
+        "routing/notes.txt",
+        "tokenizer.txt",
+    ]
     for name in mine:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("mine")

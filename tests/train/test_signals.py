@@ -28,7 +28,8 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def _not_under_nohup() -> Iterator[None]:
-    """Let processes that a test starts be ended by SIGHUP, though pytest itself may run under nohup."""
+    """Let processes that a test starts be ended by SIGHUP, though pytest itself may run under
+    nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -45,9 +46,8 @@ def test_a_signal_before_the_first_step_says_one_line_and_ends_the_process_by_it
     process.send_signal(kind)
     _, said = process.communicate(timeout=60)
     assert process.returncode == -kind
-    assert (
-        said
-        == f"moesaic train: ended by {kind.name} while no step ran: checkpoints that were saved stay\n"
+    assert said == (
+        f"moesaic train: ended by {kind.name} while no step ran: checkpoints that were saved stay\n"
     )
 
 

@@ -1,4 +1,5 @@
-"""Opening a run: what is built and restored, and that nothing is touched before everything is validated."""
+"""Opening a run: what is built and restored, and that nothing is touched before everything is
+validated."""
 
 from __future__ import annotations
 
@@ -105,11 +106,17 @@ REFUSED = {
 RESUMED = {
     "architecture": (
         {"model": {"dim": 32, "moe": {"hidden": 8}}},
-        r"step 2 is of .*, model.dim \(32 and 16\); model.moe.hidden \(8 and 16\).*choose another run folder",
+        (
+            r"step 2 is of .*, model.dim \(32 and 16\); model.moe.hidden \(8 and 16\).*choose "
+            r"another run folder"
+        ),
     ),
     "precision": (
         {"precision": "bfloat16"},
-        "precision=bfloat16: the run is in float32: pass --precision float32 or auto, or another --out",
+        (
+            "precision=bfloat16: the run is in float32: pass --precision float32 or auto, or "
+            "another --out"
+        ),
     ),
     "text": ({}, "^the training tokens are not those of the checkpoint of step 2: .*--out$"),
     "share": (
@@ -150,7 +157,8 @@ def test_a_refused_run_leaves_no_folder(tmp_path, what):
         MemoryError("no more"),
         torch.OutOfMemoryError("CUDA out of memory."),
         RuntimeError(
-            "DefaultCPUAllocator: can't allocate memory:\nyou tried to allocate 2199023255552 bytes."
+            "DefaultCPUAllocator: can't allocate memory:\nyou tried to allocate 2199023255552 "
+            "bytes."
         ),
     ],
 )
@@ -221,10 +229,18 @@ def test_the_kept_configuration_takes_the_run_up_again_with_its_precision_and_se
 @pytest.mark.parametrize(
     "change",
     [
-        {"precision": "float8"}, {"precision": None}, {"seconds": "many"}, {"seconds": float("nan")}, {"rng": {}},
-        {"rng": {"cpu": "xyz"}}, {"rng": {"cpu": "00"}}, {"train_tokens": None}, {"has_text": None}, {"skipped": -1},
+        {"precision": "float8"},
+        {"precision": None},
+        {"seconds": "many"},
+        {"seconds": float("nan")},
+        {"rng": {}},
+        {"rng": {"cpu": "xyz"}},
+        {"rng": {"cpu": "00"}},
+        {"train_tokens": None},
+        {"has_text": None},
+        {"skipped": -1},
     ],
-)  # fmt: skip
+)
 def test_a_description_that_no_run_left_is_refused_in_one_line(ran, change):
     path = ran / NEWEST / "state.json"
     state = json.loads(path.read_text())

@@ -89,9 +89,14 @@ def test_what_the_hub_has_no_model_for_is_one_line(changes: dict[str, Any], word
 
 
 def test_one_command_makes_a_model_of_the_hub_of_a_run(tmp_path, capsys, monkeypatch):
-    text, run, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "hub"
+    text = tmp_path / "text.txt"
+    run = tmp_path / "run"
+    out = tmp_path / "hub"
     text.write_text("one and two and three. " * 400)
-    flags = f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --no-tensorboard"
+    flags = (
+        f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 "
+        "--device cpu --no-tensorboard"
+    )
     assert main(["train", *flags.split()]) == 0
     assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
     said = capsys.readouterr().out
@@ -143,9 +148,10 @@ TEXT = (
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(
-    "tokenizer", [ByteTokenizer(), HubTokenizer(train_tokenizer(TEXT, 320)), HubTokenizer(wrapping())],
+    "tokenizer",
+    [ByteTokenizer(), HubTokenizer(train_tokenizer(TEXT, 320)), HubTokenizer(wrapping())],
     ids=["bytes", "bpe", "wrapping"],
-)  # fmt: skip
+)
 def test_transformers_encodes_and_decodes_like_the_tokenizer_of_the_run(
     family, tokenizer, tmp_path
 ):
@@ -161,9 +167,14 @@ def test_transformers_encodes_and_decodes_like_the_tokenizer_of_the_run(
 
 
 def test_a_run_of_tokens_without_a_named_tokenizer_gets_none_on_the_hub(tmp_path, capsys):
-    tokens, run, out = tmp_path / "tokens.bin", tmp_path / "run", tmp_path / "hub"
+    tokens = tmp_path / "tokens.bin"
+    run = tmp_path / "run"
+    out = tmp_path / "hub"
     torch.randint(0, 256, (4000,)).to(torch.uint16).numpy().tofile(tokens)
-    flags = f"--preset gpt-tiny --out {run} --steps 1 --data.path {tokens} --model.conv-width 1 --device cpu --no-tensorboard"
+    flags = (
+        f"--preset gpt-tiny --out {run} --steps 1 --data.path {tokens} --model.conv-width 1 "
+        "--device cpu --no-tensorboard"
+    )
     assert main(["train", *flags.split()]) == 0
     assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
     assert "without a tokenizer, since the run's .bin files name none\n" in capsys.readouterr().out

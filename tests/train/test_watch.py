@@ -1,10 +1,12 @@
-"""Error lines of a run on several ranks when one rank stops, dies, or is at another place than the others."""
+"""Error lines of a run on several ranks when one rank stops, dies, or is at another place than the
+others."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from contextlib import nullcontext
@@ -26,7 +28,8 @@ from train.disturbed import disturbing, failed, finished, ours, start
 
 
 def say(folder, what, where="loop.Trainer._accumulate", **changes):
-    """Return what two ranks say of which the second is disturbed in its third step, and the run's folder."""
+    """Return what two ranks say of which the second is disturbed in its third step, and the run's
+    folder."""
     run = folder / "run"
     script = disturbing(
         folder, where, f"if rank == 1 and steps_logged({str(run / 'metrics.jsonl')!r}) == 2: {what}"
@@ -62,7 +65,10 @@ def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, 
         ("blocks.0.ffn", r"\S+, chunk 0") if direction == "forward" else ("blocks.1.ffn", r"\S+")
     )
     assert re.search(
-        rf"rank 0 is in {direction} of layer {layer}, task \d+ \({task}\) of its program, waiting for",
+        (
+            rf"rank 0 is in {direction} of layer {layer}, task \d+ \({task}\) of its program, "
+            r"waiting for"
+        ),
         said,
     )
     assert "bytes of rank 1" in said
@@ -99,10 +105,16 @@ def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, stri
         assert said.startswith(
             "moesaic train: the start has stood still for 10 s: rank 1 is stopped (process "
         )
-        at = r"; rank 0 is at comm/process_groups\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$"
+        at = (
+            r"; rank 0 is at comm/process_groups\.py:\d+ in wait, waiting for \d+ bytes of rank "
+            r"1; start the run again$"
+        )
         assert re.search(at, said)
     else:
-        died = r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in the start; start the run again"
+        died = (
+            r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in the start; start the "
+            r"run again"
+        )
         assert re.match(died, said)
     assert not (tmp_path / "run").exists()
 
@@ -132,7 +144,7 @@ def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
         r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in step 3; the checkpoint ",
         said,
     )
-    assert f"--config {run / 'config.json'} --existing resume" in said
+    assert f"--config {shlex.quote(str(run / 'config.json'))} --existing resume" in said
     assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
     assert not (run / HANG).exists()
 
@@ -141,7 +153,10 @@ def test_connections_that_break_between_ranks_that_live_are_one_line(tmp_path):
     err, run = say(tmp_path, "break_connections()")
     (said,) = ours(err)
     assert re.match(
-        r"moesaic train: rank [01] lost a connection to other ranks, whose processes are alive \(.*gloo",
+        (
+            r"moesaic train: rank [01] lost a connection to other ranks, whose processes are "
+            r"alive \(.*gloo"
+        ),
         said,
     )
     kept = list_checkpoints(run / "checkpoints")[-1]
@@ -214,7 +229,8 @@ class Looks:
     """Replaces the clock and the timer of a watch: gives the seconds between its rounds."""
 
     def __init__(self, seconds: list[float]) -> None:
-        self._seconds, self._now = iter(seconds), 0.0
+        self._seconds = iter(seconds)
+        self._now = 0.0
 
     def wait(self, _: float) -> bool:
         passed = next(self._seconds, None)
@@ -226,8 +242,10 @@ class Looks:
 
 
 def is_given_up(monkeypatch, seconds, step=lambda: "step 1", is_long=False):
-    """Return whether a watch gives the run up if its rounds are that many seconds apart, with a patience of 10 seconds."""
-    looks, given_up = Looks(seconds), []
+    """Return whether a watch gives the run up if its rounds are that many seconds apart, with a
+    patience of 10 seconds."""
+    looks = Looks(seconds)
+    given_up = []
     watch = Watch(nn.Linear(1, 1), None, 10.0, step, lambda: "")
     monkeypatch.setattr(of_watch, "time", looks)
     watch._stopped, watch._store, watch._rank = looks, dist.HashStore(), 0
@@ -298,8 +316,9 @@ def test_who_stands_elsewhere_comes_before_those_who_wait():
         Position(3, "process 4 on b", "at train/data.py:7 in get"),
     ]
     assert describe_hang("step 3", 600, found, {2: "is stopped (process 3)"}) == (
-        "step 3 has stood still for 600 s: rank 2 is stopped (process 3); rank 3 is at train/data.py:7 in get; "
-        f"ranks 0, 1 are {wait}, waiting for 16 bytes of rank 2, 16 bytes of rank 3"
+        "step 3 has stood still for 600 s: rank 2 is stopped (process 3); rank 3 is at "
+        f"train/data.py:7 in get; ranks 0, 1 are {wait}, waiting for 16 bytes of rank 2, 16 bytes "
+        "of rank 3"
     )
 
 
@@ -309,8 +328,8 @@ def test_ranks_that_all_wait_for_each_other_are_told_with_their_links():
         Position(1, "process 2 on b", "in x", {"0": 2000}),
     ]
     assert describe_hang("step 3", 600, found, {}) == (
-        "step 3 has stood still for 600 s: ranks 0, 1 are in x, waiting for 2,000 bytes of rank 0, 1,000 bytes of rank 1: "
-        "all are there, so look at the links between their nodes"
+        "step 3 has stood still for 600 s: ranks 0, 1 are in x, waiting for 2,000 bytes of rank "
+        "0, 1,000 bytes of rank 1: all are there, so look at the links between their nodes"
     )
 
 

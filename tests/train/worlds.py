@@ -1,4 +1,5 @@
-"""Training runs on several Gloo processes for the tests. The processes are started once for many runs."""
+"""Training runs on several Gloo processes for the tests. The processes are started once for many
+runs."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def assert_same_run(one: Path, other: Path, kinds: tuple[str, ...] = ("train", "eval")) -> None:
-    """Assert that two runs have equal training and evaluation metrics, parameters and optimizer states."""
+    """Assert that two runs have equal training and evaluation metrics, parameters and optimizer
+    states."""
     figures = {"train": ("loss", "grad_norm", "lr"), "eval": ("val_loss", "val_nats_per_byte")}
     for kind in kinds:
         keys = figures[kind]
@@ -97,7 +99,8 @@ def _process(
 ) -> None:
     torch.set_num_threads(1)
     prepare()
-    # Move samples for any gain in every pass: toy samples gain too little, and the policy would pause between moves.
+    # Move samples for any gain in every pass: toy samples gain too little, and the policy would
+    # pause between moves.
     balance.PlacerOptions = partial(PlacerOptions, least_gain=0.0, rest=0)
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=300)

@@ -11,11 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the bytes of living storages that operations made within it, and the most there were at a time."""
+    """Counts the bytes of living storages that operations made within it, and the most there were
+    at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.most = 0, 0
+        self.now = 0
+        self.most = 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(
@@ -34,9 +36,8 @@ class Allocated(TorchDispatchMode):
             weakref.finalize(storage, self._set, key, None)
         self._set(key, weakref.ref(storage))
         if self.now > self.most:
-            for each, (reference, _) in list(
-                self._known.items()
-            ):  # FSDP2 frees storages by resizing them
+            # FSDP2 frees storages by resizing them
+            for each, (reference, _) in list(self._known.items()):
                 self._set(each, reference)
             self.most = max(self.most, self.now)
 

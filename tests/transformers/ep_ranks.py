@@ -1,4 +1,5 @@
-"""Functions for single ranks, which `test_transformers_ranks.py` and `test_trainers.py` start in processes."""
+"""Functions for single ranks, which `test_transformers_ranks.py` and `test_trainers.py` start in
+processes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from moesaic_lab.hf import RankCase, as_launched, batch, load
 
 
 def lines(folder: str) -> list[str]:
-    """Return the messages for plans that differ between ranks, and for experts that programs cannot run."""
+    """Return the messages for plans that differ between ranks, and for experts that programs cannot
+    run."""
     import warnings
 
     from worlds import refusal
@@ -34,8 +36,27 @@ def lines(folder: str) -> list[str]:
     return messages
 
 
+def moved_experts(folder: str) -> tuple[int, int]:
+    """Return how many parameters of experts a step moves, by an optimizer that was made as soon as
+    the model was loaded, and how many there are."""
+    as_launched()
+    model = load(RankCase(folder, ep=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    experts = [each for name, each in model.named_parameters() if ".experts." in name]
+    parts = [each.to_local() if hasattr(each, "to_local") else each for each in experts]
+    before = [part.detach().clone() for part in parts]
+    ids = batch(2)[dist.get_rank()].unsqueeze(0)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    held = [each for name, each in model.named_parameters() if ".experts." in name]
+    parts = [each.to_local() if hasattr(each, "to_local") else each for each in held]
+    moved = sum(not torch.equal(old, new) for old, new in zip(before, parts, strict=True))
+    return moved, len(held)
+
+
 def find_plan(folder: str) -> dict[str, Any]:
-    """Train until a plan is chosen, with a fake clock on which the last candidate is the fastest."""
+    """Train until a plan is chosen, with a fake clock on which the last candidate is the
+    fastest."""
     import logging
 
     as_launched()
@@ -84,7 +105,8 @@ class Sequences(torch.utils.data.Dataset):
 
 
 def arguments(folder: str, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a trainer that runs a few steps on the CPU, without shuffling, and writes nothing."""
+    """Return the arguments of a trainer that runs a few steps on the CPU, without shuffling, and
+    writes nothing."""
     fixed = {
         "output_dir": folder,
         "max_steps": 3,
@@ -124,7 +146,8 @@ def supervised(models: Iterable[Any], out: str) -> list[list[float]]:
 
 
 def train(folder: str, out: str) -> list[float]:
-    """Train with transformers' Trainer, with this rank's part of the experts, and return the losses."""
+    """Train with transformers' Trainer, with this rank's part of the experts, and return the
+    losses."""
     from transformers import Trainer, TrainingArguments
 
     as_launched()
@@ -136,7 +159,8 @@ def train(folder: str, out: str) -> list[float]:
 
 
 def clipped(folder: str, out: str) -> dict[str, Any]:
-    """Train one step with and without clipping; return the reported norm and both gradients by name, gathered whole."""
+    """Train one step with and without clipping; return the reported norm and both gradients by
+    name, gathered whole."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from moesaic_lab.hf import gradients
@@ -170,7 +194,8 @@ def lora(folder: str) -> Any:
     from moesaic.comm.mesh import Mesh
 
     as_launched()
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     base = load(RankCase(folder, ep=world))
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -183,9 +208,11 @@ def lora(folder: str) -> Any:
 
 
 def resumed(folder: str, runs: list[tuple[str, str | None, dict[str, Any]]]) -> list[list[float]]:
-    """Train five steps per run with a trainer that resumes, saving after two, and return the losses.
+    """Train five steps per run with a trainer that resumes, saving after two, and return the
+    losses.
 
-    A run is its folder, the checkpoint to start from and options of the trainer. Ranks hold half of the experts each.
+    A run is its folder, the checkpoint to start from and options of the trainer. Ranks hold half of
+    the experts each.
     """
     from transformers import Trainer, TrainingArguments
 

@@ -28,9 +28,17 @@ from moesaic.weights.load import load_model
 from moesaic_lab.hf import as_launched, batch
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 FAMILIES: dict[str, Any] = {
     "qwen3": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SIZES, intermediate_size=64, moe_intermediate_size=64, num_experts=4)
@@ -44,7 +52,8 @@ FAMILIES: dict[str, Any] = {
 
 
 def write_models(folder: Path) -> None:
-    """Save a tiny model of each family, and the same model with the numbers that NF4 makes of its experts."""
+    """Save a tiny model of each family, and the same model with the numbers that NF4 makes of its
+    experts."""
     for name, make in FAMILIES.items():
         torch.manual_seed(0)
         model = make()
@@ -63,7 +72,7 @@ def write_models(folder: Path) -> None:
 def by_nf4(weight: Tensor, *, is_transposed: bool) -> Tensor:
     """Return the numbers that NF4 makes of a weight of experts, float32."""
     rows = weight.mT.contiguous() if is_transposed else weight
-    numbers = nf4.dequantize(*nf4.recover(rows), torch.float32)
+    numbers = nf4.dequantize(*nf4.requantize(rows), torch.float32)
     return numbers.mT if is_transposed else numbers
 
 
@@ -91,9 +100,11 @@ def with_adapters(model: nn.Module, attention: bool = True) -> Any:
     """Return the model with random adapters of experts, the same on all ranks."""
     torch.manual_seed(1)
     config = peft.LoraConfig(
-        r=4, target_modules=["q_proj"] if attention else [], init_lora_weights=False,
+        r=4,
+        target_modules=["q_proj"] if attention else [],
+        init_lora_weights=False,
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )  # fmt: skip
+    )
     return peft.get_peft_model(model, config)
 
 
@@ -114,9 +125,12 @@ def stepped(model: Any, ids: Tensor, *, recompute: bool = False) -> tuple[float,
 
 
 def on_rank(folder: str, cases: list[tuple[str, bool, bool]], double: bool = False) -> list[Any]:
-    """Return `stepped` of (model, whether in NF4, whether to recompute) with this rank's sequences."""
+    """Return `stepped` of (model, whether in NF4, whether to recompute) with this rank's
+    sequences."""
     as_launched()
-    world, rank, found = dist.get_world_size(), dist.get_rank(), []
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    found = []
     for name, four_bit, recompute in cases:
         model = with_adapters(load(f"{folder}/{name}", four_bit=four_bit, ep=world, double=double))
         found.append(stepped(model, batch(4).chunk(world)[rank], recompute=recompute))
@@ -150,7 +164,8 @@ def trainer_losses(folder: str, out: str, four_bit: bool, ep: int) -> list[float
 
 
 def merged_logits(folder: str) -> Tensor:
-    """Return the logits of a model on ranks after its adapters were merged into each rank's experts."""
+    """Return the logits of a model on ranks after its adapters were merged into each rank's
+    experts."""
     as_launched()
     model = with_adapters(
         load(folder, four_bit=False, ep=dist.get_world_size()), attention=False

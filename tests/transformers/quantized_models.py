@@ -1,4 +1,5 @@
-"""Tiny checkpoints in the hub's quantizations, written without our readers, and the same models in the numbers they mean."""
+"""Tiny checkpoints in the hub's quantizations, written without our readers, and the same models in
+the numbers they mean."""
 
 from __future__ import annotations
 
@@ -27,10 +28,8 @@ def fp8(name: str, weight: Tensor) -> Stored | None:
     if weight.dim() != 2 or "_proj" not in name:
         return None
     rows, columns = weight.shape
-    values, scales = (
-        weight.mul(50).to(torch.float8_e4m3fn),
-        (0.003 + torch.rand(-(-rows // 16), -(-columns // 24)) / 50),
-    )
+    values = weight.mul(50).to(torch.float8_e4m3fn)
+    scales = 0.003 + torch.rand(-(-rows // 16), -(-columns // 24)) / 50
     spread = scales.repeat_interleave(16, 0)[:rows].repeat_interleave(24, 1)[:, :columns]
     return {name: values, f"{name}_scale_inv": scales}, (values.float() * spread).bfloat16().float()
 
@@ -102,26 +101,28 @@ KINDS: dict[str, tuple[str, Callable[[str, Tensor], Stored | None], dict[str, An
     ),
     "experts4bit": ("qwen3", stacked, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
-"""A quantization: a model of `FAMILIES`, what is stored for a weight (None: itself), and `quantization_config`."""
+"""A quantization: a model of `FAMILIES`, what is stored for a weight (None: itself), and
+`quantization_config`."""
 
 
 def write(folder: Path, kind: str, model: Any, files: int = 2) -> dict[str, Tensor]:
-    """Write a model as folder/KIND with random experts. Return the numbers that the tensors mean, by their names on the hub."""
+    """Write a model as folder/KIND with random experts. Return the numbers that the tensors mean,
+    by their names on the hub."""
     _, change, table = KINDS[kind]
     torch.manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "experts" in name:
                 weight.normal_(std=0.1)
-                weight[:, :3] *= (
-                    1e-3  # if bitsandbytes quantizes scales, some of these blocks get scales below zero
-                )
+                # if bitsandbytes quantizes scales, some of these blocks get scales below zero
+                weight[:, :3] *= 1e-3
                 weight[:, 3] *= torch.linspace(1, 4, len(weight)).view(
                     -1, *[1] * (weight.dim() - 2)
                 )
     tensors = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     named = tensors if kind == "experts4bit" else revert_weight_conversion(model, tensors)
-    stored, plain = {}, {}
+    stored = {}
+    plain = {}
     for name, weight in named.items():
         found, plain[name] = change(name, weight) or ({name: weight}, weight)
         stored |= found
@@ -130,7 +131,8 @@ def write(folder: Path, kind: str, model: Any, files: int = 2) -> dict[str, Tens
 
 
 def write_all(folder: Path) -> None:
-    """Write a tiny model of each kind, its numbers as folder/KIND-plain, and those that NF4 makes of these as KIND-rounded."""
+    """Write a tiny model of each kind, its numbers as folder/KIND-plain, and those that NF4 makes
+    of these as KIND-rounded."""
     for kind, (family, _, _) in KINDS.items():
         model = FAMILIES[family]()
         plain = write(folder, kind, model)
@@ -149,7 +151,8 @@ def save(model: Any, folder: Path, tensors: dict[str, Tensor], files: int, **ent
     model.config.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-    names, file_of = list(tensors), {}
+    names = list(tensors)
+    file_of = {}
     for number in range(files):
         own = names[number * len(names) // files : (number + 1) * len(names) // files]
         file_of |= dict.fromkeys(own, f"model-{number}.safetensors")

@@ -1,4 +1,5 @@
-"""The experts backend: a tiny model of every transformers family with the experts interface, against the family's own loop."""
+"""The experts backend: a tiny model of every transformers family with the experts interface,
+against the family's own loop."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from transformers.distributed.expert_parallel import MoEParamShard
 
 import moesaic.transformers
 from moesaic.errors import InputError
-from moesaic.transformers import experts as experts_module
-from moesaic.transformers.experts import Gate, gate_of, refusal
+from moesaic.transformers import experts_backend as experts_module
+from moesaic.transformers.experts_backend import Gate, gate_of, refusal
 from moesaic_lab.families import Family, build, families, text
 from moesaic_lab.hf import family_errors, outcome, tolerance_of
 
@@ -59,9 +60,9 @@ def test_logits_and_all_gradients_equal_the_familys_own_loop(
     except LookupError as reason:
         pytest.skip(f"no tiny model: {reason}")
     seen: list[Any] = []
-    run = moesaic.transformers.experts.run_tokens
+    run = moesaic.transformers.experts_backend.run_tokens
     monkeypatch.setattr(
-        moesaic.transformers.experts,
+        moesaic.transformers.experts_backend,
         "run_tokens",
         lambda *given: seen.append(given[0]) or run(*given),
     )
@@ -193,10 +194,8 @@ def test_a_copy_of_a_model_has_its_own_weights() -> None:
 def test_routes_to_experts_elsewhere_count_nothing() -> None:
     experts = experts_of(tiny())
     x = torch.randn(5, 16, dtype=torch.float64)
-    index, weight = (
-        torch.tensor([[0, 1], [4, 2], [3, 4], [4, 4], [1, 0]]),
-        torch.rand(5, 2, dtype=torch.float64),
-    )
+    index = torch.tensor([[0, 1], [4, 2], [3, 4], [4, 4], [1, 0]])
+    weight = torch.rand(5, 2, dtype=torch.float64)
     run = moesaic.transformers.experts_forward
     experts._is_expert_parallel = True
     found = run(experts, x, index, weight)
@@ -221,7 +220,8 @@ def test_the_gate_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_equals_eager_to_its_rounding(dtype: torch.dtype) -> None:
     model = tiny().to(dtype)
-    (y, _), (expected, _) = outcome(model, "moesaic"), outcome(model, "eager")
+    (y, _) = outcome(model, "moesaic")
+    (expected, _) = outcome(model, "eager")
     assert y.dtype == dtype
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,5 @@
-"""The memory that the planner predicts of a fine-tune, against the bytes of living tensors at the peak of a step."""
+"""The memory that the planner predicts of a fine-tune, against the bytes of living tensors at the
+peak of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from moesaic.planner.hub import read_shape
 from moesaic.program.plan import Plan
 from worlds import on_ranks
 
-TOKENS, LENGTH, RANK = 1024, 128, 8
+TOKENS = 1024
+LENGTH = 128
+RANK = 8
 OURS = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -34,7 +37,8 @@ OURS = {
     "num_key_value_heads": 4,
     "head_dim": 16,
 }
-LOSS, BLOCK = "logits and loss", "a block's activations"
+LOSS = "logits and loss"
+BLOCK = "a block's activations"
 VOCABULARIES = {LOSS: 2048, BLOCK: 64}
 """What needs most memory, and a size of the vocabulary with which it does."""
 METHODS: dict[str, Method] = {LOSS: "qlora", BLOCK: "qlora-double"}

@@ -1,4 +1,5 @@
-"""Experts become NF4 as a checkpoint is read, quantized or not: values, what a rank allocates at most, what is refused."""
+"""Experts become NF4 as a checkpoint is read, quantized or not: values, what a rank allocates at
+most, what is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3M
 
 from moesaic.errors import InputError
 from moesaic.transformers import adopt_adapters
-from moesaic.weights import load as load_module
+from moesaic.weights import source
 from moesaic.weights.load import load_model
 from moesaic_lab.hf import as_launched, batch
 from worlds import on_ranks
@@ -39,7 +40,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parts(folder: str, names: list[str], ep: int) -> list[dict[str, torch.Tensor]]:
-    """Return the parameters of models with experts in NF4: this rank's part of experts, and all else whole."""
+    """Return the parameters of models with experts in NF4: this rank's part of experts, and all
+    else whole."""
     if ep > 1:
         as_launched()
     found = []
@@ -79,7 +81,8 @@ def test_experts_that_are_in_nf4_keep_their_bits(stored, kind):
         for key, each in load_file(path).items()
     }
     (found,) = parts(str(stored), [kind], 1)
-    prefix, lowest = "model.layers.1.mlp.experts", 0.0
+    prefix = "model.layers.1.mlp.experts"
+    lowest = 0.0
     for expert in range(4):
         if kind == "experts4bit":
             codes, scales = (
@@ -190,7 +193,7 @@ def test_nf4_whose_tensors_do_not_belong_together_is_refused(stored, tmp_path):
 def test_a_checkpoint_of_the_hub_is_fetched_and_read_as_its_options_say(stored, monkeypatch):
     fetched = []
     monkeypatch.setattr(
-        load_module,
+        source,
         "snapshot_download",
         lambda *names, **how: fetched.append((names, how)) or str(stored / "fp8"),
     )
@@ -210,7 +213,8 @@ def write(folder: Path, **sizes: int) -> None:
 
 
 def peak(folder: str, ep: int) -> tuple[int, int]:
-    """Return the most bytes that loading a model had at a time, and the bytes of its tensors on this rank."""
+    """Return the most bytes that loading a model had at a time, and the bytes of its tensors on
+    this rank."""
     if ep > 1:
         as_launched()
     with Allocated() as allocated:
@@ -235,7 +239,8 @@ def test_a_rank_reads_its_own_experts_and_one_weight_at_a_time(tmp_path):
 
 
 def adapted(folder: str, ep: int, low: bool = True) -> tuple[int, int, float]:
-    """Return the most bytes that adapters took as they were made, those that stay on this rank, and a sum over them."""
+    """Return the most bytes that adapters took as they were made, those that stay on this rank, and
+    a sum over them."""
     as_launched()
     config = peft.LoraConfig(
         r=8,

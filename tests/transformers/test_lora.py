@@ -1,4 +1,5 @@
-"""Adapters of experts in NF4 and of experts on several ranks, against PEFT's own over the same numbers in one process."""
+"""Adapters of experts in NF4 and of experts on several ranks, against PEFT's own over the same
+numbers in one process."""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ def test_ranks_train_adapters_like_one_process(folder, expected, world):
 
 
 def test_the_trainer_trains_and_saves_adapters_on_two_ranks_like_one(folder, tmp_path):
-    """With accumulation, clipping, and PEFT's own format on the disk, which PEFT merges in one process."""
+    """With accumulation, clipping, and PEFT's own format on the disk, which PEFT merges in one
+    process."""
     peft = pytest.importorskip("peft")
     wanted = trainer_losses(str(folder / "qwen3-rounded"), str(tmp_path / "one"), False, 1)
     for found in on_ranks(2, trainer_losses, str(folder / "qwen3"), str(tmp_path / "two"), True, 2):
@@ -146,9 +148,8 @@ def test_the_trainer_trains_and_saves_adapters_on_two_ranks_like_one(folder, tmp
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(
-            two[name], tensor, rtol=1e-3, atol=2e-4
-        )  # Adam divides by small gradients
+        # Adam divides by small gradients
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-4)
     base = load(str(folder / "qwen3-rounded"), four_bit=False, experts="eager")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "two").eval()
     ids = batch(2)

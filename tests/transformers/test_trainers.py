@@ -1,4 +1,5 @@
-"""Trainers of other libraries on the backend: transformers' Trainer, TRL's SFT, PEFT's LoRA, a few steps each."""
+"""Trainers of other libraries on the backend: transformers' Trainer, TRL's SFT, PEFT's LoRA, a few
+steps each."""
 
 from __future__ import annotations
 
@@ -25,9 +26,18 @@ from moesaic_lab.hf import batch
 from worlds import on_ranks
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
-"""transformers' expert parallelism with Moesaic's programs: processes over Gloo against one process that loops over experts.
+"""transformers' expert parallelism with Moesaic's programs: processes over Gloo against one process
+that loops over experts.
 
-Ranks compute in float32, the single process in float64. Ranks cannot use float64: FSDP2 then divides the gradients of experts
-without a replica twice, under transformers' own all-to-all as well.
+Ranks compute in float32, the single process in float64. Ranks cannot use float64: FSDP2 then
+divides the gradients of experts without a replica twice, under transformers' own all-to-all as
+well.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import pytest
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
-from ep_ranks import find_plan, lines
+from ep_ranks import find_plan, lines, moved_experts
 
 from moesaic.errors import InputError
 from moesaic.transformers import distributed_config
@@ -36,6 +38,12 @@ def test_ranks_equal_one_process(folder: Path, world: int) -> None:
     cases = cases_on(world, *(str(folder / name) for name in ("mixtral", "gpt_oss", "skewed")))
     for case, error in zip(cases, ep_errors(world, cases, on_ranks(world, steps, "cpu", cases))):
         assert 0 < error <= 1e-5, (case, error)
+
+
+def test_an_optimizer_made_before_the_first_call_trains_the_experts(folder: Path) -> None:
+    """transformers spreads experts as it loads a model: no optimizer of it can be made before."""
+    for moved, number in on_ranks(2, moved_experts, str(folder / "mixtral")):
+        assert moved == number > 0
 
 
 def test_the_plan_is_found_while_training(folder: Path) -> None:

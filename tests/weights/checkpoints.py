@@ -1,4 +1,5 @@
-"""Tiny checkpoints of the model families on which conversions are tested, and readers that do not use our code."""
+"""Tiny checkpoints of the model families on which conversions are tested, and readers that do not
+use our code."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic_lab.families import shrunk
 
 FAMILIES = (
@@ -72,11 +75,15 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors, read with the safetensors library or, for sharded ones, with torch's own reader."""
+    """Return a checkpoint's tensors, read with the safetensors library or, for sharded ones, with
+    torch's own reader."""
     if files := sorted(folder.glob("*.safetensors")):
         return {name: tensor for path in files for name, tensor in load_file(path).items()}
-    (listed,) = folder.rglob(".metadata")
-    reader = FileSystemReader(listed.parent)
+    if files := sorted((folder / SHARDS).glob("*.safetensors")):
+        reader: FileSystemReader = HuggingFaceStorageReader(str(folder / SHARDS))
+    else:
+        (listed,) = folder.rglob(".metadata")
+        reader = FileSystemReader(listed.parent)
     entries = reader.read_metadata().state_dict_metadata
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -85,7 +92,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state_dict_loader.load(found, storage_reader=FileSystemReader(listed.parent), no_dist=True)
+        state_dict_loader.load(found, storage_reader=reader, no_dist=True)
     return found
 
 

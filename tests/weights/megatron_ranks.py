@@ -1,9 +1,11 @@
-"""Runs Megatron-Core's own model on a CPU: it reads our checkpoint, computes logits, and writes a checkpoint for us to read.
+"""Runs Megatron-Core's own model on a CPU: it reads our checkpoint, computes logits, and writes a
+checkpoint for us to read.
 
-Megatron-Core 0.16.1 lacks some functions on CPU, which are patched while it runs: the device's name, its synchronization, a
-random number generator for dropout (which is off), and a name that only TransformerEngine defines. Its local layers name the
-norm before the experts like that of a dense layer's first product. Layers of TransformerEngine, from which Megatron's
-checkpoints come, call it `pre_mlp_layernorm`.
+Megatron-Core 0.16.1 lacks some functions on CPU, which are patched while it runs: the device's
+name, its synchronization, a random number generator for dropout (which is off), and a name that
+only TransformerEngine defines. Its local layers name the norm before the experts like that of a
+dense layer's first product. Layers of TransformerEngine, from which Megatron's checkpoints come,
+call it `pre_mlp_layernorm`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch import Tensor
 
 
 def read_and_write(config: Any, source: str, target: str, ids: Tensor) -> Tensor:
-    """Load a checkpoint into Megatron's model, write it again with Megatron's own code, and return the model's logits.
+    """Load a checkpoint into Megatron's model, write it again with Megatron's own code, and return
+    the model's logits.
 
     Args:
         config: transformers' configuration of a Qwen3-MoE model.
@@ -58,24 +61,43 @@ def _model(config: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     described = TransformerConfig(
-        num_layers=config.num_hidden_layers, hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads, kv_channels=config.head_dim, ffn_hidden_size=config.intermediate_size,
-        moe_ffn_hidden_size=config.moe_intermediate_size, num_moe_experts=config.num_experts,
-        moe_router_topk=config.num_experts_per_tok, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather",
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, qk_layernorm=True, normalization="RMSNorm",
-        layernorm_epsilon=config.rms_norm_eps, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
-    )  # fmt: skip
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.intermediate_size,
+        moe_ffn_hidden_size=config.moe_intermediate_size,
+        num_moe_experts=config.num_experts,
+        moe_router_topk=config.num_experts_per_tok,
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type="allgather",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+    )
     layers = get_gpt_layer_local_spec(
         num_experts=config.num_experts, qk_layernorm=True, normalization="RMSNorm"
     )
     return GPTModel(
-        described, layers, vocab_size=config.vocab_size, max_sequence_length=64, position_embedding_type="rope",
+        described,
+        layers,
+        vocab_size=config.vocab_size,
+        max_sequence_length=64,
+        position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+    )
 
 
 def _sharded(model: Any) -> dict[str, Any]:
-    """Return the sharded state that Megatron loads and saves, without TransformerEngine's extra states."""
+    """Return the sharded state that Megatron loads and saves, without TransformerEngine's extra
+    states."""
     found = {
         name: entry
         for name, entry in model.sharded_state_dict().items()

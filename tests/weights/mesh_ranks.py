@@ -1,23 +1,27 @@
-"""Functions for one rank of a spread model that loads a converted checkpoint; `test_load_on_meshes.py` starts them."""
+"""Functions for one rank of a spread model that loads a converted checkpoint;
+`test_load_on_meshes.py` starts them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.tensor import DTensor
 
+from moesaic.storage.shards import write_tensors
 from moesaic.train.distributed_checkpoint import SHARDS
 from moesaic.train.shard_metadata import ShardReader
 from moesaic_lab.hf import RankCase, as_launched, load
 
 
 def differing(case: RankCase, converted: str) -> tuple[int, list[str]]:
-    """Fill a spread model with zeros, load a converted checkpoint, and compare it with the values that transformers loaded.
+    """Fill a spread model with zeros, load a converted checkpoint, and compare it with the values
+    that transformers loaded.
 
     Returns:
-        the number of spread parameters, and the names of parameters for which this rank's part differs.
+        the number of spread parameters, and the names of parameters for which this rank's part
+        differs.
     """
     as_launched()
     model = load(case)
@@ -42,4 +46,4 @@ def save_spread(case: RankCase, folder: str) -> None:
     """Write a spread model: each rank writes its own part, under global names."""
     as_launched()
     tensors = {f"model.{name}": tensor.detach() for name, tensor in load(case).state_dict().items()}
-    state_dict_saver.save(tensors, checkpoint_id=Path(folder) / SHARDS)
+    write_tensors(Path(folder) / SHARDS, tensors)

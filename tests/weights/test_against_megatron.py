@@ -1,4 +1,5 @@
-"""Comparison with Megatron-Core: its own model computes equal logits from our checkpoint, and round trips keep every bit.
+"""Comparison with Megatron-Core: its own model computes equal logits from our checkpoint, and round
+trips keep every bit.
 
 Skipped unless Megatron-Core can be imported: `pip install --no-deps "megatron-core>=0.16"`.
 """
@@ -25,9 +26,18 @@ def test_megatron_reads_what_we_write_computes_the_same_and_we_read_what_it_writ
     tmp_path: Path,
 ) -> None:
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=48, norm_topk_prob=True,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        intermediate_size=48,
+        norm_topk_prob=True,
+    )
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Comparison with torchtitan: its own adapters convert our torchtitan checkpoints into the hub's tensors, bit by bit.
+"""Comparison with torchtitan: its own adapters convert our torchtitan checkpoints into the hub's
+tensors, bit by bit.
 
 Skipped unless torchtitan can be imported: `pip install --no-deps "torchtitan>=0.3" spmd_types`.
 """
@@ -23,7 +24,8 @@ ADAPTERS = {
     "Qwen3Moe": ("qwen3", "Qwen3StateDictAdapter"),
     "DeepseekV3": ("deepseek_v3", "DeepSeekV3StateDictAdapter"),
 }
-"""Families for which torchtitan has models. Its adapter of gpt-oss (0.3.0) expects other names than its model has."""
+"""Families for which torchtitan has models. Its adapter of gpt-oss (0.3.0) expects other names than
+its model has."""
 
 
 @pytest.mark.parametrize("family", ADAPTERS)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import refused
+from helpers import kinds_of_files, refused
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
@@ -117,7 +117,10 @@ def test_verify_finds_a_flipped_bit_and_names_the_expert(
     path.write_bytes(data)
     assert main(["convert", "verify", str(out)]) == 2
     err = capsys.readouterr().err
-    line = "expert 2 of model.layers.0.mlp.experts (weights) is not what the receipt says: convert or fetch it again"
+    line = (
+        "expert 2 of model.layers.0.mlp.experts (weights) is not what the receipt says: convert "
+        "or fetch it again"
+    )
     assert err == f"moesaic convert: {out}: {line}\n"
 
 
@@ -222,7 +225,10 @@ def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
     )
     (hub / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "of_tomorrow"}))
     assert re.search(
-        r"not a configuration that transformers .* knows \(.*of_tomorrow.*\): update transformers, or name .* --config$",
+        (
+            r"not a configuration that transformers .* knows \(.*of_tomorrow.*\): update "
+            r"transformers, or name .* --config$"
+        ),
         refusal(hub, tmp_path / "p", to="moesaic"),
     )
     table = json.loads(config) | {"quantization_config": {"quant_method": "gptq"}}
@@ -389,8 +395,8 @@ def test_nothing_that_a_sharded_checkpoint_names_is_run(
 def test_files_of_a_sharded_checkpoint_that_are_damaged_cut_off_or_missing(
     hub: Path, tmp_path: Path
 ) -> None:
-    moesaic.convert(hub, tmp_path / "a", to="moesaic", logits=False)
-    (path,) = (tmp_path / "a" / SHARDS).glob("*.distcp")
+    moesaic.convert(hub, tmp_path / "a", to="torchtitan", logits=False)
+    (path,) = (tmp_path / "a").glob("*.distcp")
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"PK", b"KP").replace(b"_rebuild", b"_rabuild"))
     assert f"{path}: byte 0: is damaged" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
@@ -400,6 +406,39 @@ def test_files_of_a_sharded_checkpoint_that_are_damaged_cut_off_or_missing(
     )
     path.unlink()
     assert f"{path} is missing" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
+
+
+def test_files_of_our_sharded_checkpoint_that_are_damaged_cut_off_missing_or_mixed(
+    hub: Path, tmp_path: Path
+) -> None:
+    moesaic.convert(hub, tmp_path / "a", to="moesaic", logits=False)
+    assert set(kinds_of_files(tmp_path / "a" / SHARDS).values()) == {"text", "safetensors"}
+    (path,) = (tmp_path / "a" / SHARDS).glob("*.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(b"\xff" + whole[1:])
+    assert "is not a safetensors file, or its header is damaged" in refusal(
+        tmp_path / "a", tmp_path / "o", to="hf"
+    )
+    path.write_bytes(whole[:-1000])
+    assert "fetch it again" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
+    path.write_bytes(whole.replace(b"model.lm_head", b"model.lm_hand", 1))
+    assert "does not hold the part of model.lm_head" in refusal(
+        tmp_path / "a", tmp_path / "o", to="hf"
+    )
+    path.unlink()
+    assert f"{path} is missing" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
+    (tmp_path / "a" / SHARDS / "index.json").write_text("{}")
+    assert "is not the list of a checkpoint's tensors" in refusal(
+        tmp_path / "a", tmp_path / "o", to="hf"
+    )
+
+
+def test_a_sharded_checkpoint_of_an_earlier_version_is_converted(hub: Path, tmp_path: Path) -> None:
+    moesaic.convert(hub, tmp_path / "a", to="moesaic", logits=False)
+    tensors = tensors_of(tmp_path / "a")
+    save_shards(tmp_path / "before" / SHARDS, tensors)
+    moesaic.convert(tmp_path / "before", tmp_path / "b", to="hf", config=hub, logits=False)
+    assert_bitwise(tensors_of(tmp_path / "b"), tensors_of(hub))
 
 
 def test_an_iteration_of_megatron_that_is_not_there_is_refused(hub: Path, tmp_path: Path) -> None:
@@ -440,8 +479,8 @@ def test_what_a_link_shows_outside_a_checkpoint_is_not_copied(hub: Path, tmp_pat
     (tmp_path / "credentials").write_text("secret")
     (hub / "tokenizer_notes.txt").symlink_to(tmp_path / "credentials")
     assert refusal(hub, tmp_path / "out", to="hf") == (
-        f"{str(hub / 'tokenizer_notes.txt')!r}: is a link to a file outside the checkpoint: take it away, or put that file in "
-        "its place"
+        f"{str(hub / 'tokenizer_notes.txt')!r}: is a link to a file outside the checkpoint: take "
+        "it away, or put that file in its place"
     )
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,5 @@
-"""Converting a checkpoint from each format and into each holds less than the largest tensor and a buffer in memory."""
+"""Converting a checkpoint from each format and into each holds less than the largest tensor and a
+buffer in memory."""
 
 from __future__ import annotations
 
@@ -20,15 +21,23 @@ from moesaic.weights import layout
 from moesaic.weights.checkpoint import FORMATS
 
 BUFFER = 4 * 2**20
-"""Bytes that are moved at once here: a quarter of the usual, so that a quarter of the tensor does."""
+"""Bytes that are moved at once here: a quarter of the usual, so that a quarter of the tensor
+does."""
 
 
 def save_mixtral(folder: Path, hidden: int, intermediate: int) -> None:
     """Save a random Mixtral of one layer in the hub's files."""
     config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
         folder
@@ -46,7 +55,8 @@ def resident(which: str) -> int:
 
 
 def convert_all(folder: Path) -> int:
-    """Convert both models through all formats and back; return by how much the larger one raises the peak memory."""
+    """Convert both models through all formats and back; return by how much the larger one raises
+    the peak memory."""
     layout.BUFFER = BUFFER
     first, *others = FORMATS
     for name in ("tiny", "large"):
@@ -65,8 +75,10 @@ def convert_all(folder: Path) -> int:
     not Path("/proc/self/status").exists(), reason="memory of a process is read on Linux only"
 )
 def test_memory_stays_below_the_largest_tensor(tmp_path: Path) -> None:
-    """The largest tensor has nine times a buffer's bytes: a program that held a tensor whole, and a copy, would be over."""
-    hidden, intermediate = 512, 1152
+    """The largest tensor has nine times a buffer's bytes: a program that held a tensor whole, and a
+    copy, would be over."""
+    hidden = 512
+    intermediate = 1152
     largest = 8 * 2 * intermediate * hidden * 4
     assert largest > 8 * BUFFER
     save_mixtral(tmp_path / "tiny", 32, 24)

@@ -1,4 +1,5 @@
-"""Every family, converted from every format into every other, bit by bit; and the layouts that the formats prescribe."""
+"""Every family, converted from every format into every other, bit by bit; and the layouts that the
+formats prescribe."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS
 
 QUICK = ("Mixtral", "DeepseekV3", "GptOss")
-"""Families of which the quicker tests convert every pair of formats: equal and differing layers, biases, interleaving."""
+"""Families of which the quicker tests convert every pair of formats: equal and differing layers,
+biases, interleaving."""
 QUICK_FIRST = [
     pytest.param(
         name,
@@ -27,13 +29,15 @@ QUICK_FIRST = [
     )
     for name in FAMILIES
 ]
-"""All families: one for `make test`, the others of `QUICK` for `make test-random`, the rest slow."""
+"""All families: one for `make test`, the others of `QUICK` for `make test-random`, the rest
+slow."""
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that maps a family and a format to a folder with its checkpoint, which was converted from the hub's."""
+    """Return a function that maps a family and a format to a folder with its checkpoint, which was
+    converted from the hub's."""
     root = tmp_path_factory.mktemp("formats")
 
     def write(family: str, name: str) -> Path:
@@ -93,14 +97,13 @@ def stacked(hub: dict[str, Tensor], pattern: str) -> Tensor:
 
 
 def qkv(hub: dict[str, Tensor], layer: str, kind: str, heads: int = 4, groups: int = 2) -> Tensor:
-    """Return queries, keys and values in Megatron's layout: for each group its queries, its key, its value."""
+    """Return queries, keys and values in Megatron's layout: for each group its queries, its key,
+    its value."""
     q, k, v = (hub[f"{layer}.self_attn.{name}_proj.{kind}"] for name in "qkv")
     rest = q.shape[1:]
-    q, k, v = (
-        q.view(groups, heads // groups, -1, *rest),
-        k.view(groups, 1, -1, *rest),
-        v.view(groups, 1, -1, *rest),
-    )
+    q = q.view(groups, heads // groups, -1, *rest)
+    k = k.view(groups, 1, -1, *rest)
+    v = v.view(groups, 1, -1, *rest)
     return torch.cat([q, k, v], 1).reshape(-1, *rest)
 
 

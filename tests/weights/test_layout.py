@@ -1,4 +1,5 @@
-"""Layouts: intersections of blocks, matching indices, and tensors gathered from any partition into any other."""
+"""Layouts: intersections of blocks, matching indices, and tensors gathered from any partition into
+any other."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from helpers import refused
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from moesaic.weights import layout as layouts
-from moesaic.weights.files import read_dcp
 from moesaic.weights.layout import (
     GatheredTensor,
     Layout,
@@ -26,6 +26,7 @@ from moesaic.weights.layout import (
     identity,
     pieces,
 )
+from moesaic.weights.tensor_files import read_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -34,7 +35,9 @@ class Held:
     """A tensor in memory."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self.array, self.dtype, self.shape = array, torch.int32, array.shape
+        self.array = array
+        self.dtype = torch.int32
+        self.shape = array.shape
 
     def read(self, at: layouts.Region) -> np.ndarray:
         index = tuple(
@@ -45,10 +48,13 @@ class Held:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, int, int]) -> list[StoredBlock]:
-    """Draw a layout for a tensor (experts, rows, columns): per expert or stacked, halves or interleaved, transposed or not."""
+    """Draw a layout for a tensor (experts, rows, columns): per expert or stacked, halves or
+    interleaved, transposed or not."""
     experts, rows, columns = shape
-    turned, halves = draw(st.booleans()), draw(st.sampled_from(["whole", "halves", "turns"]))
-    single, both = draw(st.booleans()), draw(st.booleans())
+    turned = draw(st.booleans())
+    halves = draw(st.sampled_from(["whole", "halves", "turns"]))
+    single = draw(st.booleans())
+    both = draw(st.booleans())
     parts = {
         "whole": [range(rows)],
         "halves": [range(rows // 2), range(rows // 2, rows)],
@@ -105,7 +111,8 @@ def test_any_two_ways_to_keep_a_tensor_convert_into_each_other(data: st.DataObje
     st.integers(0, 9),
 )
 def test_what_two_rows_share(start: int, length: int, step: int, other: int, size: int) -> None:
-    a, b = range(start, start + length * step, step), range(other, other + size)
+    a = range(start, start + length * step, step)
+    b = range(other, other + size)
     for shared in (_intersect(a, b), _intersect(b, a)):
         assert list(shared or ()) == sorted(set(a) & set(b))  # type: ignore[arg-type]
 

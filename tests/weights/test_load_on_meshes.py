@@ -31,7 +31,7 @@ def test_every_rank_loads_its_own_part(world: int, ep: int, tmp_path: Path) -> N
 def test_what_several_ranks_wrote_is_read(tmp_path: Path) -> None:
     build("Mixtral").to(torch.float32).save_pretrained(tmp_path / "hub")
     on_ranks(2, save_spread, RankCase(str(tmp_path / "hub"), ep=2), str(tmp_path / "spread"))
-    assert len(list((tmp_path / "spread").rglob("*.distcp"))) == 2
+    assert len(list((tmp_path / "spread").rglob("*.safetensors"))) == 2
     moesaic.convert(
         tmp_path / "spread", tmp_path / "out", to="hf", config=tmp_path / "hub", logits=False
     )

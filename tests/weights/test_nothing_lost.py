@@ -1,4 +1,5 @@
-"""No tensor of a checkpoint is dropped, invented or read in another way than transformers does, without an error."""
+"""No tensor of a checkpoint is dropped, invented or read in another way than transformers does,
+without an error."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ from moesaic.errors import InputError
 from moesaic.weights import hub as hubs
 from moesaic.weights import upcycle as upcycling
 from moesaic.weights.checkpoint import FORMATS, Checkpoint, open_checkpoint
-from moesaic.weights.files import read_safetensors
 from moesaic.weights.layout import Layout, full_region
 from moesaic.weights.logits import compare
-from moesaic.weights.model import Architecture, read_config
+from moesaic.weights.model_tensors import Architecture
+from moesaic.weights.source import read_config
+from moesaic.weights.tensor_files import read_safetensors
 from moesaic.weights.upcycle import Upcycling
 from moesaic_lab.families import families, models_of, shrunk
 
@@ -74,7 +76,8 @@ def test_one_changed_element_of_any_tensor_changes_one_element_of_every_output(
         for name, format in FORMATS.items()
         if (family, name) not in WITHOUT
     }
-    before, hashes = outputs(checkpoint, layouts), checkpoint.digests()
+    before = outputs(checkpoint, layouts)
+    hashes = checkpoint.digests()
     whole = (tmp_path / FILE).read_bytes()
     for name, stored in read_safetensors(tmp_path).items():
         data = bytearray(whole)
@@ -91,7 +94,8 @@ def test_one_changed_element_of_any_tensor_changes_one_element_of_every_output(
 @pytest.mark.parametrize("family", BY_COST)
 def test_a_tensor_that_lacks_or_is_too_much_is_refused(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path)
-    tensors, model = load_file(tmp_path / FILE), Architecture(read_config(tmp_path, None))
+    tensors = load_file(tmp_path / FILE)
+    model = Architecture(read_config(tmp_path, None))
     kinds = {name.rpartition(".")[2] for name in tensors} | {
         "bias",
         "weight_scale",
@@ -192,7 +196,8 @@ def test_what_transformers_loads_in_another_way_is_an_error_and_leaves_nothing(
 
 
 def test_an_upcycled_model_that_computes_another_function_is_an_error(tmp_path, monkeypatch):
-    source, out = dense(tmp_path, "llama"), tmp_path / "out"
+    source = dense(tmp_path, "llama")
+    out = tmp_path / "out"
     out.mkdir()
     monkeypatch.setattr(upcycling, "_scaled", lambda tensor, factor: tensor)
     with pytest.raises(
@@ -224,7 +229,8 @@ def test_of_two_conversions_into_one_folder_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save("Mixtral", tmp_path / "hub")
-    right, refused = FORMATS["hf"].write, []
+    right = FORMATS["hf"].write
+    refused = []
 
     def write(folder: Path, tensors: Any) -> None:
         with pytest.raises(
@@ -241,7 +247,8 @@ def test_of_two_conversions_into_one_folder_one_is_refused(
 
 
 def test_logits_that_are_not_numbers_agree_only_with_their_like() -> None:
-    nan, inf = float("nan"), float("inf")
+    nan = float("nan")
+    inf = float("inf")
     old = torch.tensor([1.0, nan, inf, -4.0])
     found = compare(old, torch.tensor([1.0, nan, inf, -4.0001]), Path("out"))
     assert (found["not_finite"], found["largest"]) == (2, 4)
@@ -334,10 +341,14 @@ def test_models_with_other_parts_than_the_language_model_are_refused_in_one_line
 
 
 IMPOSSIBLE: list[dict[str, Any]] = [
-    {"num_local_experts": 9223372036854775808}, {"num_hidden_layers": 100_000_000}, {"num_hidden_layers": 0},
-    {"num_attention_heads": 0}, {"quantization_config": 7}, {"quantization_config": ["fp8"]},
+    {"num_local_experts": 9223372036854775808},
+    {"num_hidden_layers": 100_000_000},
+    {"num_hidden_layers": 0},
+    {"num_attention_heads": 0},
+    {"quantization_config": 7},
+    {"quantization_config": ["fp8"]},
     {"quantization_config": {"quant_method": ["fp8"]}},
-]  # fmt: skip
+]
 
 
 def test_a_configuration_that_cannot_be_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:

@@ -1,4 +1,5 @@
-"""Quantized weights of the hub convert to the values that transformers computes on loading, for any region of a tensor."""
+"""Quantized weights of the hub convert to the values that transformers computes on loading, for any
+region of a tensor."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moesaic
 from moesaic.errors import InputError
+from moesaic.weights import fp8 as fp8_weights
 from moesaic.weights import layout, quantized
 
 FILE = "model.safetensors"
@@ -27,10 +29,12 @@ FP8 = torch.float8_e4m3fn
 def quantize(
     folder: Path, family: str, method: dict[str, object], change
 ) -> dict[str, torch.Tensor]:
-    """Save a tiny model in which `change` replaces tensors by quantized ones, and return the values that these represent."""
+    """Save a tiny model in which `change` replaces tensors by quantized ones, and return the values
+    that these represent."""
     sizes = {"hidden_size": 64, "intermediate_size": 32} if family == "GptOss" else {}
     build(family, **sizes).save_pretrained(folder)
-    tensors, expected = load_file(folder / FILE), {}
+    tensors = load_file(folder / FILE)
+    expected = {}
     for name in list(tensors):
         replaced = change(name, tensors[name])
         if replaced is not None:
@@ -47,10 +51,8 @@ def to_fp8(name: str, tensor: torch.Tensor):
     if ".experts." not in name:
         return None
     rows, columns = tensor.shape
-    values, scales = (
-        tensor.float().mul(50).to(torch.float8_e4m3fn),
-        torch.rand(-(-rows // 16), -(-columns // 10)) / 50,
-    )
+    values = tensor.float().mul(50).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // 16), -(-columns // 10)) / 50
     spread = scales.repeat_interleave(16, 0)[:rows].repeat_interleave(10, 1)[:, :columns]
     return {name: values, f"{name}_scale_inv": scales}, (values.float() * spread).bfloat16()
 
@@ -106,7 +108,8 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
 
 
 def fp8(scale_dtype, element, rows, columns):
-    """Return a change like `to_fp8`, with scales of a dtype for blocks of any size, and values by a loop over blocks."""
+    """Return a change like `to_fp8`, with scales of a dtype for blocks of any size, and values by a
+    loop over blocks."""
 
     def change(name, tensor):
         if ".experts." not in name:
@@ -129,10 +132,13 @@ def fp8(scale_dtype, element, rows, columns):
 @pytest.mark.parametrize(
     ("dtype", "element", "blocks"),
     [
-        (torch.float32, FP8, (8, 8)), (torch.bfloat16, FP8, (16, 10)), (torch.float16, FP8, (7, 33)),
-        (torch.float8_e8m0fnu, torch.float8_e5m2, (128, 128)), (torch.float8_e8m0fnu, FP8, (8, 8)),
+        (torch.float32, FP8, (8, 8)),
+        (torch.bfloat16, FP8, (16, 10)),
+        (torch.float16, FP8, (7, 33)),
+        (torch.float8_e8m0fnu, torch.float8_e5m2, (128, 128)),
+        (torch.float8_e8m0fnu, FP8, (8, 8)),
     ],
-)  # fmt: skip
+)
 def test_scales_of_any_dtype_give_products_that_are_rounded_once(
     tmp_path, monkeypatch, dtype, element, blocks
 ):
@@ -159,10 +165,10 @@ def test_values_other_than_those_of_transformers_are_an_error(
         if family == "DeepseekV3"
         else {"quant_method": "mxfp4"}
     )
-    right = quantized._from_fp8
+    right = fp8_weights._product
     quantize(tmp_path / "hub", family, method, change)
     monkeypatch.setattr(quantized, "FP4", quantized.FP4 * 2)
-    monkeypatch.setattr(quantized, "_from_fp8", lambda *given: right(*given) * 2)
+    monkeypatch.setattr(fp8_weights, "_product", lambda *given: right(*given) * 2)
     with pytest.raises(
         InputError,
         match=r"transformers loads model\.layers\.\d\.mlp\.experts\..* with other values",
@@ -203,7 +209,10 @@ def test_other_quantizations_get_advice_that_works(tmp_path):
     path = save("Mixtral", tmp_path / "hub") / "config.json"
     for method in ("gptq", "awq", "bitsandbytes", "modelopt", "compressed-tensors", None):
         edit_json(path, quantization_config={"quant_method": method, "bits": 4})
-        line = f"the weights are quantized ({method}), and only fp8 and mxfp4 are read: convert the checkpoint that they"
+        line = (
+            f"the weights are quantized ({method}), and only fp8 and mxfp4 are read: convert the "
+            "checkpoint that they"
+        )
         assert (
             refused(moesaic.convert, tmp_path / "hub", tmp_path / "out", to="hf")
             == f"{path}: {line} were quantized from"

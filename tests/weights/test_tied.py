@@ -1,4 +1,5 @@
-"""Tied weights of which a checkpoint holds two values: nothing is dropped, whatever the source and the target."""
+"""Tied weights of which a checkpoint holds two values: nothing is dropped, whatever the source and
+the target."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from moesaic.weights.convert import RECEIPT, verify
 from moesaic.weights.upcycle import Upcycling
 
 FILE = "model.safetensors"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 

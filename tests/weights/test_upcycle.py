@@ -1,4 +1,5 @@
-"""Upcycling: the sparse model computes the same function as the dense one, with whole copies and with virtual groups."""
+"""Upcycling: the sparse model computes the same function as the dense one, with whole copies and
+with virtual groups."""
 
 from __future__ import annotations
 
@@ -20,9 +21,17 @@ from moesaic.weights.convert import verify
 from moesaic.weights.upcycle import INTO, Upcycling
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def dense(folder: Path, kind: str, **sizes: Any) -> Path:
@@ -38,7 +47,8 @@ def dense(folder: Path, kind: str, **sizes: Any) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """Load a hub checkpoint with transformers and return its logits, on a text whose tokens reach many experts."""
+    """Load a hub checkpoint with transformers and return its logits, on a text whose tokens reach
+    many experts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     model.set_experts_implementation("eager")
     values: torch.Tensor = model(input_ids=torch.arange(48).view(2, 24) + 5).logits.detach()
@@ -58,14 +68,14 @@ def logits(folder: Path) -> torch.Tensor:
 def test_the_sparse_model_computes_what_the_dense_one_did(
     kind, experts, top_k, granularity, tmp_path
 ):
-    source, how = (
-        dense(tmp_path, kind),
-        Upcycling(num_experts=experts, top_k=top_k, granularity=granularity),
-    )
+    source = dense(tmp_path, kind)
+    how = Upcycling(num_experts=experts, top_k=top_k, granularity=granularity)
     receipt = moesaic.convert(source, tmp_path / "out", to="hf", upcycle=how)
-    expected, actual = logits(source), logits(tmp_path / "out")
+    expected = logits(source)
+    actual = logits(tmp_path / "out")
     assert float(expected.abs().max()) > 1
-    # transformers takes the softmax in float32: weights of several copies sum to 1 up to its rounding.
+    # transformers takes the softmax in float32: weights of several copies sum to 1 up to its
+    # rounding.
     tolerance = (1e-13 if top_k == granularity else 1e-6) * float(expected.abs().max())
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
     assert receipt["logits"]["largest_difference"] <= tolerance
@@ -83,9 +93,11 @@ def test_shards_are_those_of_the_dense_layer_and_groups_share_a_router_row(tmp_p
         to="moesaic",
         upcycle=Upcycling(num_experts=8, top_k=4, granularity=4),
     )
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    before = tensors_of(source)
+    after = tensors_of(tmp_path / "out")
     mlp = "model.layers.1.mlp."
-    up, down = after[f"model.{mlp}experts.gate_up_proj"], after[f"model.{mlp}experts.down_proj"]
+    up = after[f"model.{mlp}experts.gate_up_proj"]
+    down = after[f"model.{mlp}experts.down_proj"]
     for expert in range(8):
         here = slice(12 * (expert % 4), 12 * (expert % 4) + 12)
         gate_and_up = torch.cat(
@@ -102,7 +114,8 @@ def test_shards_are_those_of_the_dense_layer_and_groups_share_a_router_row(tmp_p
 
 
 def test_whole_layers_without_normalised_weights_would_not_be_the_same(tmp_path: Path) -> None:
-    """The function is preserved only because the chosen experts' weights sum to 1: otherwise, logits would differ."""
+    """The function is preserved only because the chosen experts' weights sum to 1: otherwise,
+    logits would differ."""
     moesaic.convert(
         dense(tmp_path, "qwen3"), tmp_path / "out", to="hf", upcycle=Upcycling(num_experts=4)
     )

@@ -1,1 +1,2 @@
-"""`moesaic bench balance`: compares methods for skewed routing on an emulated cluster, with virtual compute."""
+"""`moesaic bench balance`: compares methods for skewed routing on an emulated cluster, with virtual
+compute."""

@@ -1,22 +1,26 @@
-"""`moesaic bench balance`: compares methods for skewed routing on emulated clusters, and in simulation on larger ones.
+"""`moesaic bench balance`: compares methods for skewed routing on emulated clusters, and in
+simulation on larger ones.
 
-Virtual compute: experts sleep for as long as an accelerator of the configured rate would compute. Everything else is
-real: one layer on the runtime, forward and backward, with real bytes between processes over emulated links (network
-namespaces, veth pairs shaped by htb). Times are those of this machine, with several ranks on a core; only ratios
-carry over to others. Methods run in turn, each on its own layer. Before that, every method runs with real experts:
-its results and gradients are compared with the plain layer's, and its bytes and peak memory are counted (the tensors
-alive at once beyond those before the step, on the rank with the highest peak). MaxVio is of ranks: the busiest rank's
-copies over the mean, minus 1. Each case cycles through several calls, whose hot experts differ in part. Expert
-placement learns from an earlier call and moves no weights in the timed steps. Under NetMoE the residual does not
-move, and samples do not return home. Ours is given what a replicated expert costs the host, and the speed of a slow
-rank or link, as a profile of the cluster has them. Ratios under 1.10 are the worse end of the median's 95 % interval
-over 30 pairs. Simulated rows come from the cost simulator and are not measured. In the simulated shares,
-`moving_seconds` is the time to move experts with their optimizer state from their initial ranks to their placement,
-alone on the links. It is spent once in `moves_every` calls, and `of_forced` includes each call's part of it. Weights
-that a call replicates (shadows, spilling, EPLB, LPLB, LAER's re-layout) and their gradients are sent within the call,
-so `seconds` includes them.
+Virtual compute: experts sleep for as long as an accelerator of the configured rate would compute.
+Everything else is real: one layer on the runtime, forward and backward, with real bytes between
+processes over emulated links (network namespaces, veth pairs shaped by htb). Times are those of
+this machine, with several ranks on a core; only ratios carry over to others. Methods run in turn,
+each on its own layer. Before that, every method runs with real experts: its results and gradients
+are compared with the plain layer's, and its bytes and peak memory are counted (the tensors alive at
+once beyond those before the step, on the rank with the highest peak). MaxVio is of ranks: the
+busiest rank's copies over the mean, minus 1. Each case cycles through several calls, whose hot
+experts differ in part. Expert placement learns from an earlier call and moves no weights in the
+timed steps. Under NetMoE the residual does not move, and samples do not return home. Ours is given
+what a replicated expert costs the host, and the speed of a slow rank or link, as a profile of the
+cluster has them. Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs.
+Simulated rows come from the cost simulator and are not measured. In the simulated shares,
+`moving_seconds` is the time to move experts with their optimizer state from their initial ranks to
+their placement, alone on the links. It is spent once in `moves_every` calls, and `of_forced`
+includes each call's part of it. Weights that a call replicates (shadows, spilling, EPLB, LPLB,
+LAER's re-layout) and their gradients are sent within the call, so `seconds` includes them.
 
-The pictures are small multiples: speed-up over MaxVio, replicated experts, gain of a schedule, memory.
+The pictures are small multiples: speed-up over MaxVio, replicated experts, gain of a schedule,
+memory.
 """
 
 from __future__ import annotations
@@ -40,10 +44,10 @@ from moesaic_lab.balance.config import (
     SharesOfForced,
     read_config,
 )
-from moesaic_lab.balance.memory import BudgetHeld, budgets_held
 from moesaic_lab.balance.methods import PLAIN, SMART
 from moesaic_lab.balance.shares import MADE_UP, SLOW, SYNTHETIC, Share, shares_of_forced
 from moesaic_lab.balance.simulated import TimedDecision, decisions
+from moesaic_lab.balance.tracked_memory import BudgetHeld, budgets_held
 from moesaic_lab.benchmark import (
     Benchmark,
     EmulatedOptions,
@@ -65,8 +69,8 @@ class BalanceOptions(EmulatedOptions):
     """Command-line options of the benchmark."""
 
     keep: bool = False
-    """Reuse the simulated shares and the counted memory in the file of --json, and the cases on beds that this run does
-    not repeat."""
+    """Reuse the simulated shares and the counted memory in the file of --json, and the cases on
+    beds that this run does not repeat."""
 
 
 class BalanceMeasured(NamedTuple):
@@ -97,11 +101,9 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
         if path is not None and path.exists()
         else []
     )
-    shares, decided, under_budget = (
-        rebuild(rows, Share),
-        rebuild(rows, TimedDecision),
-        rebuild(rows, BudgetHeld),
-    )
+    shares = rebuild(rows, Share)
+    decided = rebuild(rows, TimedDecision)
+    under_budget = rebuild(rows, BudgetHeld)
     order = [case.label for case in config.every]
     cells = sorted(
         [*kept_cells(rows, config), *run(config, told)],
@@ -142,8 +144,8 @@ def rebuild(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
 def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Panel]:
     """Return the panels of the picture.
 
-    Simulated shares of forced balance get a panel per cluster and kind of load. Each bed gets two panels, all recorded
-    cases share one, and two more compare the beds.
+    Simulated shares of forced balance get a panel per cluster and kind of load. Each bed gets two
+    panels, all recorded cases share one, and two more compare the beds.
     """
     charts = []
     drawn = [
@@ -179,18 +181,25 @@ def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[P
 
 
 def _shares_panel(shares: Sequence[Share], load: str) -> Panel:
-    """Return a panel of the share of forced balance over MaxVio under one kind of load, with a point for each call."""
+    """Return a panel of the share of forced balance over MaxVio under one kind of load, with a
+    point for each call."""
     series = []
     for name in dict.fromkeys(share.method for share in shares):
         points = sorted(
             (share for share in shares if share.method == name), key=lambda share: share.max_vio
         )
-        x, y = tuple(share.max_vio for share in points), tuple(share.of_forced for share in points)
+        x = tuple(share.max_vio for share in points)
+        y = tuple(share.of_forced for share in points)
         series.append(PlottedSeries(name=name, x=x, y=y))
     return Panel(
-        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads",
-        x_title="MaxVio of ranks", y_title="share of forced balance", series=tuple(series),
-    )  # fmt: skip
+        title=(
+            f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} "
+            "loads"
+        ),
+        x_title="MaxVio of ranks",
+        y_title="share of forced balance",
+        series=tuple(series),
+    )
 
 
 def _speedup_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
@@ -214,6 +223,7 @@ def _memory_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
 
 
 def _recorded_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
+    """Return the panel of times under recorded routing."""
     at = tuple(map(float, range(len(cells))))
     series = tuple(
         _ratio_series(name, at, [cell.ratio(PLAIN, name) for cell in cells])
@@ -230,11 +240,12 @@ def _replicated_panel(cells: Sequence[BalanceCell]) -> Panel:
     place = cells[0].job.case.place
     series = tuple(
         PlottedSeries(
-            name=name, x=_loads(cells),
+            name=name,
+            x=_loads(cells),
             y=tuple(statistics.mean(cell.decided[name].replicated_experts) for cell in cells),
         )
         for name in cells[0].decided
-    )  # fmt: skip
+    )
     title = f"{place.name}, replicated experts per call"
     return Panel(
         title=title,
@@ -245,8 +256,8 @@ def _replicated_panel(cells: Sequence[BalanceCell]) -> Panel:
 
 
 def _gain_panel(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
-    """Return a panel that compares the gain of the smart schedule with the largest gain that overlap could give the
-    plain layer."""
+    """Return a panel that compares the gain of the smart schedule with the largest gain that
+    overlap could give the plain layer."""
     series = []
     for place, cells in by_bed.items():
         points = sorted(
@@ -267,30 +278,44 @@ def _gain_panel(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
         )
     )
     return Panel(
-        title="gain of the smart schedule", x_title="(comm + comp) / max(comm, comp) of plain ep",
-        y_title="plain ep / smart schedule, virtual compute", series=tuple(series),
-    )  # fmt: skip
+        title="gain of the smart schedule",
+        x_title="(comm + comp) / max(comm, comp) of plain ep",
+        y_title="plain ep / smart schedule, virtual compute",
+        series=tuple(series),
+    )
 
 
 def _most_gain(cell: BalanceCell) -> float:
-    comm, comp = cell.bound(PLAIN), cell.charged[PLAIN]
+    """Return how much faster a call gets if messages and computation overlap completely."""
+    comm = cell.bound(PLAIN)
+    comp = cell.charged[PLAIN]
     return (comm + comp) / max(comm, comp)
 
 
 def _loads(cells: Sequence[BalanceCell]) -> tuple[float, ...]:
+    """Return the MaxVio of each cell."""
     return tuple(cell.job.case.max_vio or 0.0 for cell in cells)
 
 
 def _ratio_series(name: str, at: tuple[float, ...], ratios: Sequence[Ratio]) -> PlottedSeries:
+    """Return the series of ratios with their intervals."""
     y, low, high = zip(*((ratio.median, ratio.low, ratio.high) for ratio in ratios))
     return PlottedSeries(name=name, x=at, y=y, low=low, high=high)
 
 
 BENCHMARK = Benchmark(
     name="balance",
-    description="Compare methods for skewed routing, in turn on an emulated cluster, with virtual compute.",
-    options=BalanceOptions, notes=notes_of(__doc__), cases=cases, measure=measure, rows=lambda measured: all_rows(*measured),
-    claims=lambda measured: claims(*measured), columns=lambda measured: tables(*measured[:2]),
+    description=(
+        "Compare methods for skewed routing, in turn on an emulated cluster, with virtual compute."
+    ),
+    options=BalanceOptions,
+    notes=notes_of(__doc__),
+    cases=cases,
+    measure=measure,
+    rows=lambda measured: all_rows(*measured),
+    claims=lambda measured: claims(*measured),
+    columns=lambda measured: tables(*measured[:2]),
     panels=lambda measured: panels(*measured[:2]),
-    title="One MoE layer under skewed routing, virtual compute", panels_in_a_row=3,
-)  # fmt: skip
+    title="One MoE layer under skewed routing, virtual compute",
+    panels_in_a_row=3,
+)

@@ -1,4 +1,5 @@
-"""Runs the cases of the balance benchmark on one cluster after another, and turns their results into rows and tables."""
+"""Runs the cases of the balance benchmark on one cluster after another, and turns their results
+into rows and tables."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from moesaic.balance.budget import MemoryBudget
 from moesaic.program.compile import compile_plan
 from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.plan import Plan
-from moesaic.runtime.counted import CountedCall
+from moesaic.runtime.call_counts import CountedCall
 from moesaic_lab.balance import ranks as on_ranks
 from moesaic_lab.balance.config import (
     ELEMENT_BYTES,
@@ -24,11 +25,11 @@ from moesaic_lab.balance.config import (
     SkewedCase,
 )
 from moesaic_lab.balance.loads import max_vio
-from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import PLAIN, methods
 from moesaic_lab.balance.ranks import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.balance.simulated import TimedDecision
+from moesaic_lab.balance.tracked_memory import BudgetHeld
 from moesaic_lab.beds import BedCell, joined
 from moesaic_lab.benchmark import Told, on_beds
 from moesaic_lab.bounds import Limit
@@ -42,24 +43,29 @@ NOTHING_DECIDED = Decided(
 )
 """Decisions of a method that replicates nothing."""
 BUDGET = 1.5
-"""Memory budget of the method that has one, as a multiple of the peak of plain expert parallelism under even loads."""
+"""Memory budget of the method that has one, as a multiple of the peak of plain expert parallelism
+under even loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceCell(BedCell):
-    """Results of one case, for all methods and ranks. A run is its first call, and a phase one of its movements."""
+    """Results of one case, for all methods and ranks. A run is its first call, and a phase one of
+    its movements."""
 
     job: BalanceJob
     max_vio: tuple[float, ...]
     """MaxVio of ranks, for each call."""
     peak_bytes: Mapping[str, int]
-    """By method: the most bytes of tensors alive at once in the first call, on the rank with the highest peak."""
+    """By method: the most bytes of tensors alive at once in the first call, on the rank with the
+    highest peak."""
     error: Mapping[str, float]
-    """By method: the largest difference of results and gradients from the plain layer's, relative to the largest value."""
+    """By method: the largest difference of results and gradients from the plain layer's, relative
+    to the largest value."""
     charged: Mapping[str, float]
     """By method: seconds of virtual compute in a step, on the rank that computes most."""
     decided: Mapping[str, Decided]
-    """By replicating method: the decisions, as recorded on the rank that spent most time on them."""
+    """By replicating method: the decisions, as recorded on the rank that spent most time on
+    them."""
 
     def best_single(self) -> str:
         """Return the single technique with the shortest median time."""
@@ -68,8 +74,8 @@ class BalanceCell(BedCell):
 
 
 def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
-    """Measure every case that the configuration asks for. Clusters start one after another; all cases of one layer
-    share one."""
+    """Measure every case that the configuration asks for. Clusters start one after another; all
+    cases of one layer share one."""
     by_layer: dict[tuple[Bed, int], list[BalanceJob]] = {}
     for case in config.cases():
         place = case.place
@@ -87,11 +93,10 @@ def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
 
 def budget_of(place: BalancePlace) -> int:
     """Return the memory budget, in bytes, of the method that has one."""
-    world, rows = place.bed.world, place.tokens_per_rank * place.top_k
-    copies, compiled = (
-        np.full((world, place.num_experts), rows // place.num_experts),
-        compile_plan(Plan(), place.grid),
-    )
+    world = place.bed.world
+    rows = place.tokens_per_rank * place.top_k
+    copies = np.full((world, place.num_experts), rows // place.num_experts)
+    compiled = compile_plan(Plan(), place.grid)
     experts = ExpertSizes.stacked(place.dim, place.hidden, MATRICES, ELEMENT_BYTES)
     call = CountedCall(copies, np.full(world, place.tokens_per_rank), place.hidden, lambda: experts)
     return int(BUDGET * MemoryBudget(compiled, place.num_experts).peak(compiled, None, call).max())
@@ -107,7 +112,8 @@ def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
 
 def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:
     """Return the cell that combines the results of all ranks for one case."""
-    place, routes = job.case.place, job.case.routes
+    place = job.case.place
+    routes = job.case.routes
     loads = [
         routes.counts(call, place.bed.world, place.num_experts)
         for call in range(len(routes.experts))
@@ -133,13 +139,16 @@ def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:
 
 BED = "bed"
 PARTS: dict[type, str] = {Share: "shares", TimedDecision: "decision", BudgetHeld: "memory"}
-"""Value of the key `part` for rows that were not measured on beds, by the class that they come from."""
+"""Value of the key `part` for rows that were not measured on beds, by the class that they come
+from."""
 
 
 def all_rows(
-    cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
+    cells: Sequence[BalanceCell],
+    shares: Sequence[Share] = (),
+    decided: Sequence[TimedDecision] = (),
     under_budget: Sequence[BudgetHeld] = (),
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Return all measured and simulated results as rows of plain data."""
     simulated = [
         {"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares
@@ -155,11 +164,17 @@ def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
     best = min(cell.timings, key=lambda name: cell.timings[name].median)
     slow = f" (last node {place.slow_link})" if place.slow_link else ""
     shape = {
-        "part": BED, "case": cell.job.case.label, "max_vio": statistics.mean(cell.max_vio),
+        "part": BED,
+        "case": cell.job.case.label,
+        "max_vio": statistics.mean(cell.max_vio),
         "bed": f"{place.nodes}x{place.ranks_per_node} {place.inter}{slow}, lo {place.intra}",
-        "tokens_per_rank": place.tokens_per_rank, "dim": place.dim, "hidden": place.hidden,
-        "experts_per_rank": place.experts_per_rank, "top_k": place.top_k, "compute": "virtual compute",
-    }  # fmt: skip
+        "tokens_per_rank": place.tokens_per_rank,
+        "dim": place.dim,
+        "hidden": place.hidden,
+        "experts_per_rank": place.experts_per_rank,
+        "top_k": place.top_k,
+        "compute": "virtual compute",
+    }
     return [
         {**shape, "method": name, "is_best": name == best, **_figures(cell, name)}
         for name in cell.timings
@@ -167,17 +182,24 @@ def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
 
 
 def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
+    """Return the figures of one method in a cell."""
     decided = cell.decided.get(name, NOTHING_DECIDED)
     return {
-        **cell.timings[name].row(), "seconds": list(cell.timings[name].seconds),
+        **cell.timings[name].row(),
+        "seconds": list(cell.timings[name].seconds),
         "near_seconds": list(cell.near[name]) if name in cell.near else None,
-        **cell.ratio(PLAIN, name).row("plain_over_this"), "communication_seconds": cell.bound(name),
-        "computing_seconds": cell.charged[name], "across_bytes": cell.across[name][0],
-        "peak_bytes": cell.peak_bytes[name], "promised_bytes": cell.job.methods[name].plan.memory_budget,
-        "error": cell.error[name], "replicated_experts": statistics.mean(decided.replicated_experts),
+        **cell.ratio(PLAIN, name).row("plain_over_this"),
+        "communication_seconds": cell.bound(name),
+        "computing_seconds": cell.charged[name],
+        "across_bytes": cell.across[name][0],
+        "peak_bytes": cell.peak_bytes[name],
+        "promised_bytes": cell.job.methods[name].plan.memory_budget,
+        "error": cell.error[name],
+        "replicated_experts": statistics.mean(decided.replicated_experts),
         "replicated_copies": statistics.mean(decided.replicated_copies),
-        "options": ", ".join(sorted(set(decided.options))), "decision_seconds": statistics.median(decided.seconds),
-    }  # fmt: skip
+        "options": ", ".join(sorted(set(decided.options))),
+        "decision_seconds": statistics.median(decided.seconds),
+    }
 
 
 def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
@@ -193,20 +215,29 @@ def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
 
     decided = {
         name: Decided(
-            seconds=(row["decision_seconds"],), options=tuple(row["options"].split(", ")),
-            replicated_experts=(row["replicated_experts"],), replicated_copies=(row["replicated_copies"],),
+            seconds=(row["decision_seconds"],),
+            options=tuple(row["options"].split(", ")),
+            replicated_experts=(row["replicated_experts"],),
+            replicated_copies=(row["replicated_copies"],),
         )
-        for name, row in by_method.items() if row["options"]
-    }  # fmt: skip
+        for name, row in by_method.items()
+        if row["options"]
+    }
     return BalanceCell(
         job=BalanceJob(case=case, methods={name: every[name] for name in by_method}),
         max_vio=(rows[0]["max_vio"],),
         timings={name: Timing.of(seconds) for name, seconds in of("seconds").items()},
         near={name: tuple(seconds) for name, seconds in of("near_seconds").items() if seconds},
-        limits={name: (Limit(seconds=seconds, link=""),) for name, seconds in of("communication_seconds").items()},
+        limits={
+            name: (Limit(seconds=seconds, link=""),)
+            for name, seconds in of("communication_seconds").items()
+        },
         across={name: (num_bytes, 0) for name, num_bytes in of("across_bytes").items()},
-        peak_bytes=of("peak_bytes"), error=of("error"), charged=of("computing_seconds"), decided=decided,
-    )  # fmt: skip
+        peak_bytes=of("peak_bytes"),
+        error=of("error"),
+        charged=of("computing_seconds"),
+        decided=decided,
+    )
 
 
 COLUMNS = (
@@ -238,8 +269,8 @@ SHARE_COLUMNS = (
 
 
 def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
-    """Return the median, least and largest share of forced balance over the calls, grouped by cluster, load, weight
-    ratio and method."""
+    """Return the median, least and largest share of forced balance over the calls, grouped by
+    cluster, load, weight ratio and method."""
     groups: dict[tuple[Any, ...], list[Share]] = {}
     for each in shares:
         load = (
@@ -253,18 +284,24 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
     names = ("cluster", "ranks", "load", "ratio", "method")
     return [
         {
-            **dict(zip(names, key)), "max_vio": statistics.median(each.max_vio for each in members),
-            "median": statistics.median(each.of_forced for each in members), "low": min(each.of_forced for each in members),
+            **dict(zip(names, key)),
+            "max_vio": statistics.median(each.max_vio for each in members),
+            "median": statistics.median(each.of_forced for each in members),
+            "low": min(each.of_forced for each in members),
             "high": max(each.of_forced for each in members),
-            "of_own": statistics.median(each.own_forced_seconds / each.whole_seconds for each in members),
-            "decision_seconds": statistics.median(each.decision_seconds for each in members), "calls": len(members),
+            "of_own": statistics.median(
+                each.own_forced_seconds / each.whole_seconds for each in members
+            ),
+            "decision_seconds": statistics.median(each.decision_seconds for each in members),
+            "calls": len(members),
         }
         for key, members in groups.items()
-    ]  # fmt: skip
+    ]
 
 
 def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Table]:
-    """Return the tables for a terminal: one per bed and layer, and one with shares of forced balance."""
+    """Return the tables for a terminal: one per bed and layer, and one with shares of forced
+    balance."""
     result = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):
         rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
@@ -272,7 +309,8 @@ def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[T
             table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",))
         )
     if shares:
-        title, groups = "Simulated: share of forced balance", ("cluster", "ranks", "load", "ratio")
+        title = "Simulated: share of forced balance"
+        groups = ("cluster", "ranks", "load", "ratio")
         result.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))
     return result
 
@@ -280,6 +318,6 @@ def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[T
 def described(row: dict[str, Any]) -> str:
     """Describe the bed and the layer of a row in words."""
     return (
-        f"{row['bed']}, {row['tokens_per_rank']} tokens per rank, dim {row['dim']}, hidden {row['hidden']}, "
-        f"{row['experts_per_rank']} experts per rank, top {row['top_k']}"
+        f"{row['bed']}, {row['tokens_per_rank']} tokens per rank, dim {row['dim']}, hidden "
+        f"{row['hidden']}, {row['experts_per_rank']} experts per rank, top {row['top_k']}"
     )

@@ -8,10 +8,10 @@ from functools import partial
 
 from moesaic_lab.balance.cells import BalanceCell
 from moesaic_lab.balance.config import RecordedLoads, SharesOfForced, SkewedCase
-from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import BOUNDED, LAER, OURS, OURS_PLACED, PLACED, PLAIN
 from moesaic_lab.balance.shares import RECORDED, SLOW, Share
 from moesaic_lab.balance.simulated import BEST, TimedDecision
+from moesaic_lab.balance.tracked_memory import BudgetHeld
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.measure import MANY, NEAR, Ratio, paired
 
@@ -20,54 +20,91 @@ EQUIVALENT = 1.03
 
 
 def claims(
-    cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
+    cells: Sequence[BalanceCell],
+    shares: Sequence[Share] = (),
+    decided: Sequence[TimedDecision] = (),
     under_budget: Sequence[BudgetHeld] = (),
-) -> list[Claim]:  # fmt: skip
+) -> list[Claim]:
     """Return all claims, including those that this run did not measure."""
+    return [
+        *_claims_of_speed(cells),
+        claimed("balance.memory_worst", lambda: memory_worst(under_budget, cells), 1.1),
+        claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(under_budget), None),
+        claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
+        *_claims_of_simulation(shares),
+    ]
 
-    def speedups(what: str, selects: Callable[[SkewedCase], bool]) -> list[float]:
-        return some(
-            [cell.ratio(PLAIN, OURS).median for cell in cells if selects(cell.job.case)], what
-        )
 
-    def slow(case: SkewedCase) -> bool:
-        return case.place.slow_rank < 1
+def _claims_of_speed(cells: Sequence[BalanceCell]) -> list[Claim]:
+    """Return the claims about times that were measured."""
 
-    def slow_link(case: SkewedCase) -> bool:
-        return bool(case.place.slow_link)
+    def slow_rank() -> float:
+        """Return the least speedup with a slow rank."""
+        found = _speedups(cells, lambda case: case.place.slow_rank < 1)
+        return min(some(found, "with a slow rank"))
 
-    def recorded(case: SkewedCase) -> bool:
-        return case.max_vio is None
+    def slow_link() -> float:
+        """Return the least speedup with a slow link."""
+        found = _speedups(cells, lambda case: bool(case.place.slow_link))
+        return min(some(found, "with a slow link"))
+
+    def recorded() -> float:
+        """Return the median speedup under recorded routing."""
+        found = _speedups(cells, lambda case: case.max_vio is None)
+        return statistics.median(some(found, "of recorded routing"))
+
+    def placed() -> float:
+        """Return the share of forced balance if experts are placed."""
+        return share_of_forced(cells, OURS_PLACED)
 
     return [
         claimed("balance.speedup_maxvio2", lambda: speedup(cells, 2.0), 1.8, ">="),
         claimed("balance.over_best_single", lambda: over_best_single(cells), EQUIVALENT),
         claimed("balance.equivalent_to_best_single", lambda: equivalent(cells), None, ">="),
-        claimed("balance.slow_rank_speedup", lambda: min(speedups("with a slow rank", slow)), None, ">="),
-        claimed("balance.slow_link_speedup", lambda: min(speedups("with a slow link", slow_link)), None, ">="),
+        claimed("balance.slow_rank_speedup", slow_rank, None, ">="),
+        claimed("balance.slow_link_speedup", slow_link, None, ">="),
         claimed("balance.share_of_forced_real", lambda: share_of_forced(cells, OURS), 0.97, ">="),
-        claimed("balance.share_of_forced_real_placed", lambda: share_of_forced(cells, OURS_PLACED), None, ">="),
+        claimed("balance.share_of_forced_real_placed", placed, None, ">="),
         claimed("balance.overhead_maxvio0", lambda: overhead(cells), 0.01),
         claimed("balance.budget_speedup_maxvio4", lambda: budget_speedup(cells), None, ">="),
         claimed("balance.decision_share", lambda: decision_share(cells), 0.005),
-        claimed(
-            "balance.recorded_speedup", lambda: statistics.median(speedups("of recorded routing", recorded)), None, ">=",
-        ),
-        claimed("balance.memory_worst", lambda: memory_worst(under_budget, cells), 1.1),
-        claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(under_budget), None),
-        claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
+        claimed("balance.recorded_speedup", recorded, None, ">="),
+    ]
+
+
+def _claims_of_simulation(shares: Sequence[Share]) -> list[Claim]:
+    """Return the claims about simulated clusters."""
+
+    def ours() -> float:
+        """Return our share of forced balance."""
+        return simulated_share(shares, OURS)
+
+    def placed() -> float:
+        """Return the same if experts are placed."""
+        return simulated_share(shares, OURS_PLACED)
+
+    def of_best() -> float:
+        """Return our share of the best option's throughput."""
+        return share_of_best_option(shares)
+
+    return [
         claimed("balance.simulated_slow_rank_speedup", lambda: simulated_slow(shares), None, ">="),
-        claimed("balance.simulated_share_of_forced", lambda: simulated_share(shares, OURS), 0.94, ">="),
-        claimed("balance.simulated_share_of_forced_placed", lambda: simulated_share(shares, OURS_PLACED), 0.94, ">="),
+        claimed("balance.simulated_share_of_forced", ours, 0.94, ">="),
+        claimed("balance.simulated_share_of_forced_placed", placed, 0.94, ">="),
         claimed("balance.shares_over_best_single", lambda: shares_over_best(shares), EQUIVALENT),
-        claimed("balance.simulated_share_of_best_option", lambda: share_of_best_option(shares), None, ">="),
+        claimed("balance.simulated_share_of_best_option", of_best, None, ">="),
         *over_laer(shares),
-    ]  # fmt: skip
+    ]
+
+
+def _speedups(cells: Sequence[BalanceCell], selects: Callable[[SkewedCase], bool]) -> list[float]:
+    """Return our speedups over the plain layer in selected cases."""
+    return [cell.ratio(PLAIN, OURS).median for cell in cells if selects(cell.job.case)]
 
 
 def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
-    """Return the plain layer's time over ours at a MaxVio, on the bed with most ranks: the median if it is above
-    `NEAR`, else the lower end of the 95 % interval."""
+    """Return the plain layer's time over ours at a MaxVio, on the bed with most ranks: the median
+    if it is above `NEAR`, else the lower end of the 95 % interval."""
     ratio = max(_at_max_vio(cells, max_vio), key=lambda cell: cell.job.case.place.bed.world).ratio(
         PLAIN, OURS
     )
@@ -75,8 +112,8 @@ def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
 
 
 def over_best_single(cells: Sequence[BalanceCell]) -> float:
-    """Return our time over that of the fastest single technique, at the upper 95 % bound, for the worst case. Cases in
-    which the two are equivalent (`is_equivalent`) count as 1."""
+    """Return our time over that of the fastest single technique, at the upper 95 % bound, for the
+    worst case. Cases in which the two are equivalent (`is_equivalent`) count as 1."""
     ratios = [
         1.0 if is_equivalent(cell) else against_best(cell).high
         for cell in some(list(cells), "with all methods")
@@ -85,15 +122,18 @@ def over_best_single(cells: Sequence[BalanceCell]) -> float:
 
 
 def equivalent(cells: Sequence[BalanceCell]) -> float:
-    """Return the share of cases in which ours and the fastest single technique pass the test of equivalence."""
+    """Return the share of cases in which ours and the fastest single technique pass the test of
+    equivalence."""
     passed = [is_equivalent(cell) for cell in some(list(cells), "with all methods")]
     return sum(passed) / len(passed)
 
 
 def is_equivalent(cell: BalanceCell) -> bool:
-    """Whether ours takes as long as the fastest single technique, by two one-sided tests at 5 % (Schuirmann 1987).
+    """Whether ours takes as long as the fastest single technique, by two one-sided tests at 5 %
+    (Schuirmann 1987).
 
-    The 90 % interval of the ratio must lie within `EQUIVALENT` on both sides, over at least `MANY` pairs.
+    The 90 % interval of the ratio must lie within `EQUIVALENT` on both sides, over at least `MANY`
+    pairs.
     """
     ratio = against_best(cell, 0.9)
     return ratio.repeats >= MANY and ratio.low >= 1 / EQUIVALENT and ratio.high <= EQUIVALENT
@@ -102,10 +142,11 @@ def is_equivalent(cell: BalanceCell) -> bool:
 def against_best(cell: BalanceCell, level: float = 0.95) -> Ratio:
     """Return our time over that of the fastest single technique.
 
-    If the two were timed in further rounds, only those rounds count. Among many methods of about equal speed, the one
-    that was fastest in the first rounds was partly lucky.
+    If the two were timed in further rounds, only those rounds count. Among many methods of about
+    equal speed, the one that was fastest in the first rounds was partly lucky.
     """
-    best, first = cell.best_single(), len(cell.timings[OURS].seconds)
+    best = cell.best_single()
+    first = len(cell.timings[OURS].seconds)
     times = [cell.near[name][first:] for name in (OURS, best) if name in cell.near]
     if len(times) == 2 and all(len(seconds) >= MANY for seconds in times):
         ours, others = times
@@ -114,8 +155,8 @@ def against_best(cell: BalanceCell, level: float = 0.95) -> Ratio:
 
 
 def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
-    """Return the plain layer's time under even loads over a method's time under recorded loads of ranks, on the bed
-    with most ranks. The method's time is the median over the layers."""
+    """Return the plain layer's time under even loads over a method's time under recorded loads of
+    ranks, on the bed with most ranks. The method's time is the median over the layers."""
     real = some(
         [cell for cell in cells if isinstance(cell.job.case.place, RecordedLoads)],
         "of recorded loads of ranks",
@@ -128,8 +169,8 @@ def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
 
 
 def simulated_share(shares: Sequence[Share], method: str) -> float:
-    """Return a method's share of forced balance under recorded loads, as the median over the calls, for the worst
-    cluster of 64 ranks."""
+    """Return a method's share of forced balance under recorded loads, as the median over the calls,
+    for the worst cluster of 64 ranks."""
     chosen = [
         share
         for share in shares
@@ -142,8 +183,8 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
 
 
 def share_of_best_option(shares: Sequence[Share]) -> float:
-    """Return our throughput over that of the best option chosen with known counts, for the worst load (median over its
-    calls)."""
+    """Return our throughput over that of the best option chosen with known counts, for the worst
+    load (median over its calls)."""
     best = {
         (_call_of(share), BEST[share.method]): share.whole_seconds
         for share in shares
@@ -179,7 +220,8 @@ def shares_over_best(shares: Sequence[Share]) -> float:
 
 
 def decision_us(decided: Sequence[TimedDecision]) -> float:
-    """Return the time by which a decision delays a rank, in microseconds: the median over the calls that replicate."""
+    """Return the time by which a decision delays a rank, in microseconds: the median over the calls
+    that replicate."""
     return 1e6 * statistics.median(
         some(
             [decision.seconds for decision in decided if decision.replicates],
@@ -189,8 +231,8 @@ def decision_us(decided: Sequence[TimedDecision]) -> float:
 
 
 def over_laer(shares: Sequence[Share]) -> list[Claim]:
-    """Return our time over that of LAER's re-layout under recorded loads, a claim for each weight ratio. None has a
-    target."""
+    """Return our time over that of LAER's re-layout under recorded loads, a claim for each weight
+    ratio. None has a target."""
     laer = {_call_of(share): share.seconds for share in shares if share.method == LAER}
     ratios: dict[float, list[float]] = {}
     for share in shares:
@@ -203,7 +245,8 @@ def over_laer(shares: Sequence[Share]) -> list[Claim]:
 
 
 def overhead(cells: Sequence[BalanceCell]) -> float:
-    """Return how much slower ours is than the plain layer under even loads, at the upper 95 % bound, for the worst bed."""
+    """Return how much slower ours is than the plain layer under even loads, at the upper 95 %
+    bound, for the worst bed."""
     return (
         max(
             enough(cell.ratio(OURS, PLAIN), cell.job.case.label).high
@@ -214,7 +257,8 @@ def overhead(cells: Sequence[BalanceCell]) -> float:
 
 
 def budget_speedup(cells: Sequence[BalanceCell]) -> float:
-    """Return the plain layer's time over ours with a memory budget at MaxVio 4, for the worst bed."""
+    """Return the plain layer's time over ours with a memory budget at MaxVio 4, for the worst
+    bed."""
     speedups = [
         cell.ratio(PLAIN, BOUNDED).median
         for cell in _at_max_vio(cells, 4.0)
@@ -224,7 +268,8 @@ def budget_speedup(cells: Sequence[BalanceCell]) -> float:
 
 
 def memory_worst(under_budget: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
-    """Return the most bytes that a rank held under a memory budget over that budget, for the worst load, plan and bed."""
+    """Return the most bytes that a rank held under a memory budget over that budget, for the worst
+    load, plan and bed."""
     counted = [
         run.peak_bytes / run.promised_bytes
         for run in some(list(under_budget), "of memory under budgets")
@@ -236,8 +281,8 @@ def memory_worst(under_budget: Sequence[BudgetHeld], cells: Sequence[BalanceCell
 
 
 def memory_unbounded(under_budget: Sequence[BudgetHeld]) -> float:
-    """Return the bytes that a rank held without a budget over the smallest budget for the same load, for the worst
-    load."""
+    """Return the bytes that a rank held without a budget over the smallest budget for the same
+    load, for the worst load."""
     return max(
         run.unbounded_bytes / run.promised_bytes
         for run in some(list(under_budget), "of memory under budgets")
@@ -245,7 +290,8 @@ def memory_unbounded(under_budget: Sequence[BudgetHeld]) -> float:
 
 
 def decision_share(cells: Sequence[BalanceCell]) -> float:
-    """Return the share of our step time that a rank spends on decisions, for the worst case (median over the calls)."""
+    """Return the share of our step time that a rank spends on decisions, for the worst case (median
+    over the calls)."""
     deciding = [cell for cell in cells if OURS in cell.decided and OURS in cell.timings]
     shares = [
         statistics.median(cell.decided[OURS].seconds) / cell.timings[OURS].median
@@ -255,7 +301,8 @@ def decision_share(cells: Sequence[BalanceCell]) -> float:
 
 
 def simulated_slow(shares: Sequence[Share]) -> float:
-    """Return the simulated time of the plain layer over ours with one slow rank, for the worst cluster."""
+    """Return the simulated time of the plain layer over ours with one slow rank, for the worst
+    cluster."""
     chosen = [share for share in some(list(shares), "simulated") if share.load == SLOW]
     plain = {
         (share.cluster, share.ranks, share.step): share.seconds
@@ -268,6 +315,7 @@ def simulated_slow(shares: Sequence[Share]) -> float:
 
 
 def _call_of(share: Share) -> tuple[str, int, str, int, int, float, float]:
+    """Return what names the call that a share was simulated for."""
     return (
         share.cluster,
         share.ranks,
@@ -280,6 +328,7 @@ def _call_of(share: Share) -> tuple[str, int, str, int, int, float, float]:
 
 
 def _at_max_vio(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:
+    """Return the cells at a MaxVio without a slow rank or link."""
     places = [cell.job.case.place for cell in cells]
     undisturbed = [
         cell for cell, place in zip(cells, places) if place.slow_rank == 1 and not place.slow_link

@@ -1,5 +1,5 @@
-"""The configuration of the balance benchmark, read from a file so that loads, shapes, links and rates are fixed
-beforehand."""
+"""The configuration of the balance benchmark, read from a file so that loads, shapes, links and
+rates are fixed beforehand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError
-from moesaic.planner.predict import CPU
+from moesaic.errors import InputError, suggestion
+from moesaic.planner.predicted_plans import CPU
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
@@ -23,13 +22,17 @@ from moesaic_lab.emulated import emulated
 from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
-SHARES, MEMORY, DECISIONS = "shares", "memory", "decisions"
+SHARES = "shares"
+MEMORY = "memory"
+DECISIONS = "decisions"
 """Names of the parts of the benchmark that need no bed."""
 PARTS_PER_MESSAGE = 4.0
-"""Host time of each additional part of a pass, in units of the cost of a message: a gather and a placement of rows per
-direction."""
-ELEMENT_BYTES, MATRICES = 4, 2
-"""Bytes of an element of rows and weights on the bed (float32), and number of matrices of an expert."""
+"""Host time of each additional part of a pass, in units of the cost of a message: a gather and a
+placement of rows per direction."""
+ELEMENT_BYTES = 4
+MATRICES = 2
+"""Bytes of an element of rows and weights on the bed (float32), and number of matrices of an
+expert."""
 NO_ROUTES = Routes(
     experts=np.zeros((0, 0, 0, 0), dtype=np.int64), history=np.zeros(0, dtype=np.int64)
 )
@@ -44,9 +47,11 @@ class BalancePlace(Place):
     inter: str = "100mbit"
     intra: str | None = "1gbit"
     message_us: float = 500.0
-    """Microseconds that a message costs, since ranks share a core. Policies with a cost model get this figure."""
+    """Microseconds that a message costs, since ranks share a core. Policies with a cost model get
+    this figure."""
     expert_us: float = 2500.0
-    """Microseconds that each expert replicated to a rank costs the host, forward and backward. The arbiter gets this figure."""
+    """Microseconds that each expert replicated to a rank costs the host, forward and backward. The
+    arbiter gets this figure."""
     gflops: float = 0.12
     """Rate of each rank's virtual accelerator, in 1e9 floating-point operations per second."""
     dim: int = 256
@@ -63,11 +68,12 @@ class BalancePlace(Place):
     slow_rank: float = 1.0
     """Speed of the last rank's matrix products relative to those of the other ranks."""
     slow_link: str = ""
-    """Rate of the last node's link, in each direction; "" for the rate of the other links. Policies are given `inter`,
-    except the arbiter, which is given the rate of each link, as a profile of the cluster has it."""
+    """Rate of the last node's link, in each direction; "" for the rate of the other links. Policies
+    are given `inter`, except the arbiter, which is given the rate of each link, as a profile of the
+    cluster has it."""
     pairs: int = 48
-    """Further rounds in which only ours and the methods close to it are timed. The first `repeats` select the fastest
-    of many methods, and these rounds judge it."""
+    """Further rounds in which only ours and the methods close to it are timed. The first `repeats`
+    select the fastest of many methods, and these rounds judge it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,9 +109,14 @@ class BalancePlace(Place):
     def skew(self, max_vio: float | None, seed: int) -> Skew:
         """Return the sizes of the layer, for synthetic routing."""
         return Skew(
-            ranks=self.world, num_experts=self.num_experts, top_k=self.top_k, samples=self.world * self.samples_per_rank,
-            sample_tokens=self.sample_tokens, max_vio=max_vio or 0.0, seed=seed,
-        )  # fmt: skip
+            ranks=self.world,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            samples=self.world * self.samples_per_rank,
+            sample_tokens=self.sample_tokens,
+            max_vio=max_vio or 0.0,
+            seed=seed,
+        )
 
     @property
     def grid(self) -> Grid:
@@ -124,22 +135,31 @@ class BalancePlace(Place):
 
     @property
     def costs(self) -> ReplicationCosts:
-        """The cost model that policies use: the configured rates of the links, and the cost of a message."""
+        """The cost model that policies use: the configured rates of the links, and the cost of a
+        message."""
         inside, outside = emulated(replace(self.bed, inter=self.inter), device=CPU).links
         per_node = self.ranks_per_node
         machine = Machine(
-            intra_gbps=inside.gbps[0] / per_node, intra_ranks=per_node, inter_gbps=outside.gbps[0] / per_node,
-            inter_ranks=per_node, intra_latency_us=self.message_us, inter_latency_us=self.message_us,
+            intra_gbps=inside.gbps[0] / per_node,
+            intra_ranks=per_node,
+            inter_gbps=outside.gbps[0] / per_node,
+            inter_ranks=per_node,
+            intra_latency_us=self.message_us,
+            inter_latency_us=self.message_us,
             tflops=self.gflops / 1e3,
-        )  # fmt: skip
+        )
         return ReplicationCosts(
-            machine=machine, element_bytes=ELEMENT_BYTES, matrices=MATRICES, expert_us=self.expert_us,
+            machine=machine,
+            element_bytes=ELEMENT_BYTES,
+            matrices=MATRICES,
+            expert_us=self.expert_us,
             part_us=PARTS_PER_MESSAGE * self.message_us,
-        )  # fmt: skip
+        )
 
     @property
     def profiled_costs(self) -> ReplicationCosts:
-        """The cost model of the arbiter: as `costs`, with the speed of each rank and of each node's link."""
+        """The cost model of the arbiter: as `costs`, with the speed of each rank and of each node's
+        link."""
         rates = [self.bed.inter_bytes_per_second(node) for node in range(self.nodes)]
         speeds = (*(1.0,) * (self.bed.world - 1), self.slow_rank) if self.slow_rank != 1 else ()
         node_links = tuple(rate / rates[0] for rate in rates) if self.slow_link else ()
@@ -176,8 +196,8 @@ class Skewed(BalancePlace):
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(BalancePlace):
-    """A bed with recorded routing: one case. The trace must match the layer's numbers of experts and tokens, and have its
-    samples."""
+    """A bed with recorded routing: one case. The trace must match the layer's numbers of experts
+    and tokens, and have its samples."""
 
     trace: str = ""
     """A file or folder, relative to the configuration file's folder."""
@@ -191,13 +211,15 @@ class Recorded(BalancePlace):
     def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
         """Read the routing, and check that its sizes match the layer's."""
         trace = Trace.open(folder / self.trace)
-        shape, samples = trace.shape, self.world * self.samples_per_rank
+        shape = trace.shape
+        samples = self.world * self.samples_per_rank
         expected = (self.num_experts, self.top_k, self.sample_tokens)
         found = (shape.num_experts, shape.top_k, shape.seq_len)
         if expected != found or samples > shape.sequences:
             raise InputError(
-                f"{self.name}: the trace has {found[0]} experts, top_k={found[1]}, {shape.sequences} samples of {found[2]} "
-                f"tokens; the layer on this bed {expected[0]}, {expected[1]}, {samples} of {expected[2]}: make them equal"
+                f"{self.name}: the trace has {found[0]} experts, top_k={found[1]}, "
+                f"{shape.sequences} samples of {found[2]} tokens; the layer on this bed "
+                f"{expected[0]}, {expected[1]}, {samples} of {expected[2]}: make them equal"
             )
         return recorded(trace, self.layer, self.steps, self.history_step, samples)
 
@@ -224,7 +246,8 @@ class RecordedLoads(BalancePlace):
 
     def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
         """Return routing with the recorded loads of the ranks."""
-        trace, steps = Trace.open(folder / self.trace), (self.history_step, *self.steps)
+        trace = Trace.open(folder / self.trace)
+        steps = (self.history_step, *self.steps)
         shares = [
             recorded_shares(trace, case.layer, step, self.world, self.experts_per_rank)
             for step in steps
@@ -234,8 +257,8 @@ class RecordedLoads(BalancePlace):
 
 @dataclass(frozen=True, kw_only=True)
 class SharesOfForced:
-    """Simulations of larger clusters that give shares of forced balance, under recorded and synthetic loads, and with
-    heavy and light expert weights."""
+    """Simulations of larger clusters that give shares of forced balance, under recorded and
+    synthetic loads, and with heavy and light expert weights."""
 
     clusters: tuple[str, ...] = ("dgx-h100", "100gbe")
     """Presets of `moesaic.planner`, or files."""
@@ -245,12 +268,13 @@ class SharesOfForced:
     layers: tuple[int, ...] = (5, 11, 17)
     """MoE layers, counted from 0."""
     steps: tuple[int, ...] = (9, 10)
-    """Consecutive iterations of the trace. The first only gives a start to policies that decide one call ahead."""
+    """Consecutive iterations of the trace. The first only gives a start to policies that decide one
+    call ahead."""
     max_vio: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)
     """MaxVio of the synthetic loads."""
     ratios: tuple[float, ...] = (0.05, 0.14, 0.5, 1.0, 5.0)
-    """Weight rows of one expert over the rows that a rank routes, simulated on the smallest number of ranks of the
-    first cluster."""
+    """Weight rows of one expert over the rows that a rank routes, simulated on the smallest number
+    of ranks of the first cluster."""
     ratio: float = 0.14
     """Weight rows of one expert over the rows that a rank routes, in all other simulations."""
     dim: int = 2048
@@ -259,26 +283,33 @@ class SharesOfForced:
     experts_per_rank: int = 4
     top_k: int = 2
     persistence: float = 0.98
-    """Correlation between the popularity ranks of the experts in two consecutive calls. At this value, synthetic loads
-    change from call to call about as much as recorded loads do from iteration to iteration."""
+    """Correlation between the popularity ranks of the experts in two consecutive calls. At this
+    value, synthetic loads change from call to call about as much as recorded loads do from
+    iteration to iteration."""
     slow_rank: float = 0.5
-    """Speed of the last rank's matrix products relative to those of the others, in an additional simulation with even
-    loads."""
+    """Speed of the last rank's matrix products relative to those of the others, in an additional
+    simulation with even loads."""
     moves_every: int = 50
-    """Iterations between two decisions of expert placement, like `balance.experts_every`. The time of a move is spread
-    over these calls."""
+    """Iterations between two decisions of expert placement, like `balance.experts_every`. The time
+    of a move is spread over these calls."""
     moved_bytes: int = 14
-    """Bytes to move per parameter: its bfloat16 weight, and the optimizer's float32 copy and two moments."""
+    """Bytes to move per parameter: its bfloat16 weight, and the optimizer's float32 copy and two
+    moments."""
 
     def layer(self, ranks: int) -> Workload:
-        """Return the layer on `ranks` ranks, with the tokens per rank that give the weight ratio `ratio`."""
+        """Return the layer on `ranks` ranks, with the tokens per rank that give the weight ratio
+        `ratio`."""
         return Workload(
-            tokens=self.tokens(self.ratio), num_experts=ranks * self.experts_per_rank, top_k=self.top_k, dim=self.dim,
+            tokens=self.tokens(self.ratio),
+            num_experts=ranks * self.experts_per_rank,
+            top_k=self.top_k,
+            dim=self.dim,
             hidden=self.hidden,
-        )  # fmt: skip
+        )
 
     def tokens(self, ratio: float) -> int:
-        """Return the tokens per rank at which an expert's weights have `ratio` times as many rows as the rank routes."""
+        """Return the tokens per rank at which an expert's weights have `ratio` times as many rows
+        as the rank routes."""
         return max(1, round(3 * self.hidden / (ratio * self.top_k)))
 
 
@@ -299,7 +330,8 @@ class SkewedCase:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceBenchConfig(BedConfig[BalancePlace]):
-    """Configuration of the whole benchmark. `seed` is that of synthetic routing and of the inputs."""
+    """Configuration of the whole benchmark. `seed` is that of synthetic routing and of the
+    inputs."""
 
     shares: SharesOfForced | None = None
     memory: bool = False
@@ -313,7 +345,8 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
 
     @property
     def every(self) -> list[SkewedCase]:
-        """All cases on beds, bed by bed, without their routing. Cases that `only` excludes are listed as well."""
+        """All cases on beds, bed by bed, without their routing. Cases that `only` excludes are
+        listed as well."""
         return [case for place in self.cells for case in place.cases()]
 
     @property
@@ -342,8 +375,10 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
         """Return the configuration for the selected cases only.
 
         Args:
-            only: cases such as "4x2-2", beds such as "4x2", or parts such as "shares"; () for everything.
-            repeats: rounds of all methods, and further rounds of the close ones; None keeps the numbers of the file.
+            only: cases such as "4x2-2", beds such as "4x2", or parts such as "shares"; () for
+                everything.
+            repeats: rounds of all methods, and further rounds of the close ones; None keeps the
+                numbers of the file.
 
         Raises:
             InputError: for an unknown name.
@@ -370,8 +405,8 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
 def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
     """Read the benchmark's configuration from a TOML or JSON file.
 
-    The file has the fields of `BalanceBenchConfig`, the lists `[[skewed]]`, `[[recorded]]` and `[[loads]]`, and the
-    table `[shares]`.
+    The file has the fields of `BalanceBenchConfig`, the lists `[[skewed]]`, `[[recorded]]` and
+    `[[loads]]`, and the table `[shares]`.
 
     Raises:
         InputError: naming the file and the field.

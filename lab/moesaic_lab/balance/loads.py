@@ -1,9 +1,10 @@
-"""The routing of a case, token by token: synthetic with an exact MaxVio of ranks, or from a recorded trace.
+"""The routing of a case, token by token: synthetic with an exact MaxVio of ranks, or from a
+recorded trace.
 
-A case has several calls, and a history from which a policy that decides ahead (expert placement) may learn. Synthetic
-calls share a lasting popularity of the experts; `persistence` is the correlation of popularity ranks between calls.
-Counts are exact: the busiest rank has (1 + MaxVio) times the mean, to within one copy. Otherwise the benchmark's own
-axis would be wrong.
+A case has several calls, and a history from which a policy that decides ahead (expert placement)
+may learn. Synthetic calls share a lasting popularity of the experts; `persistence` is the
+correlation of popularity ranks between calls. Counts are exact: the busiest rank has (1 + MaxVio)
+times the mean, to within one copy. Otherwise the benchmark's own axis would be wrong.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Routes:
     """Routing decisions of all calls of a case."""
 
     experts: np.ndarray
-    """(calls, samples, sample_tokens, top_k) int64 expert ids, distinct within a token. Samples are in the order of
-    their ranks."""
+    """(calls, samples, sample_tokens, top_k) int64 expert ids, distinct within a token. Samples are
+    in the order of their ranks."""
     history: np.ndarray
     """(num_experts,) copies for each expert in an earlier call."""
 
@@ -62,9 +63,11 @@ class Skew:
     """Load of the busiest rank over the mean, minus 1."""
     calls: int = 4
     persistence: float = 0.98
-    """Correlation between the popularity ranks of the experts in two calls, or in the history and a call."""
+    """Correlation between the popularity ranks of the experts in two calls, or in the history and a
+    call."""
     locality: float = 0.2
-    """How strongly the choice of experts depends on the sample, as `trace_load.locality` measures it."""
+    """How strongly the choice of experts depends on the sample, as `trace_load.locality` measures
+    it."""
     seed: int = 0
 
 
@@ -74,7 +77,8 @@ def made_up(skew: Skew) -> Routes:
     Raises:
         InputError: if no routing has this MaxVio.
     """
-    spread, tables = None, []
+    spread = None
+    tables = []
     for shares, random in _popularities(skew):
         if skew.locality and spread is None:
             spread = concentration(shares, skew.samples, skew.locality, skew.top_k, skew.seed)
@@ -85,19 +89,22 @@ def made_up(skew: Skew) -> Routes:
 
 
 def made_up_totals(skew: Skew) -> list[np.ndarray]:
-    """Return each expert's copies, (num_experts,) int64, in the calls of `made_up` without locality, without dealing them."""
+    """Return each expert's copies, (num_experts,) int64, in the calls of `made_up` without
+    locality, without dealing them."""
     assert not skew.locality, "the popularity of later calls depends on what samples draw"
     copies = skew.sample_tokens * skew.top_k * skew.samples
     return [_rounded(shares * copies) for shares, _ in _popularities(skew)][1:]
 
 
 def _popularities(skew: Skew) -> Iterator[tuple[np.ndarray, np.random.Generator]]:
-    """Yield each expert's share of the copies, (num_experts,), in the history and then in each call, and what draws them."""
+    """Yield each expert's share of the copies, (num_experts,), in the history and then in each
+    call, and what draws them."""
     per_rank = skew.num_experts // skew.ranks
     most = skew.ranks * min(1.0, per_rank / skew.top_k) - 1
     if not 0 <= skew.max_vio <= most:
         raise InputError(
-            f"max_vio={skew.max_vio:g}: {skew.ranks} ranks of {per_rank} experts with top_k={skew.top_k} allow 0 to {most:g}"
+            f"max_vio={skew.max_vio:g}: {skew.ranks} ranks of {per_rank} experts with "
+            f"top_k={skew.top_k} allow 0 to {most:g}"
         )
     random = np.random.default_rng([skew.seed, round(1000 * skew.max_vio)])
     lasting = random.normal(size=skew.num_experts)
@@ -117,7 +124,8 @@ def recorded(
     """Return the routing of some steps of a trace.
 
     Args:
-        trace: holds counts, or the experts of each token. In both cases a sample's copies are dealt to its tokens anew.
+        trace: holds counts, or the experts of each token. In both cases a sample's copies are dealt
+            to its tokens anew.
         layer: MoE layer, counted from 0.
         steps: steps of the trace, one call each.
         history_step: the step from which an expert placement may learn.
@@ -132,15 +140,16 @@ def recorded(
 def recorded_shares(
     trace: Trace, layer: int, step: int, ranks: int, experts_per_rank: int
 ) -> np.ndarray:
-    """Return each expert's share of the copies, (ranks * each,), from a trace of the copies that each rank computed.
+    """Return each expert's share of the copies, (ranks * each,), from a trace of the copies that
+    each rank computed.
 
-    If `ranks` is larger than the recorded number, the recorded loads are repeated; if it is smaller, the first ones are
-    used. How a rank's load splits over its experts is not recorded, so it is split evenly.
+    If `ranks` is larger than the recorded number, the recorded loads are repeated; if it is
+    smaller, the first ones are used. How a rank's load splits over its experts is not recorded, so
+    it is split evenly.
 
     Args:
         trace: counts per rank, stored as one expert per rank (`moesaic_lab.traces.published`).
         layer: MoE layer, counted from 0.
-        step: step of the trace.
         ranks: number of ranks that hold experts.
         experts_per_rank: experts per rank.
     """
@@ -150,13 +159,12 @@ def recorded_shares(
 
 
 def identical_counts(shares: np.ndarray, ranks: int, copies: int) -> np.ndarray:
-    """Return the number of copies of each rank for each expert, (ranks, num_experts) int64, if all ranks route
-    identically.
+    """Return the number of copies of each rank for each expert, (ranks, num_experts) int64, if all
+    ranks route identically.
 
     Args:
         shares: (num_experts,) share of the copies for each expert.
         ranks: number of ranks with tokens.
-        copies: copies of each rank.
     """
     return np.tile(_rounded(shares * copies), (ranks, 1))
 
@@ -177,12 +185,14 @@ def by_shares(shares: np.ndarray, skew: Skew) -> Routes:
 
 
 def hot_experts_on_one_rank(places: np.ndarray, skew: Skew) -> np.ndarray:
-    """Return popularity ranks in which one rank holds the `top_k` most popular experts, or as many as fit on it.
+    """Return popularity ranks in which one rank holds the `top_k` most popular experts, or as many
+    as fit on it.
 
-    A token may not choose an expert twice. If these experts were on different ranks, one rank could get no more than 1
-    / top_k of all copies.
+    A token may not choose an expert twice. If these experts were on different ranks, one rank could
+    get no more than 1 / top_k of all copies.
     """
-    per_rank, places = skew.num_experts // skew.ranks, places.copy()
+    per_rank = skew.num_experts // skew.ranks
+    places = places.copy()
     hot = int(np.flatnonzero(places == 0)[0]) // per_rank * per_rank
     for place in range(1, min(skew.top_k, per_rank)):
         holder = int(np.flatnonzero(places == place)[0])
@@ -193,13 +203,15 @@ def hot_experts_on_one_rank(places: np.ndarray, skew: Skew) -> np.ndarray:
 
 
 def zipf_shares(places: np.ndarray, skew: Skew) -> np.ndarray:
-    """Return each expert's share of the copies, (num_experts,), by Zipf's law with the exponent that gives the MaxVio."""
+    """Return each expert's share of the copies, (num_experts,), by Zipf's law with the exponent
+    that gives the MaxVio."""
 
     def violation(exponent: float) -> float:
         loads = popularity(places, exponent, skew.top_k).reshape(skew.ranks, -1).sum(axis=1)
         return float(loads.max() * skew.ranks - 1)
 
-    low, high = 0.0, STEEPEST
+    low = 0.0
+    high = STEEPEST
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if violation(middle) < skew.max_vio else (low, middle)
@@ -207,8 +219,8 @@ def zipf_shares(places: np.ndarray, skew: Skew) -> np.ndarray:
 
 
 def integer_counts(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
-    """Return integer counts close to every sample's shares, (samples, num_experts) int64, with exact row and column
-    sums.
+    """Return integer counts close to every sample's shares, (samples, num_experts) int64, with
+    exact row and column sums.
 
     Args:
         own: (samples, num_experts) shares of each sample.
@@ -217,13 +229,12 @@ def integer_counts(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarra
     """
     copies = skew.sample_tokens * skew.top_k
     totals = _rounded(shares * copies * skew.samples)
-    table, exact = (
-        np.stack([_rounded(row * copies, skew.sample_tokens) for row in own]),
-        own * copies,
-    )
+    table = np.stack([_rounded(row * copies, skew.sample_tokens) for row in own])
+    exact = own * copies
     over = table.sum(axis=0) - totals
     while over.any():
-        down, up = int(over.argmax()), int(over.argmin())
+        down = int(over.argmax())
+        up = int(over.argmin())
         possible = (table[:, down] > 0) & (table[:, up] < skew.sample_tokens)
         gain = (table[:, down] - exact[:, down]) - (table[:, up] - exact[:, up])
         assert possible.any(), "no sample can exchange a copy"
@@ -235,10 +246,12 @@ def integer_counts(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarra
 
 
 def deal(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
-    """Deal each sample's copies to its tokens, (samples, tokens, top_k) int64, so that no token gets an expert twice.
+    """Deal each sample's copies to its tokens, (samples, tokens, top_k) int64, so that no token
+    gets an expert twice.
 
     Args:
-        table: (samples, num_experts) copies. Each row sums to `tokens * top_k`, and no entry exceeds `tokens`.
+        table: (samples, num_experts) copies. Each row sums to `tokens * top_k`, and no entry
+            exceeds `tokens`.
         tokens: tokens per sample.
         top_k: experts per token.
     """
@@ -247,7 +260,8 @@ def deal(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
     )
     assert table.max() <= tokens, "a sample has more copies for an expert than tokens"
     experts = np.arange(table.shape[1])
-    # Copies are sorted by expert and dealt one per token in turn, so two copies of an expert never meet in one token.
+    # Copies are sorted by expert and dealt one per token in turn, so two copies of an expert never
+    # meet in one token.
     return np.stack([np.repeat(experts, row).reshape(top_k, tokens).T for row in table])
 
 
@@ -263,13 +277,15 @@ def max_vio(counts: np.ndarray, ranks: int) -> float:
 
 
 def _rounded(exact: np.ndarray, most: int | None = None) -> np.ndarray:
-    """Return the integers closest to `exact` with the same sum and none above `most`, by the method of largest
-    remainders."""
+    """Return the integers closest to `exact` with the same sum and none above `most`, by the method
+    of largest remainders."""
     rounded = np.floor(exact + 1e-9).astype(np.int64)
     total = round(float(exact.sum()))
     while (left := total - int(rounded.sum())) > 0:
-        room = np.ones(len(exact), dtype=bool) if most is None else rounded < most
-        assert room.any(), "more copies than may be"
-        order = np.argsort(np.where(room, rounded - exact, np.inf), kind="stable")
-        rounded[order[: min(left, int(room.sum()))]] += 1
+        has_room = np.ones(len(exact), dtype=bool) if most is None else rounded < most
+        assert has_room.any(), "more copies than may be"
+        # one more for the entries that were rounded down most
+        order = np.argsort(np.where(has_room, rounded - exact, np.inf), kind="stable")
+        chosen = order[: min(left, int(has_room.sum()))]
+        rounded[chosen] += 1
     return rounded

@@ -1,5 +1,5 @@
-"""The methods that the benchmark compares: published techniques for skewed routing, one at a time, and ours, which
-chooses among them."""
+"""The methods that the benchmark compares: published techniques for skewed routing, one at a time,
+and ours, which chooses among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.balance import replication_policy
-from moesaic.balance.experts import ExpertLoad, SmartMoE
+from moesaic.balance.expert_placement import ExpertLoad, SmartMoE
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.program.grid import Grid
@@ -17,15 +17,14 @@ from moesaic_lab.policies.laer import LAERLayout
 from moesaic_lab.policies.least_loaded import LeastLoaded
 from moesaic_lab.policies.lplb import LPLB
 
-PLAIN, OURS, SMART, NETMOE, PLACED = (
-    "plain ep",
-    "ours",
-    "smart schedule",
-    "NetMoE",
-    "expert placement",
-)
+PLAIN = "plain ep"
+OURS = "ours"
+SMART = "smart schedule"
+NETMOE = "NetMoE"
+PLACED = "expert placement"
 OURS_PLACED = "ours, experts placed"
-BOUNDED, LAER = "ours, memory budget", "LAER re-layout"
+BOUNDED = "ours, memory budget"
+LAER = "LAER re-layout"
 """Names of methods that other modules use."""
 
 BASELINES: dict[str, type[AbstractReplicationPolicy]] = {
@@ -50,11 +49,12 @@ class BalanceMethod:
 
 
 def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
-    """Return the methods for a mesh, by name, in the order of the tables. There is one peer group per node.
+    """Return the methods for a mesh, by name, in the order of the tables. There is one peer group
+    per node.
 
     Args:
-        grid: the mesh.
-        budget: memory budget in bytes per rank for the method that has one; None leaves that method out.
+        budget: memory budget in bytes per rank for the method that has one; None leaves that method
+            out.
     """
     bounded = (
         {
@@ -91,7 +91,8 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
 
 
 def policy_of(method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
-    """Return the replication policy of a method, which gets the cost model; None for a method that replicates nothing."""
+    """Return the replication policy of a method, which gets the cost model; None for a method that
+    replicates nothing."""
     name = method.plan.replication
     if not method.plan.replicates:
         return None
@@ -99,7 +100,8 @@ def policy_of(method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplica
 
 
 def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:
-    """Return the slot of each expert, (num_experts,) int64, a permutation, as SmartMoE's policy chooses it.
+    """Return the slot of each expert, (num_experts,) int64, a permutation, as SmartMoE's policy
+    chooses it.
 
     Slots are numbered rank by rank. No figure includes the cost of moving the experts there.
 
@@ -108,7 +110,12 @@ def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:
         grid: the mesh.
     """
     load = ExpertLoad(
-        grid=grid, copies=np.tile(history / grid.world, (grid.world, 1)), order=np.arange(len(history)), dim=1,
-        expert_parameters=1, expert_bytes=1, steps=1,
-    )  # fmt: skip
+        grid=grid,
+        copies=np.tile(history / grid.world, (grid.world, 1)),
+        order=np.arange(len(history)),
+        dim=1,
+        expert_parameters=1,
+        expert_bytes=1,
+        steps=1,
+    )
     return np.argsort(SmartMoE().decide(load))

@@ -1,4 +1,5 @@
-"""Writes the tables and picture of docs/balance.md and docs/balance_figures.md from results of `moesaic bench balance`.
+"""Writes the tables and picture of docs/balance.md and docs/balance_figures.md from results of
+`moesaic bench balance`.
 
 python -m moesaic_lab.balance.page benchmarks/results/balance.json
 """
@@ -16,12 +17,14 @@ from moesaic_lab.balance.cells import share_rows
 from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SYNTHETIC, Share
+from moesaic_lab.measured import measured
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
 from moesaic_lab.tables import markdown_table, write_page
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-GUIDE, FIGURES = DOCS / "balance.md", DOCS / "balance_figures.md"
+GUIDE = DOCS / "balance.md"
+FIGURES = DOCS / "balance_figures.md"
 PICTURE = DOCS / "images" / "bench" / "balance_shares.svg"
 DRAWN = 64
 """Number of ranks in the picture and in the headline table, the same as in the claims."""
@@ -44,7 +47,8 @@ def main() -> int:
 
 
 def headline(result: dict[str, Any]) -> str:
-    """Return a table of the best-known methods' shares of forced balance, on the headline cluster with `DRAWN` ranks."""
+    """Return a table of the best-known methods' shares of forced balance, on the headline cluster
+    with `DRAWN` ranks."""
     shown = (HEADLINE_CLUSTER, DRAWN, SharesOfForced.ratio)
     rows = [
         row
@@ -56,8 +60,8 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Return the tables of the page: shares of forced balance by load for each cluster, then by weight ratio, then the
-    claims."""
+    """Return the tables of the page: shares of forced balance by load for each cluster, then by
+    weight ratio, then the claims."""
     rows = share_rows(rebuild(result["rows"], Share))
     parts = []
     for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
@@ -77,11 +81,15 @@ def tables(result: dict[str, Any]) -> str:
         ["claim", "value", "target", "holds"],
         *(line([claim]) for claim in result["claims"] if claim["target"] is not None),
     ]
-    return "\n\n".join([*parts, markdown_table(lines)])
+    where = (
+        f"Claims about beds were measured {measured({'balance': result})}; shares are simulated."
+    )
+    return "\n\n".join([*parts, where, markdown_table(lines)])
 
 
 def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
-    """Return a table of medians, with a line for each method and a column for each value of the key `across`."""
+    """Return a table of medians, with a line for each method and a column for each value of the key
+    `across`."""
     columns = sorted({row[across] for row in rows})
     cells = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
     names = [

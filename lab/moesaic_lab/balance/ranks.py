@@ -1,4 +1,5 @@
-"""The ranks' part of the balance benchmark: builds a layer per method, checks their results, and times them in turn."""
+"""The ranks' part of the balance benchmark: builds a layer per method, checks their results, and
+times them in turn."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.replications import Replications
 from moesaic_lab.across_ranks import ToldRouter, in_turn_and_near
 from moesaic_lab.balance.config import SkewedCase
-from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, policy_of
+from moesaic_lab.balance.tracked_memory import peak_bytes
 from moesaic_lab.beds import Timed
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import paired, without_collections
@@ -37,7 +38,8 @@ from moesaic_lab.recorder import Range, Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 TOLERANCE = 1e-4
-"""Allowed difference of float32 results that are summed in another order, relative to the largest result."""
+"""Allowed difference of float32 results that are summed in another order, relative to the largest
+result."""
 PROBES = 3
 """Number of random directions along which gradients of weights are compared."""
 
@@ -58,8 +60,8 @@ class Decided:
     """Decisions of a method's policy on one rank, call by call."""
 
     seconds: tuple[float, ...]
-    """Time by which each decision of the timed calls delayed the rank. For policies other than the arbiter: processor
-    time."""
+    """Time by which each decision of the timed calls delayed the rank. For policies other than the
+    arbiter: processor time."""
     options: tuple[str, ...]
     """For each call of the case: the option that the arbiter chose, or the policy's name."""
     replicated_experts: tuple[float, ...]
@@ -70,12 +72,15 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceFound(Timed):
-    """Results of one rank for one case. The phases of a run are the movements of the case's first call, with real experts."""
+    """Results of one rank for one case. The phases of a run are the movements of the case's first
+    call, with real experts."""
 
     peak_bytes: dict[str, int]
-    """By method: the most bytes of tensors alive at once in the first call, beyond those that existed before it."""
+    """By method: the most bytes of tensors alive at once in the first call, beyond those that
+    existed before it."""
     error: dict[str, float]
-    """By method: largest difference of results and gradients from the plain layer's, relative to its largest value."""
+    """By method: largest difference of results and gradients from the plain layer's, relative to
+    its largest value."""
     decided: dict[str, Decided]
     """By method that replicates: its decisions."""
     charged: dict[str, float]
@@ -86,12 +91,12 @@ class Watched(AbstractChooser):
     """Keeps what another chooser decides, with the processor time that it took.
 
     Args:
-        chooser: what decides.
         decided: the list to which each decision is added.
     """
 
     def __init__(self, chooser: AbstractChooser, decided: list[CallDecision]) -> None:
-        self._chooser, self._decided = chooser, decided
+        self._chooser = chooser
+        self._decided = decided
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return the other chooser's decision."""
@@ -106,8 +111,6 @@ class Subject:
     """One method's layer on one rank, with the input of the case.
 
     Args:
-        job: the case.
-        name: name of the method.
         compiled: the method's compiled plan.
         transport: the transport between the ranks.
         experts: factory of the layer's experts.
@@ -121,8 +124,10 @@ class Subject:
         transport: AbstractTransport,
         experts: ExpertsFactory,
     ) -> None:
-        place, method = job.case.place, job.methods[name]
-        grid, routes = place.grid, job.case.routes
+        place = job.case.place
+        method = job.methods[name]
+        grid = place.grid
+        routes = job.case.routes
         self.experts_at = np.arange(place.num_experts)
         if method.places_experts:
             self.experts_at = placed_by(routes.history, grid)
@@ -158,7 +163,8 @@ class Subject:
             :, transport.rank
         ]
         self._routes = [torch.from_numpy(self.experts_at[call]) for call in mine]
-        self._samples, self._length = place.samples_per_rank, place.sample_tokens
+        self._samples = place.samples_per_rank
+        self._length = place.sample_tokens
         generator = torch.Generator().manual_seed(job.seed + 1 + transport.rank)
         self.x = torch.randn(place.tokens_per_rank, place.dim, generator=generator).requires_grad_()
         self.dy = torch.randn(place.tokens_per_rank, place.dim, generator=generator)
@@ -166,7 +172,8 @@ class Subject:
         """Number of steps that were run."""
 
     def forward(self, call: int) -> tuple[Tensor, SampleTrip | None]:
-        """Return the results of a call, (tokens, dim), and the trip of its samples if samples move."""
+        """Return the results of a call, (tokens, dim), and the trip of its samples if samples
+        move."""
         router = self.layer.router
         assert isinstance(router, ToldRouter)
         router.tell(self._routes[call])
@@ -190,8 +197,8 @@ class Subject:
         self.decided.clear()
 
     def decisions(self, calls: int) -> Decided:
-        """Return the decisions since `start_over`: the time of every decision, and the outcome of the first one for
-        each call.
+        """Return the decisions since `start_over`: the time of every decision, and the outcome of
+        the first one for each call.
 
         Args:
             calls: number of calls of the case, which repeat in a cycle.
@@ -200,9 +207,11 @@ class Subject:
             *(_num_replicated(decision.replicated) for decision in self.decided[:calls])
         )
         return Decided(
-            seconds=tuple(decision.decision_seconds for decision in self.decided), replicated_experts=experts,
-            options=tuple(self._option or decision.option for decision in self.decided[:calls]), replicated_copies=copies,
-        )  # fmt: skip
+            seconds=tuple(decision.decision_seconds for decision in self.decided),
+            replicated_experts=experts,
+            options=tuple(self._option or decision.option for decision in self.decided[:calls]),
+            replicated_copies=copies,
+        )
 
     def clear(self) -> None:
         """Reset the gradients."""
@@ -211,13 +220,15 @@ class Subject:
 
 
 def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
-    """Compare, count and time all methods of some cases on one mesh, and return this rank's results. All ranks call it
-    together.
+    """Compare, count and time all methods of some cases on one mesh, and return this rank's
+    results. All ranks call it together.
 
-    One process measures all cases, since a case spends most of its time on imports and on compiling plans.
+    One process measures all cases, since a case spends most of its time on imports and on compiling
+    plans.
     """
     hold_still(dist.get_rank())
-    transport, grid = open_transport(name="sockets"), jobs[0].case.place.grid
+    transport = open_transport(name="sockets")
+    grid = jobs[0].case.place.grid
     plans = {name: compile_plan(each.plan, grid) for name, each in jobs[0].methods.items()}
     return [measure_case(job, plans, transport) for job in jobs]
 
@@ -236,11 +247,11 @@ def measure_case(
         name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name]))
         for name in job.methods
     }
-    calls, barrier = len(job.case.routes.experts), start_together(latest)
+    calls = len(job.case.routes.experts)
+    barrier = start_together(latest)
     steps = {name: each.step for name, each in subjects.items()}
-    for (
-        subject
-    ) in subjects.values():  # plans are cached by now, but each layer's first calls cost extra
+    # plans are cached by now, but each layer's first calls cost extra
+    for subject in subjects.values():
         for _ in range(calls):
             subject.step()
         subject.start_over()
@@ -265,8 +276,8 @@ def measure_case(
 def near_ours(
     seconds: Mapping[str, tuple[float, ...]], methods: Mapping[str, BalanceMethod], balanced: bool
 ) -> list[str]:
-    """Return ours and those of the two fastest single techniques that are close to it, plus the plain layer if loads
-    are balanced. Return [] if nothing is left to compare with."""
+    """Return ours and those of the two fastest single techniques that are close to it, plus the
+    plain layer if loads are balanced. Return [] if nothing is left to compare with."""
     if OURS not in seconds:
         return []
     others = [name for name in seconds if methods[name].is_single]
@@ -279,12 +290,17 @@ def near_ours(
 def counts(
     job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport
 ) -> dict[str, dict[str, Any]]:
-    """Run the case's first call with real experts under every method; return the counted fields of `BalanceFound`.
+    """Run the case's first call with real experts under every method; return the counted fields of
+    `BalanceFound`.
 
     Raises:
-        RuntimeError: on every rank, if a method's results or gradients differ from the plain layer's.
+        RuntimeError: on every rank, if a method's results or gradients differ from the plain
+            layer's.
     """
-    sent, peaks, errors, plain = {}, {}, {}, None
+    sent = {}
+    peaks = {}
+    errors = {}
+    plain = None
     for name in job.methods:
         recorder = Recorder(transport)
         subject = Subject(job, name, plans[name], recorder, PlainExperts)
@@ -294,7 +310,8 @@ def counts(
         error = max(difference(value, other) for value, other in zip(values, plain))
         first = len(recorder.ranges)
         peaks[name] = peak_bytes(partial(_run_first_call, subject))
-        sent[name], errors[name] = by_movement(recorder.ranges[first:]), latest(error)
+        sent[name] = by_movement(recorder.ranges[first:])
+        errors[name] = latest(error)
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     if wrong:
         raise RuntimeError(f"{job.case.label}: methods differ from the plain layer: {wrong}")
@@ -302,7 +319,8 @@ def counts(
 
 
 def by_movement(ranges: Sequence[Range]) -> list[list[Message]]:
-    """Return the messages of each movement; those of one number in forward and backward, which swap sides, together."""
+    """Return the messages of each movement; those of one number in forward and backward, which swap
+    sides, together."""
     movements: list[list[Message]] = [
         [] for _ in range(max((tags.length for tags in ranges), default=0))
     ]
@@ -315,7 +333,8 @@ def by_movement(ranges: Sequence[Range]) -> list[list[Message]]:
 
 
 def outcome(subject: Subject) -> list[Tensor]:
-    """Return a layer's results (tokens, dim), its input's gradient, and its experts' gradients along random directions."""
+    """Return a layer's results (tokens, dim), its input's gradient, and its experts' gradients
+    along random directions."""
     y, trip = subject.forward(0)
     if trip is not None:
         y = trip.take_home(y.unflatten(0, (trip.home.slots, -1))).flatten(0, 1)
@@ -341,6 +360,7 @@ def _num_replicated(replicated: Replications | None) -> tuple[int, int]:
 
 
 def _run_first_call(subject: Subject) -> None:
+    """Run the first call forward and backward."""
     y, _ = subject.forward(0)
     y.backward(subject.dy)
 

@@ -1,7 +1,7 @@
 """Simulates shares of forced balance on larger clusters.
 
-A method's share is its throughput over that of plain expert parallelism under forced even routing. Loads are recorded
-or synthetic, and the experts' weights heavy or light.
+A method's share is its throughput over that of plain expert parallelism under forced even routing.
+Loads are recorded or synthetic, and the experts' weights heavy or light.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
 from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
 
-RECORDED, MADE_UP, SLOW = "recorded", "made up", "slow rank"
+RECORDED = "recorded"
+MADE_UP = "made up"
+SLOW = "slow rank"
 """Kinds of loads. Under `SLOW`, all experts get equally many copies and the last rank is slower."""
 SYNTHETIC = "synthetic"
 """Name of `MADE_UP` loads on pages and in pictures."""
 WHOLE = 128
-"""Ranks up to which everything is simulated. Beyond it, one call of a method takes seconds, so only the middle layer of
-the recorded loads runs. Best options (some ten programs each) and the slow rank are skipped."""
+"""Ranks up to which everything is simulated. Beyond it, one call of a method takes seconds, so only
+the middle layer of the recorded loads runs. Best options (some ten programs each) and the slow rank
+are skipped."""
 UNASKED = (NETMOE, "smart + shadow")
-"""Methods that are skipped: these loads do not distinguish samples, and a combination of two techniques is no baseline."""
+"""Methods that are skipped: these loads do not distinguish samples, and a combination of two
+techniques is no baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +63,9 @@ class Share:
     seconds: float
     """Time of forward and backward."""
     moving_seconds: float
-    """Time to move experts, with their optimizer state, from their initial ranks to their placement before this call; 0
-    if the method does not move experts. Weights that a call replicates are sent within the call and counted in
-    `seconds`."""
+    """Time to move experts, with their optimizer state, from their initial ranks to their placement
+    before this call; 0 if the method does not move experts. Weights that a call replicates are sent
+    within the call and counted in `seconds`."""
     moves_every: int
     """Calls between two such moves."""
     forced_seconds: float
@@ -86,8 +90,9 @@ class Share:
 
 def shares_of_forced(
     config: SharesOfForced, folder: Path, seed: int, told: Told, existing: Sequence[Share] = ()
-) -> list[Share]:  # fmt: skip
-    """Simulate every method under every load, except those in `existing`; return old and new shares.
+) -> list[Share]:
+    """Simulate every method under every load, except those in `existing`; return old and new
+    shares.
 
     Args:
         config: what to simulate.
@@ -96,10 +101,12 @@ def shares_of_forced(
         told: called with a progress message for each case.
         existing: shares simulated earlier.
     """
-    trace, shares = Trace.open(folder / config.trace), list(existing)
+    trace = Trace.open(folder / config.trace)
+    shares = list(existing)
     known = {key_of(share) for share in existing}
     for ranks in config.ranks:
-        larger, names = None, names_of(ranks)
+        larger = None
+        names = names_of(ranks)
         for cluster in config.clusters:
             first = cluster == config.clusters[0] and ranks == config.ranks[0]
             cases = [
@@ -123,12 +130,23 @@ def shares_of_forced(
             for case, todo in missing.items():
                 if todo:
                     told(
-                        f"{cluster}, {ranks} ranks, weights {case.ratio:g} of the rows, {case.load} {case.which:g}"
+                        f"{cluster}, {ranks} ranks, weights {case.ratio:g} of the rows, "
+                        f"{case.load} {case.which:g}"
                     )
                 if todo and case.load == SLOW:
                     shares += list(_shares_with_slow_rank(config, larger, cluster, todo))
                 elif todo:
-                    shares += list(_shares_under(config, larger, trace, case, seed, todo, forced))
+                    shares += list(
+                        _shares_under(
+                            config,
+                            larger,
+                            trace=trace,
+                            case=case,
+                            seed=seed,
+                            names=todo,
+                            forced=forced,
+                        )
+                    )
     return shares
 
 
@@ -165,16 +183,22 @@ def names_of(ranks: int) -> list[str]:
 
 
 def _shares_under(
-    config: SharesOfForced, larger: Larger, trace: Trace, case: LoadCase, seed: int, names: Sequence[str],
+    config: SharesOfForced,
+    larger: Larger,
+    trace: Trace,
+    case: LoadCase,
+    seed: int,
+    names: Sequence[str],
     forced: dict[tuple[float, str], float],
-) -> Iterator[Share]:  # fmt: skip
+) -> Iterator[Share]:
     """Yield the shares of methods under one load on one cluster, for one weight ratio.
 
     `forced` caches times under forced balance by (ratio, method), and is extended.
     """
     cluster, ranks, ratio, load, _ = case
     tokens = config.tokens(ratio)
-    copies, experts = tokens * config.top_k, ranks * config.experts_per_rank
+    copies = tokens * config.top_k
+    experts = ranks * config.experts_per_rank
     even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
     layer, steps, calls = calls_of(config, trace, case, copies, seed)
     for name in dict.fromkeys((PLAIN, *names)):
@@ -185,41 +209,70 @@ def _shares_under(
         moving = larger.moving_seconds(name, calls[0].sum(0), config.moved_bytes)
         for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], results):
             yield Share(
-                cluster=cluster, ranks=ranks, load=load, layer=layer, step=step, max_vio=max_vio(counts, ranks),
-                ratio=ratio, method=name, seconds=seconds, moving_seconds=moving, moves_every=config.moves_every,
-                forced_seconds=forced[ratio, PLAIN], own_forced_seconds=forced[ratio, name], decision_seconds=deciding,
+                cluster=cluster,
+                ranks=ranks,
+                load=load,
+                layer=layer,
+                step=step,
+                max_vio=max_vio(counts, ranks),
+                ratio=ratio,
+                method=name,
+                seconds=seconds,
+                moving_seconds=moving,
+                moves_every=config.moves_every,
+                forced_seconds=forced[ratio, PLAIN],
+                own_forced_seconds=forced[ratio, name],
+                decision_seconds=deciding,
                 replicated_experts=replicated,
-            )  # fmt: skip
+            )
 
 
 def _shares_with_slow_rank(
     config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[str]
 ) -> Iterator[Share]:
-    """Yield the shares with even loads and a slow last rank. Policies with a cost model know its speed."""
-    ranks, tokens = larger.grid.world, config.tokens(config.ratio)
+    """Yield the shares with even loads and a slow last rank. Policies with a cost model know its
+    speed."""
+    ranks = larger.grid.world
+    tokens = config.tokens(config.ratio)
     spec = replace(larger.spec, speeds=(*(1.0,) * (ranks - 1), config.slow_rank))
     slowed = Larger(larger.layer, spec, larger)
-    experts, copies = ranks * config.experts_per_rank, tokens * config.top_k
+    experts = ranks * config.experts_per_rank
+    copies = tokens * config.top_k
     even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
     plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]
     for name in names:
         runs = [
             simulated.seconds(name, even, even[0].sum(0), tokens) for simulated in (larger, slowed)
         ]
-        (own, _, _), (seconds, deciding, replicated) = runs[0][-1], runs[1][-1]
+        (own, _, _) = runs[0][-1]
+        (seconds, deciding, replicated) = runs[1][-1]
         moving = slowed.moving_seconds(name, even[0].sum(0), config.moved_bytes)
         yield Share(
-            cluster=cluster, ranks=ranks, load=SLOW, layer=-1, step=1, max_vio=0.0, ratio=config.ratio, method=name,
-            seconds=seconds, moving_seconds=moving, moves_every=config.moves_every, forced_seconds=plain,
-            own_forced_seconds=own, decision_seconds=deciding, replicated_experts=replicated,
-        )  # fmt: skip
+            cluster=cluster,
+            ranks=ranks,
+            load=SLOW,
+            layer=-1,
+            step=1,
+            max_vio=0.0,
+            ratio=config.ratio,
+            method=name,
+            seconds=seconds,
+            moving_seconds=moving,
+            moves_every=config.moves_every,
+            forced_seconds=plain,
+            own_forced_seconds=own,
+            decision_seconds=deciding,
+            replicated_experts=replicated,
+        )
 
 
 def calls_of(
     config: SharesOfForced, trace: Trace, case: LoadCase, copies: int, seed: int
 ) -> tuple[int, Sequence[int], list[np.ndarray]]:
-    """Return a load as (layer, steps, consecutive calls). The first call only initialises policies that decide ahead."""
-    ranks, per_rank = case.ranks, config.experts_per_rank
+    """Return a load as (layer, steps, consecutive calls). The first call only initialises policies
+    that decide ahead."""
+    ranks = case.ranks
+    per_rank = config.experts_per_rank
     if case.load == RECORDED:
         layer = int(case.which)
         shares = [recorded_shares(trace, layer, step, ranks, per_rank) for step in config.steps]
@@ -227,8 +280,16 @@ def calls_of(
     samples = -(-copies // (config.top_k * 512))
     totals = made_up_totals(
         Skew(
-            ranks=ranks, num_experts=ranks * per_rank, top_k=config.top_k, samples=samples * ranks, sample_tokens=512,
-            max_vio=case.which, calls=2, persistence=config.persistence, locality=0.0, seed=seed,
+            ranks=ranks,
+            num_experts=ranks * per_rank,
+            top_k=config.top_k,
+            samples=samples * ranks,
+            sample_tokens=512,
+            max_vio=case.which,
+            calls=2,
+            persistence=config.persistence,
+            locality=0.0,
+            seed=seed,
         )
-    )  # fmt: skip
+    )
     return -1, (0, 1), [identical_counts(total / total.sum(), ranks, copies) for total in totals]

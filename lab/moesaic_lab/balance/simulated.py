@@ -1,7 +1,9 @@
-"""Simulates the same methods and loads on larger clusters, and times the arbiter's decisions on their own.
+"""Simulates the same methods and loads on larger clusters, and times the arbiter's decisions on
+their own.
 
-The cost simulator runs the programs that the ranks would run, with the rows that each rank would send. Decisions need
-no ranks, since all ranks decide identically from the same counts. This module does not need torch.
+The cost simulator runs the programs that the ranks would run, with the rows that each rank would
+send. Decisions need no ranks, since all ranks decide identically from the same counts. This module
+does not need torch.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from moesaic.balance.replication.policy import (
 from moesaic.balance.replication.tables import spread
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.planner.cluster import ClusterSpec, read_cluster
-from moesaic.planner.rates import costs_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.policy_rates import costs_of
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled, compile_plan, moving
@@ -40,11 +42,14 @@ from moesaic_lab.balance.methods import (
 )
 
 BEST = {"best option": OURS, "best option, experts placed": OURS_PLACED}
-"""Unattainable references for the arbiter: in each call, the option that is fastest in simulation with known counts.
-Maps the name of each reference to the method that has these options."""
-SKEW, PERSISTENCE, COPIES, BEGIN = 0.6, 0.999, 8192, 8
-"""Exponent of Zipf's law; correlation of the experts' popularity between calls; copies of a rank; calls before timing
-starts. From call to call, 2 % of the copies change their expert."""
+"""Unattainable references for the arbiter: in each call, the option that is fastest in simulation
+with known counts. Maps the name of each reference to the method that has these options."""
+SKEW = 0.6
+PERSISTENCE = 0.999
+COPIES = 8192
+BEGIN = 8
+"""Exponent of Zipf's law; correlation of the experts' popularity between calls; copies of a rank;
+calls before timing starts. From call to call, 2 % of the copies change their expert."""
 
 
 class Larger:
@@ -53,11 +58,13 @@ class Larger:
     Args:
         layer: the workload of a rank. Its number of tokens is replaced in every call.
         spec: the cluster; each of its devices is a rank.
-        like: a cluster with equally many ranks and nodes, whose compiled programs are reused; None to compile them.
+        like: a cluster with equally many ranks and nodes, whose compiled programs are reused; None
+            to compile them.
     """
 
     def __init__(self, layer: Workload, spec: ClusterSpec, like: Larger | None = None) -> None:
-        self.layer, self.spec = layer, spec
+        self.layer = layer
+        self.spec = spec
         self.grid = Grid(world=spec.world, ep=spec.world, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
         self._simulator = Simulator(spec)
@@ -70,7 +77,8 @@ class Larger:
         self._known: dict[tuple[int, int, bytes, bytes], float] = {}
 
     def _policy(self, method: BalanceMethod, tokens: int) -> AbstractReplicationPolicy | None:
-        """Return the policy of a method in a run with this many tokens per rank; None if the method replicates nothing."""
+        """Return the policy of a method in a run with this many tokens per rank; None if the method
+        replicates nothing."""
         if tokens not in self._costs:
             self._costs[tokens] = costs_of(self.spec, self.grid, replace(self.layer, tokens=tokens))
         return policy_of(method, self._costs[tokens])
@@ -78,8 +86,9 @@ class Larger:
     def seconds(
         self, name: str, calls: Sequence[np.ndarray], history: np.ndarray, tokens: int
     ) -> list[tuple[float, float, int]]:
-        """Return a tuple for each call except the first: seconds of forward and backward, seconds of the decision, and
-        the number of replicated experts. The first call only gives a history to methods that place experts.
+        """Return a tuple for each call except the first: seconds of forward and backward, seconds
+        of the decision, and the number of replicated experts. The first call only gives a history
+        to methods that place experts.
 
         Args:
             name: name of the method, or one of `BEST`.
@@ -95,7 +104,8 @@ class Larger:
         if name in BEST:
             return [self._best(load, tokens) for load in loads[1:]]
         policy = self._policy(method, tokens)
-        deciding, results = Deciding(policy, self._plans[name]), []
+        deciding = Deciding(policy, self._plans[name])
+        results = []
         for load in loads[1:]:
             compiled, table = deciding(load)
             seconds = self._cached_seconds(compiled, load, table, tokens)
@@ -103,11 +113,11 @@ class Larger:
         return results
 
     def moving_seconds(self, name: str, history: np.ndarray, moved_bytes: int) -> float:
-        """Return the seconds that it takes to move experts from their initial ranks to a method's placement; 0 if none
-        move.
+        """Return the seconds that it takes to move experts from their initial ranks to a method's
+        placement; 0 if none move.
 
-        Each rank sends one message to every rank that gets experts from it. All messages run at once, alone on the
-        links.
+        Each rank sends one message to every rank that gets experts from it. All messages run at
+        once, alone on the links.
 
         Args:
             name: name of the method, or one of `BEST`.
@@ -116,8 +126,10 @@ class Larger:
         """
         if not self.methods[BEST.get(name, name)].places_experts:
             return 0.0
-        per_rank, slot = self.layer.num_experts // self.grid.world, placed_by(history, self.grid)
-        source, target = np.arange(len(slot)) // per_rank, slot // per_rank
+        per_rank = self.layer.num_experts // self.grid.world
+        slot = placed_by(history, self.grid)
+        source = np.arange(len(slot)) // per_rank
+        target = slot // per_rank
         pairs, experts = np.unique(
             np.stack([source, target])[:, source != target], axis=1, return_counts=True
         )
@@ -128,7 +140,8 @@ class Larger:
         ).alone
 
     def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
-        """Return the time of a call under the arbiter's fastest option in simulation, with the call's own counts."""
+        """Return the time of a call under the arbiter's fastest option in simulation, with the
+        call's own counts."""
         policy = self._policy(self.methods[OURS], tokens)
         assert isinstance(policy, Arbiter)
         programs = programs_of(self._plans[OURS], policy)
@@ -146,7 +159,8 @@ class Larger:
     def _cached_seconds(
         self, compiled: Compiled, load: CallLoad, replicated: Replications, tokens: int
     ) -> float:
-        """Return the seconds of forward and backward of a call. Equal programs and counts are simulated once."""
+        """Return the seconds of forward and backward of a call. Equal programs and counts are
+        simulated once."""
         key = (id(compiled), tokens, load.copies.tobytes(), np.stack(replicated).tobytes())
         if key not in self._known:
             self._known[key] = self._simulate(compiled, load.copies, replicated, tokens)
@@ -155,7 +169,8 @@ class Larger:
     def _copies(
         self, calls: Iterable[np.ndarray], history: np.ndarray, method: BalanceMethod
     ) -> list[np.ndarray]:
-        """Return each rank's copies for each slot of an expert, (ranks, num_experts) int64, for each call."""
+        """Return each rank's copies for each slot of an expert, (ranks, num_experts) int64, for
+        each call."""
         if not method.places_experts:
             return list(calls)
         order = np.argsort(placed_by(history, self.grid))
@@ -166,9 +181,14 @@ class Larger:
     ) -> float:
         """Simulate forward and backward of one call; return the seconds."""
         sizes = CallSizes(
-            compiled.grid, copies, np.full(self.grid.world, tokens), compiled.plan.chunks, units=self.layer.hidden,
-            replicated=replicated, shapes=compiled.shapes(self.layer.num_experts),
-        )  # fmt: skip
+            compiled.grid,
+            copies,
+            np.full(self.grid.world, tokens),
+            compiled.plan.chunks,
+            units=self.layer.hidden,
+            replicated=replicated,
+            shapes=compiled.shapes(self.layer.num_experts),
+        )
         layer = replace(self.layer, tokens=tokens)
         forward, backward = (
             self._simulator.run(program, layer, compiled.grid, sizes=sizes)
@@ -178,10 +198,10 @@ class Larger:
 
 
 def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str, Compiled]:
-    """Return the compiled programs of every method. Policies that replicate by a single table share theirs."""
-    programs: dict[
-        tuple[Plan, bool], Compiled
-    ] = {}  # the layouts of a program take a minute at 64 ranks
+    """Return the compiled programs of every method. Policies that replicate by a single table share
+    theirs."""
+    # the layouts of a program take a minute at 64 ranks
+    programs: dict[tuple[Plan, bool], Compiled] = {}
     by_method = {}
     for name, method in methods.items():
         plan = method.plan
@@ -196,7 +216,8 @@ def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str,
 
 
 class Deciding:
-    """Chooses the programs of each call of a method: those of its plan, or those that its policy decides on.
+    """Chooses the programs of each call of a method: those of its plan, or those that its policy
+    decides on.
 
     Args:
         policy: the method's replication policy; None if it replicates nothing.
@@ -238,13 +259,15 @@ def decisions(
 ) -> list[TimedDecision]:
     """Time the arbiter's decisions for consecutive calls on `dgx-h100`."""
     grid = Grid(world=ranks, ep=ranks, ranks_per_node=8)
-    spec, plan = read_cluster("dgx-h100", nodes=ranks // 8), Plan(replication="arbiter")
+    spec = read_cluster("dgx-h100", nodes=ranks // 8)
+    plan = Plan(replication="arbiter")
     arbiter = Arbiter(
         costs=costs_of(
             spec, grid, Workload(tokens=4096, num_experts=experts, top_k=2, dim=2048, hidden=1024)
         )
     )
-    arbitration, timed = arbiter.start(arbiter.option_plans(plan, grid)), []
+    arbitration = arbiter.start(arbiter.option_plans(plan, grid))
+    timed = []
     for number, copies in enumerate(_drifting(ranks, experts, calls, seed), start=1):
         load = CallLoad(grid, copies, experts, 1024, 2048)
         started = time.perf_counter()
@@ -261,7 +284,8 @@ def decisions(
 def _drifting(ranks: int, experts: int, calls: int, seed: int) -> Sequence[np.ndarray]:
     """Return each rank's copies for each expert, a (ranks, experts) int64 array for each call."""
     rng = np.random.default_rng(seed)
-    lasting, copies = rng.normal(size=experts), []
+    lasting = rng.normal(size=experts)
+    copies = []
     for _ in range(calls):
         mixed = np.sqrt(PERSISTENCE) * lasting + np.sqrt(1 - PERSISTENCE) * rng.normal(size=experts)
         shares = (1.0 + np.argsort(np.argsort(-mixed))) ** -SKEW

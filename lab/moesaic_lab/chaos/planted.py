@@ -1,4 +1,5 @@
-"""Turn a forked process into a rank of `moesaic train` that faults itself where the schedule says."""
+"""Turn a forked process into a rank of `moesaic train` that faults itself where the schedule
+says."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ from moesaic.train import loop
 from moesaic_lab.chaos.schedule import INTERVAL, Fault
 
 PACE_SECONDS = 0.05
-"""Least duration of a step in a disturbed run, so that faults that last a while overlap some steps."""
+"""Least duration of a step in a disturbed run, so that faults that last a while overlap some
+steps."""
 INSTANTS = {"forward": 6, "backward": 6, "save": 40}
-"""Number of instants from which the instant of a fault is drawn, by kind. If fewer occur, the fault strikes at the last one."""
+"""Number of instants from which the instant of a fault is drawn, by kind. If fewer occur, the fault
+strikes at the last one."""
 
 
 def become_rank(
@@ -69,6 +72,7 @@ def die() -> None:
 
 
 def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
+    """Plant a fault in this process, for the step at which it strikes."""
     instant = 1 + int(fault.chance * INSTANTS.get(fault.kind, 1))
     if fault.kind in ("forward", "backward", "restart"):
         name = "backward" if fault.kind == "backward" else "forward"
@@ -78,9 +82,8 @@ def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
     elif fault.kind == "save":
         _in_save(lambda: step() >= strikes_at, lambda: _kill_at_event(instant), die)
     elif fault.kind == "disk":
-        limit = 4_000 + int(
-            fault.chance * 16_000
-        )  # leaves room for the log file with the rank's error message
+        # leaves room for the log file with the rank's error message
+        limit = 4_000 + int(fault.chance * 16_000)
         _in_save(
             lambda: step() >= strikes_at,
             lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),
@@ -91,8 +94,10 @@ def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
 
 
 def _follow_steps(tells: Path, pace: float) -> Callable[[], int]:
-    """Make each step last at least `pace` seconds and return a function that gives the number of the current step, from 1."""
-    plain, now = loop.Trainer._step, [0]
+    """Make each step last at least `pace` seconds and return a function that gives the number of
+    the current step, from 1."""
+    plain = loop.Trainer._step
+    now = [0]
 
     def paced(self: Any) -> Any:
         if not now[0] and self.ranks.is_first:
@@ -106,7 +111,10 @@ def _follow_steps(tells: Path, pace: float) -> Callable[[], int]:
 
 
 def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int) -> None:
-    plain, start, remaining = getattr(executor.RunProgram, name), vars(executor)["start"], [0]
+    """Kill the process between two messages of a layer's pass."""
+    plain = getattr(executor.RunProgram, name)
+    start = vars(executor)["start"]
+    remaining = [0]
 
     def counted(*arguments: Any, **options: Any) -> Any:
         remaining[0] -= 1
@@ -126,6 +134,7 @@ def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int)
 
 
 def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:
+    """Kill the process before or after the optimizer's update."""
     plain = torch.optim.AdamW.step
 
     def step(self: Any, *arguments: Any) -> Any:
@@ -142,7 +151,10 @@ def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:
 def _in_save(
     is_time: Callable[[], bool], strike: Callable[[], None], afterwards: Callable[[], None]
 ) -> None:
-    save, finish, is_struck = loop.Trainer._save, loop.Trainer._finish_saving, [False]
+    """Strike while a checkpoint is saved."""
+    save = loop.Trainer._save
+    finish = loop.Trainer._finish_saving
+    is_struck = [False]
 
     def saving(self: Any) -> None:
         if is_time() and self.state.step % INTERVAL == 0:
@@ -161,6 +173,7 @@ def _in_save(
 
 
 def _kill_at_event(instant: int) -> None:
+    """Kill the process when it opens, lists or changes a file for the `instant`-th time."""
     remaining = [instant]
 
     def hook(event: str, arguments: Any) -> None:
@@ -181,5 +194,6 @@ def _kill_at_event(instant: int) -> None:
 
 
 def _jump(is_time: Callable[[], bool], draw: random.Random) -> None:
+    """Let the clock jump by years."""
     plain = time.time
     time.time = lambda: plain() + (draw.uniform(-9, 9) * 365 * 86400 if is_time() else 0.0)

@@ -1,4 +1,5 @@
-"""The kinds of faults, and schedules of faults drawn from a seed, so that a schedule can be repeated."""
+"""The kinds of faults, and schedules of faults drawn from a seed, so that a schedule can be
+repeated."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
+from moesaic_lab.system_calls import can_watch, require_watching
 
-WORLD, RANKS_PER_NODE = 4, 2
+WORLD = 4
+RANKS_PER_NODE = 2
 INTERVAL = 2
 """Steps between checkpoints."""
 
@@ -22,9 +24,12 @@ class FaultKind:
     ways: tuple[str, ...] = ("",)
     """Variants of the fault; the schedule goes through them in turn."""
     is_fatal: bool = True
-    """Whether the fault ends the run; otherwise the run must continue unchanged. `Fault.is_fatal` also depends on the way."""
+    """Whether the fault ends the run; otherwise the run must continue unchanged. `Fault.is_fatal`
+    also depends on the way."""
     needs_bed: bool = False
     """Whether the fault requires an emulated cluster."""
+    is_of_writes: bool = False
+    """Whether the fault strikes at a write of a command on one or two ranks; see `struck`."""
 
 
 KINDS = {
@@ -35,7 +40,9 @@ KINDS = {
     ),
     "save": FaultKind(summary="SIGKILL at a file-system event of a save"),
     "startup": FaultKind(
-        summary="SIGKILL or SIGSTOP at an instant of the start, where rank 0 keeps the ranks' store too",
+        summary=(
+            "SIGKILL or SIGSTOP at an instant of the start, where rank 0 keeps the ranks' store too"
+        ),
         ways=("killed", "killed, no store", "stopped", "stopped, no store"),
     ),
     "hangup": FaultKind(
@@ -71,10 +78,28 @@ KINDS = {
         is_fatal=False,
     ),
     "restart": FaultKind(
-        summary="SIGKILL, then all ranks start anew on the same store, as torchrun --max-restarts does"
+        summary=(
+            "SIGKILL, then all ranks start anew on the same store, as torchrun --max-restarts does"
+        )
     ),
     "clock": FaultKind(
         summary="the wall clock jumps by up to nine years at every look", is_fatal=False
+    ),
+    "finetune": FaultKind(
+        summary="a signal or SIGKILL at a write of a save of `moesaic finetune`",
+        ways=("SIGKILL", "SIGTERM", "SIGKILL", "SIGINT", "SIGKILL", "SIGHUP"),
+        is_of_writes=True,
+    ),
+    "output": FaultKind(
+        summary="the reader of a command's output ends, or the disk of its log is full",
+        ways=(
+            "train, reader gone",
+            "finetune, disk full",
+            "train, disk full",
+            "finetune, reader gone",
+        ),
+        is_fatal=False,
+        is_of_writes=True,
     ),
 }
 """Kinds of faults by name."""
@@ -123,7 +148,8 @@ class Fault:
 
 
 def draw_faults(count: int, seed: int, kinds: Sequence[str]) -> list[Fault]:
-    """Return `count` faults, evenly spread over `kinds`; the seed decides their order, ranks and instants."""
+    """Return `count` faults, evenly spread over `kinds`; the seed decides their order, ranks and
+    instants."""
     draw = random.Random(seed)
     names = [kinds[number % len(kinds)] for number in range(count)]
     turns = [number // len(kinds) for number in range(count)]
@@ -131,11 +157,15 @@ def draw_faults(count: int, seed: int, kinds: Sequence[str]) -> list[Fault]:
     draw.shuffle(order)
     return [
         Fault(
-            number=number, kind=name, way=KINDS[name].ways[turn % len(KINDS[name].ways)], rank=draw.randrange(WORLD),
-            after=draw.randint(1, 2 * INTERVAL), chance=draw.random(),
+            number=number,
+            kind=name,
+            way=KINDS[name].ways[turn % len(KINDS[name].ways)],
+            rank=draw.randrange(WORLD),
+            after=draw.randint(1, 2 * INTERVAL),
+            chance=draw.random(),
         )
         for number, (name, turn) in enumerate(order)
-    ]  # fmt: skip
+    ]
 
 
 def kinds_of(asked: Sequence[str], on_bed: bool) -> list[str]:
@@ -146,13 +176,18 @@ def kinds_of(asked: Sequence[str], on_bed: bool) -> list[str]:
         on_bed: whether the runs take place on an emulated cluster.
 
     Raises:
-        InputError: for an unknown kind, or for one that requires an emulated cluster if there is none.
+        InputError: for an unknown kind, or for one that requires an emulated cluster if there is
+            none.
     """
     for name in asked:
         if name not in KINDS:
             raise InputError(f"--kinds {name}: unknown{suggestion(name, list(KINDS))}")
+        if KINDS[name].is_of_writes:
+            require_watching()
         if KINDS[name].needs_bed and not on_bed:
             raise InputError(
-                f"--kinds {name}: needs an emulated cluster, which this machine cannot make: leave it out"
+                f"--kinds {name}: needs an emulated cluster, which this machine cannot make: "
+                "leave it out"
             )
-    return list(asked) or [name for name, kind in KINDS.items() if on_bed or not kind.needs_bed]
+    possible = [name for name, kind in KINDS.items() if on_bed or not kind.needs_bed]
+    return list(asked) or [name for name in possible if can_watch() or not KINDS[name].is_of_writes]

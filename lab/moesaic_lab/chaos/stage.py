@@ -1,7 +1,9 @@
-"""Play faults: start ranks as torchrun's agent does, disturb them, and examine what they leave behind.
+"""Play faults: start ranks as torchrun's agent does, disturb them, and examine what they leave
+behind.
 
-This code runs inside the process namespace of an emulated cluster, where it can cut links, or in a plain process. The process
-has imported everything that ranks need and has a single thread, so ranks can be forked from it quickly.
+This code runs inside the process namespace of an emulated cluster, where it can cut links, or in a
+plain process. The process has imported everything that ranks need and has a single thread, so ranks
+can be forked from it quickly.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ from moesaic_testbed.wiring import Wiring, node_address
 
 LAST_STEPS = 20
 """Number of steps at the end of a run in which no fault begins."""
-PATIENCE, SLACK = 5.0, 30.0
-"""Seconds after which a run without progress gives up, and seconds that its ranks then have to agree on a message and exit."""
+PATIENCE = 5.0
+SLACK = 30.0
+"""Seconds after which a run without progress gives up, and seconds that its ranks then have to
+agree on a message and exit."""
 MEETING_SECONDS = 20.0
 """Seconds after which ranks stop waiting for a rank that was killed before it had joined them."""
 START_SECONDS = 120.0
@@ -46,22 +50,40 @@ START_SECONDS = 120.0
 LASTS_SECONDS = 1.5
 """Duration of a temporary fault in seconds."""
 SMALL: dict[str, Any] = {
-    "batch_size": 4, "device": "cpu", "threads": 1, "precision": "float32", "log_every": 1, "tensorboard": False,
-    "start_patience": MEETING_SECONDS, "patience": PATIENCE,
-    "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
+    "batch_size": 4,
+    "device": "cpu",
+    "threads": 1,
+    "precision": "float32",
+    "log_every": 1,
+    "tensorboard": False,
+    "start_patience": MEETING_SECONDS,
+    "patience": PATIENCE,
+    "model": {
+        "dim": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "seq_len": 16,
+        "moe": {"num_experts": 8, "hidden": 16},
+    },
     "mesh": {"ep": 2, "etp": 2},
-}  # fmt: skip
+}
 """Settings that shrink the demo model."""
 GONE = "rank {rank} (died|does not answer|is gone)"
 SAYS = {
-    "startup": f"{GONE}|rank {{rank}} did not answer|ranks? .*{{rank}}.* did not come|rank {{rank}}(, which .* store,)? "
-    "(is stopped|does not answer)",
+    "startup": f"{GONE}|rank {{rank}} did not answer|ranks? .*{{rank}}.* did not come|rank "
+    "{rank}(, which .* store,)? (is stopped|does not answer)",
     "stop": "rank {rank} is stopped",
-    "cut": "rank [{others}] does not answer|links between their nodes|nothing answers where the ranks' store was",
-    "disk": "(by rank {rank}: .*|metrics .* could not be written, )(the disk is full|File too large)",
+    "cut": (
+        "rank [{others}] does not answer|links between their nodes|nothing answers where the "
+        "ranks' store was"
+    ),
+    "disk": (
+        "(by rank {rank}: .*|metrics .* could not be written, )(the disk is full|File too large)"
+    ),
     "damage": "a checkpoint is damaged .*: taking step-",
 }
-"""By kind of fault, the pattern that the ranks' line about it must match; `GONE` for kinds that are not listed."""
+"""By kind of fault, the pattern that the ranks' line about it must match; `GONE` for kinds that are
+not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +133,8 @@ class FaultOutcome:
     recovered: bool = False
     """Whether a later attempt has taken a step."""
     leftovers: int = 0
-    """Number of processes that outlived the attempt, and at the end of the run of temporary files and locks left over."""
+    """Number of processes that outlived the attempt, and at the end of the run of temporary files
+    and locks left over."""
     line: str = ""
     """The line that names the rank or the cause, or the last output if there is none."""
 
@@ -122,8 +145,8 @@ class FaultOutcome:
 
     @property
     def may_be_lost(self) -> int:
-        """The most steps that may be lost: an interval, or two if a thread writes checkpoints, which completes them later; none
-        where the run is asked to save."""
+        """The most steps that may be lost: an interval, or two if a thread writes checkpoints,
+        which completes them later; none where the run is asked to save."""
         return 0 if self.kind == "hangup" else (2 if self.in_background else 1) * INTERVAL
 
     @property
@@ -137,7 +160,8 @@ def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
     """Play a course.
 
     Returns:
-        An outcome per fault that began before the last `LAST_STEPS` steps. For a course without faults, a row with its losses.
+        An outcome per fault that began before the last `LAST_STEPS` steps. For a course without
+        faults, a row with its losses.
     """
     course.folder.mkdir(parents=True)
     stage = FaultedRun(wiring, course)
@@ -168,17 +192,18 @@ class FaultedRun:
 
     Args:
         wiring: links of the emulated cluster; None for plain processes.
-        course: the run and its faults.
     """
 
     def __init__(self, wiring: Wiring | None, course: Course) -> None:
-        self.wiring, self.course, self.run = wiring, course, course.folder / "run"
+        self.wiring = wiring
+        self.course = course
+        self.run = course.folder / "run"
         self._attempts = 0
-        self._pending: list[
-            FaultOutcome
-        ] = []  # outcomes of faults after which no attempt has taken a step yet
+        # outcomes of faults after which no attempt has taken a step yet
+        self._pending: list[FaultOutcome] = []
         self._first = course.folder / "first"
-        text, self._config_path = course.folder / "text.txt", course.folder / "given.json"
+        text = course.folder / "text.txt"
+        self._config_path = course.folder / "given.json"
         draw = random.Random(0)
         text.write_text(
             " ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000))
@@ -188,9 +213,11 @@ class FaultedRun:
         )
         save = {"every": INTERVAL, "background": course.in_background}
         changes = {
-            "steps": course.steps, "evaluate": {"every": course.steps, "sequences": 4},
-            "mesh": {"transport": course.transport}, "save": save,
-        }  # fmt: skip
+            "steps": course.steps,
+            "evaluate": {"every": course.steps, "sequences": 4},
+            "mesh": {"transport": course.transport},
+            "save": save,
+        }
         config = override(config, changes, source="chaos")
         self._config_path.write_text(
             as_json(replace(config, data=replace(config.data, path=(str(text),))))
@@ -204,16 +231,22 @@ class FaultedRun:
         return int(checkpoints[-1].name.split("-")[1]) if checkpoints else 0
 
     def meet(self, fault: Fault) -> FaultOutcome:
-        """Start the run, inject the fault and return its outcome; also completes the outcomes of earlier faults."""
+        """Start the run, inject the fault and return its outcome; also completes the outcomes of
+        earlier faults."""
         if fault.kind == "damage":
-            # An undisturbed attempt first, so that steps lost by earlier faults are not attributed to the damage.
+            # An undisturbed attempt first, so that steps lost by earlier faults are not attributed
+            # to the damage.
             if self._pending or len(list_checkpoints(self.run / "checkpoints")) < 2:
                 self._undisturbed(until=self.newest() + INTERVAL * 2 + 1)
             _damage(list_checkpoints(self.run / "checkpoints")[-1], fault)
         outcome = FaultOutcome(
-            number=fault.number, kind=fault.kind, way=fault.way, rank=fault.rank, transport=self.course.transport,
+            number=fault.number,
+            kind=fault.kind,
+            way=fault.way,
+            rank=fault.rank,
+            transport=self.course.transport,
             in_background=self.course.in_background,
-        )  # fmt: skip
+        )
         outcome.reached = self.newest()
         strikes_at = self.newest() + fault.after
         with self._store(fault.has_store) as port:
@@ -228,10 +261,8 @@ class FaultedRun:
                     self._complete()
                     attempt = self._start(port, None, 0, restarts=1)
                     self._stop_gracefully(attempt, outcome, fault)
-                    outcome.resumed, outcome.recovered = (
-                        self._resumed_step(),
-                        self._resumed_step() is not None,
-                    )
+                    outcome.resumed = self._resumed_step()
+                    outcome.recovered = outcome.resumed is not None
             except _HungError:
                 outcome.hung = True
             finally:
@@ -245,7 +276,8 @@ class FaultedRun:
         return outcome
 
     def finish(self) -> None:
-        """Complete the run without faults and pacing, with no checkpoint before its last step, and check what is left over."""
+        """Complete the run without faults and pacing, with no checkpoint before its last step, and
+        check what is left over."""
         pending = list(self._pending)
         self._undisturbed(until=None)
         for outcome in pending:
@@ -258,7 +290,8 @@ class FaultedRun:
             outcome.leftovers += len(leftovers)
 
     def _is_same(self) -> bool:
-        """Return whether the metrics hold each step so far exactly once, with the loss of the undisturbed run."""
+        """Return whether the metrics hold each step so far exactly once, with the loss of the
+        undisturbed run."""
         lines = (
             [line for line in read_metrics(self.run) if line["kind"] == "train"]
             if self._step()
@@ -268,6 +301,7 @@ class FaultedRun:
         return losses == list(enumerate(self.course.reference, 1))[: len(losses)]
 
     def _undisturbed(self, until: int | None) -> None:
+        """Run without a fault, to the end or to a step."""
         with self._store() as port:
             attempt = self._start(port, None, 0, paced=until is not None)
             try:
@@ -288,11 +322,13 @@ class FaultedRun:
         self._sweep()
 
     def _complete(self) -> None:
-        """Complete the pending outcomes with the step from which the newest attempt continued, if it has taken a step."""
+        """Complete the pending outcomes with the step from which the newest attempt continued, if
+        it has taken a step."""
         began = self._resumed_step()
         if began is not None:
             for outcome in self._pending:
-                outcome.resumed, outcome.recovered = began, True
+                outcome.resumed = began
+                outcome.recovered = True
             self._pending = []
 
     def _resumed_step(self) -> int | None:
@@ -311,7 +347,8 @@ class FaultedRun:
             return 0
 
     def _inject(self, fault: Fault, attempt: Attempt, strikes_at: int) -> float:
-        """Inject a fault, or wait until its rank has injected it, and return the time at which it began."""
+        """Inject a fault, or wait until its rank has injected it, and return the time at which it
+        began."""
         if fault.kind == "startup":
             with suppress(_HungError):
                 attempt.wait(lambda: False, 2 * fault.chance)
@@ -340,6 +377,7 @@ class FaultedRun:
         return at
 
     def _disturb_link(self, fault: Fault) -> None:
+        """Make a node's link slow, or cut it once or often."""
         assert self.wiring is not None
         if fault.kind == "slow":
             self.wiring.change(fault.node, "2mbit")
@@ -347,17 +385,18 @@ class FaultedRun:
             self.wiring.change(fault.node, None)
             return
         for _ in range(10 if fault.kind == "flap" else 1):
-            self.wiring.switch(fault.node, False)
+            self.wiring.switch(fault.node, on=False)
             if fault.is_fatal:
                 return
             time.sleep(LASTS_SECONDS if fault.kind == "cut" else LASTS_SECONDS / 20)
-            self.wiring.switch(fault.node, True)
+            self.wiring.switch(fault.node, on=True)
             time.sleep(LASTS_SECONDS / 20)
 
     def _await_end(
         self, fault: Fault, attempt: Attempt, outcome: FaultOutcome, began_at: float
     ) -> None:
-        """Wait for the end of an attempt; after a fault that is not fatal, ask the attempt to stop."""
+        """Wait for the end of an attempt; after a fault that is not fatal, ask the attempt to
+        stop."""
         try:
             if fault.is_fatal:
                 stopped = {fault.rank} if fault.is_stop else set()
@@ -372,10 +411,11 @@ class FaultedRun:
         finally:
             outcome.reached = max(outcome.reached, self._step())
             if fault.kind == "cut" and self.wiring is not None:
-                self.wiring.switch(fault.node, True)
+                self.wiring.switch(fault.node, on=True)
 
     def _stop_gracefully(self, attempt: Attempt, outcome: FaultOutcome, fault: Fault) -> None:
-        """Let an attempt take `INTERVAL` more steps, then send SIGTERM or SIGHUP; all ranks must save and exit with code 0."""
+        """Let an attempt take `INTERVAL` more steps, then send SIGTERM or SIGHUP; all ranks must
+        save and exit with code 0."""
         goal = self._step() + INTERVAL
         attempt.wait(lambda: self._step() >= goal, START_SECONDS)
         attempt.signal(
@@ -394,9 +434,8 @@ class FaultedRun:
                 str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node
             )
             if fault.kind == "cut":
-                others = "".join(
-                    map(str, range(WORLD))
-                )  # each side of the cut link reports ranks of the other
+                # each side of the cut link reports ranks of the other
+                others = "".join(map(str, range(WORLD)))
             pattern = SAYS.get(fault.kind, GONE).format(rank=fault.rank, others=others)
             lines = [line for line in output if re.search(pattern, line)]
             outcome.line = lines[0] if lines else " | ".join(output)[-2000:]
@@ -408,6 +447,7 @@ class FaultedRun:
     def _start(
         self, port: int, fault: Fault | None, strikes_at: int, restarts: int = 0, paced: bool = True
     ) -> Attempt:
+        """Start an attempt: the ranks of a run, in which a fault may be planted."""
         self._first.unlink(missing_ok=True)
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
@@ -452,12 +492,14 @@ class FaultedRun:
         return attempt
 
     def _enter(self, node: int) -> None:
+        """Enter a node's network, if there is a bed."""
         if self.wiring is not None:
             enter_net(self.wiring.net(node))
 
     @contextmanager
     def _store(self, is_kept: bool = True) -> Iterator[int]:
-        """Run the TCPStore that ranks rendezvous at, as torchrun's agent does, and yield its port; without it, a free port."""
+        """Run the TCPStore that ranks rendezvous at, as torchrun's agent does, and yield its port;
+        without it, a free port."""
         if not is_kept:
             with socket.socket() as free:
                 free.bind(("", 0))
@@ -470,7 +512,7 @@ class FaultedRun:
         def child() -> None:
             self._enter(0)
             _redirect_output(self.course.folder / "store.txt")
-            store = TCPStore(host, 0, None, True, wait_for_workers=False)
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             os.write(tell, str(store.port).encode())
             while True:
                 signal.pause()
@@ -489,7 +531,8 @@ class FaultedRun:
             os.waitpid(pid, 0)
 
     def _send_strangers(self, fault: Fault, attempt: Attempt) -> None:
-        """Connect strangers to every port that ranks open, from before they open the first until the attempt ends."""
+        """Connect strangers to every port that ranks open, from before they open the first until
+        the attempt ends."""
         ranks = dict(attempt.pids)
 
         def child() -> None:
@@ -577,6 +620,7 @@ class Attempt:
         ]
 
     def _reap(self) -> None:
+        """Note the exit codes of ranks that have ended."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -585,10 +629,12 @@ class Attempt:
 
 
 def _fork(child: Callable[[], None]) -> int:
+    """Run a function in a forked process, and return its id."""
     pid = os.fork()
     if pid == 0:
         try:
-            gc.freeze()  # else the first collection visits all objects of torch and copies their shared pages
+            # else the first collection visits all objects of torch and copies their shared pages
+            gc.freeze()
             die_with_parent()
             for number in (
                 signal.SIGINT,
@@ -608,6 +654,7 @@ def _fork(child: Callable[[], None]) -> int:
 
 
 def _redirect_output(path: Path) -> None:
+    """Append this process's output and errors to a file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(handle, target)
@@ -632,7 +679,8 @@ def _damage(checkpoint: Path, fault: Fault) -> None:
     """Damage one file of a checkpoint, in the way that the fault says."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
     path = files[int(fault.chance * len(files))]
-    data, draw = bytearray(path.read_bytes()), random.Random(fault.number)
+    data = bytearray(path.read_bytes())
+    draw = random.Random(fault.number)
     place = draw.randrange(len(data))
     if fault.way == "removed":
         path.unlink()
@@ -649,8 +697,10 @@ def _damage(checkpoint: Path, fault: Fault) -> None:
 
 
 def _connect_strangers(fault: Fault, pids: Sequence[int]) -> NoReturn:
-    """Connect to every port on which the given processes listen, at most 20 times each; never returns."""
-    draw, connections = random.Random(fault.number), list[socket.socket]()
+    """Connect to every port on which the given processes listen, at most 20 times each; never
+    returns."""
+    draw = random.Random(fault.number)
+    connections = list[socket.socket]()
     called: dict[tuple[str, int], int] = {}
     while True:
         for address in _listening(pids):

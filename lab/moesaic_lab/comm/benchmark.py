@@ -1,14 +1,16 @@
-"""`moesaic bench comm`: all-to-alls on an emulated cluster, timed in turn and compared with the limit of its links.
+"""`moesaic bench comm`: all-to-alls on an emulated cluster, timed in turn and compared with the
+limit of its links.
 
-Real bytes between real processes over emulated links (network namespaces, veth pairs shaped by htb); times are of
-this machine, ratios are what carries over. Even all-to-alls and the dispatch of a layer, each as a program on the
-interpreter, packing and unpacking included, methods in turn. bound: bytes over rate on the slowest link; where a
-packet is charged a minimum, one packet per pair of ranks. The shaper lets 20 KB through at once, so that messages of
-that size may come in under it. Claims under a ratio of 1.10 are the worse end of the median's 95 % interval over 30
-pairs.
+Real bytes between real processes over emulated links (network namespaces, veth pairs shaped by
+htb); times are of this machine, ratios are what carries over. Even all-to-alls and the dispatch of
+a layer, each as a program on the interpreter, packing and unpacking included, methods in turn.
+bound: bytes over rate on the slowest link; where a packet is charged a minimum, one packet per pair
+of ranks. The shaper lets 20 KB through at once, so that messages of that size may come in under it.
+Claims under a ratio of 1.10 are the worse end of the median's 95 % interval over 30 pairs.
 
-Each all-to-all runs as a program on the interpreter. The picture shows times as multiples of the link limit, the lowest of all
-methods at that size: from 16 KiB to 32 MiB milliseconds differ by a factor of 1000, methods only by tenths.
+Each all-to-all runs as a program on the interpreter. The picture shows times as multiples of the
+link limit, the lowest of all methods at that size: from 16 KiB to 32 MiB milliseconds differ by a
+factor of 1000, methods only by tenths.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from moesaic_lab.tables import QUARTILES, byte_size, table
 from moesaic_testbed.cluster import Cluster
 
 DOMINATES = 2
-"""The charge per message dominates if it is at least this many times the bytes of one of linear's messages."""
+"""The charge per message dominates if it is at least this many times the bytes of one of linear's
+messages."""
 FOUR_MIB_KIB = 4096
 
 
@@ -98,7 +101,8 @@ def claims(cells: Sequence[CommCell]) -> list[Claim]:
 
 
 def link_share(cells: Sequence[CommCell]) -> float:
-    """Return the share of the link limit that the linear all-to-all reaches, as the lower end of the 95 % interval."""
+    """Return the share of the link limit that the linear all-to-all reaches, as the lower end of
+    the 95 % interval."""
     chosen = [
         cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB
     ]
@@ -120,7 +124,8 @@ def over_longer_lane(cells: Sequence[CommCell]) -> float:
 
 
 def multicast_bytes(cell: CommCell) -> float:
-    """Return the bytes that multicast sends between nodes divided by linear's, as counted by recorders."""
+    """Return the bytes that multicast sends between nodes divided by linear's, as counted by
+    recorders."""
     return cell.across["multicast"][0] / cell.across["linear"][0]
 
 
@@ -131,7 +136,8 @@ def multicast_over_bound(cells: Sequence[CommCell]) -> float:
 
 
 def small_messages(cells: Sequence[CommCell]) -> float:
-    """Return the time of 2DH over linear on 4x4 ranks, the median over the cells in which the charge per message dominates."""
+    """Return the time of 2DH over linear on 4x4 ranks, the median over the cells in which the
+    charge per message dominates."""
     ratios = [
         cell.ratio("hier2d", "linear").median
         for cell in cells
@@ -148,12 +154,16 @@ def rows_of(cell: CommCell) -> list[dict[str, Any]]:
     first = cell.timings["linear" if "linear" in cell.timings else next(iter(cell.timings))]
     return [
         {
-            "what": cell.sweep.kind, "bed": cell.sweep.label, "size_bytes": 1024 * cell.size_kib, "method": name,
-            **cell.row(name), "share_of_bound": cell.bound(name) / timing.median,
+            "what": cell.sweep.kind,
+            "bed": cell.sweep.label,
+            "size_bytes": 1024 * cell.size_kib,
+            "method": name,
+            **cell.row(name),
+            "share_of_bound": cell.bound(name) / timing.median,
             "over_first": timing.median / first.median,
         }
         for name, timing in cell.timings.items()
-    ]  # fmt: skip
+    ]
 
 
 COLUMNS = (
@@ -165,7 +175,8 @@ COLUMNS = (
     "over_first",
     "across_bytes",
 )
-"""Columns on the terminal. "over first": over linear, or over the first method if linear was not measured."""
+"""Columns on the terminal. "over first": over linear, or over the first method if linear was not
+measured."""
 
 
 def tables(cells: Sequence[CommCell]) -> list[Table]:
@@ -197,13 +208,19 @@ def panels(cells: Sequence[CommCell]) -> list[Panel]:
 
 
 def _over_sizes(title: str, cells: Sequence[CommCell]) -> Panel:
-    """Return a panel of times over sizes, as multiples of the lowest link limit of all methods at that size."""
+    """Return a panel of times over sizes, as multiples of the lowest link limit of all methods at
+    that size."""
     sizes = [float(cell.size_kib) for cell in cells]
     scales = [1 / min(map(cell.bound, cell.timings)) for cell in cells]
     return Panel(
-        title=title, x_title="per rank", y_title="time over link limit", log_x=True, log_y=True,
-        series=drawn(cells, sizes, scales), x_ticks=tuple((size, byte_size(1024 * size)) for size in sizes),
-    )  # fmt: skip
+        title=title,
+        x_title="per rank",
+        y_title="time over link limit",
+        log_x=True,
+        log_y=True,
+        series=drawn(cells, sizes, scales),
+        x_ticks=tuple((size, byte_size(1024 * size)) for size in sizes),
+    )
 
 
 def _label(cell: CommCell) -> str:
@@ -217,8 +234,17 @@ def _label(cell: CommCell) -> str:
 
 
 BENCHMARK = emulated(
-    name="comm", description="Measure all-to-alls in turn on an emulated cluster, beside the limit of its links.",
-    notes=notes_of(__doc__), read_config=read_config, run=run, claims=claims, columns=tables, panels=panels,
+    name="comm",
+    description=(
+        "Measure all-to-alls in turn on an emulated cluster, beside the limit of its links."
+    ),
+    notes=notes_of(__doc__),
+    read_config=read_config,
+    run=run,
+    claims=claims,
+    columns=tables,
+    panels=panels,
     rows=lambda cells: [row for cell in cells for row in rows_of(cell)],
-    title="All-to-alls over emulated links", panels_in_a_row=3,
-)  # fmt: skip
+    title="All-to-alls over emulated links",
+    panels_in_a_row=3,
+)

@@ -1,4 +1,5 @@
-"""The configuration of the communication benchmark. It is read from a file: shapes and rates are fixed beforehand."""
+"""The configuration of the communication benchmark. It is read from a file: shapes and rates are
+fixed beforehand."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic_lab.beds import BedConfig, Place, read_cells
 
@@ -25,11 +25,12 @@ class Sweep(Place):
     """Methods timed over several sizes on one bed."""
 
     kind: Kind = "exchange"
-    """exchange: compare all-to-alls. limit: compare all-to-alls with the link limit. lanes: compare pipelined with each of its
-    lanes alone. dispatch: send copies of tokens to their experts by linear and by multicast."""
+    """exchange: compare all-to-alls. limit: compare all-to-alls with the link limit. lanes: compare
+    pipelined with each of its lanes alone. dispatch: send copies of tokens to their experts by
+    linear and by multicast."""
     sizes_kib: tuple[int, ...] = (1024,)
-    """Sizes in KiB per rank, including the rows that a rank keeps. Each must be a whole number of rows per pair of ranks. Not
-    used by a dispatch."""
+    """Sizes in KiB per rank, including the rows that a rank keeps. Each must be a whole number of
+    rows per pair of ranks. Not used by a dispatch."""
     methods: tuple[str, ...] = ("linear",)
     """Names of the all-to-alls of exchange and limit; "torch" is `all_to_all_single`."""
     tokens: int = 1024
@@ -39,7 +40,8 @@ class Sweep(Place):
     top_k: int = 8
     """Copies per token of a dispatch."""
     chunks: tuple[int, ...] = (1,)
-    """Numbers of chunks of multicast in a dispatch, each timed; one chunk crosses nodes while another fans out inside them."""
+    """Numbers of chunks of multicast in a dispatch, each timed; one chunk crosses nodes while
+    another fans out inside them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,8 +88,9 @@ class Sweep(Place):
         rows, remainder = divmod(size_kib * 1024, dim * 4 * self.world)
         if remainder or not rows:
             raise InputError(
-                f"{self.kind} on {self.shape}: {size_kib} KiB are not a whole number of rows of {dim} float32 for each of "
-                f"{self.world} ranks: choose a multiple of {max(dim * 4 * self.world // 1024, 1)}, or another dim"
+                f"{self.kind} on {self.shape}: {size_kib} KiB are not a whole number of rows of "
+                f"{dim} float32 for each of {self.world} ranks: choose a multiple of "
+                f"{max(dim * 4 * self.world // 1024, 1)}, or another dim"
             )
         return rows * self.world
 
@@ -108,7 +111,8 @@ class CommConfig(BedConfig[Sweep]):
 
 
 def read_config(path: Path = COMMITTED) -> CommConfig:
-    """Read the configuration from a TOML or JSON file: fields of `CommConfig`, and lists of sweeps under their kind.
+    """Read the configuration from a TOML or JSON file: fields of `CommConfig`, and lists of sweeps
+    under their kind.
 
     Raises:
         InputError: the file is invalid; the message names the file and the field.

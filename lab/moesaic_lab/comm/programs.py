@@ -1,4 +1,5 @@
-"""The programs of the communication benchmark: one movement of rows by each all-to-all, and a layer's dispatch."""
+"""The programs of the communication benchmark: one movement of rows by each all-to-all, and a
+layer's dispatch."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.program.build import SCHEDULES
 from moesaic.program.build.builder import Builder
 from moesaic.program.grid import Grid
 from moesaic.program.order.optsche import optsche
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.passes.split import split_capacity
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Layout, Op, Program, Stage, Task
 from moesaic.program.validate import validate
@@ -44,13 +45,15 @@ def all_ep(nodes: int, ranks_per_node: int) -> Grid:
 
 
 def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
-    """Return an even all-to-all: there is one expert per rank, to which every rank sends equally many rows.
+    """Return an even all-to-all: there is one expert per rank, to which every rank sends equally
+    many rows.
 
     Args:
         grid: the mesh, from `all_ep`.
         rows: rows that each rank holds, including those for itself.
         algorithm: a name in `ALL_TO_ALLS`.
-        which: "all" to move all rows, "inside" for only those that stay in their node, "across" for only those that leave it.
+        which: "all" to move all rows, "inside" for only those that stay in their node, "across" for
+            only those that leave it.
     """
     build = Builder("exchange")
     build.move(
@@ -73,17 +76,20 @@ def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
 def dispatch(
     grid: Grid, copies: np.ndarray, tokens: int, node_tokens: np.ndarray | None, chunks: int = 1
 ) -> Work:
-    """Return the dispatch of a layer under S1: the tokens are sent to their experts with their routing weights.
+    """Return the dispatch of a layer under S1: the tokens are sent to their experts with their
+    routing weights.
 
     Args:
         grid: the mesh, from `all_ep`.
         copies: (world, num_experts) copies that each rank sends to each expert.
         tokens: tokens per rank.
         node_tokens: argument of `CallSizes` for multicast; None for linear.
-        chunks: number of chunks; one chunk fans out inside the nodes while the next one crosses nodes.
+        chunks: number of chunks; one chunk fans out inside the nodes while the next one crosses
+            nodes.
     """
-    whole = SCHEDULES["s1"](False)
-    whole = whole if node_tokens is None else multicast(whole, grid)
+    whole = Plan(schedule="s1").program
+    if node_tokens is not None:
+        whole = multicast(whole, grid)
     program = optsche(until_experts(split_capacity(whole, chunks)))
     validate(program)
     sizes = CallSizes(grid, copies, np.full(grid.world, tokens), chunks, node_tokens=node_tokens)
@@ -91,7 +97,8 @@ def dispatch(
 
 
 def until_experts(program: Program) -> Program:
-    """Return the part of a layer's forward program before the experts; its outputs are the slots that the experts read."""
+    """Return the part of a layer's forward program before the experts; its outputs are the slots
+    that the experts read."""
     after_experts: set[str] = set()
     tasks: list[Task] = []
     outputs: list[str] = []
@@ -104,9 +111,13 @@ def until_experts(program: Program) -> Program:
             tasks.append(task)
     slots = {name for task in tasks for name in (*task.reads, *task.writes)}
     return replace(
-        program, name=f"dispatch of {program.name}", slots=tuple(slot for slot in program.slots if slot.name in slots),
-        tasks=tuple(tasks), inputs=tuple(name for name in program.inputs if name in slots), outputs=tuple(outputs),
-    )  # fmt: skip
+        program,
+        name=f"dispatch of {program.name}",
+        slots=tuple(slot for slot in program.slots if slot.name in slots),
+        tasks=tuple(tasks),
+        inputs=tuple(name for name in program.inputs if name in slots),
+        outputs=tuple(outputs),
+    )
 
 
 LANES = {"pipelined": "all", "intra alone": "inside", "inter alone": "across"}

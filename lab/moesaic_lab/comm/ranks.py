@@ -1,7 +1,8 @@
-"""The part of the communication benchmark that runs on the ranks: tensors, the interpreter on sockets, checks and times.
+"""The part of the communication benchmark that runs on the ranks: tensors, the interpreter on
+sockets, checks and times.
 
-Each method runs once before it is timed. This compares the received rows with the expected ones, and the messages that a
-recorder saw with those of the program.
+Each method runs once before it is timed. This compares the received rows with the expected ones,
+and the messages that a recorder saw with those of the program.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
     Raises:
         RuntimeError: a method delivers wrong rows, or sends other messages than its program.
     """
-    others, extra = dict[str, Callable[[], object]](), dict[str, list[Message]]()
+    others = dict[str, Callable[[], object]]()
+    extra = dict[str, list[Message]]()
     if sweep.kind == "dispatch":
         methods = dispatches(sweep, config.seed, config.dim)
     else:
@@ -87,7 +89,8 @@ def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
 def exchanged(
     sweep: Sweep, size_kib: int, dim: int, algorithm: str, which: str = "all"
 ) -> CommMethod:
-    """Return an even all-to-all with this rank's rows and those that it must receive, numbered over all ranks."""
+    """Return an even all-to-all with this rank's rows and those that it must receive, numbered over
+    all ranks."""
     work = exchange(
         all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim), algorithm, which
     )
@@ -101,8 +104,10 @@ def exchanged(
 
 
 def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
-    """Return the dispatch of a layer by linear and by multicast, with this rank's tokens and the rows that it must receive."""
-    grid, rank = all_ep(sweep.nodes, sweep.ranks_per_node), dist.get_rank()
+    """Return the dispatch of a layer by linear and by multicast, with this rank's tokens and the
+    rows that it must receive."""
+    grid = all_ep(sweep.nodes, sweep.ranks_per_node)
+    rank = dist.get_rank()
     token, expert = zip(*(route(sweep, seed, origin) for origin in range(grid.world)))
     copies = torch.stack(
         [torch.bincount(of_rank, minlength=sweep.num_experts) for of_rank in expert]
@@ -112,7 +117,9 @@ def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
     values: dict[str, Value] = {"x": x, "gates": numbered(number[rank], 1)}
     methods = {}
     for name, (algorithm, chunks) in sweep.dispatches.items():
-        node_tokens, table, indices = None, None, {"index": token[rank].unsqueeze(1)}
+        node_tokens = None
+        table = None
+        indices = {"index": token[rank].unsqueeze(1)}
         if algorithm == MULTICAST:
             node_tokens = [
                 find_node_tokens(
@@ -136,7 +143,8 @@ def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
 
 
 def route(sweep: Sweep, seed: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return (token, expert) of a rank's copies in expert order. Each token has `top_k` different experts, drawn uniformly."""
+    """Return (token, expert) of a rank's copies in expert order. Each token has `top_k` different
+    experts, drawn uniformly."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     chosen = (
         torch.rand(sweep.tokens, sweep.num_experts, generator=generator)
@@ -163,8 +171,10 @@ def arriving(
         rank: the receiving rank; experts are split evenly over the ranks.
         part: (c, n) to return only chunk c of n of the rows that each rank holds for each expert.
     """
-    experts_per_rank, (chunk, chunks) = copies.shape[1] // len(rows), part
-    starts, pieces = copies.cumsum(axis=1) - copies, []
+    experts_per_rank = copies.shape[1] // len(rows)
+    (chunk, chunks) = part
+    starts = copies.cumsum(axis=1) - copies
+    pieces = []
     for expert in range(rank * experts_per_rank, (rank + 1) * experts_per_rank):
         for numbers, start, count in zip(rows, starts[:, expert], copies[:, expert]):
             pieces.append(
@@ -174,7 +184,8 @@ def arriving(
 
 
 def torchs_own(rows: Tensor) -> Tensor:
-    """Exchange rows by `all_to_all_single`, with equal split sizes, and return the received rows."""
+    """Exchange rows by `all_to_all_single`, with equal split sizes, and return the received
+    rows."""
     out = torch.empty_like(rows)
     dist.all_to_all_single(out, rows)
     return out
@@ -182,10 +193,8 @@ def torchs_own(rows: Tensor) -> Tensor:
 
 def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], Environment]:
     """Return a function that runs a method once."""
-    work, call = (
-        method.work,
-        Call(rank=transport.rank, sizes=method.work.sizes, experts=PlainExperts(1, 1, 1)),
-    )
+    work = method.work
+    call = Call(rank=transport.rank, sizes=method.work.sizes, experts=PlainExperts(1, 1, 1))
 
     def run() -> Environment:
         call.first_tag = transport.take_tags(len(work.program.tasks))
@@ -205,22 +214,26 @@ def _planned(method: CommMethod, dim: int) -> list[Message]:
 
 
 def _check(name: str, method: CommMethod, transport: AbstractTransport, dim: int) -> list[Message]:
-    """Run a method once, check its results and messages, and return the messages that this rank sent."""
+    """Run a method once, check its results and messages, and return the messages that this rank
+    sent."""
     recorder = Recorder(transport)
     _compare(name, method.expected, _runner(method, recorder)())
     seen = sent(recorder)
     planned = _planned(method, dim)
     if sorted(seen) != sorted(planned):
         raise RuntimeError(
-            f"{name}: rank {transport.rank} sent {sorted(seen)}, its program sends {sorted(planned)}"
+            f"{name}: rank {transport.rank} sent {sorted(seen)}, its program sends "
+            f"{sorted(planned)}"
         )
     return seen
 
 
 def _compare(name: str, expected: Mapping[str, Tensor], results: Mapping[str, Value]) -> None:
+    """Refuse results that are not the rows that were sent."""
     for slot, rows in expected.items():
         received = results[slot]
         if not isinstance(received, Tensor) or not torch.equal(received, rows):
             raise RuntimeError(
-                f"{name}: rank {dist.get_rank()} did not get the rows that were sent to it, in slot {slot}"
+                f"{name}: rank {dist.get_rank()} did not get the rows that were sent to it, "
+                f"in slot {slot}"
             )

@@ -1,1 +1,2 @@
-"""The benchmark of one layer on one device, compared with its matrix products alone and with the layers of others."""
+"""The benchmark of one layer on one device, compared with its matrix products alone and with the
+layers of others."""

@@ -1,7 +1,7 @@
 """Run one step of `moesaic bench device --device cuda` in this process, or all steps.
 
-python -m moesaic_lab.device measure gpu_results T32768_H4096       needs only torch, Triton and NumPy
-python -m moesaic_lab.device --seconds 540 --keep gpu_results       all steps
+python -m moesaic_lab.device measure gpu_results T32768_H4096    # needs torch, Triton, NumPy
+python -m moesaic_lab.device --seconds 540 --keep gpu_results    # all steps
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ from pathlib import Path
 from moesaic.errors import InputError
 
 PARTS = {
-    "compile": "compiled:compile_all", "measure": "on_gpu:measure", "sonic": "on_gpu:measure_sonic", "tune": "on_gpu:tune",
+    "compile": "compiled:compile_all",
+    "measure": "on_gpu:measure",
+    "sonic": "on_gpu:measure_sonic",
+    "tune": "on_gpu:tune",
     "profile": "profile:profile",
-}  # fmt: skip
+}
 """By name: a function of this room from a folder and further words to an exit code."""
 ROWS = {
-    "plans": "ranks:plans_row", "training": "ranks:training_row", "sharded": "ranks:sharded_row", "whole": "whole:layer_row",
-    "transformers": "whole:model_row", "finetune": "finetune:finetune_row",
-}  # fmt: skip
-"""By name: a function of this room that returns the row of this name, or that of the name and a further word."""
+    "plans": "ranks:plans_row",
+    "training": "ranks:training_row",
+    "sharded": "ranks:sharded_row",
+    "whole": "whole:layer_row",
+    "transformers": "whole:model_row",
+    "finetune": "finetune:finetune_row",
+}
+"""By name: a function of this room that returns the row of this name, or that of the name and a
+further word."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(
                 f"{' '.join(arguments)}: write one of {', '.join(PARTS | ROWS)}, and a folder"
             )
-        dry, (folder, *others) = "--dry" in words, (word for word in words if word != "--dry")
+        dry = "--dry" in words
+        folder, *others = (word for word in words if word != "--dry")
         if dry:
             from moesaic_lab.device.interpreter import mend_the_interpreter
 

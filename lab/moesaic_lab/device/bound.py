@@ -1,9 +1,10 @@
 """LB, the lower bound of `moesaic bench device`: the matrix products of a layer alone.
 
-Each expert runs `torch.mm(out=)` into allocated buffers: two products forward (three with SwiGLU), and the input and weight
-gradient of each. The activation and its derivative take one in-place pass each over the hidden rows; SwiGLU's product of gate
-and up is omitted. Nothing is routed, gathered, weighted, summed or allocated. `RouterBound` is separate: it runs the three
-products of the layer's router in float32.
+Each expert runs `torch.mm(out=)` into allocated buffers: two products forward (three with SwiGLU),
+and the input and weight gradient of each. The activation and its derivative take one in-place pass
+each over the hidden rows; SwiGLU's product of gate and up is omitted. Nothing is routed, gathered,
+weighted, summed or allocated. `RouterBound` is separate: it runs the three products of the layer's
+router in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Bound:
     """
 
     def __init__(self, case: DeviceCase, counts: Sequence[int]) -> None:
-        shape, rows = case.shape, sum(counts)
+        shape = case.shape
+        rows = sum(counts)
         num_ups = 2 if case.activation == "swiglu" else 1
 
         def scaled(*size: int) -> Tensor:
@@ -34,9 +36,13 @@ class Bound:
         def rows_by_expert(width: int) -> Sequence[Tensor]:
             return scaled(rows, width).split(list(counts))
 
-        experts, dim, hidden = shape.experts, shape.dim, shape.hidden
+        experts = shape.experts
+        dim = shape.dim
+        hidden = shape.hidden
         self.silu = num_ups > 1
-        self.x, self.y, self.dy = rows_by_expert(dim), rows_by_expert(dim), rows_by_expert(dim)
+        self.x = rows_by_expert(dim)
+        self.y = rows_by_expert(dim)
+        self.dy = rows_by_expert(dim)
         self.dx = [rows_by_expert(dim) for _ in range(num_ups)]
         self.hidden, self.d_hidden = (scaled(rows, hidden) for _ in range(2))
         self.h = [
@@ -86,9 +92,13 @@ class RouterBound:
     """The router's matrix products of one case, as a callable."""
 
     def __init__(self, case: DeviceCase) -> None:
-        tokens, dim, experts = case.shape.tokens, case.shape.dim, case.shape.experts
-        self.x, self.dx = torch.randn(tokens, dim), torch.empty(tokens, dim)
-        self.weight, self.d_weight = torch.randn(experts, dim), torch.empty(experts, dim)
+        tokens = case.shape.tokens
+        dim = case.shape.dim
+        experts = case.shape.experts
+        self.x = torch.randn(tokens, dim)
+        self.dx = torch.empty(tokens, dim)
+        self.weight = torch.randn(experts, dim)
+        self.d_weight = torch.empty(experts, dim)
         self.logits = torch.empty(tokens, experts)
 
     @torch.no_grad()

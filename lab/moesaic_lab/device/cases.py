@@ -1,9 +1,11 @@
-"""The cases of `moesaic bench device`: shapes, and inputs from which any linear router makes the choices of the case.
+"""The cases of `moesaic bench device`: shapes, and inputs from which any linear router makes the
+choices of the case.
 
-A token's first features are its logits, and the router's matrix is the identity on them. Every layer in the comparison runs
-its own unchanged router, and all route identically. Balanced: token t chooses `top_k` consecutive experts from `top_k * t` on,
-modulo their number. Zipf 0.7: the logit of expert i is -0.7 ln i plus unit normal noise. The fullest expert then has 2.3 (of 8
-experts), 7.7 (32) and 6.5 (64) times the mean load.
+A token's first features are its logits, and the router's matrix is the identity on them. Every
+layer in the comparison runs its own unchanged router, and all route identically. Balanced: token t
+chooses `top_k` consecutive experts from `top_k * t` on, modulo their number. Zipf 0.7: the logit of
+expert i is -0.7 ln i plus unit normal noise. The fullest expert then has 2.3 (of 8 experts), 7.7
+(32) and 6.5 (64) times the mean load.
 """
 
 from __future__ import annotations
@@ -68,8 +70,10 @@ class DeviceCase:
         return DTYPES[self.dtype]
 
     def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Return the tokens, which require a gradient, and the gradient of the output, both (tokens, dim)."""
-        shape, generator = self.shape, torch.Generator().manual_seed(seed)
+        """Return the tokens, which require a gradient, and the gradient of the output, both
+        (tokens, dim)."""
+        shape = self.shape
+        generator = torch.Generator().manual_seed(seed)
         x = torch.randn(shape.tokens, shape.dim, generator=generator)
         logits = torch.randn(shape.tokens, shape.experts, generator=generator)
         if self.routed == "zipf":
@@ -83,7 +87,8 @@ class DeviceCase:
         return x.to(self.torch_dtype).requires_grad_(), dy.to(self.torch_dtype)
 
     def layer(self) -> MoE:
-        """Return our layer with default options and a router matrix that returns the logits in the inputs."""
+        """Return our layer with default options and a router matrix that returns the logits in the
+        inputs."""
         shape = self.shape
         torch.manual_seed(0)
         layer = MoE(shape.dim, shape.hidden, shape.experts, shape.top_k, experts=self.activation)
@@ -105,7 +110,8 @@ def cases(shapes: tuple[DeviceShape, ...] = SHAPES) -> list[DeviceCase]:
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor) -> None:
-    """Run forward and backward, with the input's gradient, after clearing all gradients as a training step does."""
+    """Run forward and backward, with the input's gradient, after clearing all gradients as a
+    training step does."""
     x.grad = None
     for parameter in module.parameters():
         parameter.grad = None
@@ -115,7 +121,8 @@ def step(module: nn.Module, x: Tensor, dy: Tensor) -> None:
 def peak_growth_bytes(call: Callable[[], object]) -> int:
     """Return the peak bytes of tensors during a call, minus those alive before it.
 
-    Memory that libraries allocate without torch, such as packed operands of a matrix product, is not counted for any method.
+    Memory that libraries allocate without torch, such as packed operands of a matrix product, is
+    not counted for any method.
 
     Args:
         call: the function to watch. Its result counts, as it is freed only after the call.

@@ -1,7 +1,7 @@
 """Compiles kernels without a GPU: the unchanged launch code runs, but the launch itself is skipped.
 
-Triton's interpreter runs kernels as Python, so it accepts code that the compiler refuses and does not count registers.
-Triton and its assembler can compile for a GPU that the machine does not have.
+Triton's interpreter runs kernels as Python, so it accepts code that the compiler refuses and does
+not count registers. Triton and its assembler can compile for a GPU that the machine does not have.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class CompiledKernel:
 
 
 class _Driver:
-    """Replaces Triton's driver: reports a GPU of the given capability, which the machine need not have."""
+    """Replaces Triton's driver: reports a GPU of the given capability, which the machine need not
+    have."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -79,7 +80,8 @@ class _Driver:
 def compiling_for(
     capability: int, cache: Path, private: Path | None = None
 ) -> Iterator[list[CompiledKernel]]:
-    """Compile kernels for a capability instead of launching them, and yield the list to which each compiled kernel is added.
+    """Compile kernels for a capability instead of launching them, and yield the list to which each
+    compiled kernel is added.
 
     Args:
         capability: compute capability, 80 for (8, 0).
@@ -108,6 +110,7 @@ def compiling_for(
 
 
 def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
+    """Return what the assembler says about a kernel."""
     ptx = kernel.asm["ptx"]  # type: ignore[attr-defined]
     source = cache / "kernel.ptx"
     source.write_text(ptx)
@@ -116,13 +119,17 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     )  # as Triton itself does
     target = compiler.sm_arch_from_capability(capability)
     command = [
-        compiler.get_ptxas(capability).path, "-v", *options, f"--gpu-name={target}", str(source), "-o", "/dev/null",
-    ]  # fmt: skip
+        compiler.get_ptxas(capability).path,
+        "-v",
+        *options,
+        f"--gpu-name={target}",
+        str(source),
+        "-o",
+        "/dev/null",
+    ]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = (
-        re.search(r"Used (\d+) registers", log),
-        re.search(r"(\d+) bytes spill stores", log),
-    )
+    registers = re.search(r"Used (\d+) registers", log)
+    spilled = re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, log
     return CompiledKernel(
         name=kernel.metadata.name,  # type: ignore[attr-defined]
@@ -187,16 +194,19 @@ def compile_one(job: Job, capability: int, cache: str) -> list[dict[str, Any]]:
 
 
 def compile_all(folder: Path, *, dry: bool) -> int:
-    """Compile all kernels of the layers and of the tile search, without the GPU, into Triton's cache, and write their rows.
+    """Compile all kernels of the layers and of the tile search, without the GPU, into Triton's
+    cache, and write their rows.
 
-    Kernels that spill registers, or whose tensor-core instructions the assembler serializes, are listed separately. Return
-    the exit code: 1 if a kernel did not compile.
+    Kernels that spill registers, or whose tensor-core instructions the assembler serializes, are
+    listed separately. Return the exit code: 1 if a kernel did not compile.
     """
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     capability = max(
         (known for known in DEVICES if known <= 10 * major + minor), default=min(DEVICES)
     )
-    failures, rows, todo = list[str](), list[Any](), jobs(capability, dry=dry)
+    failures = list[str]()
+    rows = list[Any]()
+    todo = jobs(capability, dry=dry)
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         futures = {
             pool.submit(compile_one, job, capability, triton.knobs.cache.dir): job for job in todo

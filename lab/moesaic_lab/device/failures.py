@@ -1,4 +1,5 @@
-"""A pytest plugin that prints each failure as it happens: a run that is killed at its deadline prints no summary."""
+"""A pytest plugin that prints each failure as it happens: a run that is killed at its deadline
+prints no summary."""
 
 from __future__ import annotations
 

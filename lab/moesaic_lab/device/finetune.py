@@ -1,7 +1,8 @@
-"""Fine-tuning with experts in NF4 on four NCCL ranks that share a GPU: losses against one process, then memory and speed.
+"""Fine-tuning with experts in NF4 on four NCCL ranks that share a GPU: losses against one process,
+then memory and speed.
 
-The large model has the shape of Qwen3-30B-A3B. All its weights of a shape are one random tensor, so no checkpoint of 57 GiB is
-needed; loading, quantizing, memory and time are those of other weights.
+The large model has the shape of Qwen3-30B-A3B. All its weights of a shape are one random tensor, so
+no checkpoint of 57 GiB is needed; loading, quantizing, memory and time are those of other weights.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moesaic.finetune import recipe
+from moesaic.finetune.folder import FinetuneFolder
 from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.options import FinetuneOptions
+from moesaic.train.ranks import Ranks
 from moesaic_lab.device.ranks import WORLD, sharing_gpu
 from moesaic_lab.hf import as_launched
 
@@ -48,7 +51,8 @@ LARGE: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
-LENGTH, STEPS = 4096, 3
+LENGTH = 4096
+STEPS = 3
 
 
 def options_of(folder: str, **fields: Any) -> FinetuneOptions:
@@ -63,16 +67,23 @@ def losses_of(device: str, folder: str) -> list[float]:
         f"{folder}/of-{world}", dtype="float32", length=32, batch=4, steps=4, learning_rate=1e-2
     )
     rows = torch.randint(4, 12, (8, 32), generator=torch.Generator().manual_seed(1))
-    recipe.train(given, _model(given, SMALL, world, device, shared=False), rows, world, device)
+    ranks = Ranks.of_world()
+    folder_of_run = FinetuneFolder(given, ranks, {})
+    folder_of_run.begin()
+    model = _model(given, SMALL, world, device, shared=False)
+    recipe.Run(given, model, folder_of_run, ranks, device).train(rows, None)
+    folder_of_run.release()
     state = json.loads(Path(given.out, "checkpoint-4", "trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
 def cost_of(device: str, folder: str, sizes: dict[str, Any], length: int) -> dict[str, float]:
-    """Return the GiB that the model needs on this rank, those at the peak of a step, and tokens per second of all ranks."""
+    """Return the GiB that the model needs on this rank, those at the peak of a step, and tokens per
+    second of all ranks."""
     world = _world(device)
     given = options_of(folder, length=length)
-    model, is_gpu = _model(given, sizes, world, device, shared=True), device != "cpu"
+    model = _model(given, sizes, world, device, shared=True)
+    is_gpu = device != "cpu"
     held = torch.cuda.memory_allocated() / 2**30 if is_gpu else 0.0
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
@@ -94,10 +105,12 @@ def cost_of(device: str, folder: str, sizes: dict[str, Any], length: int) -> dic
 
 
 def finetune_row(*, dry: bool) -> dict[str, Any]:
-    """Return the largest difference of a loss on four ranks from one process, and the cost of the large model on both."""
+    """Return the largest difference of a loss on four ranks from one process, and the cost of the
+    large model on both."""
     sizes, length, device = (SMALL, 32, "cpu") if dry else (LARGE, LENGTH, "cuda")
     with tempfile.TemporaryDirectory() as folder:
-        expected, found = losses_of(device, folder), sharing_gpu(losses_of, folder, dry=dry)[0]
+        expected = losses_of(device, folder)
+        found = sharing_gpu(losses_of, folder, dry=dry)[0]
         of_ranks = sharing_gpu(cost_of, folder, sizes, length, dry=dry)
         one = cost_of(device, folder, sizes, length)
     four = {name: max(each[name] for each in of_ranks) for name in one}
@@ -110,6 +123,7 @@ def finetune_row(*, dry: bool) -> dict[str, Any]:
 
 
 def _world(device: str) -> int:
+    """Return the number of ranks, and join them."""
     if not dist.is_initialized():
         return 1
     as_launched(device)
@@ -119,20 +133,20 @@ def _world(device: str) -> int:
 def _model(
     given: FinetuneOptions, sizes: dict[str, Any], world: int, device: str, *, shared: bool
 ) -> Any:
-    """Return a model of random weights with adapters, on this rank; shared: all weights of one shape are one tensor."""
+    """Return a model of random weights with adapters, on this rank; shared: all weights of one
+    shape are one tensor."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"])
     with torch.device("meta"):
         whole = Qwen3MoeForCausalLM(config)
-    dtype, made = getattr(torch, given.dtype), dict[Any, Tensor]()
+    dtype = getattr(torch, given.dtype)
+    made = dict[Any, Tensor]()
     weights: dict[str, Tensor] = {}
     for name, each in whole.state_dict().items():
         parts = {name: each.shape}
         if name.endswith("experts.gate_up_proj"):
-            stem, half = (
-                name.removesuffix("gate_up_proj"),
-                torch.Size([each.shape[1] // 2, each.shape[2]]),
-            )
+            stem = name.removesuffix("gate_up_proj")
+            half = torch.Size([each.shape[1] // 2, each.shape[2]])
             parts = {
                 f"{stem}{e}.{m}_proj.weight": half for e in range(len(each)) for m in ("gate", "up")
             }

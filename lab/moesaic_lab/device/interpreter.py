@@ -9,34 +9,50 @@ import torch
 
 
 def mend_the_interpreter() -> None:
-    """Patch Triton 3.6's interpreter where it differs from a GPU.
+    """Patch the interpreter of Triton 3.6 to 3.9 where it differs from a GPU.
 
-    After the patch loop bounds may be tensors; NumPy 2.4 no longer converts an array of one number to an int. The interpreter
-    stores bfloat16 as 16-bit integers. The patch rounds them to nearest, subnormal numbers included, and makes `tl.dot`
-    multiply their values.
+    After the patch loop bounds may be tensors; NumPy 2.4 no longer converts an array of one number
+    to an int. The interpreter stores bfloat16 as 16-bit integers. The patch rounds them to nearest,
+    subnormal numbers included, and makes `tl.dot` multiply their values. A comparison of two
+    scalars stays a mask when it is repeated for a block; 3.9 repeats it as integers.
 
-    Half of the interpreter's time goes into two habits that the patch takes from it: each call of a function inside a kernel
-    patches Triton's language anew, and each sum of integers is checked for an overflow by a second one of 64 bits.
+    Half of the interpreter's time goes into two habits that the patch takes from it: each call of a
+    function inside a kernel patches Triton's language anew, and each sum of integers is checked for
+    an overflow by a second one of 64 bits.
     """
-    import triton
     from triton.runtime import interpreter
 
-    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
-    patch_language, numpy_dtype, numpy_dtypes = (
-        interpreter._patch_lang,
-        interpreter._get_np_dtype,
-        {},
+    _take_tensors_as_bounds(interpreter)
+    _compute_in_bfloat16(interpreter)
+    _keep_masks(interpreter)
+    _patch_languages_where_needed(interpreter)
+    _cache_dtypes(interpreter)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
     )
-    cast, dot = builder.cast_impl, builder.create_dot
-    handle, bfloat16, float32 = (
-        interpreter.TensorHandle,
-        triton.language.bfloat16,
-        triton.language.float32,
-    )
+
+
+def _take_tensors_as_bounds(interpreter: Any) -> None:
+    """Let loop bounds be tensors."""
+    patch = interpreter._patch_lang_tensor
 
     def patched(tensor: type, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _compute_in_bfloat16(interpreter: Any) -> None:
+    """Convert between bfloat16 and float32 by value, and multiply bfloat16 as float32."""
+    from triton import language
+
+    builder = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
+    cast = builder.cast_impl
+    dot = builder.create_dot
+    bfloat16 = language.bfloat16
+    float32 = language.float32
 
     def widened(operand: Any) -> Any:
         if operand.dtype.scalar != bfloat16:
@@ -51,26 +67,53 @@ def mend_the_interpreter() -> None:
             return handle(values.view(torch.int16).numpy().view(np.uint16), bfloat16)
         return cast(self, source, to)
 
+    builder.cast_impl = cast_impl
+    builder.create_dot = lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)
+
+
+def _keep_masks(interpreter: Any) -> None:
+    """Keep a comparison of two scalars a mask when it is repeated for a block."""
+    from triton import language
+
+    builder = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
+    splat = builder.create_splat
+
+    def create_splat(self: Any, to: Any, scalar: Any) -> Any:
+        is_mask = scalar.data.dtype == np.bool_
+        return splat(self, to, handle(scalar.data, language.int1) if is_mask else scalar)
+
+    builder.create_splat = create_splat
+
+
+def _patch_languages_where_needed(interpreter: Any) -> None:
+    """Patch Triton's language for a function inside a kernel only if it is not patched already."""
+    from triton import language
+
+    patch = interpreter._patch_lang
+
     def patched_once(function: Any) -> Any:
-        languages = (triton.language, triton.language.core)
+        languages = (language, language.core)
         used = [
             each
             for each in function.__globals__.values()
-            if any(each is language for language in languages)
+            if any(each is module for module in languages)
         ]
-        if any(triton.language.core.is_builtin(language.load) for language in used):
-            return patch_language(function)
+        if any(language.core.is_builtin(module.load) for module in used):
+            return patch(function)
         return interpreter._LangPatchScope()
 
-    def cached_numpy_dtype(dtype: Any) -> Any:
-        if dtype.name not in numpy_dtypes:
-            numpy_dtypes[dtype.name] = numpy_dtype(dtype)
-        return numpy_dtypes[dtype.name]
+    interpreter._patch_lang = patched_once
 
-    interpreter._patch_lang_tensor = patched
-    interpreter._patch_lang, interpreter._get_np_dtype = patched_once, cached_numpy_dtype
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
-        sanitize_overflow=False
-    )
-    builder.cast_impl = cast_impl
-    builder.create_dot = lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)
+
+def _cache_dtypes(interpreter: Any) -> None:
+    """Look the NumPy dtype of each of Triton's dtypes up once."""
+    convert = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def numpy_dtype(dtype: Any) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = convert(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = numpy_dtype

@@ -1,4 +1,5 @@
-"""Tensors of one layer on a GPU, several implementations of the layer, and a check of their results."""
+"""Tensors of one layer on a GPU, several implementations of the layer, and a check of their
+results."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ from moesaic_lab.device.shapes import GpuLayer
 LEAVES = ("x", "w13", "w2", "weight", "up_bias", "down_bias")
 """Names of `Inputs.leaves`; the biases belong to gpt-oss's experts only."""
 TOLERANCE = 0.02
-"""Largest allowed error, relative to a result's root mean square. bfloat16 rounds to 2**-9, a few times per result."""
+"""Largest allowed error, relative to a result's root mean square. bfloat16 rounds to 2**-9, a few
+times per result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Tensors of one layer: leaves of the autograd graph, the chosen experts, and the gradient of the output."""
+    """Tensors of one layer: leaves of the autograd graph, the chosen experts, and the gradient of
+    the output."""
 
     x: Tensor
     """(T, D)."""
@@ -56,7 +59,8 @@ class Inputs:
 
     @staticmethod
     def random(layer: GpuLayer, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
-        """Return a layer with random weights and random routing; the loads of the experts differ at random."""
+        """Return a layer with random weights and random routing; the loads of the experts differ at
+        random."""
         generator = torch.Generator(device=device).manual_seed(seed)
         factory: dict[str, Any] = {"device": device, "generator": generator}
 
@@ -80,8 +84,12 @@ class Inputs:
 
     @staticmethod
     def untouched(layer: GpuLayer) -> Inputs:
-        """Return tensors of a layer's shapes for the compiler; the large ones are uninitialized, so no memory is touched."""
-        tokens, dim, hidden, experts = layer.tokens, layer.dim, layer.hidden, layer.num_experts
+        """Return tensors of a layer's shapes for the compiler; the large ones are uninitialized, so
+        no memory is touched."""
+        tokens = layer.tokens
+        dim = layer.dim
+        hidden = layer.hidden
+        experts = layer.num_experts
         expert = torch.zeros(tokens, layer.top_k, dtype=torch.int32)
         x, w13, w2, dy = (
             torch.empty(sizes, dtype=torch.bfloat16, requires_grad=True)
@@ -139,7 +147,8 @@ def ours(inputs: Inputs, tiles: Mapping[str, Any] | None) -> Implementation:
 
 def grouped_mm(inputs: Inputs) -> Implementation:
     """Return the implementation by torch's `grouped_mm`, one operation after the other."""
-    num_experts, top_k = len(inputs.w13), inputs.expert.shape[1]
+    num_experts = len(inputs.w13)
+    top_k = inputs.expert.shape[1]
     token = torch.arange(len(inputs.x), device=inputs.x.device).repeat_interleave(top_k)
     up_bias, down_bias = inputs.biases or (None, None)
 
@@ -148,17 +157,27 @@ def grouped_mm(inputs: Inputs) -> Implementation:
         counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         order = sort_by_expert(token, flat, counts, len(inputs.x), top_k)
         work = ExpertWork(
-            x=inputs.x, dispatch=order.dispatch, gates=inputs.weight.view(-1)[order.order], gates_first=False,
-            ends=order.ends, up=inputs.w13, up_bias=up_bias, down=inputs.w2, down_bias=down_bias, activation="silu",
-            clamp=inputs.clamp, kernel="grouped_mm",
-        )  # fmt: skip
+            x=inputs.x,
+            dispatch=order.dispatch,
+            gates=inputs.weight.view(-1)[order.order],
+            gates_first=False,
+            ends=order.ends,
+            up=inputs.w13,
+            up_bias=up_bias,
+            down=inputs.w2,
+            down_bias=down_bias,
+            activation="silu",
+            clamp=inputs.clamp,
+            kernel="grouped_mm",
+        )
         return expert_ffn(work)
 
     return Implementation(forward=forward, leaves=inputs.leaves)
 
 
 def liger(inputs: Inputs) -> Implementation:
-    """Return liger-kernel's fused layer with the same weights. It also uses Triton kernels, with gate and up in one matrix.
+    """Return liger-kernel's fused layer with the same weights. It also uses Triton kernels, with
+    gate and up in one matrix.
 
     Raises:
         ImportError: the package is not installed.
@@ -178,8 +197,8 @@ def liger(inputs: Inputs) -> Implementation:
 def sonic(inputs: Inputs) -> Implementation:
     """Return SonicMoE's own kernels with the same weights and routing.
 
-    SonicMoE expects the rows of gate and up interleaved, and the experts as the last dimension. QuACK, whose products it uses,
-    takes its default configurations.
+    SonicMoE expects the rows of gate and up interleaved, and the experts as the last dimension.
+    QuACK, whose products it uses, takes its default configurations.
 
     Raises:
         ImportError: the package is not installed.
@@ -188,12 +207,12 @@ def sonic(inputs: Inputs) -> Implementation:
     _check_plain(inputs, "SonicMoE")
     quack = import_module("quack.gemm_interface")
     for name in ("gemm", "gemm_gated", "gemm_dgated"):
-        setattr(
-            quack, name, partial(getattr(quack, name), tuned=False)
-        )  # else it tunes for minutes
+        # else it tunes for minutes
+        setattr(quack, name, partial(getattr(quack, name), tuned=False))
     run = import_module("sonicmoe.functional").moe_general_routing_inputs
     swiglu = import_module("sonicmoe.enums").ActivationType.SWIGLU
-    num_experts, top_k = len(inputs.w13), inputs.expert.shape[1]
+    num_experts = len(inputs.w13)
+    top_k = inputs.expert.shape[1]
     gate_up = inputs.w13.detach().transpose(1, 2).flatten(1, 2).contiguous().requires_grad_()
     token = torch.arange(
         len(inputs.x), dtype=torch.int32, device=inputs.x.device
@@ -201,74 +220,77 @@ def sonic(inputs: Inputs) -> Implementation:
 
     def forward() -> Tensor:
         stream = torch.cuda.current_stream().cuda_stream if inputs.x.is_cuda else 0
-        gate_up_rows, down_rows = gate_up.permute(1, 2, 0), inputs.w2.permute(1, 2, 0)
         copies = (inputs.weight.view(-1), token, inputs.expert.view(-1))
-        y: Tensor = run(
-            inputs.x, *copies, gate_up_rows, None, down_rows, None, num_experts, stream, swiglu
-        )[0]
+        # each matrix with its bias
+        weights = (gate_up.permute(1, 2, 0), None, inputs.w2.permute(1, 2, 0), None)
+        y: Tensor = run(inputs.x, *copies, *weights, num_experts, stream, swiglu)[0]
         return y
 
     return Implementation(forward=forward, leaves=(inputs.x, inputs.weight, gate_up, inputs.w2))
 
 
 def layer_of(inputs: Inputs) -> Implementation:
-    """Return the library's `MoE` layer with these experts, its router and its load-balancing loss. It routes by itself."""
+    """Return the library's `MoE` layer with these experts, its router and its load-balancing loss.
+    It routes by itself."""
     from moesaic.layer import MoE
 
     num_experts, _, hidden, dim = inputs.w13.shape
+    top_k = inputs.expert.shape[1]
     experts = partial(GatedExperts, clamp=inputs.clamp, bias=True) if inputs.biases else "swiglu"
-    layer = MoE(dim, hidden, num_experts, inputs.expert.shape[1], experts=experts).to(
-        inputs.x.device, inputs.x.dtype
-    )
+    layer = MoE(dim, hidden, num_experts, top_k, experts=experts)
+    layer = layer.to(inputs.x.device, inputs.x.dtype)
+    values = {"w13": inputs.w13, "w2": inputs.w2, **dict(zip(("b13", "b2"), inputs.biases))}
     with torch.no_grad():
-        for name, value in zip(("w13", "w2", "b13", "b2"), (inputs.w13, inputs.w2, *inputs.biases)):
+        for name, value in values.items():
             layer.experts.get_parameter(name).copy_(value)
     return Implementation(forward=lambda: layer(inputs.x), leaves=(inputs.x, *layer.parameters()))
 
 
 def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str, float]:
-    """Return the errors of results against experts one after another in float32, relative to their root mean square.
+    """Return the errors of results against experts one after another in float32, relative to their
+    root mean square.
 
     Args:
         inputs: tensors of the layer.
         y: (T, D), the output.
-        grads: gradients of `inputs.leaves` for the output gradient `inputs.dy`; None for a gradient that is not compared.
+        grads: gradients of `inputs.leaves` for the output gradient `inputs.dy`; None for a gradient
+            that is not compared.
     """
-    actual = dict(zip(("y", *LEAVES), (y, *grads)))
-    squares = {name: torch.zeros(2, dtype=torch.float64, device=y.device) for name in actual}
-    exact = {
-        name: torch.zeros_like(each, dtype=torch.float32) for name, each in zip(("y", "x"), (y, y))
-    }
+    found = dict(zip(("y", *LEAVES), (y, *grads)))
+    squares = {name: torch.zeros(2, dtype=torch.float64, device=y.device) for name in found}
+    parameters = {"w13": inputs.w13, "w2": inputs.w2}
+    parameters |= dict(zip(LEAVES[4:], inputs.biases))
+    exact_y = torch.zeros_like(y, dtype=torch.float32)
+    exact_dx = torch.zeros_like(y, dtype=torch.float32)
 
-    def compare(name: str, right: Tensor, found: Tensor | None) -> None:
-        difference = right if found is None else found.float() - right
+    def compare(name: str, right: Tensor, actual: Tensor | None) -> None:
+        """Add the squares of the error and of the right values."""
+        difference = right if actual is None else actual.float() - right
         squares[name] += torch.stack(
             [difference.double().square().sum(), right.double().square().sum()]
         )
 
     for e in range(len(inputs.w13)):
         token, slot = (inputs.expert == e).nonzero(as_tuple=True)
-        of_expert = (
-            inputs.x[token],
-            inputs.weight[token, slot],
-            *(each[e] for each in (inputs.w13, inputs.w2, *inputs.biases)),
-        )
+        of_expert = [inputs.x[token], inputs.weight[token, slot]]
+        of_expert += [parameter[e] for parameter in parameters.values()]
         leaves = [leaf.detach().float().requires_grad_() for leaf in of_expert]
         with torch.enable_grad():
             rows = _rows_of(inputs.clamp, *leaves)
         d_x, d_weight, *d_parameters = torch.autograd.grad(rows, leaves, inputs.dy[token].float())
-        exact["y"].index_add_(0, token, rows.detach())
-        exact["x"].index_add_(0, token, d_x)
-        names = (*LEAVES[1:3], *LEAVES[4:])
-        for name, right, found in zip(names, d_parameters, (*grads[1:3], *grads[4:])):
-            compare(name, right, None if found is None else found[e])
-        compare("weight", d_weight, None if grads[3] is None else grads[3][token, slot])
-    for name, right in exact.items():
-        compare(name, right, actual[name])
+        exact_y.index_add_(0, token, rows.detach())
+        exact_dx.index_add_(0, token, d_x)
+        for name, right in zip(parameters, d_parameters):
+            gradient = found[name]
+            compare(name, right, None if gradient is None else gradient[e])
+        of_weight = found["weight"]
+        compare("weight", d_weight, None if of_weight is None else of_weight[token, slot])
+    compare("y", exact_y, y)
+    compare("x", exact_dx, found["x"])
     return {
         name: float((squares[name][0] / squares[name][1].clamp_min(1e-30)).sqrt())
-        for name, found in actual.items()
-        if found is not None
+        for name, actual in found.items()
+        if actual is not None
     }
 
 
@@ -281,7 +303,8 @@ def _rows_of(
     if clamp is None:
         hidden = F.silu(gate) * up
     else:
-        gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+        gate = gate.clamp(max=clamp.limit)
+        up = up.clamp(-clamp.limit, clamp.limit)
         hidden = gate * torch.sigmoid(clamp.alpha * gate) * (up + clamp.offset)
     return (hidden @ w2.T + down_bias) * weight.unsqueeze(1)
 

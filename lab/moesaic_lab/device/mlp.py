@@ -1,15 +1,16 @@
 """`moe_mlp`: the experts of a layer, from tokens to weighted sums, as one differentiable function.
 
-The steps are those of `kernels/triton/expert_stage.py`, which lists their bytes and FLOPs. Forward keeps x, the routing and the
-pre-activations for backward: T D + R C I elements and 20 R + 4 E bytes, where C is 2 with a gate and otherwise 1. The layer of
-the library runs the same steps through `kernels/expert_ffn.py`. In addition `moe_mlp` accepts tiles from a search and copies
-that are not sent to any expert. It never makes the host wait.
+The steps are those of `kernels/triton/expert_stage.py`, which lists their bytes and FLOPs. Forward
+keeps x, the routing and the pre-activations for backward: T D + R C I elements and 20 R + 4 E
+bytes, where C is 2 with a gate and otherwise 1. The layer of the library runs the same steps
+through `kernels/expert_ffn.py`. In addition `moe_mlp` accepts tiles from a search and copies that
+are not sent to any expert. It never makes the host wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ def moe_mlp(
     clamp: Clamp | None = None,
     tiles: Mapping[str, Tile] | None = None,
 ) -> Tensor:
-    """Run the experts of each token and return the weighted sums, differentiable in x, the parameters and the routing weights.
+    """Run the experts of each token and return the weighted sums, differentiable in x, the
+    parameters and the routing weights.
 
     Args:
         x: (T, D) tokens.
@@ -63,49 +65,78 @@ def moe_mlp(
         x.shape,
         top_k,
     )
-    y: Tensor = _Mlp.apply(
-        x, up, down, weight, copy, row, ends, (top_k, activation, clamp), tiles, *biases
-    )
+    order = _Order(copy=copy, row=row, ends=ends)
+    form = _Form(top_k=top_k, activation=activation, clamp=clamp, tiles=tiles)
+    parameters = (up, down, *biases)
+    y: Tensor = _Mlp.apply(x, weight, order, form, *parameters)
     return y
 
 
+class _Order(NamedTuple):
+    """Where each copy goes; see `moe_mlp`."""
+
+    copy: Tensor
+    row: Tensor
+    ends: Tensor
+
+
+class _Form(NamedTuple):
+    """How the experts compute; see `moe_mlp`."""
+
+    top_k: int
+    activation: str
+    clamp: Clamp | None
+    tiles: Mapping[str, Tile] | None
+
+
 class _Mlp(torch.autograd.Function):
+    """`moe_mlp` with its gradients."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
-        form: Form, tiles: Mapping[str, Tile] | None, *biases: Tensor,
-    ) -> Tensor:  # fmt: skip
-        tensors = (x, up, down, weight, copy, row, ends, *biases)
-        y, pre = expert_stage.forward(_work(tensors, form), x.dtype, tiles)
-        ctx.save_for_backward(*tensors, pre)
-        ctx.form, ctx.tiles = form, tiles
+        ctx: Any, x: Tensor, weight: Tensor, order: _Order, form: _Form, *parameters: Tensor
+    ) -> Tensor:
+        work = _work(x, weight, order, form, parameters)
+        y, pre = expert_stage.forward(work, x.dtype, form.tiles)
+        ctx.save_for_backward(pre, *order, x, weight, *parameters)
+        ctx.form = form
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, pre = ctx.saved_tensors
-        work = _work(tensors, ctx.form)
-        grads = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.tiles)
+        pre, copy, row, ends, x, weight, *parameters = ctx.saved_tensors
+        order = _Order(copy=copy, row=row, ends=ends)
+        work = _work(x, weight, order, ctx.form, parameters)
+        grads = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.form.tiles)
         assert grads.gates is not None
-        weight, row = tensors[3], tensors[5]
         d_weight = grads.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
         d_weight = d_weight.masked_fill(row < 0, 0.0).to(weight.dtype)
-        biases = (grads.up_bias, grads.down_bias) if work.up_bias is not None else ()
-        return grads.x, grads.up, grads.down, d_weight, *(None,) * 5, *biases
+        d_biases = (grads.up_bias, grads.down_bias) if work.up_bias is not None else ()
+        return grads.x, d_weight, None, None, grads.up, grads.down, *d_biases
 
 
-Form = tuple[int, str, Clamp | None]
-"""The number of copies per token, the activation and its clamp."""
-
-
-def _work(tensors: Sequence[Tensor], form: Form) -> ExpertWork:
-    """Return the argument of `expert_stage`: routing weights in expert order, rows of each token in the order of its copies."""
-    x, up, down, weight, copy, row, ends, *biases = tensors
-    (top_k, activation, clamp), (up_bias, down_bias) = form, biases or (None, None)
-    starts = torch.arange(0, len(row), top_k, device=row.device)
+def _work(
+    x: Tensor, weight: Tensor, order: _Order, form: _Form, parameters: Sequence[Tensor]
+) -> ExpertWork:
+    """Return the argument of `expert_stage`: routing weights in expert order, rows of each token in
+    the order of its copies."""
+    up, down, *biases = parameters
+    up_bias, down_bias = biases or (None, None)
+    starts = torch.arange(0, len(order.row), form.top_k, device=order.row.device)
+    dispatch = Dispatch(
+        token=order.copy // form.top_k, by_token=order.row, starts=starts, per_token=form.top_k
+    )
     return ExpertWork(
-        x=x, dispatch=Dispatch(token=copy // top_k, by_token=row, starts=starts, per_token=top_k),
-        gates=weight.index_select(0, copy), gates_first=False, ends=ends, up=up,
-        up_bias=up_bias, down=down, down_bias=down_bias, activation=activation, clamp=clamp,
-    )  # fmt: skip
+        x=x,
+        dispatch=dispatch,
+        gates=weight.index_select(0, order.copy),
+        gates_first=False,
+        ends=order.ends,
+        up=up,
+        up_bias=up_bias,
+        down=down,
+        down_bias=down_bias,
+        activation=form.activation,
+        clamp=form.clamp,
+    )

@@ -1,13 +1,16 @@
-"""Measures one MoE layer on a CPU, forward and backward, against its matrix products alone and the layers of others.
+"""Measures one MoE layer on a CPU, forward and backward, against its matrix products alone and the
+layers of others.
 
-Forward and backward with the input's gradient, one process, methods in turn. LB: the experts' matrix products alone,
-per expert torch.mm(out=), and an in-place pass each for the activation and its derivative; 'router's products' are
-its three products alone. Claims over LB: the whole layer, with router, top-k and load-balance loss, over the experts'
-products, the worse of GELU and SwiGLU; over_lb_with_router has the router's products below the line too. Zipf: logits
--0.7 ln i plus unit normal noise. layer_over: our layer's time over that peer's; a peer far from the fastest has fewer
-repeats. growth_bytes: peak of tensors alive beyond those before the call, new gradients included. kept_memory says
-whether the allocator was told to keep what is freed, for all methods alike. Peers have SwiGLU experts. Layers get
-other tokens in each repeat, so that an expert's rows change as in training; the bounds repeat the first.
+Forward and backward with the input's gradient, one process, methods in turn. LB: the experts'
+matrix products alone, per expert torch.mm(out=), and an in-place pass each for the activation and
+its derivative; 'router's products' are its three products alone. Claims over LB: the whole layer,
+with router, top-k and load-balance loss, over the experts' products, the worse of GELU and SwiGLU;
+over_lb_with_router has the router's products below the line too. Zipf: logits -0.7 ln i plus unit
+normal noise. layer_over: our layer's time over that peer's; a peer far from the fastest has fewer
+repeats. growth_bytes: peak of tensors alive beyond those before the call, new gradients included.
+kept_memory says whether the allocator was told to keep what is freed, for all methods alike. Peers
+have SwiGLU experts. Layers get other tokens in each repeat, so that an expert's rows change as in
+training; the bounds repeat the first.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
-from moesaic.kernels.memory import keep_freed_memory
+from moesaic.kernels.huge_pages import keep_freed_memory
 from moesaic.kernels.products import multiplies
 from moesaic.layer import MoE
 from moesaic_lab.benchmark import Told, each_kept
@@ -36,7 +39,9 @@ from moesaic_lab.device.cases import cases as all_cases
 from moesaic_lab.device.peers import MAX_BATCHED_BYTES, peers
 from moesaic_lab.measure import Ratio, Timing, in_turn, over_ranks, paired, spread
 
-LB, ROUTER, LAYER = "LB", "router's products", "layer"
+LB = "LB"
+ROUTER = "router's products"
+LAYER = "layer"
 TARGETS = {"balanced": 1.10, "zipf": 1.15}
 PEER_TARGET = 0.9
 CASE = ("shape", "dtype", "activation", "routing", "kept_memory")
@@ -54,9 +59,11 @@ Row = Mapping[str, Any]
 WARM_UP = 8
 """Untimed rounds, in which libraries compile code for the first shapes."""
 SLOW = 4.0
-"""A peer that takes more than this many times as long as our layer in the warm-up is timed in two repeats only."""
+"""A peer that takes more than this many times as long as our layer in the warm-up is timed in two
+repeats only."""
 FEW = 5
-"""Repeats of a peer that is not slow, but more than `NEAR_BEST` times as slow as the fastest peer."""
+"""Repeats of a peer that is not slow, but more than `NEAR_BEST` times as slow as the fastest
+peer."""
 NEAR_BEST = 1.1
 
 
@@ -75,7 +82,8 @@ class DeviceCell:
     """Reasons why peers did not run, by peer."""
 
     def ratio(self, method: str, *over: str) -> Ratio:
-        """Return the paired ratio of a method's time over that of another method, or over the sum of several."""
+        """Return the paired ratio of a method's time over that of another method, or over the sum
+        of several."""
         pairs = min(len(self.seconds[name]) for name in (method, *over))
         below = [sum(seconds) for seconds in zip(*(self.seconds[name][:pairs] for name in over))]
         return paired(self.seconds[method][:pairs], below)
@@ -87,21 +95,28 @@ class DeviceCell:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per method, and one per peer that did not run."""
-        shape, mean = self.case.shape, sum(self.counts) / len(self.counts)
+        shape = self.case.shape
+        mean = sum(self.counts) / len(self.counts)
         head = {
-            "shape": shape.name, "dtype": self.case.dtype, "activation": self.case.activation,
-            "routing": self.case.routed, "max_over_mean": max(self.counts) / mean,
-        }  # fmt: skip
+            "shape": shape.name,
+            "dtype": self.case.dtype,
+            "activation": self.case.activation,
+            "routing": self.case.routed,
+            "max_over_mean": max(self.counts) / mean,
+        }
         return [head | self._row(method) for method in self.seconds] + [
             head | {"method": name, "reason": why} for name, why in self.absent.items()
         ]
 
     def _row(self, method: str) -> dict[str, Any]:
+        """Return the row of a method."""
         row: dict[str, Any] = {
-            "method": method, **Timing.of(self.seconds[method]).row(), **spread("over_lb", self.ratio(method, LB)),
+            "method": method,
+            **Timing.of(self.seconds[method]).row(),
+            **spread("over_lb", self.ratio(method, LB)),
             "over_lb_with_router": self.ratio(method, LB, ROUTER).median,
             "growth_bytes": self.growth_bytes.get(method),
-        }  # fmt: skip
+        }
         if method in self.peers:
             row |= spread("layer_over", self.ratio(LAYER, method))
         return row
@@ -113,9 +128,11 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
     Args:
         case: the layer and its inputs.
         repeats: timed rounds of the bound, our layer and the fastest layers of others.
-        with_peers: whether to measure the layers of others as well; they run only in cases with SwiGLU experts.
+        with_peers: whether to measure the layers of others as well; they run only in cases with
+            SwiGLU experts.
     """
-    layer, inputs = case.layer(), [case.inputs(seed) for seed in range(2 + WARM_UP + repeats)]
+    layer = case.layer()
+    inputs = [case.inputs(seed) for seed in range(2 + WARM_UP + repeats)]
     layer.step_counts.zero_()
     layer(inputs[0][0])
     counts = tuple(layer.step_counts.tolist())
@@ -125,7 +142,8 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
     )
     modules |= peer_modules
     methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), ROUTER: RouterBound(case)}
-    growth, call_seconds = {}, {}
+    growth = {}
+    call_seconds = {}
     for name, module in modules.items():
         methods[name] = partial(_next_step, module, itertools.cycle(inputs))
         methods[name]()
@@ -140,7 +158,8 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
 
 
 def _next_step(module: nn.Module, inputs: Iterator[tuple[Tensor, Tensor]]) -> None:
-    """Run a step with the next input, and free the input's gradient, whose memory the next step would have to replace."""
+    """Run a step with the next input, and free the input's gradient, whose memory the next step
+    would have to replace."""
     x, dy = next(inputs)
     step(module, x, dy)
     x.grad = None
@@ -149,7 +168,8 @@ def _next_step(module: nn.Module, inputs: Iterator[tuple[Tensor, Tensor]]) -> No
 def _timed(
     methods: dict[str, Callable[[], object]], repeats: int, slow: list[str], peers: list[str]
 ) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of each repeat by method; peers far from the fastest one are dropped after a few repeats."""
+    """Return the seconds of each repeat by method; peers far from the fastest one are dropped after
+    a few repeats."""
 
     def run(names: list[str], rounds: int, warmup: int) -> dict[str, tuple[float, ...]]:
         return over_ranks(
@@ -168,8 +188,10 @@ def _timed(
 
 
 def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the layers of others that can run a case, and the reasons why the remaining peers cannot."""
-    modules, absent = {}, {}
+    """Return the layers of others that can run a case, and the reasons why the remaining peers
+    cannot."""
+    modules = {}
+    absent = {}
     for name, make in peers().items():
         reason = make if isinstance(make, str) else _too_large(name, case)
         if reason is not None:
@@ -180,18 +202,23 @@ def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str
 
 
 def _too_large(name: str, case: DeviceCase) -> str | None:
-    """Return the reason why a peer's memory does not suffice for a case; None if the peer can run it."""
+    """Return the reason why a peer's memory does not suffice for a case; None if the peer can run
+    it."""
     shape = case.shape
     copied_bytes = (
         shape.tokens * shape.top_k * 3 * shape.dim * shape.hidden * case.torch_dtype.itemsize
     )
     if name.endswith("batched_mm") and copied_bytes > MAX_BATCHED_BYTES:
-        return f"it would copy {copied_bytes / 2**30:.0f} GiB of weights, a row's expert's matrices for each row"
+        return (
+            f"it would copy {copied_bytes / 2**30:.0f} GiB of weights, a row's expert's matrices "
+            "for each row"
+        )
     return None
 
 
 def chosen(only: str | None) -> list[DeviceCase]:
-    """Return the cases whose names have all words of one of the alternatives in `only`, which commas separate.
+    """Return the cases whose names have all words of one of the alternatives in `only`, which
+    commas separate.
 
     Raises:
         InputError: no case has.
@@ -215,14 +242,16 @@ def measure_all(
     keep: str | None,
     told: Told,
 ) -> list[dict[str, Any]]:
-    """Measure the chosen cases and return their rows. An interrupted run with a folder `keep` loses one case."""
+    """Measure the chosen cases and return their rows. An interrupted run with a folder `keep` loses
+    one case."""
     setting = {"threads": threads, "kept_memory": keep_freed and keep_freed_memory()}
     torch.set_num_threads(threads)
     runs: dict[str, Callable[[], Any]] = {}
     for case in chosen(only):
         if not multiplies(case.torch_dtype):
             told(f"{case.name}: left out, this CPU has no instructions for bfloat16")
-            continue  # without them the bound's and the others' products take up to 100 times as long
+            # without them the bound's and the others' products take up to 100 times as long
+            continue
         name = "-".join(map(str, (case.name.replace(" ", "-"), repeats, *setting.values())))
         runs[name] = partial(_measured_rows, case, repeats, peers, setting)
     return [row for _, rows in each_kept(keep, runs, told) for row in rows]
@@ -231,6 +260,7 @@ def measure_all(
 def _measured_rows(
     case: DeviceCase, repeats: int, peers: bool, setting: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    """Measure a case and return its rows with the setting."""
     return [row | setting for row in measure(case, repeats, peers).rows()]
 
 
@@ -240,7 +270,8 @@ def _words(case: DeviceCase) -> set[str]:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims of the measured shapes. Claims measured with the system's default allocator have it in their name."""
+    """Return the claims of the measured shapes. Claims measured with the system's default allocator
+    have it in their name."""
     all_claims: list[Claim] = []
     for shape, is_kept in dict.fromkeys((row["shape"], row["kept_memory"]) for row in rows):
         of_shape = [row for row in rows if (row["shape"], row["kept_memory"]) == (shape, is_kept)]
@@ -262,7 +293,8 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
-    """Return the claim on the time of our whole layer over that of the fastest peer, the worst of all cases with a peer."""
+    """Return the claim on the time of our whole layer over that of the fastest peer, the worst of
+    all cases with a peer."""
     name = f"{head}.over_best_peer"
     best = [min(peers, key=lambda row: float(row["median_seconds"])) for peers in _peer_rows(rows)]
     value = max((float(row["layer_over"]) for row in best), default=None)
@@ -271,7 +303,8 @@ def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
 
 
 def _memory(head: str, rows: Sequence[Row]) -> Claim:
-    """Return the claim on our layer's memory growth over the smallest growth of a peer, the worst of all cases."""
+    """Return the claim on our layer's memory growth over the smallest growth of a peer, the worst
+    of all cases."""
     name = f"{head}.memory_over_best_peer"
     ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
     ratios = [
@@ -289,9 +322,11 @@ def _peer_rows(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _case(row: Row) -> tuple[Any, ...]:
+    """Return what names the case of a row."""
     return tuple(row[key] for key in CASE)
 
 
 def _why_absent(rows: Sequence[Row]) -> str:
+    """Return the reasons why peers were not measured."""
     reasons = dict.fromkeys(row["reason"] for row in rows if "reason" in row)
     return "; ".join(reasons) or "peers were not asked for"

@@ -1,7 +1,9 @@
-"""Measures MoE layers on one GPU: TFLOP/s forward and backward and activation memory, beside other implementations.
+"""Measures MoE layers on one GPU: TFLOP/s forward and backward and activation memory, beside other
+implementations.
 
-The results of each layer are checked first. Then the implementations are timed in turn, and their memory is measured. SonicMoE
-has a step of its own, since compiling its kernels may take minutes, and a layer's figures must not be lost to that.
+The results of each layer are checked first. Then the implementations are timed in turn, and their
+memory is measured. SonicMoE has a step of its own, since compiling its kernels may take minutes,
+and a layer's figures must not be lost to that.
 """
 
 from __future__ import annotations
@@ -39,17 +41,16 @@ REPEATS = 20
 
 
 def measure(folder: Path, *names: str, dry: bool) -> int:
-    """Measure layers beside other implementations, write their rows, and return the exit code: 1 if one failed.
+    """Measure layers beside other implementations, write their rows, and return the exit code: 1 if
+    one failed.
 
     Args:
         folder: folder of rows.json and tiles.json.
         names: names or parts of names of the layers; all without any.
         dry: measure a tiny layer, without a GPU.
     """
-    results, others = (
-        StepRows(folder, dry=dry),
-        {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of},
-    )
+    results = StepRows(folder, dry=dry)
+    others = {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of}
     # A processor without bfloat16 instructions takes minutes for what is milliseconds on a GPU.
     dense = partial(dense_tflops, 64 if dry else DENSE_SIZE, torch.bfloat16, results.device)
     done = [results.attempt("dense", lambda: {"tflops": dense()})]
@@ -62,7 +63,8 @@ def measure(folder: Path, *names: str, dry: bool) -> int:
 
 def measure_sonic(folder: Path, *names: str, dry: bool) -> int:
     """Measure SonicMoE's own kernels in turn with ours, as `measure` does."""
-    results, others = StepRows(folder, dry=dry), {SONIC: sonic}
+    results = StepRows(folder, dry=dry)
+    others = {SONIC: sonic}
     done = [
         results.attempt(f"{SONIC}.{layer.name}", partial(_row, layer, folder, results, others))
         for layer in chosen(names, dry)
@@ -71,10 +73,10 @@ def measure_sonic(folder: Path, *names: str, dry: bool) -> int:
 
 
 def tune(folder: Path, name: str, product: str, seconds: str, *, dry: bool) -> int:
-    """Search tiles for one product of one layer, write them to tiles.json, and return the exit code 0.
+    """Search tiles for one product of one layer, write them to tiles.json, and return the exit
+    code 0.
 
     Args:
-        folder: folder of tiles.json.
         name: part of the layer's name.
         product: name of the product.
         seconds: time after which no further candidate is tried.
@@ -91,17 +93,18 @@ def tune(folder: Path, name: str, product: str, seconds: str, *, dry: bool) -> i
         search_tiles(
             layer,
             inputs,
-            search.load(path, device_of(inputs.x.device)),
-            path,
-            deadline,
-            say,
-            (product,),
+            tuned=search.load(path, device_of(inputs.x.device)),
+            path=path,
+            deadline=deadline,
+            say=say,
+            only=(product,),
         )
     return 0
 
 
 def chosen(names: Sequence[str], dry: bool) -> list[GpuLayer]:
-    """Return the layers whose names have one of the parts; all without any. In a dry run the tiny one alone."""
+    """Return the layers whose names have one of the parts; all without any. In a dry run the tiny
+    one alone."""
     return (
         [TINY]
         if dry
@@ -147,8 +150,10 @@ def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> di
 def _compared(
     layer: GpuLayer, inputs: Inputs, own: Implementation, others: Makers
 ) -> dict[str, Any]:
-    """Return times and memory of our kernels and of others that compute the same, or why another could not be run."""
-    implementations, row = {"ours": own}, dict[str, Any]()
+    """Return times and memory of our kernels and of others that compute the same, or why another
+    could not be run."""
+    implementations = {"ours": own}
+    row = dict[str, Any]()
     exact = own.forward().detach()
     for name, make in others.items():
         try:
@@ -169,9 +174,10 @@ def _compared(
         ):
             low, median, high = statistics.quantiles(seconds[f"{name} {direction}"], n=4)
             row[name] |= {
-                f"{direction}_ms": median * 1e3, f"{direction}_tflops": flops / median / 1e12,
+                f"{direction}_ms": median * 1e3,
+                f"{direction}_tflops": flops / median / 1e12,
                 f"{direction}_ms_spread": [low * 1e3, high * 1e3],
-            }  # fmt: skip
+            }
         row[name]["memory_gib"] = vars(
             memory_of(implementation.forward, inputs.x, implementation.leaves, inputs.dy)
         )
@@ -196,7 +202,8 @@ def _timed(
 
 
 def _ratio(seconds: Mapping[str, list[float]], name: str) -> float:
-    """Return the median over the repeats of an implementation's forward plus backward time divided by ours."""
+    """Return the median over the repeats of an implementation's forward plus backward time divided
+    by ours."""
     pairs = zip(
         *(seconds[f"{own} {which}"] for own in (name, "ours") for which in ("forward", "backward"))
     )

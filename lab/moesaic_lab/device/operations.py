@@ -1,13 +1,15 @@
-"""`moesaic bench device --part operations`: each operation of a layer, beside plain PyTorch code and the roofline.
+"""`moesaic bench device --part operations`: each operation of a layer, beside plain PyTorch code
+and the roofline.
 
-Each operation in turn with the plain way to write it (fast encode and decode: GShard's einsum; experts: one after the
-other by autograd), caches flushed before each call. Bound: arithmetic over the rate of a large matrix product or
-bytes over the rate of a large copy, the longer one; of_bound: the bound over the measured time. error: distance from
-the plain way in float64, relative. growth: peak of tensors alive beyond those before.
+Each operation in turn with the plain way to write it (fast encode and decode: GShard's einsum;
+experts: one after the other by autograd), caches flushed before each call. Bound: arithmetic over
+the rate of a large matrix product or bytes over the rate of a large copy, the longer one; of_bound:
+the bound over the measured time. error: distance from the plain way in float64, relative. growth:
+peak of tensors alive beyond those before.
 
-The roofline (Williams, Waterman and Patterson, CACM 2009) is a lower bound on an operation's time. It is the larger of two
-times: its FLOPs over the rate of a large matrix product, and its bytes over the rate of a large copy. Both rates are measured
-first.
+The roofline (Williams, Waterman and Patterson, CACM 2009) is a lower bound on an operation's time.
+It is the larger of two times: its FLOPs over the rate of a large matrix product, and its bytes over
+the rate of a large copy. Both rates are measured first.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from moesaic_lab.device.ops import KernelOp, ops
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired, spread
 from moesaic_lab.pictures import Panel, PlottedSeries
 
-OURS, PLAIN = "ours", "plain"
+OURS = "ours"
+PLAIN = "plain"
 COLUMNS = (
     "dtype",
     "op",
@@ -53,8 +56,10 @@ class Roof:
     @classmethod
     def measured(cls, dtype: torch.dtype) -> Roof:
         """Measure both rates."""
-        a, out = torch.ones(1024, 1024).to(dtype), torch.empty(1024, 1024, dtype=dtype)
-        source, target = torch.ones(2**25), torch.empty(2**25)
+        a = torch.ones(1024, 1024).to(dtype)
+        out = torch.empty(1024, 1024, dtype=dtype)
+        source = torch.ones(2**25)
+        target = torch.empty(2**25)
         product = _best(lambda: torch.mm(a, a, out=out), 10)
         copy = _best(lambda: target.copy_(source), 5)
         return cls(flops=2 * 1024**3 / product, bandwidth=2 * source.nbytes / copy)
@@ -95,19 +100,32 @@ def measure(
 def _row(
     op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]
 ) -> dict[str, Any]:
-    timing, bound = Timing.of(seconds[OURS]), roof.bound(op)
+    """Return the row of an operation."""
+    timing = Timing.of(seconds[OURS])
+    bound = roof.bound(op)
     return {
-        "op": op.name, **timing.row(), **spread("over_plain", paired(seconds[OURS], seconds[PLAIN])),
-        "flops": op.flops, "bytes": op.num_bytes, "bound_seconds": bound, "of_bound": bound / timing.median,
-        "peak_flops": roof.flops, "bandwidth": roof.bandwidth, "error": op.error(), "growth_bytes": growth[OURS],
+        "op": op.name,
+        **timing.row(),
+        **spread("over_plain", paired(seconds[OURS], seconds[PLAIN])),
+        "flops": op.flops,
+        "bytes": op.num_bytes,
+        "bound_seconds": bound,
+        "of_bound": bound / timing.median,
+        "peak_flops": roof.flops,
+        "bandwidth": roof.bandwidth,
+        "error": op.error(),
+        "growth_bytes": growth[OURS],
         "plain_growth_bytes": growth[PLAIN],
-    }  # fmt: skip
+    }
 
 
 def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    """Return claims per operation and dtype: its share of the bound; for encode and decode, time and memory over the einsum."""
+    """Return claims per operation and dtype: its share of the bound; for encode and decode, time
+    and memory over the einsum."""
     all_claims = []
     for row in rows:
+        if "op" not in row:  # a row of another part
+            continue
         name = f"kernels.{row['op'].replace(', ', '_').replace(' ', '_')}.{row['dtype']}"
         all_claims.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], op=">="))
         if row["op"].startswith("fast"):
@@ -122,6 +140,7 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
 def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     """Return a panel per dtype: the time of each operation over that of the plain code."""
     all_panels = []
+    rows = [row for row in rows if "op" in row]
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         of_dtype = [row for row in rows if row["dtype"] == dtype]
         keys = {"y": "over_plain", "low": "over_plain_low", "high": "over_plain_high"}
@@ -129,7 +148,8 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
         over = PlottedSeries(
             name="ours over plain", x=tuple(map(float, range(len(of_dtype)))), **values
         )
-        names, title = tuple(row["op"] for row in of_dtype), f"time over the plain way, {dtype}"
+        names = tuple(row["op"] for row in of_dtype)
+        title = f"time over the plain way, {dtype}"
         all_panels.append(
             Panel(title=title, x_title="", y_title="ratio", series=(over,), categories=names)
         )

@@ -1,6 +1,8 @@
-"""The operations of `moesaic bench device --part operations`, each with plain PyTorch code for the same, its FLOPs and bytes.
+"""The operations of `moesaic bench device --part operations`, each with plain PyTorch code for the
+same, its FLOPs and bytes.
 
-The plain code also serves as the reference: run in float64 on the same inputs it gives the correct result.
+The plain code also serves as the reference: run in float64 on the same inputs it gives the correct
+result.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class KernelOp:
     """Bytes of the inputs and results, each counted once."""
 
     def error(self) -> float:
-        """Return the norm of our difference from the plain code in float64, relative to the norm of its result."""
+        """Return the norm of our difference from the plain code in float64, relative to the norm of
+        its result."""
         exact = self.plain(
             *(tensor.double() if tensor.is_floating_point() else tensor for tensor in self.inputs)
         ).double()
@@ -57,9 +60,12 @@ def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
-    tokens, experts, top_k = shape.tokens, shape.experts, shape.top_k
+    tokens = shape.tokens
+    experts = shape.experts
+    top_k = shape.top_k
     chosen = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k]
-    token, expert = torch.arange(tokens).repeat_interleave(top_k), chosen.reshape(-1)
+    token = torch.arange(tokens).repeat_interleave(top_k)
+    expert = chosen.reshape(-1)
     counts = torch.bincount(expert, minlength=experts)
     order = sort_by_expert(token, expert, counts, tokens, top_k)
     gates = torch.rand(len(token), generator=generator).to(dtype)
@@ -73,35 +79,53 @@ def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
 
 
 def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int) -> KernelOp:
+    """Return the operation that sorts copies by expert."""
     return KernelOp(
-        name="sort by expert", inputs=(token, expert),
-        run=lambda token, expert: sort_by_expert(token, expert, counts, tokens, top_k).dispatch.by_token,
-        plain=lambda token, expert: expert.argsort(stable=True).argsort(), flops=0.0, num_bytes=5.0 * 8 * len(token),
-    )  # fmt: skip
+        name="sort by expert",
+        inputs=(token, expert),
+        run=lambda token, expert: (
+            sort_by_expert(token, expert, counts, tokens, top_k).dispatch.by_token
+        ),
+        plain=lambda token, expert: expert.argsort(stable=True).argsort(),
+        flops=0.0,
+        num_bytes=5.0 * 8 * len(token),
+    )
 
 
 def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[KernelOp]:
     """Return the gather of tokens into expert order, and the combine of expert rows into tokens."""
-    sent, dim, item = order.dispatch, x.shape[1], x.element_size()
-    num_rows, rows = len(sent.token), x.index_select(0, sent.token)
+    sent = order.dispatch
+    dim = x.shape[1]
+    item = x.element_size()
+    num_rows = len(sent.token)
+    rows = x.index_select(0, sent.token)
 
     def combine(rows: Tensor, gates: Tensor) -> Tensor:
         weighted = rows[sent.by_token] * gates[sent.by_token].unsqueeze(1)
         return weighted.view(-1, top_k, dim).sum(1)
 
     gather = KernelOp(
-        name="gather", inputs=(x,), run=lambda x: x.index_select(0, sent.token), plain=lambda x: x[sent.token],
-        flops=0.0, num_bytes=item * dim * (len(x) + num_rows) + 8.0 * num_rows,
-    )  # fmt: skip
+        name="gather",
+        inputs=(x,),
+        run=lambda x: x.index_select(0, sent.token),
+        plain=lambda x: x[sent.token],
+        flops=0.0,
+        num_bytes=item * dim * (len(x) + num_rows) + 8.0 * num_rows,
+    )
     combined = KernelOp(
-        name="combine", inputs=(rows, gates), run=lambda rows, gates: sum_rows(rows, sent, weights=gates),
-        plain=combine, flops=2.0 * num_rows * dim, num_bytes=item * dim * (len(x) + num_rows) + (8.0 + item) * num_rows,
-    )  # fmt: skip
+        name="combine",
+        inputs=(rows, gates),
+        run=lambda rows, gates: sum_rows(rows, sent, weights=gates),
+        plain=combine,
+        flops=2.0 * num_rows * dim,
+        num_bytes=item * dim * (len(x) + num_rows) + (8.0 + item) * num_rows,
+    )
     return [gather, combined]
 
 
 def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
-    """Return the activations between the matrix products, and the row-wise dot products of the routing weights' gradient."""
+    """Return the activations between the matrix products, and the row-wise dot products of the
+    routing weights' gradient."""
 
     def into(activation: str, *pre: Tensor) -> Tensor:
         out = torch.empty_like(pre[0])
@@ -110,10 +134,21 @@ def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
 
     size = a.nbytes
     return [
-        KernelOp(name="GELU", inputs=(a,), run=partial(into, "gelu"), plain=F.gelu, flops=0.0, num_bytes=2.0 * size),
         KernelOp(
-            name="SwiGLU", inputs=(a, b), run=partial(into, "silu"), plain=lambda gate, up: F.silu(gate) * up,
-            flops=0.0, num_bytes=3.0 * size,
+            name="GELU",
+            inputs=(a,),
+            run=partial(into, "gelu"),
+            plain=F.gelu,
+            flops=0.0,
+            num_bytes=2.0 * size,
+        ),
+        KernelOp(
+            name="SwiGLU",
+            inputs=(a, b),
+            run=partial(into, "silu"),
+            plain=lambda gate, up: F.silu(gate) * up,
+            flops=0.0,
+            num_bytes=3.0 * size,
         ),
         KernelOp(
             name="dot products",
@@ -123,7 +158,7 @@ def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
             flops=2.0 * a.numel(),
             num_bytes=2.0 * size,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[KernelOp]:
@@ -134,8 +169,12 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
     num_bytes = float(x.nbytes + encoded.nbytes)
     return [
         KernelOp(
-            name="fast encode", inputs=(x,), run=lambda x: fast_encode(x, form),
-            plain=lambda x: encode_reference(x, form), flops=0.0, num_bytes=num_bytes,
+            name="fast encode",
+            inputs=(x,),
+            run=lambda x: fast_encode(x, form),
+            plain=lambda x: encode_reference(x, form),
+            flops=0.0,
+            num_bytes=num_bytes,
         ),
         KernelOp(
             name="fast decode",
@@ -145,23 +184,33 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
             flops=2.0 * chosen.numel() * x.shape[1],
             num_bytes=num_bytes,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _experts(
     shape: DeviceShape, order: Permutation, gates: Tensor, normal: Callable[..., Tensor]
 ) -> KernelOp:
-    """Return the expert stage with SwiGLU, forward and backward. Its result is the gradient of the tokens."""
-    experts, dim, hidden = shape.experts, shape.dim, shape.hidden
-    up, down = (
-        normal(experts, 2, hidden, dim) * dim**-0.5,
-        normal(experts, dim, hidden) * hidden**-0.5,
-    )
-    x, dy = normal(shape.tokens, dim), normal(shape.tokens, dim)
+    """Return the expert stage with SwiGLU, forward and backward. Its result is the gradient of the
+    tokens."""
+    experts = shape.experts
+    dim = shape.dim
+    hidden = shape.hidden
+    up = normal(experts, 2, hidden, dim) * dim**-0.5
+    down = normal(experts, dim, hidden) * hidden**-0.5
+    x = normal(shape.tokens, dim)
+    dy = normal(shape.tokens, dim)
     work = ExpertWork(
-        x=x, dispatch=order.dispatch, gates=gates, gates_first=False, ends=order.ends, up=up, up_bias=None, down=down,
-        down_bias=None, activation="silu",
-    )  # fmt: skip
+        x=x,
+        dispatch=order.dispatch,
+        gates=gates,
+        gates_first=False,
+        ends=order.ends,
+        up=up,
+        up_bias=None,
+        down=down,
+        down_bias=None,
+        activation="silu",
+    )
     rows = len(order.token)
     return KernelOp(
         name="experts, both passes",
@@ -176,6 +225,7 @@ def _experts(
 
 
 def _backward(work: ExpertWork, inputs: Any, run: Callable[[ExpertWork], Tensor]) -> Tensor:
+    """Return the gradient of the tokens."""
     x, gates, *weights, dy = (tensor.detach().requires_grad_() for tensor in inputs)
     run(replace(work, x=x, gates=gates, up=weights[0], down=weights[1])).backward(dy.detach())
     assert x.grad is not None
@@ -183,12 +233,15 @@ def _backward(work: ExpertWork, inputs: Any, run: Callable[[ExpertWork], Tensor]
 
 
 def _one_by_one(work: ExpertWork) -> Tensor:
-    """Return the layer's output, computed one expert after the other and differentiated by autograd."""
+    """Return the layer's output, computed one expert after the other and differentiated by
+    autograd."""
     assert work.dispatch is not None
     assert work.gates is not None
-    y, start = torch.zeros_like(work.x), 0
+    y = torch.zeros_like(work.x)
+    start = 0
     for expert, end in enumerate(work.ends.tolist()):
-        token, weight = work.dispatch.token[start:end], work.gates[start:end].unsqueeze(1)
+        token = work.dispatch.token[start:end]
+        weight = work.gates[start:end].unsqueeze(1)
         gate, up = (work.x[token] @ matrices[expert].T for matrices in work.up.unbind(1))
         y = y.index_add(0, token, (F.silu(gate) * up) @ work.down[expert].T * weight)
         start = end
@@ -196,7 +249,8 @@ def _one_by_one(work: ExpertWork) -> Tensor:
 
 
 def mask_of(form: Encoding, gates: Tensor) -> Tensor:
-    """Return GShard's combine mask, (T, E, C): each copy's weight at its place (Lepikhin et al. 2020, section 2.2)."""
+    """Return GShard's combine mask, (T, E, C): each copy's weight at its place (Lepikhin et al.
+    2020, section 2.2)."""
     flat = gates.new_zeros(len(gates), form.num_experts * form.capacity + 1).scatter(
         1, form.place, gates
     )

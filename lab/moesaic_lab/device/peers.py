@@ -1,7 +1,8 @@
-"""Other people's layers on one device, with the weights and the routing of our layer. All their packages are optional.
+"""Other people's layers on one device, with the weights and the routing of our layer. All their
+packages are optional.
 
-The peers are transformers' Mixtral experts behind a router of three lines, in each of the three implementations that
-transformers has, and DeepSpeed's layer without drops. All have SwiGLU experts.
+The peers are transformers' Mixtral experts behind a router of three lines, in each of the three
+implementations that transformers has, and DeepSpeed's layer without drops. All have SwiGLU experts.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from moesaic.routing.routers import SoftmaxTopK
 HF_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 """Names of transformers' implementations of the experts."""
 MAX_BATCHED_BYTES = 4 * 2**30
-"""Limit on the weights that `batched_mm` copies, an expert's matrices per row; cases that need more are not run."""
+"""Limit on the weights that `batched_mm` copies, an expert's matrices per row; cases that need more
+are not run."""
 
 
 def peers() -> dict[str, Callable[[MoE], nn.Module] | str]:
-    """Return, by name, a function that creates the peer from one of our layers, or the reason why the peer is unavailable."""
+    """Return, by name, a function that creates the peer from one of our layers, or the reason why
+    the peer is unavailable."""
     makers: dict[str, Callable[[MoE], nn.Module] | str] = {}
     for implementation in HF_IMPLEMENTATIONS:
         name = f"transformers {implementation}"
@@ -49,9 +52,11 @@ class HuggingFaceLayer(nn.Module):
     def __init__(self, layer: MoE, implementation: str) -> None:
         super().__init__()
         config: Any = import_module("transformers").MixtralConfig(
-            hidden_size=layer.dim, intermediate_size=layer.hidden, num_local_experts=layer.num_experts,
+            hidden_size=layer.dim,
+            intermediate_size=layer.hidden,
+            num_local_experts=layer.num_experts,
             num_experts_per_tok=layer.top_k,
-        )  # fmt: skip
+        )
         config._experts_implementation = implementation
         self.top_k = layer.top_k
         self.experts: Any = import_module(
@@ -74,6 +79,8 @@ class HuggingFaceLayer(nn.Module):
 
 
 def _hf_maker(implementation: str) -> Callable[[MoE], nn.Module]:
+    """Return a function that makes a layer of transformers with an implementation of experts."""
+
     def make(layer: MoE) -> nn.Module:
         return HuggingFaceLayer(layer, implementation)
 
@@ -81,6 +88,7 @@ def _hf_maker(implementation: str) -> Callable[[MoE], nn.Module]:
 
 
 def _deepspeed(layer: MoE) -> nn.Module:
+    """Return DeepSpeed's layer, in a process group of one rank."""
     import torch.distributed as dist
 
     from moesaic_lab.peers.deepspeed import DeepSpeedLayer

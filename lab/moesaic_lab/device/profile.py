@@ -1,7 +1,8 @@
-"""Measures what the planner needs of a GPU: rates of matrix products, of experts by number of rows, and of copies, and memory.
+"""Measures what the planner needs of a GPU: rates of matrix products, of experts by number of rows,
+and of copies, and memory.
 
-The result describes a cluster of one device, which `moesaic plan --cluster cluster.json` reads. One GPU cannot measure links:
-copy the `[device]` table into a file that describes the links.
+The result describes a cluster of one device, which `moesaic plan --cluster cluster.json` reads. One
+GPU cannot measure links: copy the `[device]` table into a file that describes the links.
 """
 
 from __future__ import annotations
@@ -49,18 +50,32 @@ def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -
     moved = 2 * copied.nbytes / seconds_of(lambda: copied.index_select(0, order))
     dim, hidden, num_experts = sizes.experts
     return ClusterSpec(
-        nodes=1, devices_per_node=1, name="gpu", description=f"one {name}, no links",
-        source=f"moesaic bench device, {datetime.datetime.now(datetime.timezone.utc):%F}, torch {torch.__version__}",
-        measured=(f"device: products of {sizes.dense}; bfloat16 experts {dim} x {hidden}, {num_experts} at once, both passes",),
+        nodes=1,
+        devices_per_node=1,
+        name="gpu",
+        description=f"one {name}, no links",
+        source=(
+            f"moesaic bench device, {datetime.datetime.now(datetime.timezone.utc):%F}, torch "
+            f"{torch.__version__}"
+        ),
+        measured=(
+            (
+                f"device: products of {sizes.dense}; bfloat16 experts {dim} x {hidden}, "
+                f"{num_experts} at once, both passes"
+            ),
+        ),
         device=Device(
-            tflops=Tflops(**rates), memory_gib=memory_gib, memory_gigabytes_per_second=moved / 1e9,
+            tflops=Tflops(**rates),
+            memory_gib=memory_gib,
+            memory_gigabytes_per_second=moved / 1e9,
             gemm_rows=tuple(map(float, experts)),
             gemm_share=tuple(min(rate / rates["bf16"], 1.0) for rate in experts.values()),
         ),
-    )  # fmt: skip
+    )
 
 
 def _tf32(size: int, device: str) -> float:
+    """Return the rate of products in TF32, in TFLOP/s."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -1,7 +1,9 @@
-"""Four ranks over NCCL on one GPU: every plan, the trainer (FSDP2, tensor parallelism), and transformers' sharded experts.
+"""Four ranks over NCCL on one GPU: every plan, the trainer (FSDP2, tensor parallelism), and
+transformers' sharded experts.
 
-NCCL refuses two ranks on one device only if they say that they are on one host. So each rank names a host of its own, and the
-ranks talk over the loopback network. Without a GPU, Gloo takes NCCL's place.
+NCCL refuses two ranks on one device only if they say that they are on one host. So each rank names
+a host of its own, and the ranks talk over the loopback network. Without a GPU, Gloo takes NCCL's
+place.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
 from moesaic.layer import MoE
-from moesaic.named import REPLICATION
+from moesaic.policies import REPLICATION
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
@@ -36,20 +38,35 @@ from moesaic_lab.device.results import reason
 
 WORLD = 4
 NCCL = {
-    "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
     "NCCL_MAX_NCHANNELS": "2",
-}  # fmt: skip
+}
 """NCCL's own variables for ranks that share a GPU, besides the host."""
 EP = Grid(world=WORLD, ep=4, ranks_per_node=2)
 SHARDS = Grid(world=WORLD, tp=2, ep=2, etp=2, ranks_per_node=2)
-SIZES, TOKENS = (64, 128, 8, 2), 96
+SIZES = (64, 128, 8, 2)
+TOKENS = 96
 """(dim, hidden, experts, top_k) and tokens per rank of the layer that runs under every plan."""
 RUN: dict[str, Any] = {
-    "steps": 4, "batch_size": 4, "precision": "float32", "log_every": 1, "tensorboard": False,
-    "evaluate": {"every": 100, "sequences": 4}, "save": {"every": 2},
-    "model": {"dim": 64, "num_layers": 2, "num_heads": 4, "seq_len": 64, "moe": {"num_experts": 8, "top_k": 2, "hidden": 64}},
+    "steps": 4,
+    "batch_size": 4,
+    "precision": "float32",
+    "log_every": 1,
+    "tensorboard": False,
+    "evaluate": {"every": 100, "sequences": 4},
+    "save": {"every": 2},
+    "model": {
+        "dim": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "seq_len": 64,
+        "moe": {"num_experts": 8, "top_k": 2, "hidden": 64},
+    },
     "optimizer": {"lr": 1e-2, "warmup_steps": 2},
-}  # fmt: skip
+}
 """A training run as a table."""
 MESHES: dict[str, dict[str, int]] = {
     "ep 4": {"ep": 4},
@@ -59,7 +76,8 @@ MESHES: dict[str, dict[str, int]] = {
 
 
 def plans() -> Iterator[tuple[str, Plan, Grid]]:
-    """Yield (name, plan, mesh) for each name in each registry and for each other choice in a plan."""
+    """Yield (name, plan, mesh) for each name in each registry and for each other choice in a
+    plan."""
     for name in SCHEDULES:
         yield name, Plan(schedule=name), SHARDS
     for name in ALL_TO_ALLS:
@@ -80,7 +98,8 @@ def plans() -> Iterator[tuple[str, Plan, Grid]]:
 
 
 def sharing_gpu(function: Callable[..., Any], *arguments: object, dry: bool) -> list[Any]:
-    """Call `function(device, *arguments)` on `WORLD` ranks that share one GPU, and return each rank's result."""
+    """Call `function(device, *arguments)` on `WORLD` ranks that share one GPU, and return each
+    rank's result."""
     backend = "gloo" if dry else "cpu:gloo,cuda:nccl"
     return on_ranks(
         WORLD, _as_host, function, "cpu" if dry else "cuda", *arguments, backend=backend
@@ -88,14 +107,17 @@ def sharing_gpu(function: Callable[..., Any], *arguments: object, dry: bool) -> 
 
 
 def _as_host(function: Callable[..., Any], device: str, *arguments: object) -> Any:
-    """Call a function on a rank that has its own host as far as NCCL knows; NCCL asks at its first message."""
+    """Call a function on a rank that has its own host as far as NCCL knows; NCCL asks at its first
+    message."""
     os.environ.update(NCCL, NCCL_HOSTID=f"host{dist.get_rank()}", LOCAL_RANK="0")
     return function(device, *arguments)
 
 
 def compare_plans(device: str) -> list[dict[str, Any]]:
-    """Run a layer under every plan on this rank; return a row per plan with its error against the layer without a mesh."""
-    rows, meshes = [], dict[Grid, Mesh]()
+    """Run a layer under every plan on this rank; return a row per plan with its error against the
+    layer without a mesh."""
+    rows = []
+    meshes = dict[Grid, Mesh]()
     missing = missing_codecs()
     for name, plan, grid in plans():
         if plan.codec in missing:
@@ -134,7 +156,8 @@ def _step(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def worst_of(by_rank: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the plans with the largest error of each on any rank, and the largest of all lossless plans; 1 if one failed."""
+    """Return the plans with the largest error of each on any rank, and the largest of all lossless
+    plans; 1 if one failed."""
     rows = [max(same, key=lambda row: row.get("error", float("inf"))) for same in zip(*by_rank)]
     errors = [row.get("error", 1.0) for row in rows if row["is_lossless"] or "reason" in row]
     return {"plans": rows, "worst": max(errors)}
@@ -146,11 +169,12 @@ def plans_row(*, dry: bool) -> dict[str, Any]:
 
 
 def losses_of(device: str, runs: dict[str, dict[str, Any]], folder: str) -> dict[str, list[float]]:
-    """Train runs one after another on this rank, or on this process alone; return the losses of the steps of each.
+    """Train runs one after another on this rank, or on this process alone; return the losses of the
+    steps of each.
 
     Args:
-        device: the device.
-        runs: by name of a run's folder, which a later run may resume, fields that differ from `RUN`.
+        runs: by name of a run's folder, which a later run may resume, fields that differ from
+            `RUN`.
         folder: where the folders lie.
     """
     from moesaic.train.config import TrainConfig
@@ -175,7 +199,8 @@ def losses_of(device: str, runs: dict[str, dict[str, Any]], folder: str) -> dict
 
 
 def training_row(*, dry: bool) -> dict[str, Any]:
-    """Return the losses of one process, of each mesh, and of a run that ends on another mesh than it began on."""
+    """Return the losses of one process, of each mesh, and of a run that ends on another mesh than
+    it began on."""
     with tempfile.TemporaryDirectory() as folder:
         one = losses_of("cpu" if dry else "cuda", {"one process": {}}, folder)
         runs: dict[str, dict[str, Any]] = {name: {"mesh": mesh} for name, mesh in MESHES.items()}
@@ -193,7 +218,8 @@ def training_row(*, dry: bool) -> dict[str, Any]:
 
 
 def sharded_row(*, dry: bool) -> dict[str, Any]:
-    """Return the errors of models of transformers whose experts are sharded over the ranks, against one process."""
+    """Return the errors of models of transformers whose experts are sharded over the ranks, against
+    one process."""
     from moesaic_lab import hf
 
     with tempfile.TemporaryDirectory() as folder:

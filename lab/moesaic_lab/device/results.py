@@ -1,4 +1,5 @@
-"""The rows that the steps on a GPU have measured so far, in one file to which each step adds its own."""
+"""The rows that the steps on a GPU have measured so far, in one file to which each step adds its
+own."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ class StepRows:
     """The rows in `rows.json` of a folder. Rows of another GPU or torch version are discarded.
 
     Args:
-        folder: the folder.
         dry: whether the steps run without a GPU.
     """
 
     def __init__(self, folder: Path, *, dry: bool) -> None:
         self.path = folder / "rows.json"
         self.device = "cpu" if dry else "cuda"
-        self.key = f"{'none: a dry run' if dry else torch.cuda.get_device_name()}, torch {torch.__version__}"
+        self.key = (
+            f"{'none: a dry run' if dry else torch.cuda.get_device_name()}, torch "
+            f"{torch.__version__}"
+        )
         self.rows: dict[str, dict[str, Any]] = {}
         if self.path.exists():
             content = json.loads(self.path.read_text(encoding="utf-8"))
@@ -42,7 +45,8 @@ class StepRows:
         write_whole(self.path, json.dumps({"key": self.key, "rows": self.rows}, indent=1))
 
     def attempt(self, name: str, measure: Callable[[], dict[str, Any]]) -> bool:
-        """Measure a row unless it is done. If that raises, the row gets the reason; return whether there is a result."""
+        """Measure a row unless it is done. If that raises, the row gets the reason; return whether
+        there is a result."""
         if self.is_done(name):
             return True
         try:

@@ -1,8 +1,9 @@
-"""Searches tiles by timing candidates within a budget, and keeps the results in a file keyed by device and versions.
+"""Searches tiles by timing candidates within a budget, and keeps the results in a file keyed by
+device and versions.
 
-Triton's own autotuner keeps its results in the process or in an anonymous cache, and searches in the middle of a training step.
-Here you start a search explicitly and pass its result as data. Results from another device or other versions stay in the file
-but are ignored.
+Triton's own autotuner keeps its results in the process or in an anonymous cache, and searches in
+the middle of a training step. Here you start a search explicitly and pass its result as data.
+Results from another device or other versions stay in the file but are ignored.
 """
 
 from __future__ import annotations
@@ -33,18 +34,36 @@ from moesaic_lab.claims import write_whole
 FORMAT = 2
 """Version of the file format; increase it when a field of `Tile` changes its meaning."""
 WORSE = 1.02
-"""Factor by which a candidate must be faster than the default to replace it; smaller differences are noise."""
+"""Factor by which a candidate must be faster than the default to replace it; smaller differences
+are noise."""
 CUTS = (
-    (128, 128, 4, 3, 2), (128, 256, 8, 3, 0), (128, 256, 8, 3, 1), (128, 256, 8, 4, 1), (256, 128, 8, 3, 0),
-    (256, 128, 8, 3, 1), (256, 128, 8, 4, 1), (64, 256, 4, 3, 0), (128, 128, 4, 4, 0), (128, 128, 8, 3, 0),
-    (128, 128, 8, 4, 1), (128, 64, 4, 4, 0), (64, 128, 4, 4, 0),
-)  # fmt: skip
-"""(rows, columns, warps, stages, programs) of the candidates; the last narrow ones are for Ada's 99 KiB of shared memory."""
+    (128, 128, 4, 3, 2),
+    (128, 256, 8, 3, 0),
+    (128, 256, 8, 3, 1),
+    (128, 256, 8, 4, 1),
+    (256, 128, 8, 3, 0),
+    (256, 128, 8, 3, 1),
+    (256, 128, 8, 4, 1),
+    (64, 256, 4, 3, 0),
+    (128, 128, 4, 4, 0),
+    (128, 128, 8, 3, 0),
+    (128, 128, 8, 4, 1),
+    (128, 64, 4, 4, 0),
+    (64, 128, 4, 4, 0),
+)
+"""(rows, columns, warps, stages, programs) of the candidates; the last narrow ones are for Ada's 99
+KiB of shared memory."""
 GATED_CUTS = (
-    (128, 128, 8, 3, 0), (128, 128, 8, 4, 0), (64, 128, 4, 3, 0), (128, 64, 8, 4, 0), (256, 64, 8, 3, 0), (64, 64, 4, 3, 0),
-)  # fmt: skip
-"""Candidates for a projection with a gate; such a tile holds its columns twice. None is persistent: the assembler serialized
-the tensor-core instructions of all four persistent candidates (warning C7515, Triton 3.6 for sm_90a)."""
+    (128, 128, 8, 3, 0),
+    (128, 128, 8, 4, 0),
+    (64, 128, 4, 3, 0),
+    (128, 64, 8, 4, 0),
+    (256, 64, 8, 3, 0),
+    (64, 64, 4, 3, 0),
+)
+"""Candidates for a projection with a gate; such a tile holds its columns twice. None is persistent:
+the assembler serialized the tensor-core instructions of all four persistent candidates (warning
+C7515, Triton 3.6 for sm_90a)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +77,10 @@ class Tuned:
     @property
     def key(self) -> str:
         """The key of these tiles in a file: device, versions and format."""
-        return f"{self.device.name}, triton {triton.__version__}, torch {torch.__version__}, format {FORMAT}"
+        return (
+            f"{self.device.name}, triton {triton.__version__}, torch {torch.__version__}, format "
+            f"{FORMAT}"
+        )
 
     def tile(self, shape: Shape) -> Tile:
         """Return the tile found for a product of this shape, or the one that the layer takes."""
@@ -78,7 +100,8 @@ class Tuned:
 
 
 def load(path: Path | str | None, device: TileDevice) -> Tuned:
-    """Read the tiles of this device and these versions from a file; return no tiles if the file does not exist.
+    """Read the tiles of this device and these versions from a file; return no tiles if the file
+    does not exist.
 
     Raises:
         InputError: the file was not written by `save`.
@@ -116,16 +139,18 @@ def search(
     Args:
         shape: shape of the product.
         device: device that runs the product.
-        seconds_of: runs the product with a tile and returns its seconds; if it raises, the tile is skipped.
+        seconds_of: runs the product with a tile and returns its seconds; if it raises, the tile is
+            skipped.
         at_most: largest number of candidates to try.
         deadline: time of `time.monotonic` after which no further candidate is tried.
         say: called with a line of text about each candidate.
 
     Returns:
-        The fastest tile, or the default tile if no other is faster by `WORSE` or none worked. And whether the search is
-        complete: False if it reached the deadline or no tile worked.
+        The fastest tile, or the default tile if no other is faster by `WORSE` or none worked. And
+        whether the search is complete: False if it reached the deadline or no tile worked.
     """
-    best, best_seconds = default_tile(shape, device), float("inf")
+    best = default_tile(shape, device)
+    best_seconds = float("inf")
     for number, tile in enumerate(candidates(shape, device)):
         if number >= at_most:
             break
@@ -135,12 +160,14 @@ def search(
             seconds = seconds_of(tile)
         except Exception as error:  # whatever the compiler or the driver raises for a bad tile
             say(
-                f"{bucket(shape)}: {_described(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                f"{bucket(shape)}: {_described(tile)}: {type(error).__name__}: "
+                f"{str(error).splitlines()[0][:120]}"
             )
             continue
         say(f"{bucket(shape)}: {_described(tile)}: {seconds * 1e3:.3f} ms")
         if seconds * (WORSE if number else 1.0) < best_seconds:
-            best, best_seconds = tile, seconds
+            best = tile
+            best_seconds = seconds
     return best, best_seconds < float("inf")
 
 
@@ -168,31 +195,41 @@ def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
         yield replace(default, descriptors=0)
     cuts = GATED_CUTS if shape.is_doubled else CUTS
     for rows, columns, warps, stages, programs in cuts:
-        if (
-            programs and shape.product == "weight_grad"
-        ):  # experts differ in rows: equal shares of tiles are unbalanced
+        # experts differ in rows: equal shares of tiles are unbalanced
+        if programs and shape.product == "weight_grad":
             continue
         tile = Tile(
-            rows=rows, columns=columns, depth=deepest(shape), warps=warps, programs=programs,
-            descriptors=default.descriptors, stages=stages,
-        )  # fmt: skip
+            rows=rows,
+            columns=columns,
+            depth=deepest(shape),
+            warps=warps,
+            programs=programs,
+            descriptors=default.descriptors,
+            stages=stages,
+        )
         if tile != default and fits(tile, shape, device) and columns < 2 * shape.columns:
             yield tile
 
 
 def _described(tile: Tile) -> str:
+    """Return a tile in words."""
     size = f"{tile.rows}x{tile.columns}x{tile.depth}"
-    return f"{size} warps {tile.warps} stages {tile.stages} programs {tile.programs} descriptors {tile.descriptors}"
+    return (
+        f"{size} warps {tile.warps} stages {tile.stages} programs {tile.programs} descriptors "
+        f"{tile.descriptors}"
+    )
 
 
 def _read(path: Path) -> dict[str, dict]:
+    """Return the tiles in a file by device and product."""
     names = {field.name for field in fields(Tile)}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         tiles = [tile for of_device in content.values() for tile in of_device.values()]
         is_ours = all(isinstance(tile, dict) for tile in tiles)
     except (ValueError, AttributeError, UnicodeDecodeError):
-        is_ours, tiles = False, []
+        is_ours = False
+        tiles = []
     if not is_ours:
         raise InputError(f"{path} is not a file of tuned tiles: delete it, or name another file")
     for key, of_device in content.items():
@@ -200,6 +237,7 @@ def _read(path: Path) -> dict[str, dict]:
             set(tile) != names for tile in of_device.values()
         ):
             raise InputError(
-                f"{path}: tiles of {key} lack fields or have unknown ones: delete it, or name another file"
+                f"{path}: tiles of {key} lack fields or have unknown ones: delete it, or name "
+                "another file"
             )
     return content

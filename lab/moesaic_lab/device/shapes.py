@@ -1,8 +1,10 @@
-"""The layers measured on a GPU, the published figures for them, and the claims about them. This module imports no torch.
+"""The layers measured on a GPU, the published figures for them, and the claims about them. This
+module imports no torch.
 
-Twelve layers are those of SonicMoE's paper (Guo et al. 2025), which compares SonicMoE, ScatterMoE and others on one H100 with
-SwiGLU in bfloat16. The published figures are read off the paper's chart, to about ±3 TFLOP/s. The other four are layers of
-models that people train: Qwen3-30B-A3B, Mixtral 8x7B, gpt-oss-120b and DeepSeek-V3.
+Twelve layers are those of SonicMoE's paper (Guo et al. 2025), which compares SonicMoE, ScatterMoE
+and others on one H100 with SwiGLU in bfloat16. The published figures are read off the paper's
+chart, to about ±3 TFLOP/s. The other four are layers of models that people train: Qwen3-30B-A3B,
+Mixtral 8x7B, gpt-oss-120b and DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -67,13 +69,15 @@ LAYERS: dict[GpuLayer, PublishedTimes | None] = {
     GpuLayer(8192, 2880, 2880, 128, 4, is_clamped=True): None,
     GpuLayer(8192, 7168, 2048, 256, 8): None,
 }
-"""Published figures by layer, in the order of the paper's chart; None for the layers of models, which have none."""
+"""Published figures by layer, in the order of the paper's chart; None for the layers of models,
+which have none."""
 LARGEST = GpuLayer(32768, 4096, 2048, 64, 4)
 """The largest layer of the chart."""
 OVER_LIGER = 1.5
 OVER_DENSE = 0.75
 OVER_KERNELS = 1.08
-"""Largest allowed time of a whole layer, with router and losses, divided by the time of its kernels."""
+"""Largest allowed time of a whole layer, with router and losses, divided by the time of its
+kernels."""
 OVER_SONIC_MEMORY = 1.1
 
 
@@ -82,7 +86,8 @@ def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) ->
 
     Args:
         layers: the layers to claim something about, measured or not.
-        rows: rows of `run.measure` by name: a layer's name, "sonic." and a layer's name, or "dense".
+        rows: rows of `run.measure` by name: a layer's name, "sonic." and a layer's name, or
+            "dense".
     """
     return [claim for layer in layers for claim in _layer_claims(layer, rows)] + _largest_claims(
         layers, rows
@@ -90,11 +95,12 @@ def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    row, published = (
-        rows.get(layer.name, {"error": "not measured: no time was left"}),
-        LAYERS.get(layer),
-    )
-    ours, error, all_claims = row.get("ours"), row.get("error", ""), list[Claim]()
+    """Return the claims about a layer."""
+    row = rows.get(layer.name, {"error": "not measured: no time was left"})
+    published = LAYERS.get(layer)
+    ours = row.get("ours")
+    error = row.get("error", "")
+    all_claims = list[Claim]()
 
     def claim(
         what: str,
@@ -104,7 +110,8 @@ def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> lis
         unit: str = "1",
         reason: str = "",
     ) -> None:
-        name, reason = f"gpu.{layer.name}.{what}", error or reason if value is None else ""
+        name = f"gpu.{layer.name}.{what}"
+        reason = error or reason if value is None else ""
         all_claims.append(
             Claim(name=name, value=value, unit=unit, target=target, op=op, reason=reason)
         )
@@ -114,7 +121,10 @@ def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> lis
         claim(f"{direction}_tflops", ours and ours[f"{direction}_tflops"], target, ">=", "TFLOP/s")
     absent = f"liger-kernel could not be run: {row.get('liger_absent', '')}"
     if published is not None and ours is not None:
-        absent += f"; ScatterMoE's published H100 figures are {published.scatter[0]}/{published.scatter[1]} TFLOP/s"
+        absent += (
+            "; ScatterMoE's published H100 figures are "
+            f"{published.scatter[0]}/{published.scatter[1]} TFLOP/s"
+        )
     claim("over_liger", row.get("liger", {}).get("over_ours"), OVER_LIGER, ">=", reason=absent)
     claim(
         "over_grouped_mm",
@@ -142,14 +152,17 @@ def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> lis
 def _largest_claims(
     layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]
 ) -> list[Claim]:
-    """Return the claims on the largest layer's TFLOP/s divided by the device's rate on one dense product."""
+    """Return the claims on the largest layer's TFLOP/s divided by the device's rate on one dense
+    product."""
     if LARGEST not in layers:
         return []
-    ours, dense = rows.get(LARGEST.name, {}).get("ours"), rows.get("dense", {}).get("tflops")
+    ours = rows.get(LARGEST.name, {}).get("ours")
+    dense = rows.get("dense", {}).get("tflops")
     reason = "the largest layer or the dense rate was not measured"
     values: dict[str, float | None] = {"forward": None, "backward": None}
     if ours is not None and dense is not None:
-        reason, values = "", {way: ours[f"{way}_tflops"] / dense for way in values}
+        reason = ""
+        values = {way: ours[f"{way}_tflops"] / dense for way in values}
     return [
         Claim(
             name=f"gpu.largest.{way}_over_dense",

@@ -1,9 +1,11 @@
-"""The steps of `moesaic bench device --device cuda`: all figures of one GPU, those of most worth first.
+"""The steps of `moesaic bench device --device cuda`: all figures of one GPU, those of most worth
+first.
 
-Each step runs in its own process under a deadline. A step that crashes, hangs or leaves the GPU in error loses only its own
-figures. Results are written to one folder as soon as they are known, and steps that ended well are not run again by a later
-call on the same kind of GPU. If a program or a package is missing, the step's row says so; `lab/wheels.sh` downloads the
-packages. In a dry run every step runs on a CPU, under Triton's interpreter.
+Each step runs in its own process under a deadline. A step that crashes, hangs or leaves the GPU in
+error loses only its own figures. Results are written to one folder as soon as they are known, and
+steps that ended well are not run again by a later call on the same kind of GPU. If a program or a
+package is missing, the step's row says so; `lab/wheels.sh` downloads the packages. In a dry run
+every step runs on a CPU, under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from moesaic.errors import InputError, to_install
 from moesaic_lab.claims import Claim, Measurement
@@ -30,7 +32,8 @@ from moesaic_lab.device.shapes import LAYERS
 from moesaic_lab.device.shapes import claims as layer_claims
 
 SECONDS = 540.0
-"""Time limit of one call: borrowed GPUs often allow ten minutes per command. A later call goes on."""
+"""Time limit of one call: borrowed GPUs often allow ten minutes per command. A later call goes
+on."""
 FILES = (
     "gpu.json",
     "rows.json",
@@ -41,51 +44,66 @@ FILES = (
     "ncu.csv",
 )
 TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
-"""Two layers, at both ends of the range of shapes, for which tiles are searched. Other layers use default tiles, except for
-products that fall under the same key."""
+"""Two layers, at both ends of the range of shapes, for which tiles are searched. Other layers use
+default tiles, except for products that fall under the same key."""
 PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
 SANITIZERS = ("memcheck", "racecheck")
-"""Tools of compute-sanitizer that are run, for accesses out of bounds and for races in shared memory."""
+"""Tools of compute-sanitizer that are run, for accesses out of bounds and for races in shared
+memory."""
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
 """Models of transformers that are measured."""
-KERNEL_TESTS, CHECKS = "tests/kernels/triton", "tests/runtime/test_on_gpu.py"
-"""Tests of the kernels; and of whole layers: results, host waits by torch's detector, graphs, ranks that share the GPU."""
+KERNEL_TESTS = "tests/kernels/triton"
+CHECKS = "tests/runtime/test_on_gpu.py"
+"""Tests of the kernels; and of whole layers: results, host waits by torch's detector, graphs, ranks
+that share the GPU."""
 ODD_SIZES = (
     f"{KERNEL_TESTS}/test_triton_mlp.py",
     f"{KERNEL_TESTS}/test_triton_choose.py",
     "-k",
     "gradients or not_sent or nan or odd_rows",
 )
-"""What the sanitizer watches: layers no size of which is a multiple of a tile, copies that are not sent, and logits of NaN."""
+"""What the sanitizer watches: layers no size of which is a multiple of a tile, copies that are not
+sent, and logits of NaN."""
 NOTES = (
-    "One process per step; a step that did not end well says why. Layers: SwiGLU, bfloat16, forward 6 T H I K and backward "
-    "12 T H I K FLOPs, router excluded, sorting of copies included; random router. Ways run in turn, median over the repeats "
-    "by CUDA events, the host ahead of the GPU as in training. activation_gib: held between forward and backward, the layer's "
-    "input included. Published figures were measured on an H100 by SonicMoE's authors. Plans, training, sharded, finetune: "
-    "four NCCL ranks on the one GPU, largest error against one process. whole, transformers: wall time of forward and backward."
+    "One process per step; a step that did not end well says why. Layers: SwiGLU, bfloat16, "
+    "forward 6 T H I K and backward 12 T H I K FLOPs, router excluded, sorting of copies "
+    "included; random router. Ways run in turn, median over the repeats by CUDA events, the host "
+    "ahead of the GPU as in training. activation_gib: held between forward and backward, the "
+    "layer's input included. Published figures were measured on an H100 by SonicMoE's authors. "
+    "Plans, training, sharded, finetune: four NCCL ranks on the one GPU, largest error against "
+    "one process. whole, transformers: wall time of forward and backward."
 )
 ROOT = Path(__file__).resolve().parents[3]
-FIGURES: dict[str, tuple[str, str, float | None, str]] = {
-    "plans.worst_error": ("plans", "worst", 1e-5, "1"),
-    "training.worst_difference_of_a_loss": ("training", "worst", 1e-3, "1"),
-    "sharded.worst_error": ("sharded", "worst", 1e-4, "1"),
-    "finetune.worst_difference_of_a_loss": ("finetune", "worst", 1e-5, "1"),
-    "finetune.one_process": ("finetune", "one_peak_gib", 24.0, "GiB"),
-    "finetune.fullest_of_four": ("finetune", "four_peak_gib", 9.0, "GiB"),
-    "whole.eager_ms": ("whole", "eager_ms", None, "ms"),
-    "whole.eager_host_ms": ("whole", "eager_host_ms", 1.5, "ms"),
-    "whole.compiled_ms": ("whole", "compiled_ms", None, "ms"),
-    "whole.replayed_ms": ("whole", "replayed_ms", None, "ms"),
+
+
+class Figure(NamedTuple):
+    """A figure of a row that becomes a claim."""
+
+    row: str
+    key: str
+    target: float | None
+    """The largest value at which the claim holds."""
+    unit: str = "1"
+
+
+FIGURES = {
+    "plans.worst_error": Figure("plans", "worst", 1e-5),
+    "training.worst_difference_of_a_loss": Figure("training", "worst", 1e-3),
+    "sharded.worst_error": Figure("sharded", "worst", 1e-4),
+    "finetune.worst_difference_of_a_loss": Figure("finetune", "worst", 1e-5),
+    "finetune.one_process": Figure("finetune", "one_peak_gib", 24.0, "GiB"),
+    "finetune.fullest_of_four": Figure("finetune", "four_peak_gib", 9.0, "GiB"),
+    "whole.eager_ms": Figure("whole", "eager_ms", None, "ms"),
+    "whole.eager_host_ms": Figure("whole", "eager_host_ms", 1.5, "ms"),
+    "whole.compiled_ms": Figure("whole", "compiled_ms", None, "ms"),
+    "whole.replayed_ms": Figure("whole", "replayed_ms", None, "ms"),
 } | {
-    f"transformers.{family}.over_grouped_mm": (
-        f"transformers.{family}",
-        "over_grouped_mm",
-        target,
-        "1",
+    f"transformers.{family}.over_grouped_mm": Figure(
+        f"transformers.{family}", "over_grouped_mm", target
     )
     for family, target in zip(FAMILIES, (0.75, None, None))
 }
-"""By the name of a claim: row, key, target (at most) and unit."""
+"""By the name of a claim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +135,29 @@ class StepOutcome:
     what: str = "step"
 
 
+PYTEST = (
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-o",
+    "addopts=",
+    "-p",
+    "no:cacheprovider",
+    "--tb=short",
+    "-p",
+    "moesaic_lab.device.failures",
+)
+"""The command of the tests, of which one that fails says so in few lines."""
+COUNTING = (
+    *("ncu", "--clock-control", "none", "--csv"),
+    *("--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis"),
+    *("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel"),
+    *("--launch-count", "8"),
+)
+"""The command of the profiler, before that of the tests."""
+
+
 def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
     """Return the steps in order; in a dry run those on tiny layers.
 
@@ -124,9 +165,75 @@ def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
         folder: folder of the results.
         dry: whether there is no GPU.
     """
-    extra = ("--dry",) if dry else ()
+    planned = _dry_steps(folder) if dry else _gpu_steps(folder)
+    # Triton's interpreter is slow.
+    return [replace(step, seconds=5 * step.seconds) for step in planned] if dry else planned
 
-    def part(
+
+def _gpu_steps(folder: Path) -> list[GpuStep]:
+    """Return the steps on a GPU."""
+    make = _Steps(folder, dry=False)
+    layers = [layer.name for layer in LAYERS]
+    return [
+        *make.measurements(layers, [KERNEL_TESTS, "-n", "8"]),
+        *make.tuning(TUNED, PRODUCTS),
+        *make.profiles(),
+    ]
+
+
+def _dry_steps(folder: Path) -> list[GpuStep]:
+    """Return the steps without a GPU."""
+    make = _Steps(folder, dry=True)
+    return [
+        *make.measurements(["T24"], ["tests/kernels/triton/test_triton_sort.py"]),
+        *make.tuning(["T24"], PRODUCTS[:1]),
+        *make.profiles(),
+    ]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Makes steps whose results go to a folder."""
+
+    folder: Path
+    dry: bool
+
+    def measurements(self, layers: Sequence[str], kernel_tests: Sequence[str]) -> list[GpuStep]:
+        """Return the steps that test and measure the layers."""
+        return [
+            self._part("compile", 110, background=True),
+            self._tests("tests", 120, *kernel_tests),
+            self._tests("checks", 60, CHECKS),
+            self._part("plans", 60),
+            self._part("training", 60),
+            self._part("sharded", 60, needs="transformers"),
+            *(self._part("measure", 60, name, name=f"layer.{name}") for name in layers),
+            self._part("sonic", 180, *layers, needs="sonicmoe"),
+            self._part("whole", 60),
+            self._part("transformers", 60, *FAMILIES, needs="transformers"),
+            self._part("finetune", 150, needs="peft"),
+        ]
+
+    def tuning(self, layers: Sequence[str], products: Sequence[str]) -> list[GpuStep]:
+        """Return the steps that search tiles for products of layers."""
+        return [
+            self._part("tune", 14, layer, product, "9", name=f"tune.{layer}.{product}")
+            for layer, product in itertools.product(layers, products)
+        ]
+
+    def profiles(self) -> list[GpuStep]:
+        """Return the steps that watch kernels by other programs."""
+        planned = [self._part("profile", 30)]
+        for tool in SANITIZERS:
+            before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+            planned.append(
+                self._tests(tool, 30, *ODD_SIZES, before=before, needs="compute-sanitizer")
+            )
+        ncu = self._tests("ncu", 30, *ODD_SIZES, before=COUNTING, needs="ncu")
+        return [*planned, replace(ncu, output="ncu.csv")]
+
+    def _part(
+        self,
         step: str,
         seconds: float,
         *words: str,
@@ -134,71 +241,33 @@ def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
         needs: str = "",
         background: bool = False,
     ) -> GpuStep:
-        command = (
-            sys.executable,
-            "-m",
-            "moesaic_lab.device",
-            step,
-            str(folder.resolve()),
-            *words,
-            *extra,
-        )
+        """Return a step of `moesaic_lab.device`."""
+        python = (sys.executable, "-m", "moesaic_lab.device", step)
+        dry = ("--dry",) if self.dry else ()
         return GpuStep(
-            name=name or step, command=command, seconds=seconds, needs=needs, background=background
+            name=name or step,
+            command=(*python, str(self.folder.resolve()), *words, *dry),
+            seconds=seconds,
+            needs=needs,
+            background=background,
         )
 
-    def tests(
-        name: str, seconds: float, *words: str, before: Sequence[str] = (), needs: str = "pytest"
+    def _tests(
+        self,
+        name: str,
+        seconds: float,
+        *words: str,
+        before: Sequence[str] = (),
+        needs: str = "pytest",
     ) -> GpuStep:
-        pytest = (
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-o",
-            "addopts=",
-            "-p",
-            "no:cacheprovider",
-            "--tb=short",
+        """Return a step that runs tests, under another program if `before` names one."""
+        return GpuStep(
+            name=name,
+            command=(*before, *PYTEST, *words),
+            seconds=seconds,
+            output="tests.txt",
+            needs=needs,
         )
-        command = (*before, *pytest, "-p", "moesaic_lab.device.failures", *words)
-        return GpuStep(name=name, command=command, seconds=seconds, output="tests.txt", needs=needs)
-
-    layers = ["T24"] if dry else [layer.name for layer in LAYERS]
-    planned = [
-        part("compile", 110, background=True),
-        tests("tests", 120, *(("tests/kernels/triton/test_triton_sort.py",) if dry else (KERNEL_TESTS, "-n", "8"))),
-        tests("checks", 60, CHECKS),
-        part("plans", 60), part("training", 60), part("sharded", 60, needs="transformers"),
-        *(part("measure", 60, name, name=f"layer.{name}") for name in layers),
-        part("sonic", 180, *layers, needs="sonicmoe"), part("whole", 60),
-        part("transformers", 60, *FAMILIES, needs="transformers"), part("finetune", 150, needs="peft"),
-    ]  # fmt: skip
-    for name, product in itertools.product(
-        ("T24",) if dry else TUNED, PRODUCTS[:1] if dry else PRODUCTS
-    ):
-        planned.append(part("tune", 14, name, product, "9", name=f"tune.{name}.{product}"))
-    planned.append(part("profile", 30))
-    for tool in SANITIZERS:
-        before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
-        planned.append(tests(tool, 30, *ODD_SIZES, before=before, needs="compute-sanitizer"))
-    counted = (
-        "--kernel-name",
-        "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel",
-        "--launch-count",
-        "8",
-    )
-    sections = ("--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis")
-    ncu = tests(
-        "ncu",
-        30,
-        *ODD_SIZES,
-        before=("ncu", "--clock-control", "none", "--csv", *sections, *counted),
-        needs="ncu",
-    )
-    planned.append(replace(ncu, output="ncu.csv"))
-    # Triton's interpreter is slow.
-    return [replace(step, seconds=5 * step.seconds) for step in planned] if dry else planned
 
 
 def require(*, dry: bool) -> None:
@@ -211,7 +280,8 @@ def require(*, dry: bool) -> None:
 
     if not torch.cuda.is_available() and not dry:
         raise InputError(
-            "--device cuda needs a CUDA device, and torch finds none: run it on a machine with a GPU, or give --dry"
+            "--device cuda needs a CUDA device, and torch finds none: run it on a machine "
+            "with a GPU, or give --dry"
         )
     if importlib.util.find_spec("triton") is None:
         raise InputError(f"--device cuda needs Triton: {to_install('.[gpu]')}")
@@ -225,7 +295,8 @@ def run(
     only: str | None = None,
     told: Callable[[str], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Run all steps that have not ended well before, and return all rows; `gpu.json` is rewritten after each step.
+    """Run all steps that have not ended well before, and return all rows; `gpu.json` is rewritten
+    after each step.
 
     Args:
         folder: folder of the results.
@@ -235,17 +306,28 @@ def run(
         told: called with each step's name.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    deadline, outcomes, running = time.monotonic() + seconds, _earlier(folder), list[_Running]()
+    deadline = time.monotonic() + seconds
+    outcomes = _earlier(folder)
+    running = list[_Running]()
     planned = [
         step
         for step in steps(folder, dry=dry)
         if not only or step.name.startswith(tuple(only.split(",")))
     ]
     with tempfile.TemporaryDirectory() as scratch:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH")))),
-            "TRITON_CACHE_DIR": str(Path(scratch) / "triton"), "PYTHONUNBUFFERED": "1",
-        } | ({"TRITON_INTERPRET": "1"} if dry else {})  # fmt: skip
+        environment = (
+            os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(
+                    filter(
+                        None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH"))
+                    )
+                ),
+                "TRITON_CACHE_DIR": str(Path(scratch) / "triton"),
+                "PYTHONUNBUFFERED": "1",
+            }
+            | ({"TRITON_INTERPRET": "1"} if dry else {})
+        )
         for step in planned:
             if outcomes.get(step.name, StepOutcome(step.name, 0.0, "")).ended == "ok":
                 continue
@@ -271,7 +353,8 @@ class _Running:
     file: IO[bytes]
 
     def end(self) -> StepOutcome:
-        """Wait for the process until its deadline, then kill it and all processes that it started."""
+        """Wait for the process until its deadline, then kill it and all processes that it
+        started."""
         try:
             code = self.process.wait(max(self.until - time.monotonic(), 0.1))
             ended = "ok" if code == 0 else f"exit code {code}"
@@ -292,6 +375,7 @@ class _Running:
 def _start(
     step: GpuStep, folder: Path, scratch: Path, environment: Mapping[str, str], deadline: float
 ) -> _Running | StepOutcome:
+    """Start a step, or say why it cannot run."""
     now = time.monotonic()
     if now > deadline:
         return StepOutcome(step.name, 0.0, "not begun: no time was left")
@@ -341,23 +425,34 @@ def _write(folder: Path, outcomes: Mapping[str, StepOutcome], dry: bool) -> list
                 }
     all_rows = [*map(asdict, outcomes.values()), *rows.values()]
     Measurement(
-        rows=all_rows, claims=claims(all_rows), packages=("torch", "triton", "liger_kernel", "transformers"),
-        notes=("A DRY RUN: no figure is of a GPU. " if dry else "") + NOTES, machine={"gpu": _gpu()},
-    ).write(str(folder / "gpu.json"))  # fmt: skip
+        rows=all_rows,
+        claims=claims(all_rows),
+        packages=("torch", "triton", "liger_kernel", "transformers"),
+        notes=("A DRY RUN: no figure is of a GPU. " if dry else "") + NOTES,
+        machine={"gpu": _gpu()},
+    ).write(str(folder / "gpu.json"))
     return all_rows
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """Return the claims about layers, steps and whole models; a claim without a value has a reason."""
+    """Return the claims about layers, steps and whole models; a claim without a value has a
+    reason."""
     by_name = {row["name"]: row for row in rows if "name" in row}
     ended = {row["step"]: row["ended"] for row in rows if row.get("what") == "step"}
     others = []
-    for name, (row, key, target, unit) in FIGURES.items():
-        found = by_name.get(row, {})
-        value, absent = found.get(key), found.get(f"{key.split('_')[0]}_absent", "not run")
+    for name, figure in FIGURES.items():
+        found = by_name.get(figure.row, {})
+        value = found.get(figure.key)
+        absent = found.get(f"{figure.key.split('_')[0]}_absent", "not run")
         reason = "" if value is not None else found.get("error", absent)
         others.append(
-            Claim(name=f"gpu.{name}", value=value, unit=unit, target=target, reason=reason)
+            Claim(
+                name=f"gpu.{name}",
+                value=value,
+                unit=figure.unit,
+                target=figure.target,
+                reason=reason,
+            )
         )
     for name in ("tests", "checks", *SANITIZERS):
         end = ended.get(name, "the step did not run to its end")
@@ -374,7 +469,8 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
 
 
 def _gpu() -> str:
-    """Return name, driver version, memory, clock and power limit of the GPU as nvidia-smi reports them; "" without a GPU."""
+    """Return name, driver version, memory, clock and power limit of the GPU as nvidia-smi reports
+    them; "" without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return ""
     query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
@@ -385,6 +481,7 @@ def _gpu() -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; {} if it is missing or truncated."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # missing, or truncated by a killed step

@@ -11,14 +11,16 @@ from torch import Tensor
 
 GIB = 2.0**30
 HEAD_START_CYCLES = 4_000_000
-"""Cycles that the GPU sleeps before each timed call, about 2 ms. Meanwhile the host launches kernels ahead of the GPU, as in
-training. Without the sleep, the time of small layers would be that of their launches."""
+"""Cycles that the GPU sleeps before each timed call, about 2 ms. Meanwhile the host launches
+kernels ahead of the GPU, as in training. Without the sleep, the time of small layers would be that
+of their launches."""
 
 
 def in_turn(
     methods: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Run methods in turn and return the seconds of each, one per repeat. The order rotates from repeat to repeat.
+    """Run methods in turn and return the seconds of each, one per repeat. The order rotates from
+    repeat to repeat.
 
     Args:
         methods: the timed functions by name; their results are freed outside the measured time.
@@ -26,7 +28,8 @@ def in_turn(
         warmup: unmeasured rounds before the measured ones.
     """
     if not torch.cuda.is_available():  # in a dry run a kernel takes a second
-        repeats, warmup = min(repeats, 2), 0
+        repeats = min(repeats, 2)
+        warmup = 0
     names = list(methods)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(-warmup, repeats):
@@ -39,7 +42,8 @@ def in_turn(
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of one run by the GPU's clock, or by the host's clock in a dry run without a GPU."""
+    """Return the seconds of one run by the GPU's clock, or by the host's clock in a dry run without
+    a GPU."""
     if not torch.cuda.is_available():
         began = time.perf_counter()
         run()
@@ -65,17 +69,20 @@ class GpuMemory:
     """GPU memory of a layer's call in GiB."""
 
     kept: float
-    """Memory held between forward and backward, with the input but without the output and the weights."""
+    """Memory held between forward and backward, with the input but without the output and the
+    weights."""
     forward_peak: float
     """Peak memory during forward, minus the memory allocated before forward."""
     backward_peak: float
-    """Peak memory during backward, gradients included, minus the memory allocated before forward."""
+    """Peak memory during backward, gradients included, minus the memory allocated before
+    forward."""
 
 
 def memory_of(
     run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], dy: Tensor
 ) -> GpuMemory:
-    """Return the memory of a forward and a backward pass, zeros without a GPU. Call `run` once before, to fill caches."""
+    """Return the memory of a forward and a backward pass, zeros without a GPU. Call `run` once
+    before, to fill caches."""
     if not torch.cuda.is_available():
         torch.autograd.grad(run(), leaves, dy)
         return GpuMemory(kept=0.0, forward_peak=0.0, backward_peak=0.0)

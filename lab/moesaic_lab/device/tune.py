@@ -25,7 +25,8 @@ from moesaic_lab.device.timing import seconds_of
 
 
 def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[Tile], object]]:
-    """Return the grouped products of a layer as functions of a tile, with operands shaped as in the layer.
+    """Return the grouped products of a layer as functions of a tile, with operands shaped as in the
+    layer.
 
     Args:
         inputs: tensors of the layer.
@@ -34,8 +35,10 @@ def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callabl
     top_k = inputs.expert.shape[1]
     x, w13, w2, dy = (tensor.detach() for tensor in (inputs.x, inputs.w13, inputs.w2, inputs.dy))
     copy, _, ends = sort(inputs.expert.view(-1), len(w13))
-    token, weight = copy // top_k, inputs.weight.detach().view(-1)[copy.long()]
-    hidden, pre = x.new_empty(len(copy), w13.shape[2]), x.new_empty(len(copy), 2 * w13.shape[2])
+    token = copy // top_k
+    weight = inputs.weight.detach().view(-1)[copy.long()]
+    hidden = x.new_empty(len(copy), w13.shape[2])
+    pre = x.new_empty(len(copy), 2 * w13.shape[2])
     if len(inputs.x) and not is_compiling:
         hidden.normal_()
         pre.normal_()
@@ -72,7 +75,8 @@ def tune(
         inputs: tensors of the layer.
         tuned: tiles known so far.
         path: file of the tiles; None to write no file.
-        deadline: time of `time.monotonic` after which the search stops; unfinished products keep default tiles, unwritten.
+        deadline: time of `time.monotonic` after which the search stops; unfinished products keep
+            default tiles, unwritten.
         say: called with a line of text about each candidate.
         only: names of the products to search; empty for all.
 
@@ -101,7 +105,8 @@ def tune(
 
 
 def breakdown(layer: GpuLayer, inputs: Inputs, tuned: Tuned) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of each step of a layer, timed alone, and its TFLOP/s, or GB/s if it only moves bytes."""
+    """Return the milliseconds of each step of a layer, timed alone, and its TFLOP/s, or GB/s if it
+    only moves bytes."""
     runs = products(inputs)
     num_rows = layer.tokens * layer.top_k
     sizes = (num_rows, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
@@ -126,4 +131,5 @@ def breakdown(layer: GpuLayer, inputs: Inputs, tuned: Tuned) -> dict[str, dict[s
 
 
 def _seconds_with(product: Callable[[Tile], object], tile: Tile) -> float:
+    """Return the seconds of a product with a tile."""
     return seconds_of(partial(product, tile))

@@ -1,4 +1,5 @@
-"""Whole steps on one GPU: a layer eagerly, compiled and replayed from a CUDA graph, and models of transformers."""
+"""Whole steps on one GPU: a layer eagerly, compiled and replayed from a CUDA graph, and models of
+transformers."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from typing import Any
 
 import torch
 
-from moesaic.captured import capture
+from moesaic.cuda_graphs import capture
 from moesaic.layer import MoE
 from moesaic_lab.device.results import reason
 from moesaic_lab.device.timing import GIB, seconds_of
 from moesaic_lab.measure import in_turn, over_ranks
 
 REPEATS = 20
-LAYER, TOKENS = {"dim": 1024, "hidden": 1024, "num_experts": 32, "top_k": 4}, 8192
+LAYER = {"dim": 1024, "hidden": 1024, "num_experts": 32, "top_k": 4}
+TOKENS = 8192
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -27,26 +29,41 @@ SMALL: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
-        "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 4,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
     },
     "mixtral": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
         "num_hidden_layers": 2,
     },
     "gpt_oss": {
-        "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
         "num_hidden_layers": 4,
     },
-}  # fmt: skip
-"""Models of the size of Qwen3-30B-A3B, Mixtral 8x7B and gpt-oss-20b, with few layers, by the name of their family."""
+}
+"""Models of the size of Qwen3-30B-A3B, Mixtral 8x7B and gpt-oss-20b, with few layers, by the name
+of their family."""
 IMPLEMENTATIONS = ("moesaic", "grouped_mm")
-BATCH, BATCHES = (4, 4096), {"gpt_oss": (4, 1024)}
+BATCH = (4, 4096)
+BATCHES = {"gpt_oss": (4, 1024)}
 """Sequences and their lengths; shorter ones for a family whose attention keeps all its weights."""
 
 
 def layer_row(*, dry: bool) -> dict[str, Any]:
-    """Return milliseconds of a step of a layer: wall time by way of running it, and the host's and the GPU's share of it."""
+    """Return milliseconds of a step of a layer: wall time by way of running it, and the host's and
+    the GPU's share of it."""
     torch.manual_seed(0)
     device, tokens = ("cpu", 32) if dry else ("cuda", TOKENS)
     layer = MoE(**(LAYER | {"dim": 32, "hidden": 16} if dry else LAYER)).to(device, torch.bfloat16)  # type: ignore[arg-type]
@@ -79,12 +96,14 @@ def layer_row(*, dry: bool) -> dict[str, Any]:
 
 
 def _step(run: Callable[..., Any], layer: MoE, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """Run the layer forward and backward."""
     layer.zero_grad(set_to_none=True)
     x.grad = None
     run(x).backward(dy)
 
 
 def _wait() -> None:
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -112,7 +131,8 @@ def _wall(methods: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def model_row(family: str, *, dry: bool) -> dict[str, Any]:
-    """Return step time, peak memory and loss of a model of transformers under each implementation of the experts, in turn."""
+    """Return step time, peak memory and loss of a model of transformers under each implementation
+    of the experts, in turn."""
     import transformers
 
     import moesaic.transformers  # noqa: F401

@@ -1,10 +1,11 @@
 """Give every file reader and every command line of Moesaic malformed and unexpected inputs.
 
-Two of three inputs that hypothesis draws are edited valid ones: files with edits behind intact headers, lengths and checksums,
-or edited command lines from the documentation. The others are damaged files, random bytes and random words. A reader may refuse
-an input with InputError or TrainingError, a command with one line and exit code 2. Everything else is a crash. More than 10 s
-of processor time or 2 GiB of memory for one input also count as a crash. Commands that train or measure are stopped once their
-arguments have been parsed and checked.
+Two of three inputs that hypothesis draws are edited valid ones: files with edits behind intact
+headers, lengths and checksums, or edited command lines from the documentation. The others are
+damaged files, random bytes and random words. A reader may refuse an input with InputError or
+TrainingError, a command with one line and exit code 2. Everything else is a crash. More than 10 s
+of processor time or 2 GiB of memory for one input also count as a crash. Commands that train or
+measure are stopped once their arguments have been parsed and checked.
 
 moesaic fuzz --json benchmarks/results/fuzz.json
 """
@@ -35,8 +36,10 @@ from moesaic_lab.benchmark import (
     words_of,
 )
 from moesaic_lab.claims import Claim
+from moesaic_lab.system_calls import require_watching
 
-LEAST_INPUTS, BATCH = 100_000, 10_000
+LEAST_INPUTS = 100_000
+BATCH = 10_000
 WORKER = "moesaic_lab.fuzz.run"
 
 
@@ -46,19 +49,21 @@ class FuzzOptions(KeptOptions):
 
     inputs: int = LEAST_INPUTS
     """Number of inputs, over all readers and commands."""
-    engine: Literal["hypothesis", "kinds"] = "hypothesis"
-    """How inputs are chosen: at random (hypothesis), or every name that a command uses as every kind of file (kinds), whatever
-    --inputs says."""
+    engine: Literal["hypothesis", "kinds", "writes"] = "hypothesis"
+    """How inputs are chosen: at random (hypothesis); every name that a command uses as every kind
+    of file (kinds); every write of a command fails (writes). The last two have their own number of
+    --inputs."""
     seed: int = 0
     """Seed of the inputs."""
     only: str | None = None
-    """Test only targets whose names start with one of these, separated by commas, as in "read trace,command show"."""
+    """Test only targets whose names start with one of these, separated by commas, as in "read
+    trace,command show"."""
 
 
 def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, Any]]:
     """Run the targets on `options.inputs` inputs and return a row per target, with its crashes."""
-    if options.engine == "kinds":
-        return _kinds(options, told)
+    if options.engine != "hypothesis":
+        return _of_examples(options, told)
     if options.inputs < 1:
         raise InputError(f"--inputs {options.inputs}: must be at least 1")
     sizes = [min(BATCH, options.inputs - begin) for begin in range(0, options.inputs, BATCH)]
@@ -71,39 +76,50 @@ def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, A
     return _rows(batch_rows)
 
 
-def _kinds(options: FuzzOptions, told: Told) -> list[dict[str, Any]]:
-    """Return a row per command, tried with every name of every kind."""
-    from moesaic_lab.fuzz.kinds import COMMANDS, row
+def _of_examples(options: FuzzOptions, told: Told) -> list[dict[str, Any]]:
+    """Return a row per command line of the examples, tried with every name of every kind, or with
+    every failing write."""
+    from moesaic_lab.fuzz import kinds, writes
+    from moesaic_lab.fuzz.examples import named_examples
     from moesaic_lab.fuzz.readers import make_bases
 
     only = tuple(words_of(options.only)) or ("",)
-    commands = [command for command in COMMANDS if f"kinds of {command}".startswith(only)]
+    engine = options.engine
+    if engine == "writes":
+        require_watching()
+    names = [name for name in named_examples() if f"{engine} of {name}".startswith(only)]
     with (
         keeping(options.keep) as folder,
         tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made,
     ):
         told("folders of valid files")
-        process = get_context("spawn").Process(target=make_bases, args=(Path(made, "bases"),))
+        bases = Path(made, "bases")
+        process = get_context("spawn").Process(target=make_bases, args=(bases,))
         process.start()
         process.join()
         if process.exitcode:
             raise TrainingError(
                 f"the folders of valid files could not be made (code {process.exitcode})"
             )
-        bases = Path(made, "bases")
-        return [
-            kept(folder / f"kinds of {each}.json", partial(row, bases, each, told))
-            for each in commands
-        ]
+
+        def tried(name: str) -> dict[str, Any]:
+            """Return the row of a command line."""
+            if engine == "kinds":
+                return kinds.row(bases, name, told)
+            return writes.rows(bases, told, [name])[0]
+
+        return [kept(folder / f"{engine} of {name}.json", partial(tried, name)) for name in names]
 
 
 @contextmanager
 def _workers(
     only: Sequence[str], told: Told
 ) -> Iterator[Callable[[int, int], list[dict[str, Any]]]]:
-    """Yield a function (inputs, number) that runs a batch in a worker process and returns a row per target.
+    """Yield a function (inputs, number) that runs a batch in a worker process and returns a row per
+    target.
 
-    The number is the seed of the batch. The worker is started when it is first needed, and again after it has died.
+    The number is the seed of the batch. The worker is started when it is first needed, and again
+    after it has died.
     """
     with ExitStack() as stack:
         started: list[tuple[Any, subprocess.Popen[bytes]]] = []
@@ -121,12 +137,15 @@ def _workers(
 
 @contextmanager
 def _worker(only: Sequence[str]) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
+    """Start a worker process, and yield the connection to it with the process."""
     ours, theirs = Pipe()
     with tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made:
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER, str(theirs.fileno()), json.dumps([made, only])],
-            pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         theirs.close()
         try:
             yield ours, process
@@ -136,7 +155,8 @@ def _worker(only: Sequence[str]) -> Iterator[tuple[Any, subprocess.Popen[bytes]]
 
 
 def _received_rows(line: Any, process: subprocess.Popen[bytes], told: Told) -> list[dict[str, Any]]:
-    """Receive a worker's progress and return its rows; if the worker fails, return a row with that crash."""
+    """Receive a worker's progress and return its rows; if the worker fails, return a row with that
+    crash."""
     last = "its start"
     while True:
         try:
@@ -181,19 +201,17 @@ _ADDED = ("inputs", "edited", "refused")
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return claims on the numbers of inputs, edited inputs, crashes and targets, or on what went wrong by kinds of files."""
-    by_kind = [row for row in rows if row["name"].startswith("kinds of ")]
-    if by_kind:
-        wrong = sum(len(row["crashes"]) for row in by_kind)
-        return [
-            Claim(
-                name="fuzz.kinds_tried",
-                value=sum(row["inputs"] for row in by_kind),
-                unit="1",
-                op=">=",
-            ),
-            Claim(name="fuzz.kinds", value=wrong, unit="1", target=0, op="<="),
-        ]
+    """Return claims on the numbers of inputs, edited inputs, crashes and targets, or on what went
+    wrong by kinds of files or failing writes."""
+    for engine in ("kinds", "writes"):
+        of_engine = [row for row in rows if row["name"].startswith(f"{engine} of ")]
+        if of_engine:
+            tried = sum(row["inputs"] for row in of_engine)
+            wrong = sum(len(row["crashes"]) for row in of_engine)
+            return [
+                Claim(name=f"fuzz.{engine}_tried", value=tried, unit="1", op=">="),
+                Claim(name=f"fuzz.{engine}", value=wrong, unit="1", target=0, op="<="),
+            ]
     inputs, edited = (sum(row[key] for row in rows) for key in ("inputs", "edited"))
     crashes = sum(len(row["crashes"]) for row in rows)
     return [
@@ -217,7 +235,16 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
 
 BENCHMARK = Benchmark(
     name="fuzz",
-    description="Give file readers and command lines malformed inputs. Exit code 1 if anything but a documented error occurs.",
-    options=FuzzOptions, notes=notes_of(__doc__), measure=measure, claims=claims, columns=tables,
-    is_proof=True, is_command=True, packages=("torch", "numpy", "hypothesis"),
-)  # fmt: skip
+    description=(
+        "Give file readers and command lines malformed inputs. Exit code 1 if anything but a "
+        "documented error occurs."
+    ),
+    options=FuzzOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
+    columns=tables,
+    is_proof=True,
+    is_command=True,
+    packages=("torch", "numpy", "hypothesis"),
+)

@@ -1,9 +1,11 @@
-"""Change the kind of each file that a command opens: links, pipes, sockets, devices, folders and very large files.
+"""Change the kind of each file that a command opens: links, pipes, sockets, devices, folders and
+very large files.
 
-Each command runs once on a folder as its owner made it, while an audit hook notes the names that it opens, lists, makes or
-removes below that folder. Then, for every such name and every kind, the command runs on a copy of the folder in which that name
-is of that kind. It may do its work or refuse in one line. It may not change a file outside the folder, run on without end, or
-show a traceback.
+Each command runs once on a folder as its owner made it, while an audit hook notes the names that it
+opens, lists, makes or removes below that folder. Then, for every such name and every kind, the
+command runs on a copy of the folder in which that name is of that kind. It may do its work or
+refuse in one line. It may not change a file outside the folder, run on without end, or show a
+traceback.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.cli import main
+from moesaic_lab.fuzz.examples import named_examples
+from moesaic_lab.fuzz.places import PRELOAD, copied
 
 MOST_SECONDS = 60.0
 """A command has no end if it takes more processor time, or takes none and waits for so long."""
@@ -34,26 +38,6 @@ MOST_BYTES = 2 << 30
 """Limit of memory on top of what the process has at its start."""
 HUGE_BYTES = 3 << 30
 """Size of a file with nothing in it, which takes no room on disk and does not fit into memory."""
-TRAIN = ("train", "--config", "run/config.json", "--out", "run")
-COMMANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "report": (("run", "text"), ("report", "run")),
-    "resume": (("run", "text"), (*TRAIN, "--existing", "resume", "--steps", "3")),
-    "replace": (("run", "text"), (*TRAIN, "--existing", "replace", "--steps", "1")),
-    "sample": (("run", "text"), ("sample", "run", "--tokens", "2", "--prompt", "one")),
-    "why-hung": (("run",), ("why-hung", "run")),
-    "convert a run": (("run", "text"), ("convert", "run", "out", "--to", "hf", "--logits", "no")),
-    "convert": (("whole",), ("convert", "whole", "out", "--to", "moesaic", "--logits", "no")),
-    "verify": (("converted",), ("convert", "verify", "converted")),
-    "trace": (("one",), ("trace", "show", "one/trace.npz")),
-    "trace of a folder": (("segments",), ("trace", "check", "segments")),
-    "trace of Megatron": (
-        ("megatron",),
-        ("trace", "check", "megatron/trace", "--from", "megatron"),
-    ),
-    "trace of vLLM": (("vllm",), ("trace", "check", "vllm/trace", "--from", "vllm")),
-    "plan": (("one",), ("show", "--plan-file", "one/plan.json")),
-}
-"""By name: the folders of `readers.make_bases` that the command gets, and its words."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +53,22 @@ class Ended:
 
 
 def _link(place: Path, outside: Path, original: Path | None) -> None:
+    """Make a link to a file outside the folder."""
     place.symlink_to(outside / "file")
 
 
 def _link_to_folder(place: Path, outside: Path, original: Path | None) -> None:
+    """Make a link to a folder outside the folder."""
     place.symlink_to(outside / "folder")
 
 
 def _hard_link(place: Path, outside: Path, original: Path | None) -> None:
+    """Make a second name of a file outside the folder."""
     place.hardlink_to(outside / "file")
 
 
 def _socket(place: Path, outside: Path, original: Path | None) -> None:
+    """Make a socket."""
     with socket.socket(socket.AF_UNIX) as listening:
         short = outside.parent / "s"  # the name of a socket has at most 107 bytes
         listening.bind(str(short))
@@ -88,15 +76,11 @@ def _socket(place: Path, outside: Path, original: Path | None) -> None:
 
 
 def _huge(place: Path, outside: Path, original: Path | None) -> None:
+    """Make a sparse file that is larger than memory."""
     with place.open("wb") as file:
         file.truncate(HUGE_BYTES)
 
 
-PRELOAD = (
-    "torch", "torch.distributed.checkpoint", "transformers", "safetensors.torch", "moesaic.cli.train", "moesaic.cli.sample",
-    "moesaic.train.loop", "moesaic.weights.convert", "moesaic.weights.run", "moesaic.report.page", "moesaic.traces.load",
-)  # fmt: skip
-"""Imported once, by the process from which all others are forked."""
 KINDS: Mapping[str, Callable[[Path, Path, Path | None], None]] = {
     "link to a file": _link,
     "link to a folder": _link_to_folder,
@@ -108,7 +92,8 @@ KINDS: Mapping[str, Callable[[Path, Path, Path | None], None]] = {
     "hard link": _hard_link,
     "huge": _huge,
 }
-"""By name: makes something of that kind at a place, given a folder outside and what was at the place before."""
+"""By name: makes something of that kind at a place, given a folder outside and what was at the
+place before."""
 
 
 def row(
@@ -118,19 +103,21 @@ def row(
 
     Args:
         bases: a folder that `readers.make_bases` has filled.
-        command: a key of `COMMANDS`.
+        command: a key of `examples.named_examples`.
         told: called with what is tried, before it is.
-        every: try only one of so many pairs of a name and a kind.
+        every: try only one of so many pairs of a name and a kind, of a slow command one of nine
+            times as many.
 
     Returns:
-        its "name", the numbers of "inputs", of "edited" ones (none) and of "names", the "seconds", and by name and kind what
-        went wrong ("crashes").
+        its "name", the numbers of "inputs", of "edited" ones (none) and of "names", the "seconds",
+        and by name and kind what went wrong ("crashes").
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="moesaic-kinds-") as made:
         scratch = Path(made, "one")
         names = names_of(bases, command, scratch)
-        tries = [(name, kind) for name in names for kind in KINDS][::every]
+        tries = [(name, kind) for name in names for kind in KINDS]
+        tries = tries[:: every * len(KINDS) if named_examples()[command].is_slow else every]
         crashes = {}
         for name, kind in tries:
             told(f"kinds of {command}: {name} as {kind}")
@@ -147,18 +134,20 @@ def names_of(bases: Path, command: str, scratch: Path) -> tuple[str, ...]:
     Raises:
         AssertionError: the command fails on a folder with which nothing is wrong.
     """
-    with_folders, words = COMMANDS[command]
-    folder = _copied(bases, with_folders, scratch)
-    ended = _run(words, folder)
+    example = named_examples()[command]
+    folder = _copied(bases, example.folders, scratch)
+    ended = _run(example.words, folder)
     assert ended.code == 0, f"{command}: {ended.output}"
     shutil.rmtree(scratch)
     return ended.names
 
 
 def tried(bases: Path, command: str, name: str, kind: str, scratch: Path) -> str:
-    """Run a command in a folder in which a name is of another kind; return what is wrong with how it ended, or ""."""
-    with_folders, words = COMMANDS[command]
-    folder, outside = _copied(bases, with_folders, scratch), scratch / "outside"
+    """Run a command in a folder in which a name is of another kind; return what is wrong with how
+    it ended, or ""."""
+    example = named_examples()[command]
+    folder = _copied(bases, example.folders, scratch)
+    outside = scratch / "outside"
     place = folder / name
     _make_outside(outside, place)
     kept = scratch / "before"
@@ -167,15 +156,18 @@ def tried(bases: Path, command: str, name: str, kind: str, scratch: Path) -> str
         place.rename(kept)
     KINDS[kind](place, outside, kept if kept.exists() else None)
     before = _contents(outside)
-    ended = _run(words, folder)
-    is_typed = name in words  # what the user typed may be a link, and is then written through
+    ended = _run(example.words, folder)
+    is_typed = (
+        name in example.words
+    )  # what the user typed may be a link, and is then written through
     problem = _problem(ended, before, before if is_typed else _contents(outside))
     shutil.rmtree(scratch)
     return problem
 
 
 def _make_outside(outside: Path, place: Path) -> None:
-    """Make a file and a folder outside that look like what is at a place, so that they are not refused for their contents."""
+    """Make a file and a folder outside that look like what is at a place, so that they are not
+    refused for their contents."""
     (outside / "folder").mkdir(parents=True)
     (outside / "folder" / "mine").write_text("mine")
     (outside / "file").write_text("mine")
@@ -208,10 +200,12 @@ def _contents(folder: Path) -> dict[str, str]:
 
 
 def _copied(bases: Path, names: Sequence[str], scratch: Path) -> Path:
-    """Copy some of the folders of `bases` to a new folder below `scratch`, and return it."""
+    """Copy some of the files and folders of `bases` to a new folder below `scratch`, and return
+    it."""
     folder = scratch / "gift"
+    folder.mkdir(parents=True)
     for name in names:
-        shutil.copytree(bases / name, folder / name)
+        copied(bases / name, folder / name)
     return folder
 
 
@@ -240,12 +234,15 @@ def _run(words: Sequence[str], folder: Path) -> Ended:
 
 
 def _comes(what: Any, process: int) -> bool:
-    """Wait for something of a process; return whether it comes before `MOST_SECONDS`, however busy the machine is."""
-    used, since = 0.0, time.monotonic()
+    """Wait for something of a process; return whether it comes before `MOST_SECONDS`, however busy
+    the machine is."""
+    used = 0.0
+    since = time.monotonic()
     while not wait([what], min(1.0, MOST_SECONDS)):
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            before, used = used, sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+            before = used
+            used = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
             since = time.monotonic() if used > before else since
         if used > MOST_SECONDS or time.monotonic() - since > MOST_SECONDS:
             return False
@@ -253,11 +250,13 @@ def _comes(what: Any, process: int) -> bool:
 
 
 def _command(line: Any, words: Sequence[str], folder: Path, output: Path) -> None:
-    """Run a command in this process, with its streams in a file; send the names that it used, and leave with its code."""
+    """Run a command in this process, with its streams in a file; send the names that it used, and
+    leave with its code."""
     log = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
     os.chdir(folder)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
@@ -280,9 +279,17 @@ def _command(line: Any, words: Sequence[str], folder: Path, output: Path) -> Non
 
 
 EVENTS = (
-    "open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.link", "os.symlink",
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.rename",
+    "os.link",
+    "os.symlink",
     "os.truncate",
-)  # fmt: skip
+)
 """Python's audit events whose first argument is a path; that of os.rename has a second one."""
 
 
@@ -298,5 +305,6 @@ def _names(event: str, arguments: tuple[Any, ...], folder: Path) -> Iterator[tup
 
 
 def _is_new(name: str) -> bool:
-    """Return whether a name is drawn anew in every run, so that nobody can put anything there beforehand."""
+    """Return whether a name is drawn anew in every run, so that nobody can put anything there
+    beforehand."""
     return "/.writing-" in f"/{name}" and not name.rpartition("/.writing-")[2].isdigit()

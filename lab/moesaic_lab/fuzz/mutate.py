@@ -1,6 +1,8 @@
-"""Hypothesis strategies for inputs of file readers: edited valid files, damaged files and random bytes.
+"""Hypothesis strategies for inputs of file readers: edited valid files, damaged files and random
+bytes.
 
-Edits depend on the kind of file, so an edited file still passes the checks of headers, lengths and checksums.
+Edits depend on the kind of file, so an edited file still passes the checks of headers, lengths and
+checksums.
 """
 
 from __future__ import annotations
@@ -22,13 +24,53 @@ from hypothesis.extra.numpy import array_shapes, arrays, scalar_dtypes
 T = TypeVar("T")
 
 ODD_WORDS = (
-    "", " ", "nan", "inf", "-inf", "1e308", "-0", "0", "-1", "1", "2", "2147483648", "9223372036854775808", "1_0", "٣", "1e400",
-    "true", "None", "null", "[]", "{}", "a\nb", "\x00", "../x", "'", '"', "é" * 300,
-)  # fmt: skip
+    "",
+    " ",
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "-0",
+    "0",
+    "-1",
+    "1",
+    "2",
+    "2147483648",
+    "9223372036854775808",
+    "1_0",
+    "٣",
+    "1e400",
+    "true",
+    "None",
+    "null",
+    "[]",
+    "{}",
+    "a\nb",
+    "\x00",
+    "../x",
+    "'",
+    '"',
+    "é" * 300,
+)
 """Words that people, shells and other programs put where another word is expected."""
 ODD_NUMBERS = (
-    0, -1, 1, 2, 3, 2**31, 2**63, 10**30, 10**400, -(2**63), 0.5, 1e308, float("nan"), float("inf"), -0.0, 1e-320,
-)  # fmt: skip
+    0,
+    -1,
+    1,
+    2,
+    3,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    -(2**63),
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    -0.0,
+    1e-320,
+)
 ODD: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(ODD_WORDS),
     st.sampled_from(ODD_NUMBERS),
@@ -41,7 +83,8 @@ ODD: st.SearchStrategy[Any] = st.one_of(
 def drawn_from(name: str, data: bytes) -> st.SearchStrategy[tuple[bool, bytes]]:
     """Return a strategy for inputs of a file reader.
 
-    It draws pairs: whether the input passes the checks of headers, lengths and checksums, which two of three do, and the input.
+    It draws pairs: whether the input passes the checks of headers, lengths and checksums, which two
+    of three do, and the input.
 
     Args:
         name: the name of the file; its ending determines how the content is edited.
@@ -53,7 +96,8 @@ def drawn_from(name: str, data: bytes) -> st.SearchStrategy[tuple[bool, bytes]]:
 def either(
     edited: st.SearchStrategy[T], other: st.SearchStrategy[T]
 ) -> st.SearchStrategy[tuple[bool, T]]:
-    """Return a strategy that draws from `edited` twice as often as from `other`, in pairs (is from `edited`, input)."""
+    """Return a strategy that draws from `edited` twice as often as from `other`, in pairs (is from
+    `edited`, input)."""
     marked = {
         True: edited.map(lambda value: (True, value)),
         False: other.map(lambda value: (False, value)),
@@ -62,6 +106,7 @@ def either(
 
 
 def _kind(name: str, data: bytes) -> str:
+    """Return the kind of a file, by its name or content."""
     ending = PurePath(name).suffix.removeprefix(".")
     if ending in ("json", "jsonl", "safetensors", "npz", "npy", "gz"):
         return ending
@@ -72,7 +117,8 @@ def _kind(name: str, data: bytes) -> str:
 
 
 def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy for copies of a valid file with some edits behind intact headers, lengths and checksums."""
+    """Return a strategy for copies of a valid file with some edits behind intact headers, lengths
+    and checksums."""
     if kind == "json":
         return _tables(json.loads(data)).map(_dumped)
     if kind == "jsonl":
@@ -82,7 +128,8 @@ def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
         )
     if kind == "safetensors":
         size = struct.unpack("<Q", data[:8])[0]
-        header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+        header = json.loads(data[8 : 8 + size])
+        body = data[8 + size :]
         return (
             _tables(header)
             .map(_dumped)
@@ -98,7 +145,8 @@ def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _damaged(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy for inputs unrelated to any valid file, and for copies of a valid file with damaged bytes."""
+    """Return a strategy for inputs unrelated to any valid file, and for copies of a valid file with
+    damaged bytes."""
     text = st.text(max_size=60).map(lambda drawn_text: drawn_text.encode("utf-8", "replace"))
     deep = st.tuples(st.sampled_from((b"[", b'{"a":')), st.integers(0, 50_000)).map(
         lambda drawn: drawn[0] * drawn[1]
@@ -107,11 +155,13 @@ def _damaged(data: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _dumped(value: Any) -> bytes:
+    """Return a value as JSON."""
     return json.dumps(value).encode()
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of the values in a tree of lists and dicts, as tuples of keys; of a list, only the first four."""
+    """Return the paths of the values in a tree of lists and dicts, as tuples of keys; of a list,
+    only the first four."""
     paths = [at]
     if isinstance(value, dict):
         paths += [path for key, child in value.items() for path in _places(child, (*at, key))]
@@ -123,6 +173,7 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _tables(tree: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for edited values of JSON."""
     edit = st.tuples(
         st.sampled_from(_places(tree)),
         st.sampled_from(["set", "drop", "add", "wrap", "bend", "name"]),
@@ -134,13 +185,15 @@ def _tables(tree: Any) -> st.SearchStrategy[Any]:
 
 
 def _apply_edits(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
+    """Return a value of JSON after edits."""
     for place, act, drawn in edits:
         value = copy.deepcopy(drawn)  # later edits may change the inserted value
         holder = {"": tree}
         inner: Any = holder
         key: Any = ""
         for step in place:
-            inner, key = inner[key], step
+            inner = inner[key]
+            key = step
             if not isinstance(inner, dict | list) or (
                 isinstance(inner, list) and not isinstance(key, int)
             ):
@@ -176,6 +229,7 @@ def _bent(value: Any) -> Any:
 
 
 def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
+    """Return a strategy for edited bytes."""
     edit = st.tuples(
         st.integers(0, max(len(data) - 1, 0)),
         st.sampled_from(["flip", "cut", "set", "put", "zero"]),
@@ -201,6 +255,7 @@ def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _words(text: str) -> st.SearchStrategy[bytes]:
+    """Return a strategy for edited texts."""
     pieces = re.split(r"([\s,:=\[\]]+)", text)  # words and separators alternate
     edit = st.tuples(
         st.integers(0, len(pieces) // 2),
@@ -224,7 +279,8 @@ def _words(text: str) -> st.SearchStrategy[bytes]:
 
 
 def _arrays(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy for arrays of other shapes, dtypes and values, and for a valid array with a few odd numbers."""
+    """Return a strategy for arrays of other shapes, dtypes and values, and for a valid array with a
+    few odd numbers."""
     valid = np.load(io.BytesIO(data), allow_pickle=False)
     drawn = arrays(
         scalar_dtypes(), array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
@@ -245,13 +301,15 @@ def _arrays(data: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _saved(array: np.ndarray) -> bytes:
+    """Return an array as a .npy file."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
 
 
 def _archives(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy that edits one member of a zip archive and rewrites the archive, checksums included."""
+    """Return a strategy that edits one member of a zip archive and rewrites the archive, checksums
+    included."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
 
@@ -271,6 +329,7 @@ def _headers(members: dict[str, bytes]) -> st.SearchStrategy[bytes]:
 
 
 def _packed(members: dict[str, bytes]) -> bytes:
+    """Return members as a ZIP archive."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in members.items():

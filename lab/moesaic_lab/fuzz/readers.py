@@ -1,12 +1,15 @@
 """All file readers of Moesaic, each with a valid file to start from.
 
-A test lists every function of the library that reads a file and checks that each of them is reached from here.
+A test lists every function of the library that reads a file and checks that each of them is reached
+from here.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import struct
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,19 +28,26 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict_saver
 
+from moesaic.cli import main
 from moesaic.configfile import as_json, override, read_table
+from moesaic.errors import InputError, TrainingError
 from moesaic.finetune.data import sequences
-from moesaic.finetune.options import RUN, FinetuneOptions, require_folder
+from moesaic.finetune.folder import require_folder
+from moesaic.finetune.options import RUN, FinetuneOptions
+from moesaic.finetune.states import read_states, write_states
 from moesaic.planner import cluster
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.emit import from_flags
-from moesaic.planner.files import read_planned, write_plan
+from moesaic.planner.plan_files import read_planned, write_plan
+from moesaic.planner.plan_table import PlanTable
 from moesaic.planner.presets import read_job
-from moesaic.planner.table import PlanTable
 from moesaic.planner.workload import read_counts
 from moesaic.program.plan import Plan
 from moesaic.report.page import write_page
 from moesaic.report.summary import read_runs
+from moesaic.resuming import COMPLETE, DamagedError, checksum, require_sealed, sealed_sums
+from moesaic.storage.nested import dumped, read_nested, write_nested
+from moesaic.storage.shards import INDEX, write_tensors
 from moesaic.traces.formats import FORMATS, ReadOptions
 from moesaic.traces.load import faults
 from moesaic.traces.trace import Trace, read_header, segment_name, write_segment
@@ -46,7 +56,6 @@ from moesaic.train.auto_plan import read_plan_table
 from moesaic.train.checkpoint import SUMS, load_checkpoint
 from moesaic.train.config import DataConfig, TrainConfig
 from moesaic.train.data import load_corpus
-from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.documents import read_documents
 from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
@@ -55,12 +64,16 @@ from moesaic.train.shard_metadata import read_list
 from moesaic.train.state import open_run
 from moesaic.train.tokenizer import HubTokenizer
 from moesaic.train.watch import read_hang
+from moesaic.transformers import resume
 from moesaic.weights.checkpoint import open_checkpoint
+from moesaic.weights.contents import contents_of
 from moesaic.weights.convert import convert, verify
-from moesaic.weights.files import read_dcp, read_safetensors
 from moesaic.weights.hub import Hub
 from moesaic.weights.layout import Readable, full_region
-from moesaic.weights.model import Architecture, read_config
+from moesaic.weights.model_tensors import Architecture
+from moesaic.weights.source import companions, read_config
+from moesaic.weights.tensor_files import read_dcp, read_safetensors, read_shards
+from moesaic_lab.fuzz.examples import TUNE
 from moesaic_lab.paper_train.data import CATALOGUE, read_pairs
 from moesaic_lab.traces.published import read_laer, read_smartmoe
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment, make_trace
@@ -80,7 +93,8 @@ class Reader:
     """Called with the folder after the change; writes new checksums."""
 
     def path(self, folder: Path) -> Path:
-        """Return the path of the file that is changed; `folder` holds the folders of `make_bases`."""
+        """Return the path of the file that is changed; `folder` holds the folders of
+        `make_bases`."""
         return min(path for path in (folder / self.base).rglob(self.file) if path.is_file())
 
 
@@ -138,8 +152,19 @@ def _make_texts(one: Path, text: Path) -> None:
     (one / "pairs.jsonl").write_text(
         '{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n'
     )
-    (one / RUN).write_text(json.dumps(_finetune_in(one).kept(1)))
+    (one / RUN).write_text(
+        json.dumps(_finetune_in(one).kept(1) | {"contents": {"data": "", "model": ""}})
+    )
+    (one / COMPLETE).write_text(json.dumps({"sha256": {RUN: checksum(one / RUN)}}))
+    (one / "chats.json").write_text(
+        json.dumps(
+            [{"text": "a b"}, {"messages": [{"role": "a", "content": "b"}], "tools": "[{}]"}]
+        )
+    )
     (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
+    write_states(
+        one / "states.safetensors", {"optimizer": {}, "schedule": {}, "random": [torch.zeros(2)]}
+    )
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
     (one / "flags.txt").write_text(
         "--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep"
@@ -191,6 +216,7 @@ def _make_weights(folder: Path) -> None:
     )
     whole.save_pretrained(folder / "whole")
     convert(folder / "whole", folder / "converted", to="megatron", logits=False)
+    _make_finetuned(folder)
     fp8 = folder / "fp8"
     fp8.mkdir()
     (fp8 / "config.json").write_text(
@@ -206,21 +232,96 @@ def _make_weights(folder: Path) -> None:
         state_dict_saver.save(
             {"model.a": torch.zeros(2, 3)}, checkpoint_id=folder / "shards", no_dist=True
         )
+    write_tensors(folder / "ours", {"model.a": torch.zeros(2, 3)}, is_alone=True)
+    write_nested(
+        folder / "states.safetensors",
+        {"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "a": torch.ones(2)},
+    )
+    (folder / "schedule.json").write_text(dumped({"last_lr": [0.1], "step": 3}))
 
 
+def _make_finetuned(folder: Path) -> None:
+    """Write a model with a tokenizer, a text, and a fine-tune that stands at its first step."""
+    words = {f"w{number}": number for number in range(20)}
+    of_words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    of_words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    shutil.copytree(folder / "whole", folder / "mixtral")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=of_words, pad_token="w0", eos_token="w2"
+    ).save_pretrained(folder / "mixtral")
+    (folder / "words.txt").write_text(" ".join(f"w{number % 17 + 3}" for number in range(100)))
+    (folder / "system.py").write_text(_SYSTEM)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        code = main.main(list(TUNE))
+    finally:
+        os.chdir(before)
+    if code:
+        raise TrainingError(f"the fine-tune of {folder} ended with code {code}")
+    for path in (folder / "tuned").iterdir():
+        if path.name == "checkpoint-2":
+            shutil.rmtree(path)
+        elif path.is_file() and path.name != RUN:
+            path.unlink()
+
+
+_SYSTEM = '''"""Experts of a dense layer, to be certified."""
+
+import torch
+import torch.nn.functional as F
+from moesaic.testing.certify import AbstractRoutedExperts, MoEWeights
+
+
+class Experts(AbstractRoutedExperts):
+    def __init__(self, spec):
+        own = spec.weights
+        self.weights = [each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2)]
+
+    def run(self, x, experts, gates):
+        w1, w3, w2 = self.weights
+        hidden = F.silu(torch.einsum("td,ehd->teh", x, w1)) * torch.einsum("td,ehd->teh", x, w3)
+        y = torch.einsum("teh,edh->ted", hidden, w2)
+        chosen = y.gather(1, experts.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+        return (gates.unsqueeze(-1) * chosen).sum(1)
+
+    def gradients(self):
+        grads = (torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights)
+        return MoEWeights(*grads)
+'''
 _TINY: dict[str, Any] = {
-    "steps": 2, "batch_size": 2, "device": "cpu", "threads": 1, "precision": "float32", "log_every": 1,
-    "evaluate": {"every": 2, "sequences": 2}, "save": {"every": 1}, "tensorboard": False,
+    "steps": 2,
+    "batch_size": 2,
+    "device": "cpu",
+    "threads": 1,
+    "precision": "float32",
+    "log_every": 1,
+    "evaluate": {"every": 2, "sequences": 2},
+    "save": {"every": 1},
+    "tensorboard": False,
     "model": {
-        "dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "conv_width": 1,
+        "dim": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "seq_len": 8,
+        "conv_width": 1,
         "moe": {"num_experts": 4, "top_k": 2, "hidden": 8},
     },
-}  # fmt: skip
+}
 _HUB = {
-    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 16,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
-    "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 8,
-}  # fmt: skip
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
 
 
 def _catalogue(texts: Mapping[str, str]) -> bytes:
@@ -292,10 +393,26 @@ def _finetune_in(folder: Path) -> FinetuneOptions:
     return FinetuneOptions(model="model", data="text", out=str(folder), resume=True)
 
 
+def _sealed(folder: Path) -> object:
+    try:
+        require_sealed(folder)
+        return sealed_sums(folder)
+    except DamagedError as damage:
+        raise InputError(f"{folder}: {damage}") from damage
+
+
+def _states(path: Path) -> object:
+    try:
+        return read_states(path)
+    except DamagedError as damage:
+        raise InputError(f"{path}: {damage}") from damage
+
+
 def _sequences(path: Path) -> object:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(path.with_name("tokenizer.json"))
     )
+    tokenizer.chat_template = "{{ messages }} {{ tools }}"
     return sequences(str(path), tokenizer, 1, 1)
 
 
@@ -321,8 +438,9 @@ def _table(name: str, read: Callable[[Path], object], *, base: str = "one") -> R
 
 def _of_step(
     name: str, read: Callable[[Path], object], seal: Callable[[Path], None] | None = _seal_last
-) -> Reader:  # fmt: skip
-    """Return a `Reader` for the file `name` of the last checkpoint; its `read` takes the run's folder."""
+) -> Reader:
+    """Return a `Reader` for the file `name` of the last checkpoint; its `read` takes the run's
+    folder."""
     return Reader(base="run", file=f"{_LAST}/{name}", seal=seal, read=read)
 
 
@@ -342,8 +460,10 @@ READERS = {
     "trace": Reader(base="one", file="trace.npz", read=_trace),
     **{
         f"trace of {name}": Reader(
-            base=name, file="*", read=lambda folder, name=name: _foreign(name, folder / "trace")
-        )  # type: ignore[misc]
+            base=name,
+            file="*",
+            read=lambda folder, name=name: _foreign(name, folder / "trace"),  # type: ignore[misc]
+        )
         for name in FORMATS
     },
     "trace of laer": _table("laer.csv", lambda path: faults(Trace.of(read_laer(path), "laer"))),
@@ -357,6 +477,9 @@ READERS = {
     "documents in a table of JSON": _table("documents.json", _documents),
     "documents in Parquet": _table("table.parquet", _documents),
     "data of a fine-tune": _table("documents.jsonl", _sequences),
+    "list of data of a fine-tune": _table("chats.json", _sequences),
+    "seal of a checkpoint": Reader(base="one", file=COMPLETE, read=_sealed),
+    "states of a fine-tune": _table("states.safetensors", _states),
     "options of a fine-tune": Reader(
         base="one", file=RUN, read=lambda at: require_folder(_finetune_in(at), 1)
     ),
@@ -376,8 +499,18 @@ READERS = {
         base="run", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()
     ),
     "state of a checkpoint": _of_step("state.json", _resumed),
-    "tensors of a checkpoint": _of_step("shards/__0_0.distcp", _resumed),
-    "list of tensors of a checkpoint": _of_step("shards/.metadata", _resumed),
+    "tensors of a checkpoint": _of_step(
+        "shards/shard-00001-model-00001-of-00001.safetensors", _resumed
+    ),
+    "list of tensors of a checkpoint": _of_step(f"shards/{INDEX}", _resumed),
+    "list of sharded safetensors": Reader(
+        base="ours", file=INDEX, read=lambda at: _elements(read_shards(at)[0])
+    ),
+    "sharded safetensors": Reader(
+        base="ours", file="*.safetensors", read=lambda at: _elements(read_shards(at)[0])
+    ),
+    "nested state": _table("states.safetensors", read_nested, base="."),
+    "schedule of a trainer": _table("schedule.json", resume.read_json, base="."),
     "checksums of a checkpoint": _of_step(
         SUMS, lambda at: load_checkpoint(at / "checkpoints", _silent), seal=None
     ),
@@ -410,6 +543,10 @@ READERS = {
     ),
     "index of safetensors": Reader(
         base="hub", file="model.safetensors.index.json", read=read_safetensors
+    ),
+    "contents of a checkpoint": Reader(base="whole", file="config.json", read=contents_of),
+    "what accompanies weights": Reader(
+        base="converted", file="generation_config.json", read=companions
     ),
     "configuration of transformers": Reader(
         base="hub", file="config.json", read=lambda at: read_config(at, None)

@@ -1,4 +1,5 @@
-"""Run readers and commands on inputs, under limits of memory and time, and record unexpected exceptions.
+"""Run readers and commands on inputs, under limits of memory and time, and record unexpected
+exceptions.
 
 `python -m moesaic_lab.fuzz.run` is a worker process.
 """
@@ -40,13 +41,15 @@ MOST_SECONDS = 10
 """Limit of processor time for one input."""
 MOST_BYTES = 2 << 30
 """Limit of memory on top of what the worker has at its start."""
-FIRST, AT_ONCE = 3, 100
-"""Inputs in a target's first round, and the most in a later one, which has as many as the target processes in a second."""
+FIRST = 3
+AT_ONCE = 100
+"""Inputs in a target's first round, and the most in a later one, which has as many as the target
+processes in a second."""
 MOST_OF_A_COMMAND = 1 / 200
 """Largest share of all inputs that one command gets: command lines take longer than most files."""
 STOPS_AFTER_PARSING = ("train", "check", "demo", "profile")
-"""Slow commands that are stopped once their arguments are parsed and checked. Commands of other packages are stopped there too.
-`plan` also reads its files and is stopped before its search."""
+"""Slow commands that are stopped once their arguments are parsed and checked. Commands of other
+packages are stopped there too. `plan` also reads its files and is stopped before its search."""
 
 
 class _SlowError(BaseException):
@@ -101,7 +104,10 @@ class Target:
                 frame for frame in frames if Path(frame.filename).is_relative_to(SOURCE / "moesaic")
             ][-1:]
             place = (
-                f"{type(error).__name__} at {os.path.relpath(at[0].filename, SOURCE)}:{at[0].lineno}"
+                (
+                    f"{type(error).__name__} at "
+                    f"{os.path.relpath(at[0].filename, SOURCE)}:{at[0].lineno}"
+                )
                 if at
                 else repr(error)
             )
@@ -131,7 +137,8 @@ def start(words: Sequence[str]) -> None:
     """Work in this process; send a traceback to the parent if that fails.
 
     Args:
-        words: the file descriptor of the connection to the parent, and the other arguments of `work` as JSON.
+        words: the file descriptor of the connection to the parent, and the other arguments of
+            `work` as JSON.
     """
     line = Connection(int(words[0]))
     folder, only = json.loads(words[1])
@@ -145,15 +152,17 @@ def work(line: Connection, folder: Path, only: Sequence[str]) -> None:
     """Process batches of inputs until the parent closes the connection.
 
     Args:
-        line: the connection to the parent. It delivers, per batch, the number of inputs over all targets and a seed. It gets
-            (target's name, inputs so far) repeatedly as progress, and the rows of all targets at the end of a batch.
+        line: the connection to the parent. It delivers, per batch, the number of inputs over all
+            targets and a seed. It gets (target's name, inputs so far) repeatedly as progress, and
+            the rows of all targets at the end of a batch.
         folder: the working directory.
         only: prefixes of the names of targets; () for all targets.
     """
     warnings.simplefilter("ignore")
     make_bases(folder)
     os.chdir(folder)
-    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open until the process ends; a real file, as some code calls fileno()
+    # open until the process ends; a real file, as some code calls fileno
+    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used_bytes = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -163,9 +172,8 @@ def work(line: Connection, folder: Path, only: Sequence[str]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MOST_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, _stop)
     targets = [*_readers(folder, only), *_commands(only)]
-    Target("what hypothesis does once", st.tuples(st.just(False), st.text()), repr).drawn(
-        1, 0
-    )()  # takes many seconds
+    # takes many seconds
+    Target("what hypothesis does once", st.tuples(st.just(False), st.text()), repr).drawn(1, 0)()
     with contextlib.suppress(EOFError):
         while True:
             inputs, number = line.recv()
@@ -180,8 +188,10 @@ def _batch(line: Connection, targets: list[Target], inputs: int, number: int) ->
     rounds = 0
     while (missing := inputs - sum(target.inputs for target in targets)) > 0:
         left = [each for each in targets if not (has_readers and _has_enough(each, inputs))]
-        # Targets get about equal processor time, so slow ones get fewer inputs, but each gets at least `FIRST`.
-        share, count = sum(each.seconds for each in left) / len(left), -(-missing // len(left))
+        # Targets get about equal processor time, so slow ones get fewer inputs, but each gets at
+        # least `FIRST`.
+        share = sum(each.seconds for each in left) / len(left)
+        count = -(-missing // len(left))
         for target in targets if rounds == 0 else left:
             if rounds == 0 or target.seconds <= share:
                 line.send((target.name, target.inputs))
@@ -200,14 +210,17 @@ def _has_enough(target: Target, inputs: int) -> bool:
 
 
 def _stop(number: int, frame: Any) -> None:
+    """Stop an input that takes too long."""
     raise _SlowError
 
 
 def _is_asked(name: str, only: Sequence[str]) -> bool:
+    """Return whether `only` selects a target."""
     return not only or name.startswith(tuple(only))
 
 
 def _readers(folder: Path, only: Sequence[str]) -> Iterator[Target]:
+    """Yield a target per reader of files that `only` selects."""
     for name, reader in READERS.items():
         if not _is_asked(f"read {name}", only):
             continue
@@ -219,6 +232,7 @@ def _readers(folder: Path, only: Sequence[str]) -> Iterator[Target]:
 
 
 def _reading(folder: Path, reader: Reader, path: Path, data: bytes) -> Callable[[Any], None]:
+    """Return a function that reads a changed file and restores it."""
     place = folder / reader.base
 
     def read(changed: bytes) -> None:
@@ -236,7 +250,8 @@ def _reading(folder: Path, reader: Reader, path: Path, data: bytes) -> Callable[
 def _commands(only: Sequence[str]) -> Iterator[Target]:
     """Yield a target per command that `only` selects, those of other installed packages included.
 
-    Possible arguments are read from the commands' help, which takes a second for all commands together.
+    Possible arguments are read from the commands' help, which takes a second for all commands
+    together.
     """
     offered = {entry.name for entry in entry_points(group=main.GROUP)}
     for name in filter(
@@ -246,12 +261,14 @@ def _commands(only: Sequence[str]) -> Iterator[Target]:
 
 
 def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
-    """Return a strategy for edited command lines from the documentation, and for ones of words and flags from the help."""
+    """Return a strategy for edited command lines from the documentation, and for ones of words and
+    flags from the help."""
     first, listed = _help_of([name])
-    known: dict[tuple[str, ...], tuple[list[str], list[str]]] = {(): first} | {
-        (word,): _help_of([name, word])[0] for word in listed
-    }
-    known = {prefix: found for prefix, found in known.items() if found[1] or prefix == ()}
+    known: dict[tuple[str, ...], tuple[list[str], list[str]]] = {(): first}
+    for word in listed:
+        words, flags = _help_of([name, word])[0]
+        if flags:
+            known[(word,)] = (words, flags)
     value = st.one_of(
         st.sampled_from(ODD_WORDS),
         st.sampled_from(_FILES),
@@ -260,16 +277,8 @@ def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
     )
 
     def lines(prefix: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
-        words, flags = known[prefix]
-        flag = st.sampled_from(flags or ["--x"])
-        piece = st.one_of(
-            st.tuples(flag, st.one_of(value, st.sampled_from(words or ["x"]))).map(list),
-            st.tuples(flag, value).map("=".join).map(lambda word: [word]),
-            flag.map(lambda word: [word]), value.map(lambda word: [word]),
-        )  # fmt: skip
-        return st.lists(piece, max_size=4).map(
-            lambda pieces: [*prefix, *(word for each in pieces for word in each)]
-        )
+        """Return a strategy for command lines that begin with a prefix."""
+        return _lines_of(prefix, *known[prefix], value)
 
     drawn = st.sampled_from(list(known)).flatmap(lines).map(_harmless)
     documented = _documented(name)
@@ -277,14 +286,29 @@ def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
         return drawn.map(lambda words: (False, words))
     edit = st.tuples(st.integers(0, 20), st.sampled_from(["set", "drop", "none"]), value)
     extra = st.lists(st.sampled_from(known[()][1] or ["--x"]), max_size=1)
-    return either(
-        st.tuples(st.sampled_from(documented), edit, extra, value).map(_changed).map(_harmless),
-        drawn,
+    changed = st.tuples(st.sampled_from(documented), edit, extra, value).map(_changed)
+    return either(changed.map(_harmless), drawn)
+
+
+def _lines_of(
+    prefix: Sequence[str], words: Sequence[str], flags: Sequence[str], value: st.SearchStrategy[str]
+) -> st.SearchStrategy[list[str]]:
+    """Return a strategy for command lines of a prefix and up to four flags or values."""
+    flag = st.sampled_from(flags or ["--x"])
+    piece = st.one_of(
+        st.tuples(flag, st.one_of(value, st.sampled_from(words or ["x"]))).map(list),
+        st.tuples(flag, value).map("=".join).map(lambda word: [word]),
+        flag.map(lambda word: [word]),
+        value.map(lambda word: [word]),
+    )
+    return st.lists(piece, max_size=4).map(
+        lambda pieces: [*prefix, *(word for each in pieces for word in each)]
     )
 
 
 def _documented(name: str) -> list[list[str]]:
-    """Return the documentation's command lines that use a command; [] if docs/ is missing, as in an installed package."""
+    """Return the documentation's command lines that use a command; [] if docs/ is missing, as in an
+    installed package."""
     command_lines = []
     for page in sorted((Path(__file__).parents[3] / "docs").glob("*.md")):
         for line in re.findall(
@@ -296,21 +320,38 @@ def _documented(name: str) -> list[list[str]]:
 
 
 def _changed(drawn: tuple[list[str], tuple[int, str, str], list[str], str]) -> list[str]:
+    """Return a command line after an edit."""
     words, (at, act, value), extra, other = drawn
     changed = list(words)
     if act != "none" and changed:
         at %= len(changed)
         flag, equals, _ = changed[at].partition("=")
-        changed[at : at + 1] = (
-            [] if act == "drop" else [flag + equals + value] if equals else [value]
-        )
-    return changed + (changed and [*extra, other] if extra else [])
+        if act == "drop":
+            del changed[at]
+        else:
+            changed[at] = flag + equals + value if equals else value
+    if extra and changed:
+        changed += [*extra, other]
+    return changed
 
 
 _FILES = (
-    "run", "one", "hub", "shards", "one/plan.json", "one/trace.npz", "one/config.json", "one/cluster.toml",
-    "hub/config.json", "one/counts.npy", "out.json", "out.npz", "out.html", "out.svg", "text",
-)  # fmt: skip
+    "run",
+    "one",
+    "hub",
+    "shards",
+    "one/plan.json",
+    "one/trace.npz",
+    "one/config.json",
+    "one/cluster.toml",
+    "hub/config.json",
+    "one/counts.npy",
+    "out.json",
+    "out.npz",
+    "out.html",
+    "out.svg",
+    "text",
+)
 
 
 def _harmless(words: list[str]) -> list[str]:
@@ -320,7 +361,8 @@ def _harmless(words: list[str]) -> list[str]:
 
 
 def _help_of(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
-    """Return the words and flags in a command's help, and those of the words that are subcommands."""
+    """Return the words and flags in a command's help, and those of the words that are
+    subcommands."""
     output = io.StringIO()
     with (
         contextlib.redirect_stdout(output),
@@ -336,6 +378,7 @@ def _help_of(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
 
 
 def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
+    """Return a function that runs a command line in this process."""
     stops = not is_ours or name in STOPS_AFTER_PARSING
     plain = arguments.parse
     parsing = [

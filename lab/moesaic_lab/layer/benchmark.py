@@ -1,11 +1,13 @@
-"""`moesaic bench layer`: plans of one MoE layer, timed in turn on an emulated cluster with virtual compute.
+"""`moesaic bench layer`: plans of one MoE layer, timed in turn on an emulated cluster with virtual
+compute.
 
-Virtual compute: experts and codecs sleep for as long as an accelerator of the configured rate would take; everything
-else is real: a layer on the runtime, forward and backward, real bytes between real processes over emulated links
-(network namespaces, veth pairs shaped by htb). Times are of this machine, with several ranks on a core; ratios are
-what carries over. Loads are balanced. Methods in turn, plans switched between steps. bound: bytes over rate on the
-slowest link, forward plus backward, or the computing if that is longer. Ratios under 1.10 are the worse end of the
-median's 95 % interval over 30 pairs.
+Virtual compute: experts and codecs sleep for as long as an accelerator of the configured rate would
+take; everything else is real: a layer on the runtime, forward and backward, real bytes between real
+processes over emulated links (network namespaces, veth pairs shaped by htb). Times are of this
+machine, with several ranks on a core; ratios are what carries over. Loads are balanced. Methods in
+turn, plans switched between steps. bound: bytes over rate on the slowest link, forward plus
+backward, or the computing if that is longer. Ratios under 1.10 are the worse end of the median's 95
+% interval over 30 pairs.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.cluster import Cluster
 
 TITLES = {
-    "schedules": "Schedules", "adaptive_r": "Adaptive r over capacity factors", "pipelining": "Pipelining",
-    "orders": "Orders", "codecs": "Codecs", "ablation": "ScheMoE's steps",
-}  # fmt: skip
+    "schedules": "Schedules",
+    "adaptive_r": "Adaptive r over capacity factors",
+    "pipelining": "Pipelining",
+    "orders": "Orders",
+    "codecs": "Codecs",
+    "ablation": "ScheMoE's steps",
+}
 """Titles of the tables, by part."""
 PICTURED = {
     "pipelining": "chunks",
@@ -61,15 +67,18 @@ class LayerCell(BedCell):
     """Cost of switching to a plan on the slowest rank, by method."""
 
     def timed_as(self, name: str) -> str:
-        """Return the method that was timed for a plan: the plan itself, or another one that does the same."""
+        """Return the method that was timed for a plan: the plan itself, or another one that does
+        the same."""
         return self.job.same.get(name, name)
 
     def ratio(self, name: str, other: str) -> Ratio:
-        """Return the time of one method over another. Both may also be names of plans that do the same as a timed method."""
+        """Return the time of one method over another. Both may also be names of plans that do the
+        same as a timed method."""
         return super().ratio(self.timed_as(name), self.timed_as(other))
 
     def bound(self, name: str) -> float:
-        """Return a lower bound on a step's seconds: the link limits of forward plus backward, or the computing if longer."""
+        """Return a lower bound on a step's seconds: the link limits of forward plus backward, or
+        the computing if longer."""
         return max(super().bound(name), self.charged[name])
 
 
@@ -99,9 +108,15 @@ def summed_up(job: LayerJob, of_ranks: Sequence[LayerFound]) -> LayerCell:
         for name in of_ranks[0].switches
     }
     return LayerCell(
-        job=job, best=of_ranks[0].best, trial=of_ranks[0].trial, switches=switches, **joined(of_ranks, job.place.bed),
-        charged={name: max(of_rank.charged[name] for of_rank in of_ranks) for name in of_ranks[0].charged},
-    )  # fmt: skip
+        job=job,
+        best=of_ranks[0].best,
+        trial=of_ranks[0].trial,
+        switches=switches,
+        **joined(of_ranks, job.place.bed),
+        charged={
+            name: max(of_rank.charged[name] for of_rank in of_ranks) for name in of_ranks[0].charged
+        },
+    )
 
 
 def claims(cells: Sequence[LayerCell]) -> list[Claim]:
@@ -119,17 +134,28 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
         return max(some(shares, "that counts switches"))
 
     return [
-        claimed("layer.best_over_baseline_tp4", lambda: best_over_baseline(of("schedules")), 4.0, ">="),
-        claimed("layer.worst_over_best_single", lambda: max(map(over_single, of("schedules"))), 1.03),
+        claimed(
+            "layer.best_over_baseline_tp4", lambda: best_over_baseline(of("schedules")), 4.0, ">="
+        ),
+        claimed(
+            "layer.worst_over_best_single", lambda: max(map(over_single, of("schedules"))), 1.03
+        ),
         claimed("layer.switch_cost_share", lambda: switching(lambda s: s.again_seconds), 0.01),
-        claimed("layer.first_switch_share", lambda: switching(lambda s: s.first_seconds + s.first_call_seconds), None),
-        claimed("layer.fixed_r_over_adaptive", lambda: fixed_over_adaptive(of("adaptive_r")), None, ">="),
+        claimed(
+            "layer.first_switch_share",
+            lambda: switching(lambda s: s.first_seconds + s.first_call_seconds),
+            None,
+        ),
+        claimed(
+            "layer.fixed_r_over_adaptive", lambda: fixed_over_adaptive(of("adaptive_r")), None, ">="
+        ),
         claimed("layer.schemoe_ablation", lambda: ablation(of("ablation")), 2.0, ">="),
-    ]  # fmt: skip
+    ]
 
 
 def best_over_baseline(cells: Sequence[LayerCell]) -> float:
-    """Return the baseline's time over the best plan's, the median over all meshes with tp = etp = 4."""
+    """Return the baseline's time over the best plan's, the median over all meshes with tp = etp
+    = 4."""
     chosen = some(
         [cell for cell in cells if cell.job.grid.tp == cell.job.grid.etp == 4], "at tp = etp = 4"
     )
@@ -137,13 +163,15 @@ def best_over_baseline(cells: Sequence[LayerCell]) -> float:
 
 
 def over_single(cell: LayerCell) -> float:
-    """Return the best plan's time over that of the fastest of ted, S1 and S2, as the upper end of the 95 % interval."""
+    """Return the best plan's time over that of the fastest of ted, S1 and S2, as the upper end of
+    the 95 % interval."""
     names = {cell.timed_as(name) for name in COMPETE} & set(cell.timings)
     return bounded(cell, cell.best, min(names, key=lambda name: cell.ratio(name, cell.best).median))
 
 
 def bounded(cell: LayerCell, name: str, other: str) -> float:
-    """Return the upper end of a ratio's 95 % interval; 1 if both names stand for the same timed method.
+    """Return the upper end of a ratio's 95 % interval; 1 if both names stand for the same timed
+    method.
 
     Raises:
         NotMeasuredError: the ratio is near 1 and has too few pairs.
@@ -154,7 +182,8 @@ def bounded(cell: LayerCell, name: str, other: str) -> float:
 
 
 def fixed_over_adaptive(cells: Sequence[LayerCell]) -> float:
-    """Return the total time with the best single r for all sizes and factors, over that with the best r for each of them."""
+    """Return the total time with the best single r for all sizes and factors, over that with the
+    best r for each of them."""
     medians = [{name: timing.median for name, timing in cell.timings.items()} for cell in cells]
     fixed = min(sum(of_cell[name] for of_cell in medians) for name in medians[0])
     return fixed / sum(min(of_cell.values()) for of_cell in medians)
@@ -168,7 +197,8 @@ def ablation(cells: Sequence[LayerCell]) -> float:
 
 
 def all_rows(cells: Sequence[LayerCell]) -> list[dict[str, Any]]:
-    """Return all rows: of methods, of the plans that searches tried, and of the costs of switches."""
+    """Return all rows: of methods, of the plans that searches tried, and of the costs of
+    switches."""
     return [
         row for make in (rows_of, trial_rows, switch_rows) for cell in cells for row in make(cell)
     ]
@@ -180,14 +210,20 @@ def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
     best = cell.best or min(cell.timings, key=lambda name: cell.timings[name].median)
     return [
         {
-            "part": cell.job.section, "cell": cell.job.label, "bed": cell.job.place.in_words,
-            "compute": "virtual compute", "method": name,
-            "same_program_as": cell.job.same.get(name), "is_best": timed_name == best, **cell.row(timed_name),
-            "computing_seconds": cell.charged[timed_name], **cell.ratio(first, timed_name).row("first_over_this"),
+            "part": cell.job.section,
+            "cell": cell.job.label,
+            "bed": cell.job.place.in_words,
+            "compute": "virtual compute",
+            "method": name,
+            "same_program_as": cell.job.same.get(name),
+            "is_best": timed_name == best,
+            **cell.row(timed_name),
+            "computing_seconds": cell.charged[timed_name],
+            **cell.ratio(first, timed_name).row("first_over_this"),
         }
         for name in (*cell.timings, *cell.job.same)
         for timed_name in [cell.timed_as(name)]
-    ]  # fmt: skip
+    ]
 
 
 def trial_rows(cell: LayerCell) -> list[dict[str, Any]]:
@@ -203,11 +239,14 @@ def switch_rows(cell: LayerCell) -> list[dict[str, Any]]:
     """Return a row per plan of a cell with the cost of switching to it."""
     return [
         {
-            "part": "switching", "cell": cell.job.label, "method": name, **asdict(switch),
+            "part": "switching",
+            "cell": cell.job.label,
+            "method": name,
+            **asdict(switch),
             "share_of_step": switch.again_seconds / cell.timings[name].median,
         }
         for name, switch in cell.switches.items()
-    ]  # fmt: skip
+    ]
 
 
 COLUMNS = (
@@ -243,7 +282,8 @@ def tables(cells: Sequence[LayerCell]) -> list[Table]:
 
 
 def panels(cells: Sequence[LayerCell]) -> list[Panel]:
-    """Return a panel per kind of mesh of the schedules, one per size of weights of adaptive r, and one per other part."""
+    """Return a panel per kind of mesh of the schedules, one per size of weights of adaptive r, and
+    one per other part."""
 
     def mesh(cell: LayerCell) -> tuple[int, int, str]:
         return cell.job.place.tokens_per_rank, cell.job.grid.etp, cell.job.grid.innermost
@@ -266,11 +306,13 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
 
 
 def _bars(title: str, cells: Sequence[LayerCell], label: Callable[[LayerCell], str]) -> Panel:
-    """Return a panel with a bar per method in each cell; the plan that a search chose comes last."""
+    """Return a panel with a bar per method in each cell; the plan that a search chose comes
+    last."""
     names = dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same))
     methods: dict[str, Callable[[Any], str]] = {
-        name: lambda cell, name=name: cell.timed_as(name) for name in names
-    }  # type: ignore[misc]
+        name: lambda cell, name=name: cell.timed_as(name)  # type: ignore[misc]
+        for name in names
+    }
     if any(cell.best for cell in cells):
         methods[BEST] = lambda cell: cell.best
     return bars(title, cells, label, VIRTUAL, names=methods)
@@ -280,13 +322,28 @@ def _over_factors(title: str, cells: Sequence[LayerCell]) -> Panel:
     """Return a panel with a line per method over the capacity factors."""
     factors = [cell.job.factor or 0.0 for cell in cells]
     return Panel(
-        title=title, x_title="capacity factor", y_title=VIRTUAL, series=drawn(cells, factors), log_x=True, log_y=True,
+        title=title,
+        x_title="capacity factor",
+        y_title=VIRTUAL,
+        series=drawn(cells, factors),
+        log_x=True,
+        log_y=True,
         x_ticks=tuple((factor, f"{factor:g}") for factor in factors),
-    )  # fmt: skip
+    )
 
 
 BENCHMARK = emulated(
-    name="layer", description="Measure ways to run an MoE layer in turn on an emulated cluster, with virtual compute.",
-    notes=notes_of(__doc__), read_config=read_config, run=run, rows=all_rows, claims=claims, columns=tables, panels=panels,
-    title="One MoE layer over emulated links, virtual compute", panels_in_a_row=3,
-)  # fmt: skip
+    name="layer",
+    description=(
+        "Measure ways to run an MoE layer in turn on an emulated cluster, with virtual compute."
+    ),
+    notes=notes_of(__doc__),
+    read_config=read_config,
+    run=run,
+    rows=all_rows,
+    claims=claims,
+    columns=tables,
+    panels=panels,
+    title="One MoE layer over emulated links, virtual compute",
+    panels_in_a_row=3,
+)

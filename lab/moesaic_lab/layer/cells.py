@@ -1,4 +1,5 @@
-"""The jobs of each part of the benchmark: meshes, plans, and the plans they are compared with. Jobs are sent to the ranks."""
+"""The jobs of each part of the benchmark: meshes, plans, and the plans they are compared with. Jobs
+are sent to the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 from moesaic.errors import InputError
 from moesaic.planner.candidates import SearchSpace, candidates
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Codec, Plan
@@ -55,19 +56,23 @@ class LayerJob:
     grid: Grid
     """The mesh over all ranks of the bed."""
     methods: dict[str, Compiled]
-    """Plans to time, by name, in the order of the table. Tables compare the others with the first one."""
+    """Plans to time, by name, in the order of the table. Tables compare the others with the first
+    one."""
     same: dict[str, str] = field(default_factory=dict)
-    """Further plans that do the same as a method on this mesh: name of the plan to name of the method."""
+    """Further plans that do the same as a method on this mesh: name of the plan to name of the
+    method."""
     candidates: dict[str, Compiled] = field(default_factory=dict)
     """Further plans that the search may choose."""
     compete: tuple[str, ...] = ()
     """Methods that the search may choose, the best by prediction first; empty for no search."""
     margin: float = 0.0
-    """The search chooses the first of `compete` unless another plan's trial is shorter by more than this share."""
+    """The search chooses the first of `compete` unless another plan's trial is shorter by more than
+    this share."""
     trial_repeats: int = 0
     """Runs of each plan in the search."""
     reference: str = ""
-    """Methods near this one are timed more often; "" for the first method, `BEST` for the plan that the search chose."""
+    """Methods near this one are timed more often; "" for the first method, `BEST` for the plan that
+    the search chose."""
     factor: float | None = None
     """Capacity factor of a padded capacity; None for a dropless layer without padding."""
     other_flops: dict[str, float] = field(default_factory=dict)
@@ -91,21 +96,27 @@ class LayerJob:
 
 
 def jobs(config: LayerBenchConfig) -> Iterator[LayerJob]:
-    """Yield the jobs of a configuration, part by part. Each job's plans are compiled when it is yielded."""
+    """Yield the jobs of a configuration, part by part. Each job's plans are compiled when it is
+    yielded."""
     for part in config.cells:
         for job in MAKERS[part.section](part):
             yield replace(job, section=part.section, warmup=config.warmup, seed=config.seed)
 
 
 def schedules(part: Schedules) -> Iterator[LayerJob]:
-    """Yield a job for each tp, etp and innermost axis. With etp 1 both innermost axes give the same mesh and one job."""
+    """Yield a job for each tp, etp and innermost axis. With etp 1 both innermost axes give the same
+    mesh and one job."""
     seconds_of = step_model(part)
     for etp, tp in itertools.product(part.etp, part.tp):
         for innermost in ("etp", "ep") if etp > 1 else ("etp",):
             grid = Grid(
-                world=part.world, tp=tp, ep=part.world // etp, etp=etp, innermost=innermost,
+                world=part.world,
+                tp=tp,
+                ep=part.world // etp,
+                etp=etp,
+                innermost=innermost,
                 ranks_per_node=part.ranks_per_node,
-            )  # fmt: skip
+            )
             methods, same = distinct(singles(grid))
             names = {same.get(name, name) for name in COMPETE} & set(methods)
             predicted = {name: seconds_of(methods[name]) for name in names}
@@ -118,10 +129,17 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
             )
             where = f", {innermost} inside nodes" if etp > 1 else ""
             yield LayerJob(
-                label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods, candidates=promising, same=same,
-                compete=tuple(sorted(names, key=lambda name: predicted[name])), margin=part.margin,
-                trial_repeats=part.trial_repeats, reference=BEST,
-            )  # fmt: skip
+                label=f"tp {tp}, etp {etp}{where}",
+                place=part,
+                grid=grid,
+                methods=methods,
+                candidates=promising,
+                same=same,
+                compete=tuple(sorted(names, key=lambda name: predicted[name])),
+                margin=part.margin,
+                trial_repeats=part.trial_repeats,
+                reference=BEST,
+            )
 
 
 def most_promising(
@@ -153,9 +171,13 @@ def adaptive_r(part: AdaptiveR) -> Iterator[LayerJob]:
     }
     for factor in part.factors:
         yield LayerJob(
-            label=f"{part.name}, factor {factor:g}", place=part, grid=grid, methods=plans,
-            factor=factor, counts_switches=factor == part.factors[0],
-        )  # fmt: skip
+            label=f"{part.name}, factor {factor:g}",
+            place=part,
+            grid=grid,
+            methods=plans,
+            factor=factor,
+            counts_switches=factor == part.factors[0],
+        )
 
 
 def pipelining(part: Pipelining) -> Iterator[LayerJob]:
@@ -163,13 +185,16 @@ def pipelining(part: Pipelining) -> Iterator[LayerJob]:
     grid = all_ep(part)
     for codec in part.codecs:
         yield LayerJob(
-            label=f"chunks, {coded(codec)}", place=part, grid=grid,
+            label=f"chunks, {coded(codec)}",
+            place=part,
+            grid=grid,
             methods={str(n): compiled(grid, codec, chunks=n) for n in part.chunks},
-        )  # fmt: skip
+        )
 
 
 def orders(part: Orders) -> Iterator[LayerJob]:
-    """Yield the job that compares orders of one program's tasks; identical orders are timed once."""
+    """Yield the job that compares orders of one program's tasks; identical orders are timed
+    once."""
     grid = all_ep(part)
     plans = {
         str(name): compiled(
@@ -179,9 +204,12 @@ def orders(part: Orders) -> Iterator[LayerJob]:
     }
     methods, same = distinct(plans, in_order=True)
     yield LayerJob(
-        label=f"{part.all_to_all}, {part.chunks} chunks, {coded(part.codec)}", place=part, grid=grid,
-        methods=methods, same=same,
-    )  # fmt: skip
+        label=f"{part.all_to_all}, {part.chunks} chunks, {coded(part.codec)}",
+        place=part,
+        grid=grid,
+        methods=methods,
+        same=same,
+    )
 
 
 def codecs(part: Codecs) -> Iterator[LayerJob]:
@@ -192,8 +220,10 @@ def codecs(part: Codecs) -> Iterator[LayerJob]:
 
 
 def ablation(part: Ablation) -> Iterator[LayerJob]:
-    """Yield the job that adds ScheMoE's steps one by one: a codec, both lanes at once, chunks in OptSche's order."""
-    grid, codec = all_ep(part), part.codec
+    """Yield the job that adds ScheMoE's steps one by one: a codec, both lanes at once, chunks in
+    OptSche's order."""
+    grid = all_ep(part)
+    codec = part.codec
     methods = {
         "plain": compiled(grid, "none", order="fifo"),
         f"+ {codec}": compiled(grid, codec, order="fifo"),
@@ -204,9 +234,13 @@ def ablation(part: Ablation) -> Iterator[LayerJob]:
 
 
 MAKERS: dict[str, Callable[[Any], Iterator[LayerJob]]] = {
-    "schedules": schedules, "adaptive_r": adaptive_r, "pipelining": pipelining, "orders": orders, "codecs": codecs,
+    "schedules": schedules,
+    "adaptive_r": adaptive_r,
+    "pipelining": pipelining,
+    "orders": orders,
+    "codecs": codecs,
     "ablation": ablation,
-}  # fmt: skip
+}
 """Functions that yield the jobs of a part, by part."""
 
 
@@ -216,7 +250,8 @@ def all_ep(place: LayerPlace) -> Grid:
 
 
 def compiled(grid: Grid, codec: Codec, **choices: object) -> Compiled:
-    """Compile a plan with the same codec in both directions; `choices` are further fields of `Plan`."""
+    """Compile a plan with the same codec in both directions; `choices` are further fields of
+    `Plan`."""
     return compile_plan(Plan(codec=codec, backward_codec=codec, **choices), grid)  # type: ignore[arg-type]
 
 
@@ -232,9 +267,12 @@ def singles(grid: Grid) -> dict[str, Compiled]:
 def searched(grid: Grid) -> Iterator[Compiled]:
     """Yield the compiled plans among which the search looks for the best one on a mesh."""
     space = SearchSpace(
-        schedules=("s1", "s2", "s3"), chunks=(1, 2), all_to_alls=("linear", "hier2d", "multicast"),
-        gather_weights=(1,) if grid.etp > 1 else (), orders=("optsche",),
-    )  # fmt: skip
+        schedules=("s1", "s2", "s3"),
+        chunks=(1, 2),
+        all_to_alls=("linear", "hier2d", "multicast"),
+        gather_weights=(1,) if grid.etp > 1 else (),
+        orders=("optsche",),
+    )
     return iter(candidates(grid, space))
 
 

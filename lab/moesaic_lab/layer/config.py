@@ -1,4 +1,5 @@
-"""The configuration of the layer benchmark. It is read from a file: shapes, links and virtual rates are fixed beforehand."""
+"""The configuration of the layer benchmark. It is read from a file: shapes, links and virtual rates
+are fixed beforehand."""
 
 from __future__ import annotations
 
@@ -15,17 +16,19 @@ from moesaic_lab.beds import BedConfig, Place, read_cells
 from moesaic_lab.emulated import emulated
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "layer.toml"
-TASK_US, MESSAGE_US = 200.0, 20.0
-"""Processor time in microseconds of the interpreter per task, and of each message sent or received. With these values the
-simulated steps have a mean error of 6 % against 63 steps measured with 16 ranks on 2 cores. Simulated times only rank plans;
-all claims rest on measured times."""
+TASK_US = 200.0
+MESSAGE_US = 20.0
+"""Processor time in microseconds of the interpreter per task, and of each message sent or received.
+With these values the simulated steps have a mean error of 6 % against 63 steps measured with 16
+ranks on 2 cores. Simulated times only rank plans; all claims rest on measured times."""
 COPIED_GIGABYTES_PER_SECOND = 4.0
 """Rate at which a rank permutes rows, with reads and writes both counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace(Place):
-    """Options of all parts: a bed, the virtual accelerators of its ranks, and the layer that runs on it."""
+    """Options of all parts: a bed, the virtual accelerators of its ranks, and the layer that runs
+    on it."""
 
     section: ClassVar[str] = ""
     """Name of the part in results."""
@@ -52,8 +55,8 @@ class LayerPlace(Place):
         super().__post_init__()
         if self.tokens_per_rank % self.num_experts:
             raise InputError(
-                f"tokens_per_rank={self.tokens_per_rank} must be a multiple of num_experts={self.num_experts}, so that loads "
-                "are balanced"
+                f"tokens_per_rank={self.tokens_per_rank} must be a multiple of "
+                f"num_experts={self.num_experts}, so that loads are balanced"
             )
         if self.top_k > self.num_experts:
             raise InputError(f"top_k={self.top_k} of num_experts={self.num_experts}")
@@ -65,12 +68,17 @@ class LayerPlace(Place):
 
     @property
     def cluster(self) -> ClusterSpec:
-        """The bed and its virtual accelerators for the simulator. Ranks that share a core multiply the host's times."""
+        """The bed and its virtual accelerators for the simulator. Ranks that share a core multiply
+        the host's times."""
         shared = max(self.bed.world / (os.cpu_count() or 1), 1.0)
         device = Device(
-            tflops=Tflops(fp32=self.gflops / 1e3), memory_gib=8.0, memory_gigabytes_per_second=COPIED_GIGABYTES_PER_SECOND,
-            gemm_rows=(1,), gemm_share=(1.0,), codec_gigabytes_per_second=self.coded_mb_per_second / 1e3,
-        )  # fmt: skip
+            tflops=Tflops(fp32=self.gflops / 1e3),
+            memory_gib=8.0,
+            memory_gigabytes_per_second=COPIED_GIGABYTES_PER_SECOND,
+            gemm_rows=(1,),
+            gemm_share=(1.0,),
+            codec_gigabytes_per_second=self.coded_mb_per_second / 1e3,
+        )
         host = Host(runs_compute=True, task_us=TASK_US * shared, message_us=MESSAGE_US * shared)
         return emulated(self.bed, device=device, host=host)
 
@@ -80,11 +88,17 @@ class LayerPlace(Place):
         return 2
 
     def workload(self, tp: int) -> Workload:
-        """Return the layer's description for the simulator, for a tensor-parallel group of `tp` ranks."""
+        """Return the layer's description for the simulator, for a tensor-parallel group of `tp`
+        ranks."""
         return Workload(
-            tokens=self.tokens_per_rank * tp, num_experts=self.num_experts, top_k=self.top_k, dim=self.dim,
-            hidden=self.hidden, matrices=self.matrices, dtype="fp32",
-        )  # fmt: skip
+            tokens=self.tokens_per_rank * tp,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            dim=self.dim,
+            hidden=self.hidden,
+            matrices=self.matrices,
+            dtype="fp32",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +115,8 @@ class Schedules(LayerPlace):
     trial_repeats: int = 3
     """Timed runs of each plan in the search."""
     margin: float = 0.06
-    """The search chooses the best of ted, s1 and s2 by prediction, unless another plan's trial is shorter by more than this
-    share."""
+    """The search chooses the best of ted, s1 and s2 by prediction, unless another plan's trial is
+    shorter by more than this share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +186,14 @@ class LayerBenchConfig(BedConfig[LayerPlace]):
 
     @staticmethod
     def repeated(cell: LayerPlace, repeats: int) -> LayerPlace:
-        """Return a part in which methods near the reference are not timed more often than the others."""
+        """Return a part in which methods near the reference are not timed more often than the
+        others."""
         return replace(cell, repeats=repeats, pairs=repeats)
 
 
 def read_config(path: Path = COMMITTED) -> LayerBenchConfig:
-    """Read the configuration from a TOML or JSON file: fields of `LayerBenchConfig`, and a list of tables per kind of part.
+    """Read the configuration from a TOML or JSON file: fields of `LayerBenchConfig`, and a list of
+    tables per kind of part.
 
     Raises:
         InputError: the file is invalid; the message names the file and the field.

@@ -1,4 +1,5 @@
-"""The part of the layer benchmark that runs on the ranks: one layer on one mesh, whose plans are timed in turn."""
+"""The part of the layer benchmark that runs on the ranks: one layer on one mesh, whose plans are
+timed in turn."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from moesaic_lab.virtual import Accelerator, virtual_codecs, virtual_experts
 SWITCHES = 9
 """Timed repeats of a switch."""
 BEHIND = 1.3
-"""A plan is not tried again if its first trial takes at least this many times the fastest plan's."""
+"""A plan is not tried again if its first trial takes at least this many times the fastest
+plan's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,8 @@ class Switch:
     first_seconds: float
     """Processor time of the first switch, in which the plan is compiled."""
     first_call_seconds: float
-    """Additional processor time of the first step under the plan over later steps; it works out which rows go where."""
+    """Additional processor time of the first step under the plan over later steps; it works out
+    which rows go where."""
     again_seconds: float
     """Median processor time of a later switch to the plan."""
     messages: int
@@ -85,11 +88,17 @@ class LayerRunner(SteppedLayer):
             coded_bytes_per_second=1e6 * place.coded_mb_per_second,
         )
         layer = MoE(
-            place.dim, place.hidden, place.num_experts, place.top_k, router=partial(BalancedRouter, seed=job.seed),
+            place.dim,
+            place.hidden,
+            place.num_experts,
+            place.top_k,
+            router=partial(BalancedRouter, seed=job.seed),
             experts=virtual_experts(self.accelerator),
-            capacity=Dropless() if job.factor is None else Capacity.fixed(job.factor, scope="rank", padded=True),
+            capacity=Dropless()
+            if job.factor is None
+            else Capacity.fixed(job.factor, scope="rank", padded=True),
             losses=(),
-        )  # fmt: skip
+        )
         layer.parallelize(Mesh(job.grid, transport), next(iter(job.methods.values())))
         assert layer.on_mesh is not None
         layer.on_mesh.codecs = virtual_codecs(self.accelerator)
@@ -120,9 +129,13 @@ def measure(job: LayerJob) -> LayerFound:
     methods = {name: run[name] for name in job.methods} | ({best: run[best]} if best else {})
     reference = best if job.reference == BEST else job.reference or next(iter(methods))
     spans, pairs = in_turn_and_near(
-        methods, job.place.repeats, job.place.pairs, partial(near_ones, job, reference=reference), barrier=barrier,
+        methods,
+        job.place.repeats,
+        job.place.pairs,
+        partial(near_ones, job, reference=reference),
+        barrier=barrier,
         warmup=job.warmup,
-    )  # fmt: skip
+    )
     sent = {name: (steps[name].forward, steps[name].backward) for name in methods}
     charged = {name: steps[name].charged for name in methods}
     return LayerFound(
@@ -138,7 +151,8 @@ def measure(job: LayerJob) -> LayerFound:
 
 def count(runner: LayerRunner, recorder: Recorder, name: str) -> CountedStep:
     """Run one step of a method or candidate, and return its messages and virtual compute."""
-    num_ranges, before = len(recorder.ranges), runner.accelerator.charged
+    num_ranges = len(recorder.ranges)
+    before = runner.accelerator.charged
     compiled = runner.job.everything[name]
     runner.run(name)
     forward_tasks = len(compiled.forward.tasks)
@@ -170,17 +184,21 @@ class _Counting(TorchDispatchMode):
 
 
 def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switch]:
-    """Return the cost of switching a new layer to each plan from another plan, for the first time and later."""
+    """Return the cost of switching a new layer to each plan from another plan, for the first time
+    and later."""
     recorder = Recorder(transport)
     runner = LayerRunner(job, recorder)
-    layer, costs = runner.layer, {}
+    layer = runner.layer
+    costs = {}
     plans = list(job.methods.values())
     for name, compiled in job.methods.items():
         other = plans[0] if compiled is not plans[0] else plans[-1]
         runner.step(other)
         first = _processor_seconds(partial(layer.use_plan, compiled.plan))
         calls = [_processor_seconds(partial(runner.step, None)) for _ in range(1 + SWITCHES)]
-        again, messages, num_bytes = [], 0, 0
+        again = []
+        messages = 0
+        num_bytes = 0
         for _ in range(SWITCHES):
             layer.use_plan(other)
             before = _num_messages(recorder)
@@ -201,15 +219,18 @@ def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switc
 def search(
     job: LayerJob, run: Mapping[str, Callable[[], None]], barrier: Callable[[], object]
 ) -> tuple[str, dict[str, float]]:
-    """Try the candidates and the competing methods, and return the best plan and the median seconds of each plan.
+    """Try the candidates and the competing methods, and return the best plan and the median seconds
+    of each plan.
 
     Plans that are far slower in the first trial are not tried again.
     """
-    tried = {name: run[name] for name in (*job.compete, *job.candidates)}
-    seconds = gathered(in_turn(tried, min(job.trial_repeats, 1), barrier=barrier, warmup=0))
+    all_runs = {name: run[name] for name in (*job.compete, *job.candidates)}
+    first_repeats = min(job.trial_repeats, 1)
+    seconds = gathered(in_turn(all_runs, first_repeats, barrier=barrier, warmup=0))
     contending = {name: run[name] for name in contenders(seconds)}
-    further = in_turn(contending, max(job.trial_repeats - 1, 0), barrier=barrier, warmup=0)
-    for name, times in gathered(further).items():
+    further_repeats = max(job.trial_repeats - 1, 0)
+    further = gathered(in_turn(contending, further_repeats, barrier=barrier, warmup=0))
+    for name, times in further.items():
         seconds[name] += times
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return choose(medians, job.compete[0], job.margin), medians
@@ -222,7 +243,8 @@ def contenders(seconds: Mapping[str, tuple[float, ...]]) -> list[str]:
 
 
 def choose(medians: Mapping[str, float], predicted: str, margin: float) -> str:
-    """Return the plan `predicted`, unless the fastest plan's trial is shorter by more than the share `margin`."""
+    """Return the plan `predicted`, unless the fastest plan's trial is shorter by more than the
+    share `margin`."""
     fastest = min(medians, key=lambda name: medians[name])
     return fastest if medians[fastest] < (1 - margin) * medians[predicted] else predicted
 
@@ -242,11 +264,13 @@ def near_ones(job: LayerJob, seconds: Mapping[str, tuple[float, ...]], reference
 
 
 def _processor_seconds(function: Callable[[], object]) -> float:
-    """Return the processor seconds of this thread in a function; they exclude ranks that share the core."""
+    """Return the processor seconds of this thread in a function; they exclude ranks that share the
+    core."""
     start = time.thread_time()
     function()
     return time.thread_time() - start
 
 
 def _num_messages(recorder: Recorder) -> int:
+    """Return the number of recorded messages."""
     return sum(len(tag_range.messages) for tag_range in recorder.ranges)

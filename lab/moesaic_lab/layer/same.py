@@ -1,4 +1,5 @@
-"""Finds plans that do the same on a mesh, to time them once. Schedules can differ in name only if a group is a single rank."""
+"""Finds plans that do the same on a mesh, to time them once. Schedules can differ in name only if a
+group is a single rank."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from moesaic.program.validate import reduces
 def distinct(
     plans: Mapping[str, Compiled], *, in_order: bool = False
 ) -> tuple[dict[str, Compiled], dict[str, str]]:
-    """Return the plans that differ, and a mapping from each other plan's name to the name of the plan that does the same.
+    """Return the plans that differ, and a mapping from each other plan's name to the name of the
+    plan that does the same.
 
     Args:
         plans: plans of one mesh, by name.
@@ -33,11 +35,13 @@ def distinct(
 
 
 def work(compiled: Compiled, in_order: bool) -> Hashable:
-    """Return a key of what a plan does: its tasks without their names, omitting tasks that do nothing on its mesh.
+    """Return a key of what a plan does: its tasks without their names, omitting tasks that do
+    nothing on its mesh.
 
-    A task that does nothing can still keep two movements from being sent as one (see `program/bundles.py`). So plans with the
-    same key send the same bytes, but possibly split into different messages. Tasks are identified by the layouts that they read
-    and write, which also determine the tasks that they wait for.
+    A task that does nothing can still keep two movements from being sent as one (see
+    `program/joined_messages.py`). So plans with the same key send the same bytes, but possibly
+    split into different messages. Tasks are identified by the layouts that they read and write,
+    which also determine the tasks that they wait for.
     """
     key: list[Hashable] = []
     for program in (compiled.forward, compiled.backward):
@@ -52,10 +56,12 @@ def work(compiled: Compiled, in_order: bool) -> Hashable:
 
 
 def _is_idle(task: Task, grid: Grid) -> bool:
+    """Return whether a task does nothing on a mesh."""
     return task.op in (Op.MOVE, Op.SCALE) and math.prod(grid.size(axis) for axis in task.group) == 1
 
 
 def _work_of(task: Task, slots: Mapping[str, Slot], grid: Grid) -> Hashable:
+    """Return what a task does on a mesh, equal for tasks that do the same."""
     source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
     reads = tuple(_where(slots[name].layout, grid) for name in task.reads)
     writes = tuple(_where(slots[name].layout, grid) for name in task.writes)
@@ -80,6 +86,7 @@ def _work_of(task: Task, slots: Mapping[str, Slot], grid: Grid) -> Hashable:
 
 @functools.cache
 def _where(layout: Layout, grid: Grid) -> Layout:
-    """Return a layout without the parts that make no difference: axes of one rank, and a tensor-parallel group of one."""
+    """Return a layout without the parts that make no difference: axes of one rank, and a
+    tensor-parallel group of one."""
     spread = tuple(axis for axis in layout.spread if grid.size(axis) > 1)
     return replace(layout, spread=spread, whole_tp=layout.whole_tp and grid.tp > 1)

@@ -1,9 +1,11 @@
-"""Fit those numbers of presets that rest on measurements, from the ledger entries that are marked as fitted.
+"""Fit those numbers of presets that rest on measurements, from the ledger entries that are marked
+as fitted.
 
-A link has a rate, a start-up and a share of the rate by the bytes of a movement; a shared medium has a share by its users. A
-device has a rate of matrix products, a share of that rate by the rows of an expert, and the part of the activations' memory
-traffic that takes time. Nothing else is fitted, and nothing to a single figure. All fitted entries of a machine have the same
-weight; the residual is the logarithm of predicted over measured.
+A link has a rate, a start-up and a share of the rate by the bytes of a movement; a shared medium
+has a share by its users. A device has a rate of matrix products, a share of that rate by the rows
+of an expert, and the part of the activations' memory traffic that takes time. Nothing else is
+fitted, and nothing to a single figure. All fitted entries of a machine have the same weight; the
+residual is the logarithm of predicted over measured.
 
     python -m moesaic_lab.ledger.fitting
 """
@@ -23,14 +25,15 @@ from moesaic_lab.ledger.records import Entry
 SIZES = (1e6, 16e6, 64e6, 256e6)
 """Bytes at which a link's share of its rate is fitted. The share is 1 at the last size."""
 ROWS = (1.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
-"""Rows of an expert at which a device's share of its rate is set. It is fitted from 64 rows on, and 1 at the last. Fewer rows
-than a tile of 64 take as long as the whole tile."""
+"""Rows of an expert at which a device's share of its rate is set. It is fitted from 64 rows on, and
+1 at the last. Fewer rows than a tile of 64 take as long as the whole tile."""
 Make = Callable[[ClusterSpec, np.ndarray], ClusterSpec]
 """Called with (cluster, numbers); returns the cluster with these numbers in place."""
 
 
 def switched_links(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with another first link: `at` holds a rate (Gb/s), a latency (us) and shares of the rate by size."""
+    """Return the cluster with another first link: `at` holds a rate (Gb/s), a latency (us) and
+    shares of the rate by size."""
     link = replace(
         cluster.links[0], gbps=(at[0],), latency_us=at[1], sizes=SIZES, size_share=(*at[2:], 1.0)
     )
@@ -38,7 +41,8 @@ def switched_links(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
 
 
 def shared_bus(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with another bus as second link: `at` holds a rate (Gb/s) and its shares for four and eight users."""
+    """Return the cluster with another bus as second link: `at` holds a rate (Gb/s) and its shares
+    for four and eight users."""
     link = replace(
         cluster.links[1], gbps=(at[0],), users=(2.0, 4.0, 8.0), users_share=(1.0, *at[1:])
     )
@@ -46,8 +50,8 @@ def shared_bus(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
 
 
 def experts(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with other devices: `at` holds the rate of grouped bfloat16 products (TFLOP/s), and the part of the
-    activation traffic that takes time."""
+    """Return the cluster with other devices: `at` holds the rate of grouped bfloat16 products
+    (TFLOP/s), and the part of the activation traffic that takes time."""
     rates = replace(cluster.device.grouped_tflops or cluster.device.tflops, bf16=float(at[0]))
     return replace(
         cluster, device=replace(cluster.device, grouped_tflops=rates, activation_traffic=at[1])
@@ -55,7 +59,8 @@ def experts(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
 
 
 def few_rows(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with the shares `at` of its devices' rate by `ROWS` from 64 rows on, except for the last."""
+    """Return the cluster with the shares `at` of its devices' rate by `ROWS` from 64 rows on,
+    except for the last."""
     shares = (at[0] / 64, at[0] / 4, *at, 1.0)
     return replace(cluster, device=replace(cluster.device, gemm_rows=ROWS, gemm_share=shares))
 
@@ -65,7 +70,8 @@ GROUPED_ROWS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
 
 
 def grouped(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with the shares `at` of its devices' rate at `GROUPED_ROWS`, except for the last, whose share is 1."""
+    """Return the cluster with the shares `at` of its devices' rate at `GROUPED_ROWS`, except for
+    the last, whose share is 1."""
     return replace(
         cluster, device=replace(cluster.device, gemm_rows=GROUPED_ROWS, gemm_share=(*at, 1.0))
     )
@@ -77,14 +83,16 @@ def fit(
     entries: Callable[[ClusterSpec], Iterable[Entry]],
     start: Sequence[float],
 ) -> np.ndarray:
-    """Return the numbers that minimize the squared log ratios of predicted over measured, under a soft L1 loss.
+    """Return the numbers that minimize the squared log ratios of predicted over measured, under a
+    soft L1 loss.
 
     Args:
         make: puts numbers into a cluster.
         cluster: the cluster, which gives everything that is not fitted.
-        entries: returns the ledger entries as predicted with a cluster. Entries of other machines and entries that are not
-            marked as fitted are skipped.
-        start: initial values, one per number. A number with an initial value of at most 1 is a share and stays at most 1.
+        entries: returns the ledger entries as predicted with a cluster. Entries of other machines
+            and entries that are not marked as fitted are skipped.
+        start: initial values, one per number. A number with an initial value of at most 1 is a
+            share and stays at most 1.
     """
 
     def residuals(logs: np.ndarray) -> np.ndarray:

@@ -1,8 +1,10 @@
-"""Predicts steps of systems that the fit has not seen, and counts how often the interval holds and the order is right.
+"""Predicts steps of systems that the fit has not seen, and counts how often the interval holds and
+the order is right.
 
-The closed form has one fitted term, `LAUNCHES` (`moesaic.planner.step`): seconds of an MoE layer and micro-batch, and more for
-each expert of a rank. It is fitted to the published steps, with equal weight for every system. For each system it is fitted
-again without that system's steps, and so are the quartiles of the interval.
+The closed form has one fitted term, `LAUNCHES` (`moesaic.planner.step`): seconds of an MoE layer
+and micro-batch, and more for each expert of a rank. It is fitted to the published steps, with equal
+weight for every system. For each system it is fitted again without that system's steps, and so are
+the quartiles of the interval.
 
     python -m moesaic_lab.ledger.held_out
 """
@@ -11,20 +13,39 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from scipy.stats import beta
 
-from moesaic.planner.answer import SPREADS, generation
+from moesaic.planner.cluster import ClusterSpec
 from moesaic_lab.ledger.parts import cluster_of, predicted_step
 from moesaic_lab.ledger.records import read_published
 
-LAYER, EXPERT = np.arange(0.0, 3.05, 0.1) * 1e-3, np.arange(0.0, 0.1025, 0.005) * 1e-3
+LAYER = np.arange(0.0, 3.05, 0.1) * 1e-3
+EXPERT = np.arange(0.0, 0.1025, 0.005) * 1e-3
 """Seconds of a layer, and of an expert, that the fit tries."""
+CLASSES = ("hopper", "blackwell", "nvl72")
+"""Classes of machines, of which coverage is told apart."""
 APART = 0.03
 """Share by which two speeds must differ to count as a pair."""
+NARROW_ENOUGH = 0.15
+"""Farthest that either end of a coverage's binomial interval may lie from it."""
+CONFIDENCE = 0.9
+"""Confidence of a binomial interval."""
+
+
+def class_of(cluster: ClusterSpec) -> str:
+    """Return a cluster's class of machines, by the data-sheet rate of bfloat16 products and by
+    whether several hosts share a switch; "" for none of `CLASSES`."""
+    peak = cluster.device.peak_tflops
+    if not 2000 < peak < 3000:
+        return "hopper" if 900 < peak < 1000 else ""
+    return "nvl72" if cluster.devices_per_host else "blackwell"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +54,13 @@ class PublishedStep:
 
     what: str
     system: str
-    model: str
-    machine: str
-    generation: str
+    setting: tuple[Any, ...]
+    """What two steps must have in common to be compared: model, machine, number of GPUs, length of
+    sequences, precision."""
+    layout: str
+    """The layout without the number of sequences per step, which is no choice of layouts."""
+    machines: str
+    """Of `CLASSES`."""
     measured: float
     """Published tokens per second and device."""
     tokens: float
@@ -57,7 +82,8 @@ class PublishedStep:
 @functools.cache
 def published_steps() -> tuple[PublishedStep, ...]:
     """Return the published steps of the ledger."""
-    published, steps = read_published(), []
+    published = read_published()
+    steps = []
     for row in published["step"]:
         (base, speed), (layer, _), (expert, _) = (
             predicted_step(row, published["model"], launches=launches)
@@ -65,23 +91,30 @@ def published_steps() -> tuple[PublishedStep, ...]:
         )
         steps.append(
             PublishedStep(
-                what=row["what"], system=row["system"], model=row["model"],
-                machine=row["machine"] + (" with other links" if "inside" in row else ""),
-                generation=generation(cluster_of(row["machine"])),
+                what=row["what"],
+                system=row["system"],
+                setting=(
+                    *(row[name] for name in ("model", "machine", "gpus", "seq_len")),
+                    row["layout"].get("precision", "bf16"),
+                ),
+                layout=str(row["layout"] | {"global_batch": 0}),
+                machines=class_of(cluster_of(row["machine"])),
                 measured=row["tokens_per_second"],
                 tokens=speed * base.seconds,
                 seconds=base.seconds,
                 of_layer=(layer.seconds - base.seconds) / LAYER[-1],
                 of_expert=(expert.seconds - base.seconds) / EXPERT[-1],
             )
-        )  # fmt: skip
+        )
     return tuple(steps)
 
 
 def fitted_launches(steps: Sequence[PublishedStep]) -> tuple[float, float]:
-    """Return the term that minimizes the mean absolute log ratio of predicted and published speed, the mean over systems."""
+    """Return the term that minimizes the mean absolute log ratio of predicted and published speed,
+    the mean over systems."""
     layer, expert = (each.ravel() for each in np.meshgrid(LAYER, EXPERT, indexing="ij"))
-    counts, distance = Counter(step.system for step in steps), np.zeros(layer.size)
+    counts = Counter(step.system for step in steps)
+    distance = np.zeros(layer.size)
     for step in steps:
         seconds = step.seconds + step.of_layer * layer + step.of_expert * expert
         distance += np.abs(np.log(step.tokens / seconds / step.measured)) / counts[step.system]
@@ -90,7 +123,8 @@ def fitted_launches(steps: Sequence[PublishedStep]) -> tuple[float, float]:
 
 
 def held_out_ratios(steps: Sequence[PublishedStep]) -> np.ndarray:
-    """Return the ratios of published to predicted speed, each predicted by a fit without the step's system, (n,)."""
+    """Return the ratios of published to predicted speed, each predicted by a fit without the step's
+    system, (n,)."""
     launches = {
         system: fitted_launches([step for step in steps if step.system != system])
         for system in {step.system for step in steps}
@@ -98,56 +132,107 @@ def held_out_ratios(steps: Sequence[PublishedStep]) -> np.ndarray:
     return np.array([step.measured / step.speed(launches[step.system]) for step in steps])
 
 
-def spread(steps: Sequence[PublishedStep], ratios: np.ndarray, kind: str) -> tuple[float, float]:
-    """Return the quartiles of ratios on a generation of GPUs ("" for all), widened to include 1; systems have equal weight."""
-    chosen = [place for place, step in enumerate(steps) if kind in ("", step.generation)]
-    systems = [steps[place].system for place in chosen]
-    weights = np.array([1 / systems.count(system) for system in systems])
-    order = np.argsort(ratios[chosen])
+def spread(steps: Sequence[PublishedStep], ratios: np.ndarray) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third quartile of ratios; systems have equal
+    weight."""
+    counts = Counter(step.system for step in steps)
+    weights = np.array([1 / counts[step.system] for step in steps])
+    order = np.argsort(ratios)
     reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
-    low, high = np.interp((0.25, 0.75), reached, ratios[chosen][order])
-    return min(float(low), 1.0), max(float(high), 1.0)
+    low, middle, high = np.interp((0.25, 0.5, 0.75), reached, ratios[order])
+    return float(low), float(middle), float(high)
 
 
 def inside(steps: Sequence[PublishedStep]) -> dict[str, list[bool]]:
-    """Return whether each step of a system lies inside the interval, with the fit and the interval from other systems."""
+    """Return by system whether each of its steps lies inside the interval, with the fit and the
+    interval from other systems."""
     found: dict[str, list[bool]] = {}
     for system in dict.fromkeys(step.system for step in steps):
         others = [step for step in steps if step.system != system]
-        launches, ratios = fitted_launches(others), held_out_ratios(others)
-        found[system] = []
-        for step in (each for each in steps if each.system == system):
-            low, high = spread(others, ratios, step.generation)
-            found[system].append(low <= step.measured / step.speed(launches) <= high)
+        launches = fitted_launches(others)
+        low, _, high = spread(others, held_out_ratios(others))
+        found[system] = [
+            bool(low <= step.measured / step.speed(launches) <= high)
+            for step in steps
+            if step.system == system
+        ]
     return found
 
 
-def coverage(steps: Sequence[PublishedStep]) -> float:
-    """Return the share of steps inside the interval; systems have equal weight, as in the fit and the interval."""
-    shares = [sum(steps) / len(steps) for steps in inside(steps).values()]
-    return sum(shares) / len(shares)
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """How often intervals hold that were made without the sources that they are tried on."""
+
+    share: float
+    """Share of steps inside; sources have equal weight."""
+    sources: int
+    low: float
+    high: float
+    """Binomial interval of the share, as of so many independent sources (Clopper and Pearson)."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are enough sources to tell the share."""
+        return max(self.share - self.low, self.high - self.share) <= NARROW_ENOUGH
 
 
-def pairs(steps: Sequence[PublishedStep]) -> list[tuple[PublishedStep, PublishedStep]]:
-    """Return the pairs of layouts of one model on one machine whose published speeds are more than `APART` apart."""
+def coverage(steps: Sequence[PublishedStep], kind: str = "") -> Coverage:
+    """Return the coverage of steps on a class of machines ("" for all)."""
+    found = inside(steps)
+    shares = []
+    for system, holds in found.items():
+        of_system = [step for step in steps if step.system == system]
+        chosen = [held for step, held in zip(of_system, holds) if kind in ("", step.machines)]
+        if chosen:
+            shares.append(sum(chosen) / len(chosen))
+    count = len(shares)
+    share = sum(shares) / count
+    tail = (1 - CONFIDENCE) / 2
+    reached = share * count
+    return Coverage(
+        share=share,
+        sources=count,
+        low=float(beta.ppf(tail, reached, count - reached + 1)) if reached else 0.0,
+        high=float(beta.ppf(1 - tail, reached + 1, count - reached)) if reached < count else 1.0,
+    )
+
+
+Pair = tuple[PublishedStep, PublishedStep]
+
+
+def pairs(steps: Sequence[PublishedStep]) -> list[Pair]:
+    """Return the pairs of different layouts in one setting whose published speeds are more than
+    `APART` apart."""
     return [
         (one, other)
         for one, other in itertools.combinations(steps, 2)
-        if (one.model, one.machine) == (other.model, other.machine)
+        if one.setting == other.setting
+        and (one.system, one.layout) != (other.system, other.layout)
         and abs(one.measured / other.measured - 1) > APART
     ]
 
 
-def ordered_right(steps: Sequence[PublishedStep]) -> float:
-    """Return the share of `pairs` whose predicted speeds, each by a fit without its system, have the published order."""
+def ordered_right(steps: Sequence[PublishedStep]) -> dict[str, float]:
+    """Return by source the share of `pairs` whose predicted speeds, each by a fit without its
+    system, have the published order.
+
+    A source is a system, or two systems whose steps are compared. Pairs of the same two layouts,
+    which differ in their number of micro-batches, together count as one.
+    """
     predicted = {
         id(step): step.measured / ratio for step, ratio in zip(steps, held_out_ratios(steps))
     }
-    right = [
-        (predicted[id(one)] > predicted[id(other)]) == (one.measured > other.measured)
-        for one, other in pairs(steps)
-    ]
-    return sum(right) / len(right)
+    right: dict[tuple[str, str], list[bool]] = {}
+    for one, other in pairs(steps):
+        source = " and ".join(sorted({one.system, other.system}))
+        layouts = str((one.setting, sorted((one.layout, other.layout))))
+        right.setdefault((source, layouts), []).append(
+            bool(predicted[id(one)] > predicted[id(other)]) == (one.measured > other.measured)
+        )
+    by_source: dict[str, list[float]] = {}
+    for (source, _), found in right.items():
+        by_source.setdefault(source, []).append(statistics.mean(found))
+    return {source: statistics.mean(shares) for source, shares in by_source.items()}
 
 
 def main() -> None:
@@ -157,12 +242,12 @@ def main() -> None:
     print("launches:", *fitted_launches(steps))
     for step, ratio in sorted(zip(steps, ratios), key=lambda pair: pair[1]):
         print(f"  {ratio:.3f} {step.system}: {step.what}")
-    print("spreads:", {kind: spread(steps, ratios, kind) for kind in SPREADS})
-    single = list(itertools.chain(*inside(steps).values()))
-    print(
-        f"coverage {coverage(steps):.2f} with equal weight for systems, {sum(single)} of {len(single)} steps"
-    )
-    print(f"{len(pairs(steps))} pairs, ordered right {ordered_right(steps):.2f}")
+    errors = np.abs(1 / ratios - 1)
+    print(f"errors: median {np.median(errors):.3f}, worst {errors.max():.2f}")
+    print("spread:", spread(steps, ratios))
+    for kind in ("", *CLASSES):
+        print("coverage", kind or "all", coverage(steps, kind))
+    print(f"{len(pairs(steps))} pairs, ordered right:", ordered_right(steps))
 
 
 if __name__ == "__main__":

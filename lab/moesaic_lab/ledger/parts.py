@@ -1,7 +1,8 @@
 """Entries of the ledger.
 
-Others measured parts of a step in isolation (collectives inside a node, products, expert stages, layers), and whole steps with
-their memory. Further entries come from this laboratory's own measurements and reproductions.
+Others measured parts of a step in isolation (collectives inside a node, products, expert stages,
+layers), and whole steps with their memory. Further entries come from this laboratory's own
+measurements and reproductions.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from moesaic.planner.call_sizes import node_tokens_per_node
 from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.compute import rates_of, router_seconds, sort_seconds
 from moesaic.planner.hub import read_shape
-from moesaic.planner.memory import GIB
-from moesaic.planner.model import DataShape, Job
-from moesaic.planner.others import OthersLayout, predict
+from moesaic.planner.job import DataShape, Job
+from moesaic.planner.other_systems import OthersLayout, predict
+from moesaic.planner.rank_memory import GIB
 from moesaic.planner.search import PlannedStep
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import LAUNCHES, all_reduce_seconds
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
@@ -51,7 +52,8 @@ cluster_of = functools.lru_cache(read_cluster)
 
 
 def ring(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the messages of a ring's n - 1 steps over a buffer: sources, targets, bytes, numbers of messages."""
+    """Return the messages of a ring's n - 1 steps over a buffer: sources, targets, bytes, numbers
+    of messages."""
     here = np.arange(ranks)
     sent = np.full(ranks, (ranks - 1) / ranks * num_bytes)
     return here, (here + 1) % ranks, sent, np.full(ranks, float(ranks - 1))
@@ -60,7 +62,8 @@ def ring(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarr
 def everybody(
     ranks: int, num_bytes: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the messages of an all-to-all in which each rank has a buffer of `num_bytes`, in the form of `ring`."""
+    """Return the messages of an all-to-all in which each rank has a buffer of `num_bytes`, in the
+    form of `ring`."""
     source, target = (each.ravel() for each in np.indices((ranks, ranks)))
     other = source != target
     count = int(other.sum())
@@ -68,12 +71,14 @@ def everybody(
 
 
 def alone(cluster: ClusterSpec, ranks: int, *messages: np.ndarray) -> float:
-    """Return the seconds that messages between the ranks of one node take in isolation, launch included."""
+    """Return the seconds that messages between the ranks of one node take in isolation, launch
+    included."""
     return cluster.host.task_us * 1e-6 + Topology(cluster, ranks, ranks).loads(*messages).alone
 
 
 def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: float) -> float:
-    """Return the predicted seconds of an NCCL operation inside a node; all-gathers and reduce-scatters are rings."""
+    """Return the predicted seconds of an NCCL operation inside a node; all-gathers and
+    reduce-scatters are rings."""
     if operation == "all_reduce":
         grid = Grid(world=ranks, ranks_per_node=ranks)
         return cluster.host.task_us * 1e-6 + all_reduce_seconds(cluster, grid, num_bytes, ranks)
@@ -85,29 +90,39 @@ def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: floa
 def nccl(
     machine: Callable[[str], ClusterSpec] = cluster_of, fitted_of: str | None = None
 ) -> Iterator[Entry]:
-    """Yield NCCL's collectives inside one node; with `fitted_of` only those to which this machine's links are fitted."""
+    """Yield NCCL's collectives inside one node; with `fitted_of` only those to which this machine's
+    links are fitted."""
     for row in read_figures("nccl"):
         fitted = row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(
             row["machine"], ()
         )
         if fitted_of is not None and not (fitted and row["machine"] == fitted_of):
             continue
-        ranks, num_bytes = int(row["gpus"]), float(row["bytes"])
+        ranks = int(row["gpus"])
+        num_bytes = float(row["bytes"])
         seconds = collective(machine(row["machine"]), row["operation"], ranks, num_bytes)
         yield Entry(
-            kind="collectives", what=f"{row['operation']} of {ranks}, {num_bytes / 2**20:g} MiB",
-            machine=row["machine"], measured=float(row["us"]), predicted=seconds * 1e6, unit="us",
-            source="aiconfigurator", fitted=fitted,
-        )  # fmt: skip
+            kind="collectives",
+            what=f"{row['operation']} of {ranks}, {num_bytes / 2**20:g} MiB",
+            machine=row["machine"],
+            measured=float(row["us"]),
+            predicted=seconds * 1e6,
+            unit="us",
+            source="aiconfigurator",
+            fitted=fitted,
+        )
 
 
 def deepep() -> Iterator[Entry]:
-    """Yield DeepEP's dispatch, in float8 with a float32 scale per 128 columns, and its combine, in bfloat16.
+    """Yield DeepEP's dispatch, in float8 with a float32 scale per 128 columns, and its combine, in
+    bfloat16.
 
     A token is sent once to each rank that has any of its experts.
     """
     for row in read_figures("deepep"):
-        cluster, tokens, dim = cluster_of(row["machine"]), int(row["tokens"]), int(row["dim"])
+        cluster = cluster_of(row["machine"])
+        tokens = int(row["tokens"])
+        dim = int(row["dim"])
         layer = Workload(
             tokens=tokens,
             num_experts=int(row["experts"]),
@@ -119,20 +134,28 @@ def deepep() -> Iterator[Entry]:
         for what, size in (("dispatch", 1 + 4 / 128), ("combine", 2)):
             yield Entry(
                 kind="collectives",
-                what=f"DeepEP {what}, {tokens:,} tokens of {dim}, {row['top_k']} of {row['experts']}",
-                machine=row["machine"], measured=float(row[f"{what}_us"]),
-                predicted=alone(cluster, 8, *everybody(8, sent * size)) * 1e6, unit="us", source="aiconfigurator",
-            )  # fmt: skip
+                what=(
+                    f"DeepEP {what}, {tokens:,} tokens of {dim}, {row['top_k']} of {row['experts']}"
+                ),
+                machine=row["machine"],
+                measured=float(row[f"{what}_us"]),
+                predicted=alone(cluster, 8, *everybody(8, sent * size)) * 1e6,
+                unit="us",
+                source="aiconfigurator",
+            )
 
 
 def deepep_across() -> Iterator[Entry]:
-    """Yield what DeepEP's second version reports between nodes and inside one: 8,192 tokens, float8 dispatch, bfloat16 combine.
+    """Yield what DeepEP's second version reports between nodes and inside one: 8,192 tokens, float8
+    dispatch, bfloat16 combine.
 
-    Its bandwidth is logical: it counts a token's rows for all nodes, the sender's own node included. Inside one node, it counts
-    the rows for all ranks, the sender included.
+    Its bandwidth is logical: it counts a token's rows for all nodes, the sender's own node
+    included. Inside one node, it counts the rows for all ranks, the sender included.
     """
     for row in read_published()["deepep"]:
-        nodes, tokens, dim = row["nodes"], 8192, 7168
+        nodes = row["nodes"]
+        tokens = 8192
+        dim = 7168
         layer = Workload(tokens=tokens, num_experts=256, top_k=8, dim=dim, hidden=1)
         grid = Grid(world=8 * nodes, ep=8 * nodes, ranks_per_node=8)
         program = in_pieces(
@@ -152,10 +175,14 @@ def deepep_across() -> Iterator[Entry]:
                 if span.stage is stage and span.task in moves
             ]
             yield Entry(
-                kind="collectives", what=f"DeepEP V2 {what}, 8,192 tokens of 7168, 8 x {nodes}, {row['sms']} SMs",
-                machine=row["machine"], measured=rows * size * dim / row[what] / 1e3, unit="us", source="deepep",
+                kind="collectives",
+                what=f"DeepEP V2 {what}, 8,192 tokens of 7168, 8 x {nodes}, {row['sms']} SMs",
+                machine=row["machine"],
+                measured=rows * size * dim / row[what] / 1e3,
+                unit="us",
+                source="deepep",
                 predicted=(max(span.end for span in busy) - min(span.start for span in busy)) * 1e6,
-            )  # fmt: skip
+            )
 
 
 def products() -> Iterator[Entry]:
@@ -165,32 +192,43 @@ def products() -> Iterator[Entry]:
         m, n, k = (int(row[name]) for name in "mnk")
         seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 2.0 * n * k)[0])
         yield Entry(
-            kind="products", what=f"{m:,} x {k:,} x {n:,}", machine=row["machine"], measured=float(row["us"]),
-            predicted=seconds * 1e6, unit="us", source="aiconfigurator",
-        )  # fmt: skip
+            kind="products",
+            what=f"{m:,} x {k:,} x {n:,}",
+            machine=row["machine"],
+            measured=float(row["us"]),
+            predicted=seconds * 1e6,
+            unit="us",
+            source="aiconfigurator",
+        )
 
 
 def narrow_products() -> Iterator[Entry]:
-    """Yield float8 products with a scale per tensor or per block; those per tensor set one end of the preset's interval."""
+    """Yield float8 products with a scale per tensor or per block; those per tensor set one end of
+    the preset's interval."""
     for row in read_figures("narrow_products"):
-        rates, (m, n, k) = (
-            rates_of(cluster_of(row["machine"]), "fp8"),
-            (int(row[name]) for name in "mnk"),
-        )
+        rates = rates_of(cluster_of(row["machine"]), "fp8")
+        (m, n, k) = (int(row[name]) for name in "mnk")
         seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
         yield Entry(
-            kind="products", what=f"fp8, a scale per {row['scales']}, {m:,} x {k:,} x {n:,}", machine=row["machine"],
-            measured=float(row["us"]), predicted=seconds * 1e6, unit="us", source="aiconfigurator",
+            kind="products",
+            what=f"fp8, a scale per {row['scales']}, {m:,} x {k:,} x {n:,}",
+            machine=row["machine"],
+            measured=float(row["us"]),
+            predicted=seconds * 1e6,
+            unit="us",
+            source="aiconfigurator",
             fitted=row["scales"] == "tensor",
-        )  # fmt: skip
+        )
 
 
 def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
-    """Return the predicted seconds of the forward pass of one device's experts, each with the same number of rows."""
+    """Return the predicted seconds of the forward pass of one device's experts, each with the same
+    number of rows."""
     tokens, dim, hidden, top_k, experts = (
         int(row[name]) for name in ("tokens", "dim", "hidden", "top_k", "experts")
     )
-    rates, rows = rates_of(cluster, "bf16"), np.full(experts, tokens * top_k / experts)
+    rates = rates_of(cluster, "bf16")
+    rows = np.full(experts, tokens * top_k / experts)
     seconds = rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden, grouped=True)
     return (
         float((seconds + rates.traffic_seconds(rows, dim, hidden, 3, 2)).sum())
@@ -203,11 +241,19 @@ def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterato
     for row in read_figures("expert_stages"):
         yield Entry(
             kind="expert stages",
-            what=f"{row['tokens']} tokens, {row['top_k']} of {row['experts']} experts {row['dim']} x {row['hidden']}",
-            machine=row["machine"], measured=float(row["us"]),
-            predicted=expert_stage(machine(row["machine"]), row) * 1e6, unit="us", source="aiconfigurator",
-            fitted=row["machine"] == "dgx-h200" and row["experts"] in FITTED_EXPERTS and row["dim"] != UNFITTED_DIM,
-        )  # fmt: skip
+            what=(
+                f"{row['tokens']} tokens, {row['top_k']} of {row['experts']} experts {row['dim']} "
+                f"x {row['hidden']}"
+            ),
+            machine=row["machine"],
+            measured=float(row["us"]),
+            predicted=expert_stage(machine(row["machine"]), row) * 1e6,
+            unit="us",
+            source="aiconfigurator",
+            fitted=row["machine"] == "dgx-h200"
+            and row["experts"] in FITTED_EXPERTS
+            and row["dim"] != UNFITTED_DIM,
+        )
 
 
 PRODUCTS = {
@@ -220,11 +266,10 @@ PRODUCTS = {
 def own_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
     """Yield the products of our own expert kernels on one GPU, each timed alone and added up."""
     for row in read_figures("own_stages"):
-        rates, layer = rates_of(machine(row["machine"]), "bf16"), _own_layer(row)
-        rows, work = (
-            np.full(layer.num_experts, layer.copies / layer.num_experts),
-            6.0 * layer.dim * layer.hidden,
-        )
+        rates = rates_of(machine(row["machine"]), "bf16")
+        layer = _own_layer(row)
+        rows = np.full(layer.num_experts, layer.copies / layer.num_experts)
+        work = 6.0 * layer.dim * layer.hidden
         once = rates.product_seconds(rows, work, work, grouped=True)
         once += rates.traffic_seconds(rows, layer.dim, layer.hidden, 3, 2)
         for (direction, names), times in zip(PRODUCTS.items(), (1, 2)):
@@ -233,9 +278,11 @@ def own_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator
 
 
 def own_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
-    """Yield expert stages of our own kernels on one GPU, from sorted copies to summed rows: forward and backward."""
+    """Yield expert stages of our own kernels on one GPU, from sorted copies to summed rows: forward
+    and backward."""
     for row in read_figures("own_stages"):
-        cluster, layer = machine(row["machine"]), _own_layer(row)
+        cluster = machine(row["machine"])
+        layer = _own_layer(row)
         compiled = compile_plan(Plan(order="fifo"), Grid(world=1))
         forward, backward = Simulator(cluster.of_devices(1)).passes(
             compiled.forward, compiled.backward, layer, compiled.grid
@@ -248,7 +295,8 @@ def own_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[E
 
 
 def own_layers() -> Iterator[Entry]:
-    """Yield our `MoE` on one GPU: its measured expert stage, and the predicted router with its kernels."""
+    """Yield our `MoE` on one GPU: its measured expert stage, and the predicted router with its
+    kernels."""
     for row in read_figures("own_stages"):
         layer = _own_layer(row)
         sizes = layer.tokens, layer.dim, layer.num_experts, layer.element_bytes
@@ -287,7 +335,8 @@ def _own_entry(
 
 
 def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
-    """Yield the products of gated experts on one device: forward, and for both gradients, which are accumulated in float32."""
+    """Yield the products of gated experts on one device: forward, and for both gradients, which are
+    accumulated in float32."""
     for row in read_figures("grouped_products"):
         experts, count, dim, hidden = (
             int(row[name]) for name in ("experts", "rows", "dim", "hidden")
@@ -299,10 +348,17 @@ def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iter
         )
         yield Entry(
             kind="expert stages",
-            what=f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and backward",
-            machine=row["machine"], measured=float(row["us"]), predicted=float(seconds.sum()) * 1e6, unit="us",
-            source="simumax", fitted=True,
-        )  # fmt: skip
+            what=(
+                f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and "
+                "backward"
+            ),
+            machine=row["machine"],
+            measured=float(row["us"]),
+            predicted=float(seconds.sum()) * 1e6,
+            unit="us",
+            source="simumax",
+            fitted=True,
+        )
 
 
 def layers() -> Iterator[Entry]:
@@ -323,27 +379,38 @@ def layers() -> Iterator[Entry]:
         for direction, program in (("forward", compiled.forward), ("backward", compiled.backward)):
             seconds = simulator.run(program, layer, compiled.grid).seconds
             yield Entry(
-                kind="layers", what=f"{row['what']}, {direction}", machine=row["machine"], measured=row[f"{direction}_ms"],
-                predicted=seconds * 1e3, unit="ms", source=row["source"],
-            )  # fmt: skip
+                kind="layers",
+                what=f"{row['what']}, {direction}",
+                machine=row["machine"],
+                measured=row[f"{direction}_ms"],
+                predicted=seconds * 1e3,
+                unit="ms",
+                source=row["source"],
+            )
 
 
 def laer() -> Iterator[Entry]:
-    """Yield the time that LAER's ranks compute experts in a step of two micro-batches, forward and backward.
+    """Yield the time that LAER's ranks compute experts in a step of two micro-batches, forward and
+    backward.
 
-    The time is a mean over ranks, so it is predicted for the mean load. All-to-alls are left out, since the artifact does not
-    say which ranks take part in them.
+    The time is a mean over ranks, so it is predicted for the mean load. All-to-alls are left out,
+    since the artifact does not say which ranks take part in them.
     """
     for row in read_figures("laer"):
         hidden = 14336 // (2 if "e16" in row["model"] else 1)
-        rates = rates_of(cluster_of("dgx-a100"), "bf16")
+        rates = rates_of(cluster_of("laer"), "bf16")
         rows = np.array([float(row["copies"])])
         once = rates.product_seconds(rows, 6.0 * 4096 * hidden, 6.0 * 4096 * hidden, grouped=True)
         once += rates.traffic_seconds(rows, 4096, hidden, 3, 2)
         yield Entry(
-            kind="layers", what=f"LAER's artifact, experts of {row['model']} under {row['method']}, a step", machine="dgx-a100",
-            measured=float(row["expert_s"]), predicted=float(once[0]) * 3 * 2 * int(row["layers"]), unit="s", source="laer",
-        )  # fmt: skip
+            kind="layers",
+            what=f"LAER's artifact, experts of {row['model']} under {row['method']}, a step",
+            machine="laer",
+            measured=float(row["expert_s"]),
+            predicted=float(once[0]) * 3 * 2 * int(row["layers"]),
+            unit="s",
+            source="laer",
+        )
 
 
 def predicted_step(
@@ -352,17 +419,14 @@ def predicted_step(
     """Return the prediction of a published step, and the predicted tokens per second and device.
 
     Args:
-        row: the step.
         models: the sizes of models by name.
         launches: as in `StepModel`.
     """
-    shape = read_shape(
-        models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"]
-    )
-    machine, gpus = row["machine"], row["gpus"]
-    cluster = (
-        cluster_of(machine).of_devices(gpus) if gpus <= 32 else cluster_of(machine, nodes=gpus // 8)
-    )
+    shape = read_shape(models[row["model"]], row["model"], seq_len=row["seq_len"])
+    machine = row["machine"]
+    gpus = row["gpus"]
+    cluster = cluster_of(machine, nodes=-(-gpus // cluster_of(machine).devices_per_node))
+    cluster = cluster.of_devices(gpus)
     layout = override(OthersLayout(), row["layout"], source=row["what"])
     job = Job(
         batch_size=row["gpus"],
@@ -383,9 +447,16 @@ def steps() -> Iterator[Entry]:
         prediction, speed = predicted_step(row, published["model"])
         tokens = row["layout"].get("global_batch", row["gpus"]) * row["seq_len"] / row["gpus"]
         yield Entry(
-            kind="steps", what=_described(row), machine=row["machine"], measured=tokens / row["tokens_per_second"],
-            predicted=tokens / speed, unit="s", source=row["source"], why=row.get("why", ""),
-        )  # fmt: skip
+            kind="steps",
+            what=_described(row),
+            machine=row["machine"],
+            measured=tokens / row["tokens_per_second"],
+            predicted=tokens / speed,
+            unit="s",
+            source=row["source"],
+            system=row["system"],
+            why=row.get("why", ""),
+        )
         if "memory_gib" in row:
             yield _memory(row, row["what"], prediction)
 
@@ -405,26 +476,46 @@ def _described(row: dict[str, Any]) -> str:
 def _memory(row: dict[str, Any], what: str, prediction: PlannedStep) -> Entry:
     """Return the entry of a published step's memory."""
     return Entry(
-        kind="memory", what=what, machine=row["machine"], measured=row["memory_gib"],
-        predicted=prediction.memory.total / GIB, unit="GiB", source=row["source"],
-    )  # fmt: skip
+        kind="memory",
+        what=what,
+        machine=row["machine"],
+        measured=row["memory_gib"],
+        predicted=prediction.memory.total / GIB,
+        unit="GiB",
+        source=row["source"],
+        system=row["system"],
+        why=row.get("why_memory", ""),
+    )
 
 
 def papers() -> Iterator[Entry]:
-    """Yield the figures of the five reproductions from their committed results, except those in percentage points."""
+    """Yield the figures of the five reproductions from their committed results, except those in
+    percentage points."""
     for row in json.loads((RESULTS / "reproduce.json").read_text(encoding="utf-8"))["rows"]:
         if row["ratio"] is not None:
             yield Entry(
-                kind="papers", what=row["cell"], machine=row["paper"], measured=1.0, predicted=row["ratio"], unit="ratio",
-                source="papers", fitted=row["role"] == "fit",
-            )  # fmt: skip
+                kind="papers",
+                what=row["cell"],
+                machine=row["paper"],
+                measured=1.0,
+                predicted=row["ratio"],
+                unit="ratio",
+                source="papers",
+                fitted=row["role"] == "fit",
+            )
 
 
 def beds() -> Iterator[Entry]:
-    """Yield the layers on emulated clusters from the committed results, as measured and as predicted from a profile."""
+    """Yield the layers on emulated clusters from the committed results, as measured and as
+    predicted from a profile."""
     for row in json.loads((RESULTS / "model.json").read_text(encoding="utf-8"))["rows"]:
         if "predicted_seconds" in row:
             yield Entry(
-                kind="beds", what=f"{row['case']}, {row['plan']}", machine=f"bed {row['bed']}", unit="s", source="beds",
-                measured=row["measured_seconds"], predicted=row["predicted_seconds"],
-            )  # fmt: skip
+                kind="beds",
+                what=f"{row['case']}, {row['plan']}",
+                machine=f"bed {row['bed']}",
+                unit="s",
+                source="beds",
+                measured=row["measured_seconds"],
+                predicted=row["predicted_seconds"],
+            )

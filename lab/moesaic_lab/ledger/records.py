@@ -1,4 +1,5 @@
-"""`Entry`, a measured figure with its prediction, and the tables of others' figures that come with the laboratory."""
+"""`Entry`, a measured figure with its prediction, and the tables of others' figures that come with
+the laboratory."""
 
 from __future__ import annotations
 
@@ -45,6 +46,9 @@ class Entry:
     """Key of `SOURCES`, or a description of the source."""
     why: str = ""
     """Why the prediction is off, if it is and the reason is known."""
+    system: str = ""
+    """System whose figure it is, if one source has figures of several or one system has several
+    sources."""
     fitted: bool = False
     """Whether a number of the preset was fitted to this figure, which therefore is no evidence."""
 
@@ -60,19 +64,32 @@ class Entry:
 
 
 SOURCES = {
-    "aiconfigurator": "NVIDIA aiconfigurator, commit 095f58a, Apache-2.0: NCCL by operation, number of GPUs in a node and "
-    "bytes; DeepEP's normal kernels with 24 SMs; bf16 products and expert stages, the fastest of vLLM and SGLang",
-    "own": "this library's kernels at commit d03c1216 on one NVIDIA H200, `moesaic_lab.gpu layers`, 26 November 2026: bf16, "
-    "SwiGLU, random routing, kernel times",
-    "deepep": "DeepEP's README, its second version (V2): 8,192 tokens, the best 8 of 256, dispatch in float8 "
-    "and combine in bfloat16",
+    "aiconfigurator": "NVIDIA aiconfigurator, commit 095f58a, Apache-2.0: NCCL by operation, "
+    "number of GPUs in a node and bytes; DeepEP's normal kernels with 24 SMs; "
+    "bf16 products and expert stages, the fastest of vLLM and SGLang",
+    "own": "this library's kernels at commit d03c1216 on one NVIDIA H200, `moesaic_lab.gpu "
+    "layers`, 26 November 2026: bf16, SwiGLU, random routing, kernel times",
+    "deepep": "DeepEP's README, its second version (V2): 8,192 tokens, the best 8 of 256, dispatch "
+    "in float8 and combine in bfloat16",
     "megatron": "Megatron-LM, its baseline of module performance, December 2025",
-    "laer": "artifact of LAER-MoE (ASPLOS 2026), Apache-2.0: tokens per rank, expert time and all-to-all time on 32 A100",
-    "deepseek": "DeepSeek's profile-data, train.json (figures read from it; the trace has no licence and is not included)",
-    "simumax": "SimuMax 1.2 (MooreThreads), its system file for B200: grouped products of Transformer Engine 2.11",
+    "laer": (
+        "artifact of LAER-MoE (ASPLOS 2026), Apache-2.0: tokens per rank, expert time and "
+        "all-to-all time on 32 A100"
+    ),
+    "deepseek": (
+        "DeepSeek's profile-data, train.json (figures read from it; the trace has no licence and "
+        "is not included)"
+    ),
+    "simumax": (
+        "SimuMax 1.2 (MooreThreads), its system file for B200: grouped products of Transformer "
+        "Engine 2.11"
+    ),
     "steps": "published steps, each named in its row",
     "papers": "the five papers of docs/reproduce.md, with the roles that figures have there",
-    "beds": "benchmarks/results/model.json: layers on emulated clusters, with predictions from their profiles",
+    "beds": (
+        "benchmarks/results/model.json: layers on emulated clusters, with predictions from their "
+        "profiles"
+    ),
 }
 """Sources of the figures, by short name."""
 
@@ -105,4 +122,5 @@ def worst_error(entries: Iterable[Entry], kind: str) -> float:
 
 
 def _file(name: str) -> Path:
+    """Return the path of a file with published figures."""
     return Path(str(resources.files("moesaic_lab.ledger").joinpath(DATA, name)))

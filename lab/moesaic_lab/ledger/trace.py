@@ -1,9 +1,12 @@
-"""Replay a published trace of one step, kernel by kernel, and compare its makespan with a replay and with a prediction.
+"""Replay a published trace of one step, kernel by kernel, and compare its makespan with a replay
+and with a prediction.
 
-DeepSeek's trace (profile-data, `train.json`) has no licence, so it is not part of the repository. An extract of it is read from
-a file with a line per kernel: stream, kind, start and duration in whole microseconds. In the replay, each stream is a lane. A
-kernel waits for the previous kernel of its stream, and for the last kernel of each other stream that had ended when it began.
-The gap between two kernels of a stream is the time of a launch: the median gap on the stream with the most kernels.
+DeepSeek's trace (profile-data, `train.json`) has no licence, so it is not part of the repository.
+An extract of it is read from a file with a line per kernel: stream, kind, start and duration in
+whole microseconds. In the replay, each stream is a lane. A kernel waits for the previous kernel of
+its stream, and for the last kernel of each other stream that had ended when it began. The gap
+between two kernels of a stream is the time of a launch: the median gap on the stream with the most
+kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from typing import NamedTuple
 
 from moesaic.errors import InputError
 from moesaic.planner.hub import read_shape
-from moesaic.planner.model import DataShape, Job
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.job import DataShape, Job
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -49,8 +52,8 @@ def read_kernels(path: Path) -> list[Kernel]:
     """Return the kernels of a file, sorted by their starts.
 
     Raises:
-        InputError: if the file cannot be read, lacks a column, has a malformed or negative time, or has no kernels or too many
-            streams.
+        InputError: if the file cannot be read, lacks a column, has a malformed or negative time, or
+            has no kernels or too many streams.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -76,14 +79,15 @@ def read_kernels(path: Path) -> list[Kernel]:
         or any(kernel.end < kernel.start for kernel in kernels)
     ):
         raise InputError(
-            f"--trace {path}: {len(kernels)} kernels on {len(streams)} streams: give at least one kernel, at most {len(LANES)} "
-            "streams, and no duration below 0"
+            f"--trace {path}: {len(kernels)} kernels on {len(streams)} streams: give at least one "
+            f"kernel, at most {len(LANES)} streams, and no duration below 0"
         )
     return sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
 
 
 def laid_out(kernels: list[Kernel]) -> float:
-    """Return the makespan in seconds when the kernels are replayed with their measured durations and dependencies."""
+    """Return the makespan in seconds when the kernels are replayed with their measured durations
+    and dependencies."""
     streams = sorted({kernel.stream for kernel in kernels})
     numbers = {
         stream: [n for n, kernel in enumerate(kernels) if kernel.stream == stream]
@@ -95,7 +99,8 @@ def laid_out(kernels: list[Kernel]) -> float:
         if len(busiest) > 1
         else 0.0
     )
-    tasks, seconds = [], {}
+    tasks = []
+    seconds = {}
     for number, kernel in enumerate(kernels):
         reads = []
         for other in streams:
@@ -103,7 +108,8 @@ def laid_out(kernels: list[Kernel]) -> float:
             last_ended = bisect_right(ended, kernel.start) - 1
             if other != kernel.stream and last_ended >= 0:
                 reads.append(str(numbers[other][last_ended]))
-        name, lane = str(number), LANES[streams.index(kernel.stream)]
+        name = str(number)
+        lane = LANES[streams.index(kernel.stream)]
         tasks.append(
             Task(
                 name=name,
@@ -125,8 +131,9 @@ def laid_out(kernels: list[Kernel]) -> float:
 def predicted() -> float:
     """Return the predicted seconds of the trace's layers.
 
-    The layers are DeepSeek-V3's in float8 on 64 H800 with 4,096 tokens per rank. Each layer's forward pass overlaps another
-    one's backward pass. Kernels that forward rows between ranks dispatch tokens in float8 and combine sums in bfloat16.
+    The layers are DeepSeek-V3's in float8 on 64 H800 with 4,096 tokens per rank. Each layer's
+    forward pass overlaps another one's backward pass. Kernels that forward rows between ranks
+    dispatch tokens in float8 and combine sums in bfloat16.
     """
     table = read_published()["model"]["deepseek-v3"]
     shape = read_shape(table, "deepseek-v3", seq_len=4096)
@@ -157,15 +164,24 @@ def predicted() -> float:
 
 
 def trace(path: Path) -> list[Entry]:
-    """Return two entries that compare the trace's makespan with its replay and with the prediction."""
+    """Return two entries that compare the trace's makespan with its replay and with the
+    prediction."""
     kernels = read_kernels(path)
     measured = (
         max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
     ) * 1e-3
     return [
         Entry(
-            kind="trace", what=what, machine="h800", measured=measured, predicted=seconds * 1e3, unit="ms",
+            kind="trace",
+            what=what,
+            machine="h800",
+            measured=measured,
+            predicted=seconds * 1e3,
+            unit="ms",
             source="deepseek",
         )
-        for what, seconds in (("measured durations in their order", laid_out(kernels)), ("predicted durations", predicted()))
-    ]  # fmt: skip
+        for what, seconds in (
+            ("measured durations in their order", laid_out(kernels)),
+            ("predicted durations", predicted()),
+        )
+    ]

@@ -15,9 +15,11 @@ from moesaic_lab.model.run import ModelFound, points
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import table
 
-LEAST_POINTS, LEAST_CASES, LEAST_PLANS = 60, 10, 40
-"""Least data for the claims: points (plans of cases) for the errors; cases with at least `LEAST_PLANS` plans for the regret.
-The regret also includes cases with fewer plans."""
+LEAST_POINTS = 60
+LEAST_CASES = 10
+LEAST_PLANS = 40
+"""Least data for the claims: points (plans of cases) for the errors; cases with at least
+`LEAST_PLANS` plans for the regret. The regret also includes cases with fewer plans."""
 
 
 def rows_of(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
@@ -28,12 +30,19 @@ def rows_of(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
             times = (*result.screened[name], *result.confirmed.get(name, ()))
             rows.append(
                 {
-                    "bed": result.case.shape, "case": result.case.name, "compute": result.case.compute, "plan": name,
-                    "measured_seconds": seconds, "lowest_seconds": min(times), "highest_seconds": max(times),
-                    "repeats": len(times), "predicted_seconds": result.predicted[name],
-                    "error": result.predicted[name] / seconds - 1, "is_pick": name == result.pick,
+                    "bed": result.case.shape,
+                    "case": result.case.name,
+                    "compute": result.case.compute,
+                    "plan": name,
+                    "measured_seconds": seconds,
+                    "lowest_seconds": min(times),
+                    "highest_seconds": max(times),
+                    "repeats": len(times),
+                    "predicted_seconds": result.predicted[name],
+                    "error": result.predicted[name] / seconds - 1,
+                    "is_pick": name == result.pick,
                 }
-            )  # fmt: skip
+            )
     return rows
 
 
@@ -46,12 +55,20 @@ def case_rows(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
         best = min(measured, key=lambda name: measured[name])
         rows.append(
             {
-                "case": result.case.name, "bed": result.case.shape, "compute": result.case.compute, "plans": len(measured),
-                "median_error": statistics.median(errors), "p95_error": float(np.percentile(errors, 95)),
-                "rank_correlation": float(spearmanr(*zip(*points([result]))).statistic), "pick": result.pick,
-                "pick_seconds": measured[result.pick], "best": best, "best_seconds": measured[best], "regret": result.regret,
+                "case": result.case.name,
+                "bed": result.case.shape,
+                "compute": result.case.compute,
+                "plans": len(measured),
+                "median_error": statistics.median(errors),
+                "p95_error": float(np.percentile(errors, 95)),
+                "rank_correlation": float(spearmanr(*zip(*points([result]))).statistic),
+                "pick": result.pick,
+                "pick_seconds": measured[result.pick],
+                "best": best,
+                "best_seconds": measured[best],
+                "regret": result.regret,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -75,6 +92,7 @@ def claims(results: Sequence[ModelFound], earlier: Sequence[ModelFound] = ()) ->
 
 
 def _claims_of(results: Sequence[ModelFound], suffix: str, unavailable: str = "") -> list[Claim]:
+    """Return the claims about the errors of predictions."""
     pairs = points(results)
     missing = unavailable or (
         "" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}"
@@ -141,7 +159,8 @@ def panels(results: Sequence[ModelFound]) -> list[Panel]:
             if (result.case.shape, result.case.compute) == (bed, compute)
         ]
         ends = [1e3 * value for pair in points(of_kind) for value in pair]
-        low, high = min(ends), max(ends)
+        low = min(ends)
+        high = max(ends)
         series = [PlottedSeries(name="equal", x=(low, high), y=(low, high))]
         for result in of_kind:
             ordered = sorted(
@@ -151,10 +170,14 @@ def panels(results: Sequence[ModelFound]) -> list[Panel]:
             series.append(PlottedSeries(name=result.case.name, x=x, y=y))
         all_panels.append(
             Panel(
-                title=f"{bed}, {compute} compute", x_title="measured, ms", y_title="predicted, ms", series=tuple(series),
-                log_x=True, log_y=True,
+                title=f"{bed}, {compute} compute",
+                x_title="measured, ms",
+                y_title="predicted, ms",
+                series=tuple(series),
+                log_x=True,
+                log_y=True,
             )
-        )  # fmt: skip
+        )
     return all_panels
 
 
@@ -166,4 +189,5 @@ def _claim(
     *,
     op: Literal[">=", "<="] = "<=",
 ) -> Claim:
+    """Return a claim, without a value if something is missing."""
     return Claim(name=name, value=None if missing else value, target=target, op=op, reason=missing)

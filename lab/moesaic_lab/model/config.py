@@ -1,4 +1,5 @@
-"""The configuration of `moesaic bench model`. It is read from a file: beds and layers are fixed beforehand."""
+"""The configuration of `moesaic bench model`. It is read from a file: beds and layers are fixed
+beforehand."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class ModelCase(LayerPlace):
     etp: int = 1
     """Shards of an expert; ep is the world divided by etp."""
     compute: Literal["virtual", "real"] = "virtual"
-    """virtual: experts sleep for their time at `gflops`. real: experts multiply; predictions use the profile's rate."""
+    """virtual: experts sleep for their time at `gflops`. real: experts multiply; predictions use
+    the profile's rate."""
     gflops: float = 20.0
     plans: int = 0
     """Number of plans to measure, evenly spaced in the sorted list; 0 for all."""
@@ -51,7 +53,8 @@ class ModelCase(LayerPlace):
 
     @property
     def part(self) -> str:
-        """The part of the benchmark: "plans" of layers with virtual compute, or layers with "real" products."""
+        """The part of the benchmark: "plans" of layers with virtual compute, or layers with "real"
+        products."""
         return "real" if self.compute == "real" else "plans"
 
     @property
@@ -61,7 +64,8 @@ class ModelCase(LayerPlace):
 
     @property
     def matrices(self) -> int:
-        """Matrices per expert: two for virtual experts, three for real experts, which are SwiGLU."""
+        """Matrices per expert: two for virtual experts, three for real experts, which are
+        SwiGLU."""
         return 2 if self.compute == "virtual" else 3
 
     @property
@@ -81,7 +85,8 @@ class ModelBenchConfig(BedConfig[ModelCase]):
     """The configuration of the whole benchmark; `seed` is that of the routing's pattern."""
 
     leaders: int = 4
-    """Number of plans to time again because their measured times are shortest; 0 to time no plan again."""
+    """Number of plans to time again because their measured times are shortest; 0 to time no plan
+    again."""
     favourites: int = 3
     """Number of plans to time again because their predicted times are shortest."""
     leader_repeats: int = 12
@@ -97,7 +102,8 @@ class ModelBenchConfig(BedConfig[ModelCase]):
 
 
 def read_config(path: Path = COMMITTED) -> ModelBenchConfig:
-    """Read the configuration from a TOML or JSON file: fields of `ModelBenchConfig`, and a list `[[cases]]`.
+    """Read the configuration from a TOML or JSON file: fields of `ModelBenchConfig`, and a list
+    `[[cases]]`.
 
     Raises:
         InputError: the file is invalid; the message names the file and the field.

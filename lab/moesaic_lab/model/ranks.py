@@ -1,4 +1,5 @@
-"""The part of the model benchmark that runs on the ranks: it times all plans of a layer in turn, then the fastest again."""
+"""The part of the model benchmark that runs on the ranks: it times all plans of a layer in turn,
+then the fastest again."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class ModelJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTimes:
-    """Seconds of forward plus backward by plan and repeat, from the first rank's start to the last rank's end."""
+    """Seconds of forward plus backward by plan and repeat, from the first rank's start to the last
+    rank's end."""
 
     screened: dict[str, tuple[float, ...]]
     """Seconds of all plans, timed in turn."""
@@ -54,7 +56,8 @@ class PlanTimes:
 
 def layer_of(job: ModelJob, transport: AbstractTransport) -> SteppedLayer:
     """Create the layer of a case on its mesh with the first plan."""
-    case, grid = job.case, job.grid
+    case = job.case
+    grid = job.grid
     experts: str | ExpertsFactory = "swiglu"
     if case.compute == "virtual":
         experts = virtual_experts(Accelerator(flops_per_second=1e9 * case.gflops))
@@ -94,6 +97,7 @@ def measure(job: ModelJob) -> PlanTimes:
 
 
 def profiled(ranks_per_node: int, repeats: int) -> ClusterSpec:
-    """Profile the bed on ranks that are each bound to one core. All ranks call this together and return the same."""
+    """Profile the bed on ranks that are each bound to one core. All ranks call this together and
+    return the same."""
     hold_still(dist.get_rank())
     return profile(ranks_per_node, repeats, ("fp32",), lambda what, share: None, "sockets").cluster

@@ -1,7 +1,9 @@
-"""Runs the model benchmark bed by bed: first a profile, then all plans of all cases, measured and predicted.
+"""Runs the model benchmark bed by bed: first a profile, then all plans of all cases, measured and
+predicted.
 
-Measured times are kept in a folder: a file per case, and per bed its profile. So a run can be interrupted and continued, and a
-changed cost model can be compared with the same times. A file is used again only for exactly the same case, bed and repeats.
+Measured times are kept in a folder: a file per case, and per bed its profile. So a run can be
+interrupted and continued, and a changed cost model can be compared with the same times. A file is
+used again only for exactly the same case, bed and repeats.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from moesaic.configfile import as_toml
 from moesaic.errors import InputError
 from moesaic.planner.candidates import SearchSpace, candidates
 from moesaic.planner.cluster import ClusterSpec, read_cluster
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
@@ -30,7 +32,8 @@ from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Launcher
 
 SPACE = SearchSpace(orders=("optsche",))
-"""All schedules, all-to-alls and values of r, SAA or not, and 1, 2 and 4 chunks, in one order, all without a codec."""
+"""All schedules, all-to-alls and values of r, SAA or not, and 1, 2 and 4 chunks, in one order, all
+without a codec."""
 PROFILE_REPEATS = 5
 EARLIER_SECONDS = 3600.0
 """Least age of an earlier profile when the last case is timed."""
@@ -65,7 +68,8 @@ class ModelFound:
 
     @property
     def regret(self) -> float:
-        """Additional time of the picked plan over the fastest plan that was timed again, as a share; 0 if it is the fastest."""
+        """Additional time of the picked plan over the fastest plan that was timed again, as a
+        share; 0 if it is the fastest."""
         again = {name: statistics.median(times) for name, times in self.confirmed.items()}
         if self.pick not in again:  # these times were measured for the pick of another cost model
             again = self.measured
@@ -85,11 +89,11 @@ def run(
 
     Args:
         config: beds and cases.
-        cases: the cases to measure.
         keep: folder of measured times and profiles.
         progress: called with the name of each measurement.
         profiles: whether to profile beds without cases to measure as well.
-        earlier: folder of earlier profiles; the plans that are fastest by their predictions are timed again as well.
+        earlier: folder of earlier profiles; the plans that are fastest by their predictions are
+            timed again as well.
 
     Raises:
         InputError: this machine cannot create the beds, or a profile would be noise.
@@ -112,10 +116,10 @@ def run(
 
 
 def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> list[ModelFound]:
-    """Return the cases that have times in a folder and a profile of their bed, with their predictions.
+    """Return the cases that have times in a folder and a profile of their bed, with their
+    predictions.
 
     Args:
-        config: beds and cases.
         keep: folder of measured times.
         profiles: folder of the profiles; None for `keep`.
     """
@@ -139,17 +143,20 @@ def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[M
         path = _profile_path(profiles, bed)
         if not path.exists():
             raise InputError(
-                f"--earlier {profiles}: has no profile of {case.shape}: measure one with --only profile --keep {profiles}"
+                f"--earlier {profiles}: has no profile of {case.shape}: measure one with "
+                f"--only profile --keep {profiles}"
             )
         if last - path.stat().st_mtime < EARLIER_SECONDS:
             raise InputError(
-                f"--earlier {profiles}: the profile of {case.shape} is not an hour older than the times of the last case: wait"
+                f"--earlier {profiles}: the profile of {case.shape} is not an hour older than "
+                "the times of the last case: wait"
             )
     return kept(config, keep, profiles)
 
 
 def plans_of(case: ModelCase) -> dict[str, Compiled]:
-    """Return the distinct plans of a case by name; only some of them if `case.plans` limits their number."""
+    """Return the distinct plans of a case by name; only some of them if `case.plans` limits their
+    number."""
     plans = _plans_on(case.grid)
     if case.plans and case.plans < len(plans):
         step = len(plans) / case.plans
@@ -160,7 +167,8 @@ def plans_of(case: ModelCase) -> dict[str, Compiled]:
 
 @lru_cache(maxsize=16)
 def _plans_on(grid: Grid) -> dict[str, Compiled]:
-    """Return the distinct plans on a mesh by name. Cases share meshes, and compiling all plans takes seconds."""
+    """Return the distinct plans on a mesh by name. Cases share meshes, and compiling all plans
+    takes seconds."""
     return distinct(
         {plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)}
     )[0]
@@ -175,7 +183,8 @@ def predict(
         case: the layer.
         plans: plans of the layer, by name.
         profile: profile of the bed.
-        seed: seed of the routing pattern, which determines the number of ranks that each token visits.
+        seed: seed of the routing pattern, which determines the number of ranks that each token
+            visits.
     """
     device = profile.device
     if case.compute == "virtual":  # experts that sleep leave the cores to messages
@@ -190,7 +199,8 @@ def predict(
 
 
 def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
-    """Return the simulator's description of a case's layer under a plan, including the visits of its routing pattern."""
+    """Return the simulator's description of a case's layer under a plan, including the visits of
+    its routing pattern."""
     from moesaic.measure.host import visits
 
     layer = case.workload(compiled.grid.tp)
@@ -207,6 +217,7 @@ def _measure(
     profiles: Sequence[ClusterSpec],
     ranks: object,
 ) -> None:
+    """Measure a case and keep its times."""
     from moesaic_lab.model import ranks as model_ranks
     from moesaic_testbed.cluster import Cluster
 
@@ -219,14 +230,21 @@ def _measure(
             sorted(predicted, key=lambda name: predicted[name])[: config.favourites]
         )
     job = model_ranks.ModelJob(
-        case=case, grid=case.grid, plans=plans, favourites=tuple(favourites), repeats=case.repeats,
-        leaders=config.leaders, leader_repeats=config.leader_repeats, seed=config.seed,
-    )  # fmt: skip
+        case=case,
+        grid=case.grid,
+        plans=plans,
+        favourites=tuple(favourites),
+        repeats=case.repeats,
+        leaders=config.leaders,
+        leader_repeats=config.leader_repeats,
+        seed=config.seed,
+    )
     times = ranks.run(model_ranks.measure, job)[0]
     kept_json(_path(keep, config, case), lambda: asdict(times))
 
 
 def _profile(keep: Path, bed: Bed, ranks: object, progress: Progress) -> ClusterSpec:
+    """Return the profile of a bed, measured if it is not kept."""
     from moesaic_lab.model import ranks as model_ranks
     from moesaic_testbed.cluster import Cluster
 
@@ -242,6 +260,7 @@ def _profile(keep: Path, bed: Bed, ranks: object, progress: Progress) -> Cluster
 def _predicted_case(
     keep: Path, config: ModelBenchConfig, case: ModelCase, profile: ClusterSpec
 ) -> ModelFound:
+    """Return the kept times of a case with their predictions."""
     content = json.loads(_path(keep, config, case).read_text(encoding="utf-8"))
     plans = plans_of(case)
     timed = {
@@ -250,7 +269,8 @@ def _predicted_case(
     }
     if set(timed["screened"]) != set(plans):
         raise InputError(
-            f"{_path(keep, config, case)} has other plans than this version: measure again in a new folder"
+            f"{_path(keep, config, case)} has other plans than this version: measure again in "
+            "a new folder"
         )
     predicted = predict(case, plans, profile, config.seed)
     return ModelFound(
@@ -259,12 +279,14 @@ def _predicted_case(
 
 
 def _path(keep: Path, config: ModelBenchConfig, case: ModelCase) -> Path:
+    """Return the file of a case's times."""
     key = [asdict(case), asdict(replace(config, cells=()))]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     return keep / f"case-{case.name.replace(' ', '_').replace(',', '')}-{digest}.json"
 
 
 def _profile_path(keep: Path, bed: Bed) -> Path:
+    """Return the file of a bed's profile."""
     digest = hashlib.sha256(json.dumps(asdict(bed), sort_keys=True).encode()).hexdigest()[:12]
     return keep / f"profile-{bed.nodes}x{bed.ranks_per_node}-{digest}.toml"
 

@@ -1,16 +1,20 @@
-"""NetMoE's comparison: bytes between nodes and time that moving samples saves, at several localities of the routing.
+"""NetMoE's comparison: bytes between nodes and time that moving samples saves, at several
+localities of the routing.
 
-Simulated: NetMoE's small model (768 wide, 4 samples of 1024 tokens per device, two experts per device, top 2, float32,
-8 MoE layers) on 4 nodes of 2, 4 and 8 devices of its cluster, with one port per node. Measured: 3 layers forward and
-backward on emulated clusters with 200 Mbit/s between nodes, all methods in turn, with real bytes and virtual experts;
-ranks share the machine's cores. Predictions are the cost model's, with assumed host costs. Locality is as `moesaic
-trace show` defines it. Routing of different layers is drawn independently. Further routing was recorded early and late in
-the training of a GPT with 4 layers of 16 experts, on the source of Python's library and on Django's messages in all languages;
-it is simulated on 2 nodes of 8 devices. The prediction of the next layer's routing is exact. The last layer returns samples to
-their homes, in simulation and measurement, and its cost is included. Decisions are timed on one core of this machine; the time
+Simulated: NetMoE's small model (768 wide, 4 samples of 1024 tokens per device, two experts per
+device, top 2, float32, 8 MoE layers) on 4 nodes of 2, 4 and 8 devices of its cluster, with one port
+per node. Measured: 3 layers forward and backward on emulated clusters with 200 Mbit/s between
+nodes, all methods in turn, with real bytes and virtual experts; ranks share the machine's cores.
+Predictions are the cost model's, with assumed host costs. Locality is as `moesaic trace show`
+defines it. Routing of different layers is drawn independently. Further routing was recorded early
+and late in the training of a GPT with 4 layers of 16 experts, on the source of Python's library and
+on Django's messages in all languages; it is simulated on 2 nodes of 8 devices. The prediction of
+the next layer's routing is exact. The last layer returns samples to their homes, in simulation and
+measurement, and its cost is included. Decisions are timed on one core of this machine; the time
 that hides them is simulated on NetMoE's 2 nodes of 8.
 
-    moesaic bench netmoe --json benchmarks/results/netmoe.json --picture docs/images/bench/netmoe.svg
+    moesaic bench netmoe --json benchmarks/results/netmoe.json \
+        --picture docs/images/bench/netmoe.svg
 """
 
 from __future__ import annotations
@@ -66,7 +70,9 @@ from moesaic_lab.policies.stay import Stay
 from moesaic_testbed.cluster import Cluster
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
-INTER, INTER_GBPS, GFLOPS = "200mbit", 0.2, 50.0
+INTER = "200mbit"
+INTER_GBPS = 0.2
+GFLOPS = 50.0
 BEDS = {bed.shape: bed for bed in (Place(nodes=2, inter=INTER), Place(nodes=4, inter=INTER))}
 BED_LOCALITIES = {"2x2": (0.0, 0.2, 0.4, 0.8), "4x2": (0.0, 0.4, 0.8)}
 BED_LAYER = Workload(
@@ -112,21 +118,27 @@ def simulated() -> Rows:
 
 
 def predicted(setting: Setting, costs: Costs, trace: Trace, placer: Method) -> dict[str, Any]:
-    """Return the cost model's prediction for a policy under some routing, compared with plain expert parallelism."""
+    """Return the cost model's prediction for a policy under some routing, compared with plain
+    expert parallelism."""
     counts = [trace.samples(layer, 0) for layer in range(setting.num_layers)]
     seconds, inside, across = costs.plain(counts)
     journey = travel(setting.grid, counts, setting.slots, placer or Stay())
     own = (seconds, inside, across) if placer is None else costs.placed(journey)
     return {
-        "predicted_inter_bytes_plain": across, "predicted_seconds": own[0], "predicted_time_ratio": own[0] / seconds,
-        "predicted_inter_saved": 1 - own[2] / across, "predicted_intra_ratio": own[1] / inside,
-        "decided_inter_saved": 1 - journey.after.inter / journey.before.inter, "moved_nodes": journey.moved[0],
+        "predicted_inter_bytes_plain": across,
+        "predicted_seconds": own[0],
+        "predicted_time_ratio": own[0] / seconds,
+        "predicted_inter_saved": 1 - own[2] / across,
+        "predicted_intra_ratio": own[1] / inside,
+        "decided_inter_saved": 1 - journey.after.inter / journey.before.inter,
+        "moved_nodes": journey.moved[0],
         "moved_devices": journey.moved[1],
-    }  # fmt: skip
+    }
 
 
 def synthetic(name: str, repeats: int, told: Told) -> Rows:
-    """Return what is measured on an emulated cluster under synthetic routing of several localities."""
+    """Return what is measured on an emulated cluster under synthetic routing of several
+    localities."""
     setting = bed_setting(name, BED_LAYER, 3)
     loads = [
         ({"locality": each}, routing(setting, each, tokens=True)) for each in BED_LOCALITIES[name]
@@ -136,7 +148,8 @@ def synthetic(name: str, repeats: int, told: Told) -> Rows:
 
 def bed_setting(name: str, layer: Workload, num_layers: int) -> Setting:
     """Return layers on the emulated cluster of a name, with `BED_TOKENS` tokens per rank."""
-    bed, slots = BEDS[name], BED_TOKENS // layer.tokens
+    bed = BEDS[name]
+    slots = BED_TOKENS // layer.tokens
     return Setting(
         nodes=bed.nodes,
         per_node=bed.ranks_per_node,
@@ -147,15 +160,16 @@ def bed_setting(name: str, layer: Workload, num_layers: int) -> Setting:
 
 
 def trained(repeats: int, told: Told) -> Rows:
-    """Return bytes and times under the recorded routing of trained models, early and late: all steps simulated, the first and
-    the last measured."""
+    """Return bytes and times under the recorded routing of trained models, early and late: all
+    steps simulated, the first and the last measured."""
     traces = trained_traces()
     shape = next(iter(traces.values())).shape
     paper = replace(
         paper_setting(2, 8, num_layers=shape.num_layers),
         layer=replace(PAPER, num_experts=shape.num_experts),
     )
-    costs, rows = Costs(paper, paper_cluster(2, 8)), Rows()
+    costs = Costs(paper, paper_cluster(2, 8))
+    rows = Rows()
     about = {
         (text, step): {"text": text, "step": step, "locality": locality_of(trace, step)}
         for text, trace in traces.items()
@@ -195,7 +209,6 @@ def on_bed(
     """Return measured bytes and times on an emulated cluster, together with predictions for it.
 
     Args:
-        name: of the cluster.
         setting: the ranks and layers.
         loads: keys of a load's rows, and its routing.
         repeats: timed rounds of every method.
@@ -217,13 +230,18 @@ def on_bed(
         }
         return [
             {
-                "method": method, **about, **predicted(setting, costs, trace, placer), "repeats": repeats,
-                "seconds": cell.timings[method].median, **spread("time_ratio", cell.ratio(method, "plain")),
-                "inter_bytes": across[method], "inter_saved": 1 - across[method] / across["plain"],
+                "method": method,
+                **about,
+                **predicted(setting, costs, trace, placer),
+                "repeats": repeats,
+                "seconds": cell.timings[method].median,
+                **spread("time_ratio", cell.ratio(method, "plain")),
+                "inter_bytes": across[method],
+                "inter_saved": 1 - across[method] / across["plain"],
                 "intra_ratio": inside[method] / inside["plain"],
             }
             for method, placer in METHODS.items()
-        ]  # fmt: skip
+        ]
 
     def about(load: tuple[dict[str, Any], Trace]) -> str:
         return ", ".join([name, *(f"{key} {value}" for key, value in load[0].items())])
@@ -234,14 +252,22 @@ def on_bed(
 def job_of(
     setting: Setting, trace: Trace, methods: Mapping[str, Method], **options: Any
 ) -> TravelJob:
-    """Return the job that times methods under some routing of tokens; `options` are further fields of `TravelJob`."""
+    """Return the job that times methods under some routing of tokens; `options` are further fields
+    of `TravelJob`."""
     layer = setting.layer
     experts = np.stack([trace.experts(number, 0) for number in range(setting.num_layers)])
     return TravelJob(
-        grid=setting.grid, compiled=compile_plan(Plan(), setting.grid), methods=methods, gflops=GFLOPS,
-        experts=torch.from_numpy(experts.astype(np.int64)), length=layer.tokens, dim=layer.dim, hidden=layer.hidden,
-        num_experts=layer.num_experts, **options,
-    )  # fmt: skip
+        grid=setting.grid,
+        compiled=compile_plan(Plan(), setting.grid),
+        methods=methods,
+        gflops=GFLOPS,
+        experts=torch.from_numpy(experts.astype(np.int64)),
+        length=layer.tokens,
+        dim=layer.dim,
+        hidden=layer.hidden,
+        num_experts=layer.num_experts,
+        **options,
+    )
 
 
 def decisions() -> Rows:
@@ -263,72 +289,134 @@ def decisions() -> Rows:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Return the figures that the documentation quotes. A claim of a part that was not run carries the reason instead
-    of a value."""
+    """Return the figures that the documentation quotes. A claim of a part that was not run carries
+    the reason instead of a value."""
 
     def figure(name: str, key: str, unit: str, op: Literal[">=", "<="], **where: Any) -> Claim:
         return claimed(f"balance.{name}", lambda: max(figures(rows, key, **where)), None, op, unit)
 
     saved = [
-        figure(f"netmoe_inter_bytes_saved{suffix}", "inter_saved", "share", ">=", part="2x2", method="two_stage", locality=at)
+        figure(
+            f"netmoe_inter_bytes_saved{suffix}",
+            "inter_saved",
+            "share",
+            ">=",
+            part="2x2",
+            method="two_stage",
+            locality=at,
+        )
         for at, suffix in ((0.4, ""), (0.2, ".locality_0.2"), (0.8, ".locality_0.8"))
-    ]  # fmt: skip
+    ]
     return [
         *saved,
-        figure("netmoe_time_ratio", "time_ratio", "1", "<=", part="2x2", method="two_stage", locality=0.4),
-        figure("netmoe_time_ratio.without_locality", "time_ratio", "1", "<=", part="2x2", method="two_stage", locality=0.0),
-        figure("netmoe_time_ratio.trained", "time_ratio", "1", "<=", part="trained", method="two_stage"),
-        figure("netmoe_decision_over_hidden", "share_of_hidden", "1", "<=", part="decisions", method="two_stage"),
-    ]  # fmt: skip
+        figure(
+            "netmoe_time_ratio",
+            "time_ratio",
+            "1",
+            "<=",
+            part="2x2",
+            method="two_stage",
+            locality=0.4,
+        ),
+        figure(
+            "netmoe_time_ratio.without_locality",
+            "time_ratio",
+            "1",
+            "<=",
+            part="2x2",
+            method="two_stage",
+            locality=0.0,
+        ),
+        figure(
+            "netmoe_time_ratio.trained", "time_ratio", "1", "<=", part="trained", method="two_stage"
+        ),
+        figure(
+            "netmoe_decision_over_hidden",
+            "share_of_hidden",
+            "1",
+            "<=",
+            part="decisions",
+            method="two_stage",
+        ),
+    ]
 
 
 def panels(rows: Rows) -> list[Panel]:
     """Return the panels of the picture."""
+    charts = [_panel_of_bytes(rows), *_panels_of_times(rows), _panel_of_decisions(rows)]
+    return [panel for panel in charts if any(series.x for series in panel.series)]
 
-    def line(name: str, x: str, y: str, **where: Any) -> PlottedSeries:
-        points = [
-            row
-            for row in rows
-            if row.get(y) is not None and all(row.get(k) == v for k, v in where.items())
-        ]
-        return PlottedSeries(
-            name=name, x=tuple(row[x] for row in points), y=tuple(row[y] for row in points)
-        )
 
-    placed = {"method": "two_stage"}
-    beds = tuple(
-        line(f"measured, {bed}", "locality", "inter_saved", part=bed, **placed) for bed in BEDS
+def _panel_of_bytes(rows: Rows) -> Panel:
+    """Return the panel about the share of bytes saved, measured and simulated."""
+    measured = [
+        _line(rows, f"measured, {bed}", "locality", "inter_saved", part=bed, method="two_stage")
+        for bed in BEDS
+    ]
+    return Panel(
+        title="saved between nodes",
+        x_title="locality",
+        y_title="share of the bytes",
+        series=(*measured, *_simulated(rows, "predicted_inter_saved")),
     )
-    devices = tuple(
-        line(f"4x{n}", "locality", "predicted_inter_saved", part="simulated", per_node=n)
-        for n in (2, 4, 8)
-    )
-    times = [
-        line(f"{what}, {bed}", "locality", key, part=bed, **placed)
+
+
+def _panels_of_times(rows: Rows) -> list[Panel]:
+    """Return the panels about times over those without placement."""
+    emulated = [
+        _line(rows, f"{what}, {bed}", "locality", key, part=bed, method="two_stage")
         for bed in BEDS
         for what, key in (("measured", "time_ratio"), ("predicted", "predicted_time_ratio"))
     ]
-    simulated_times = [
-        line(f"4x{n}", "locality", "predicted_time_ratio", part="simulated", per_node=n)
-        for n in (2, 4, 8)
+    simulated = _simulated(rows, "predicted_time_ratio")
+    return [
+        Panel(title=title, x_title="locality", y_title="ratio", series=tuple(series))
+        for title, series in (
+            ("time over plain, emulated", emulated),
+            ("time over plain, simulated", simulated),
+        )
     ]
+
+
+def _panel_of_decisions(rows: Rows) -> Panel:
+    """Return the panel about the time of a decision, and the work that hides it."""
     deciding = [
-        line(name, "samples", "decision_seconds", part="decisions", method=name)
+        _line(rows, name, "samples", "decision_seconds", part="decisions", method=name)
         for name in ("two_stage", "weighed")
     ]
-    hiding = line(
-        "dispatch and experts", "samples", "hidden_seconds", part="decisions", method="weighed"
+    hiding = _line(
+        rows,
+        "dispatch and experts",
+        "samples",
+        "hidden_seconds",
+        part="decisions",
+        method="weighed",
     )
-    charts = [
-        Panel(title="saved between nodes", x_title="locality", y_title="share of the bytes", series=(*beds, *devices)),
-        Panel(title="time over plain, emulated", x_title="locality", y_title="ratio", series=tuple(times)),
-        Panel(title="time over plain, simulated", x_title="locality", y_title="ratio", series=tuple(simulated_times)),
-        Panel(
-            title="decision, and what hides it", x_title="samples", y_title="seconds", series=(*deciding, hiding),
-            log_x=True, log_y=True,
-        ),
-    ]  # fmt: skip
-    return [panel for panel in charts if any(series.x for series in panel.series)]
+    return Panel(
+        title="decision, and what hides it",
+        x_title="samples",
+        y_title="seconds",
+        series=(*deciding, hiding),
+        log_x=True,
+        log_y=True,
+    )
+
+
+def _simulated(rows: Rows, y: str) -> list[PlottedSeries]:
+    """Return a figure of simulated clusters over the locality, by ranks per node."""
+    return [_line(rows, f"4x{n}", "locality", y, part="simulated", per_node=n) for n in (2, 4, 8)]
+
+
+def _line(rows: Rows, name: str, x: str, y: str, **where: Any) -> PlottedSeries:
+    """Return the series of the figure `y` over `x`, of rows with the values `where`."""
+    points = [
+        row
+        for row in rows
+        if row.get(y) is not None and all(row.get(key) == value for key, value in where.items())
+    ]
+    return PlottedSeries(
+        name=name, x=tuple(row[x] for row in points), y=tuple(row[y] for row in points)
+    )
 
 
 PREDICTED = ("predicted_inter_saved", "predicted_time_ratio", "moved_nodes", "moved_devices")
@@ -336,19 +424,31 @@ SAVED = ("inter_bytes", "inter_saved", "seconds", "time_ratio", "time_ratio_low"
 DECIDING = ("samples", "method", "decision_seconds", "hidden_seconds", "share_of_hidden")
 TABLES = (
     Shown(
-        title="NetMoE's cluster, simulated", where={"part": ("simulated",)},
-        columns=("per_node", "locality", "method", "decided_inter_saved", *PREDICTED, "predicted_intra_ratio"),
+        title="NetMoE's cluster, simulated",
+        where={"part": ("simulated",)},
+        columns=(
+            "per_node",
+            "locality",
+            "method",
+            "decided_inter_saved",
+            *PREDICTED,
+            "predicted_intra_ratio",
+        ),
     ),
     Shown(
-        title="emulated clusters, 200 Mbit/s", where={"part": tuple(BEDS)}, group_by=("part",),
+        title="emulated clusters, 200 Mbit/s",
+        where={"part": tuple(BEDS)},
+        group_by=("part",),
         columns=("part", "locality", "method", *SAVED, *PREDICTED),
     ),
     Shown(
-        title="recorded routing of trained models", where={"part": ("trained",)}, group_by=("bed",),
+        title="recorded routing of trained models",
+        where={"part": ("trained",)},
+        group_by=("bed",),
         columns=("bed", "text", "step", "locality", "method", *SAVED, *PREDICTED),
     ),
     Shown(title="decisions", where={"part": ("decisions",)}, columns=DECIDING),
-)  # fmt: skip
+)
 
 
 def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
@@ -362,7 +462,13 @@ def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
 
 
 BENCHMARK = Benchmark(
-    name="netmoe", description="Measure what moving samples to their experts saves.", options=NetmoeOptions,
-    notes=notes_of(__doc__), measure=measure, claims=claims, columns=TABLES, panels=panels,
+    name="netmoe",
+    description="Measure what moving samples to their experts saves.",
+    options=NetmoeOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
+    columns=TABLES,
+    panels=panels,
     title="Samples that move",
-)  # fmt: skip
+)

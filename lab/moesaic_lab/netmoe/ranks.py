@@ -1,9 +1,9 @@
-"""The ranks' part of NetMoE's comparison: consecutive MoE layers, with plain expert parallelism and with sample
-placement.
+"""The ranks' part of NetMoE's comparison: consecutive MoE layers, with plain expert parallelism and
+with sample placement.
 
-Routing is prescribed, and a sample's routing must move with the sample. Every token therefore encodes its number as the
-quotient of its first two columns, which layers that scale a token leave unchanged. Experts are virtual and return their
-input.
+Routing is prescribed, and a sample's routing must move with the sample. Every token therefore
+encodes its number as the quotient of its first two columns, which layers that scale a token leave
+unchanged. Experts are virtual and return their input.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ class TravelJob:
 
 
 class TableRouter(SoftmaxTopK):
-    """Routes every token by a table, at the number that the token encodes; routing weights are 1 / top_k.
+    """Routes every token by a table, at the number that the token encodes; routing weights are 1 /
+    top_k.
 
     Args:
-        dim: width of a token.
-        num_experts: number of experts.
         table: (tokens, top_k) int64 expert ids.
     """
 
@@ -85,7 +84,8 @@ class Stack:
     """The layers on a mesh, with this rank's samples."""
 
     def __init__(self, job: TravelJob, transport: AbstractTransport) -> None:
-        self._job, mesh = job, Mesh(job.grid, transport)
+        self._job = job
+        mesh = Mesh(job.grid, transport)
         experts = virtual_experts(Accelerator(flops_per_second=1e9 * job.gflops))
         top_k = job.experts.shape[2]
         self.factor = top_k + 1
@@ -101,7 +101,7 @@ class Stack:
                 losses=(),
             )
             for table in job.experts
-        )  # fmt: skip
+        )
         for layer in self.layers:
             assert isinstance(layer, MoE)
             layer.parallelize(mesh, job.compiled)
@@ -122,7 +122,8 @@ class Stack:
         layers = [layer for layer in self.layers if isinstance(layer, MoE)]
         for layer in layers:
             layer.use_plan(self._job.plans.get(name, self._job.compiled))
-        relocator, trip = self._relocators.get(name), None
+        relocator = self._relocators.get(name)
+        trip = None
         if relocator is not None:
             followings = [Following(layer.router, layer.top_k) for layer in layers]
             trip = self.trips[name] = relocator.start(followings, len(self.x), self.x.shape[1])
@@ -154,8 +155,8 @@ def numbered(samples: int, length: int, dim: int, *, first: int) -> Tensor:
 def check(stack: Stack, name: str) -> None:
     """Assert that a method computes the expected results, and that samples end on their home ranks.
 
-    A virtual expert returns its rows without routing weights, so a layer with a residual returns (top_k + 1) times its
-    input.
+    A virtual expert returns its rows without routing weights, so a layer with a residual returns
+    (top_k + 1) times its input.
     """
     expected = stack.x.detach() * stack.factor ** len(stack.layers)
     assert torch.equal(stack.step(name), expected), (
@@ -167,7 +168,8 @@ def measure(job: TravelJob) -> Timed:
     """Check the methods of a job and time them in turn. All ranks call this together."""
     transport = open_transport(name="sockets")
     recorder = Recorder(transport)
-    watched, stack = Stack(job, recorder), Stack(job, transport)
+    watched = Stack(job, recorder)
+    stack = Stack(job, transport)
     messages = {}
     for name in job.methods:
         recorder.ranges.clear()

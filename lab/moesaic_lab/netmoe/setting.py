@@ -1,10 +1,11 @@
-"""NetMoE's comparison without ranks: synthetic and recorded loads, the homes chosen for samples, bytes and simulated time of
-every layer.
+"""NetMoE's comparison without ranks: synthetic and recorded loads, the homes chosen for samples,
+bytes and simulated time of every layer.
 
-A journey is one forward pass. The samples start at home. Each MoE layer decides from its own and the next layer's
-routing where they go next, and the last layer takes them home. `balance/run/relocate.py` does the same with
-tensors. Synthetic routing of consecutive layers is drawn independently, so a sample's experts in one layer say nothing about
-the next. That is the harder case for placement.
+A journey is one forward pass. The samples start at home. Each MoE layer decides from its own and
+the next layer's routing where they go next, and the last layer takes them home.
+`balance/run/relocate.py` does the same with tensors. Synthetic routing of consecutive layers is
+drawn independently, so a sample's experts in one layer say nothing about the next. That is the
+harder case for placement.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import numpy as np
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Volume
 from moesaic.planner.cluster import ClusterSpec, Link, read_cluster
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.grid import Grid
 from moesaic.program.layouts import LayoutIndex
-from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.plan import Plan
+from moesaic.program.sample_layouts import PlacedIndex, placed_sizes
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program, Stage
 from moesaic.traces.trace import Trace, TraceSegment, TraceShape
@@ -40,7 +41,8 @@ PAPER = Workload(
 """NetMoE's small model; `tokens` are those of a sample, `num_experts` those of a device."""
 CONFIGS = Path(__file__).parent.parent / "configs"
 TRAINED = {"code": "gpt_code.npz", "messages": "gpt_messages.npz"}
-"""Files with the routing of trained models, by the text that they were trained on. Their first half of the steps is early."""
+"""Files with the routing of trained models, by the text that they were trained on. Their first half
+of the steps is early."""
 PAPER_SAMPLES = 4
 """Samples per device in NetMoE's experiments."""
 
@@ -55,7 +57,8 @@ class Setting:
     slots: int
     """Samples per rank."""
     layer: Workload
-    """The layer, where `tokens` are those of a sample and `num_experts` those of all ranks together."""
+    """The layer, where `tokens` are those of a sample and `num_experts` those of all ranks
+    together."""
     num_layers: int
     """Number of consecutive MoE layers."""
 
@@ -85,8 +88,8 @@ def paper_setting(
 
 
 def paper_cluster(nodes: int, per_node: int) -> ClusterSpec:
-    """Return NetMoE's cluster with other numbers of nodes and devices. Each node has one port, regardless of its
-    devices."""
+    """Return NetMoE's cluster with other numbers of nodes and devices. Each node has one port,
+    regardless of its devices."""
     spec = read_cluster("netmoe", nodes=nodes)
 
     def resized(link: Link) -> Link:
@@ -96,14 +99,21 @@ def paper_cluster(nodes: int, per_node: int) -> ClusterSpec:
 
 
 def routing(setting: Setting, locality: float, *, seed: int = 0, tokens: bool = False) -> Trace:
-    """Return synthetic routing of one call of every layer. The experts' total loads are even, and samples differ by
-    `locality`."""
+    """Return synthetic routing of one call of every layer. The experts' total loads are even, and
+    samples differ by `locality`."""
     return make_trace(
         SyntheticRouting(
-            steps=1, num_layers=setting.num_layers, num_experts=setting.layer.num_experts, top_k=setting.layer.top_k,
-            sequences=setting.samples, seq_len=setting.layer.tokens, locality=locality, tokens=tokens, seed=seed,
+            steps=1,
+            num_layers=setting.num_layers,
+            num_experts=setting.layer.num_experts,
+            top_k=setting.layer.top_k,
+            sequences=setting.samples,
+            seq_len=setting.layer.tokens,
+            locality=locality,
+            tokens=tokens,
+            seed=seed,
         )
-    )  # fmt: skip
+    )
 
 
 def trained_traces() -> dict[str, Trace]:
@@ -114,8 +124,8 @@ def trained_traces() -> dict[str, Trace]:
 def recorded(setting: Setting, trace: Trace, step: int) -> Trace:
     """Return a recorded step as routing of one call of every layer.
 
-    The first samples are used. A sample's copies are dealt to its tokens anew; if the setting's samples are longer, each token
-    stands for several that choose alike.
+    The first samples are used. A sample's copies are dealt to its tokens anew; if the setting's
+    samples are longer, each token stands for several that choose alike.
     """
     layer = setting.layer
     tables = [
@@ -126,9 +136,12 @@ def recorded(setting: Setting, trace: Trace, step: int) -> Trace:
         [deal(table, layer.tokens, layer.top_k).reshape(-1, layer.top_k) for table in tables]
     )
     shape = TraceShape(
-        num_layers=setting.num_layers, num_experts=layer.num_experts, top_k=layer.top_k, sequences=setting.samples,
+        num_layers=setting.num_layers,
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        sequences=setting.samples,
         seq_len=layer.tokens,
-    )  # fmt: skip
+    )
     return Trace.of(
         TraceSegment(shape, "tokens", np.array([0]), experts[None, None], source={"step": step})
     )
@@ -150,7 +163,8 @@ class Journey:
 
     @cached_property
     def moved(self) -> tuple[float, float]:
-        """Shares of the samples that change their (node, rank) after a layer that decides, averaged over these layers."""
+        """Shares of the samples that change their (node, rank) after a layer that decides, averaged
+        over these layers."""
         node = np.array([self.grid.node_of(rank) for rank in range(self.grid.world)])
         decided = list(zip(self.homes, self.homes[1:-1]))
         samples = max(len(decided), 1) * self.homes[0].samples.size
@@ -165,9 +179,9 @@ def travel(grid: Grid, counts: Sequence[np.ndarray], slots: int, placer: Abstrac
         grid: the mesh.
         counts: for each layer, (samples, num_experts) copies.
         slots: samples per rank.
-        placer: the policy.
     """
-    homes, volumes = [Homes.start(grid.world, slots)], np.zeros((2, 2), dtype=np.int64)
+    homes = [Homes.start(grid.world, slots)]
+    volumes = np.zeros((2, 2), dtype=np.int64)
     for current, following in pairwise(counts):
         load = SampleLoad(grid, homes[-1], current, following)
         homes.append(placer.decide(load))
@@ -182,22 +196,23 @@ class Costs:
 
     Args:
         setting: the ranks, samples and layers.
-        cluster: the cluster that is simulated.
-        plan: plan of the layers; None for the plain one. Samples can only move under plans that deliver results
-            directly to
+        plan: plan of the layers; None for the plain one. Samples can only move under plans that
+            deliver results directly to
         new homes.
     """
 
     def __init__(self, setting: Setting, cluster: ClusterSpec, plan: Plan | None = None) -> None:
         plan = plan or Plan()
-        self.setting, self._layer = setting, setting.on_a_rank
+        self.setting = setting
+        self._layer = setting.on_a_rank
         self._plain: Compiled = compile_plan(plan, setting.grid)
         self._moving = moving(self._plain)
         self._shapes = LayoutIndex(setting.grid, self._layer.num_experts, setting.slots, parts=1)
         self._simulator = Simulator(cluster)
 
     def plain(self, counts: Sequence[np.ndarray]) -> tuple[float, int, int]:
-        """Return (seconds, bytes inside nodes, bytes between nodes) of the layers if samples stay on their ranks."""
+        """Return (seconds, bytes inside nodes, bytes between nodes) of the layers if samples stay
+        on their ranks."""
         calls: list[tuple[Program, CallSizes]] = []
         for copies in counts:
             table = copies.reshape(self.setting.grid.world, self.setting.slots, -1).sum(1)
@@ -210,11 +225,13 @@ class Costs:
         return self._summed(calls)
 
     def placed(self, journey: Journey) -> tuple[float, int, int]:
-        """Return (seconds, bytes inside nodes, bytes between nodes) of forward and backward of a journey's layers, in
-        sequence. The residual travels with the results, and the host's decisions are hidden."""
+        """Return (seconds, bytes inside nodes, bytes between nodes) of forward and backward of a
+        journey's layers, in sequence. The residual travels with the results, and the host's
+        decisions are hidden."""
         calls: list[tuple[Program, CallSizes]] = []
         for counts, before, after in zip(journey.counts, journey.homes, journey.homes[1:]):
-            targets, length = before.targets(after), self.setting.layer.tokens
+            targets = before.targets(after)
+            length = self.setting.layer.tokens
             index = PlacedIndex(self._shapes, lambda targets=targets: targets, length)  # type: ignore[misc]
             table = counts[before.samples]
             sizes = placed_sizes(self.setting.grid, table, index, self._layer.hidden)
@@ -230,28 +247,33 @@ class Costs:
         return forward, backward
 
     def hidden_seconds(self) -> float:
-        """Return the simulated time from the start of a forward pass to the end of the experts, under even routing. A
-        decision is needed when results are sent, so it can hide behind this time."""
+        """Return the simulated time from the start of a forward pass to the end of the experts,
+        under even routing. A decision is needed when results are sent, so it can hide behind this
+        time."""
         spans = self.even()[0].timeline.spans
         return max(span.end for span in spans if span.stage is Stage.EXPERT)
 
     def _summed(self, calls: Sequence[tuple[Program, CallSizes]]) -> tuple[float, int, int]:
-        seconds, inside, across = 0.0, 0, 0
+        """Return the seconds of calls, and their bytes inside and between nodes."""
+        seconds = 0.0
+        inside = 0
+        across = 0
         for program, sizes in calls:
             seconds += self._simulator.run(
                 program, self._layer, self.setting.grid, sizes=sizes
             ).seconds
             for moved in traffic(program, sizes, self.setting.grid.node_of):
                 num_bytes = moved.num_bytes(self._layer.dim, self._layer.element_bytes)
-                inside, across = inside + num_bytes[0], across + num_bytes[1]
+                inside = inside + num_bytes[0]
+                across = across + num_bytes[1]
         return seconds, inside, across
 
 
 def decision_seconds(
     setting: Setting, placer: AbstractPlacer, repeats: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Return the seconds of decisions, from counts to homes, on one thread of this processor. Each decision has a new
-    load.
+    """Return the seconds of decisions, from counts to homes, on one thread of this processor. Each
+    decision has a new load.
 
     Args:
         setting: the ranks and samples; its number of layers is ignored.

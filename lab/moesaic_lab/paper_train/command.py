@@ -1,7 +1,8 @@
-"""`moesaic bench paper-train NAME`: trains a model of the papers that is no decoder, by the loop of `moesaic train`.
+"""`moesaic bench paper-train NAME`: trains a model of the papers that is no decoder, by the loop of
+`moesaic train`.
 
-It takes the flags of `moesaic train`. `moesaic bench paper-sample RUN TEXT` prints the translation of a text by a trained
-encoder-decoder.
+It takes the flags of `moesaic train`. `moesaic bench paper-sample RUN TEXT` prints the translation
+of a text by a trained encoder-decoder.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def make_encoder_decoder(config: TrainConfig, vocab_size: int) -> GPT:
     half = config.model.seq_len // 2
     if config.mesh.sequence_parallel and half % config.mesh.tp:
         raise InputError(
-            f"mesh.tp={config.mesh.tp} does not divide the {half} positions of a source: choose a divisor"
+            f"mesh.tp={config.mesh.tp} does not divide the {half} positions of a source: "
+            "choose a divisor"
         )
     return EncoderDecoder(config.model, vocab_size)
 
@@ -75,7 +77,8 @@ def _check(config: TrainConfig, kind: str) -> None:
         raise InputError(f"model.block.kind={config.model.block.kind}: is no {kind}")
     if config.balance.moves_samples:
         raise InputError(
-            f"balance.samples={config.balance.samples}: only decoders can move samples: set it to none"
+            f"balance.samples={config.balance.samples}: only decoders can move samples: set "
+            "it to none"
         )
 
 

@@ -23,15 +23,42 @@ HIDDEN_SHARE = 0.15
 CATALOGUE = b"\xde\x12\x04\x95"
 """First bytes of a compiled little-endian gettext catalogue."""
 LANGUAGES = (
-    "af", "ca", "cs", "da", "de", "es", "et", "eu", "fi", "fr", "ga", "gl", "hu", "is", "it", "lt", "lv", "nb", "nl", "pl",
-    "pt", "ro", "sk", "sl", "sq", "sv", "tr",
-)  # fmt: skip
-"""Languages of Django's messages that are used by default: those with Latin letters and many messages. One catalogue
-has some 800 messages, too few to distinguish two models; 27 catalogues hold more words than a small model can learn."""
+    "af",
+    "ca",
+    "cs",
+    "da",
+    "de",
+    "es",
+    "et",
+    "eu",
+    "fi",
+    "fr",
+    "ga",
+    "gl",
+    "hu",
+    "is",
+    "it",
+    "lt",
+    "lv",
+    "nb",
+    "nl",
+    "pl",
+    "pt",
+    "ro",
+    "sk",
+    "sl",
+    "sq",
+    "sv",
+    "tr",
+)
+"""Languages of Django's messages that are used by default: those with Latin letters and many
+messages. One catalogue has some 800 messages, too few to distinguish two models; 27 catalogues hold
+more words than a small model can learn."""
 
 
 def load_hidden(data: DataConfig, tokenizer_file: Path | None) -> Corpus:
-    """Return the corpus of `load_corpus`, of which tokens are hidden. Its vocabulary has one more id, which hides tokens."""
+    """Return the corpus of `load_corpus`, of which tokens are hidden. Its vocabulary has one more
+    id, which hides tokens."""
     corpus = load_corpus(data, tokenizer_file)
     objective = partial(hidden_tokens, mask=corpus.vocab_size)
     return replace(
@@ -42,72 +69,58 @@ def load_hidden(data: DataConfig, tokenizer_file: Path | None) -> Corpus:
 def hidden_tokens(
     windows: np.ndarray, seeds: Sequence[int], *, mask: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens, some of which are hidden, and those as targets. Each seed chooses the hidden tokens of a window.
+    """Return the tokens, some of which are hidden, and those as targets. Each seed chooses the
+    hidden tokens of a window.
 
-    BERT's rule: of the hidden tokens, 80 % become the mask, 10 % another token, and 10 % stay. The number of hidden
-    tokens is constant, so means over sequences equal means over tokens on any mesh.
+    BERT's rule: of the hidden tokens, 80 % become the mask, 10 % another token, and 10 % stay. The
+    number of hidden tokens is constant, so means over sequences equal means over tokens on any
+    mesh.
     """
-    seen, targets = windows[:, :-1].copy(), np.full_like(windows[:, :-1], -1)
+    seen = windows[:, :-1].copy()
+    targets = np.full_like(windows[:, :-1], -1)
     for row, found, seed in zip(seen, targets, seeds):
         draw = np.random.default_rng(seed)
         chosen = draw.permutation(len(row))[: max(1, round(HIDDEN_SHARE * len(row)))]
-        kinds, replacements = draw.random(len(chosen)), draw.integers(mask, size=len(chosen))
+        kinds = draw.random(len(chosen))
+        others = draw.integers(mask, size=len(chosen))
         found[chosen] = row[chosen]
-        row[chosen] = np.where(kinds < 0.8, mask, np.where(kinds < 0.9, replacements, row[chosen]))
+        other_or_same = np.where(kinds < 0.9, others, row[chosen])
+        row[chosen] = np.where(kinds < 0.8, mask, other_or_same)
     return seen, targets
 
 
 def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> Corpus:
-    """Read pairs of texts, each as one row of `seq_len` tokens in the form that `EncoderDecoder` takes.
+    """Read pairs of texts, each as one row of `seq_len` tokens in the form that `EncoderDecoder`
+    takes.
 
     Args:
-        data: `path` names compiled gettext catalogues (.mo) and JSON lines with `source` and `target`. If empty, the
-            catalogues of the installed Django in `LANGUAGES` are read. Each message is then prefixed with its language
-            ("fr: Yes"), and a message is in the same part in all languages.
+        data: `path` names compiled gettext catalogues (.mo) and JSON lines with `source` and
+            `target`. If empty, the catalogues of the installed Django in `LANGUAGES` are read. Each
+            message is then prefixed with its language ("fr: Yes"), and a message is in the same
+            part in all languages.
         seq_len: tokens per row; pairs with a text longer than half a row are left out.
-        tokenizer_file: as for `load_corpus`. Without it and without `data.tokenizer`, a `data.vocab_size` above 256 trains a
-            byte-level BPE on the pairs.
+        tokenizer_file: as for `load_corpus`. Without it and without `data.tokenizer`, a
+            `data.vocab_size` above 256 trains a byte-level BPE on the pairs.
 
     Raises:
         InputError: if there are no pairs, or too few to set some aside.
     """
     files = find_files(data.path, "data.path") if data.path else django_catalogues()
-    if data.path:
-        # One translation per source, or the same sentence could be in both parts.
-        pairs = sorted(dict(pair for path in files for pair in read_pairs(path)).items())
-    else:
-        prefixed = (
-            (b"%s: %s" % (path.parts[-3].encode(), a), b)
-            for path in files
-            for a, b in read_pairs(path)
-        )
-        pairs = sorted(dict(prefixed).items())
+    pairs = _all_pairs(files) if data.path else _pairs_with_language(files)
     if data.val:
-        val_pairs = sorted(
-            dict(p for path in find_files(data.val, "data.val") for p in read_pairs(path)).items()
-        )
+        val_pairs = _all_pairs(find_files(data.val, "data.val"))
     else:
         draws = [draw_of(source if data.path else _without_language(source)) for source, _ in pairs]
         val_pairs = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
         pairs = [pair for pair, draw in zip(pairs, draws) if draw >= data.val_share]
     tokenizer = _tokenizer(data, [text for pair in pairs for text in pair], tokenizer_file)
-    half = seq_len // 2
-
-    def rows(selected: list[tuple[bytes, bytes]]) -> np.ndarray:
-        table = []
-        for source, target in selected:
-            read, written = tokenizer.encode(source), tokenizer.encode(target)
-            if len(read) <= half and len(written) <= half - 2:
-                row = np.full(seq_len, PADDING, dtype=np.uint32)
-                row[: len(read)], row[half + 1 : half + 1 + len(written)] = read, written
-                table.append(row)
-        return np.concatenate([*table, np.zeros(1, dtype=np.uint32)])  # the last row's next token
-
-    train, val = rows(pairs), rows(val_pairs)
+    train = _table(pairs, tokenizer, seq_len)
+    val = _table(val_pairs, tokenizer, seq_len)
     if len(train) <= seq_len or len(val) <= seq_len:
         raise InputError(
-            f"data: {len(pairs)} pairs to train on and {len(val_pairs)} to validate with, of which at least one each must fit "
-            f"{half} tokens a side: give more in data.path, or a larger model.seq_len"
+            f"data: {len(pairs)} pairs to train on and {len(val_pairs)} to validate with, of "
+            f"which at least one each must fit {seq_len // 2} tokens a side: give more in "
+            "data.path, or a larger model.seq_len"
         )
     fit = f"{len(train) // seq_len:,} of {len(pairs):,} pairs fit"
     return Corpus(
@@ -115,8 +128,45 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
     )
 
 
+Pair = tuple[bytes, bytes]
+"""A text and its translation."""
+
+
+def _all_pairs(files: Sequence[Path]) -> list[Pair]:
+    """Return the pairs of all files in order, one translation per source: else the same sentence
+    could be in both parts."""
+    return sorted(dict(pair for path in files for pair in read_pairs(path)).items())
+
+
+def _pairs_with_language(catalogues: Sequence[Path]) -> list[Pair]:
+    """Return the pairs of catalogues in order, each source after the name of its language."""
+    translations = {}
+    for path in catalogues:
+        language = path.parts[-3].encode()
+        for source, target in read_pairs(path):
+            translations[b"%s: %s" % (language, source)] = target
+    return sorted(translations.items())
+
+
+def _table(pairs: Sequence[Pair], tokenizer: AbstractTokenizer, seq_len: int) -> np.ndarray:
+    """Return the tokens of all pairs that fit, a row of `seq_len` each, and one more: the last
+    row's next token."""
+    half = seq_len // 2
+    rows = []
+    for source, target in pairs:
+        read = tokenizer.encode(source)
+        written = tokenizer.encode(target)
+        if len(read) <= half and len(written) <= half - 2:
+            row = np.full(seq_len, PADDING, dtype=np.uint32)
+            row[: len(read)] = read
+            row[half + 1 : half + 1 + len(written)] = written
+            rows.append(row)
+    return np.concatenate([*rows, np.zeros(1, dtype=np.uint32)])
+
+
 def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
-    """Return the non-empty pairs of a file: messages and their translations, or `source` and `target` of JSON lines.
+    """Return the non-empty pairs of a file: messages and their translations, or `source` and
+    `target` of JSON lines.
 
     Raises:
         InputError: if the file has another format, or is damaged.
@@ -130,15 +180,15 @@ def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
             pairs = [(row["source"].encode(), row["target"].encode()) for row in rows]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
         raise InputError(
-            f"data: {path} holds no pairs ({type(error).__name__}: {error}): give gettext catalogues (.mo), or JSON lines with "
-            "the texts source and target"
+            f"data: {path} holds no pairs ({type(error).__name__}: {error}): give gettext "
+            "catalogues (.mo), or JSON lines with the texts source and target"
         ) from error
     return [(source, target) for source, target in pairs if source and target]
 
 
 def _messages(content: bytes) -> Iterable[tuple[bytes, bytes]]:
-    """Yield messages and translations of a compiled catalogue. Only the first plural form is used, and message contexts
-    are dropped."""
+    """Yield messages and translations of a compiled catalogue. Only the first plural form is used,
+    and message contexts are dropped."""
     count, sources, targets = struct.unpack_from("<3I", content, 8)
     for index in range(count):
         texts = []
@@ -157,8 +207,9 @@ def django_catalogues() -> list[Path]:
     package = find_spec("django")
     if package is None or package.origin is None:
         raise InputError(
-            f"data.path: without one, pairs are messages of Django: {to_install('./lab[measure]')}, or name "
-            "catalogues (.mo) or JSON lines with source and target"
+            "data.path: without one, pairs are messages of Django: "
+            f"{to_install('./lab[measure]')}, or name catalogues (.mo) or JSON lines with source "
+            "and target"
         )
     root = Path(package.origin).parent
     return sorted(
@@ -172,7 +223,8 @@ def _without_language(source: bytes) -> bytes:
 
 
 def _tokenizer(data: DataConfig, texts: Iterable[bytes], file: Path | None) -> AbstractTokenizer:
-    """Return the tokenizer of a run, or a byte-level BPE trained on texts, whose token 0 is in no text."""
+    """Return the tokenizer of a run, or a byte-level BPE trained on texts, whose token 0 is in no
+    text."""
     if data.tokenizer or data.vocab_size <= BYTES or (file is not None and file.exists()):
         return make_tokenizer(data, file)
     import tokenizers as library

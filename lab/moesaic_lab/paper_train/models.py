@@ -1,7 +1,8 @@
 """An encoder (BERT) and an encoder-decoder (the first Transformer), made of the decoder's parts.
 
-The encoder predicts hidden tokens. The encoder-decoder maps the first half of each sequence, the source, to the second half,
-the target. Token id 0 pads both halves, starts the target and ends it, so one array of ids holds a pair.
+The encoder predicts hidden tokens. The encoder-decoder maps the first half of each sequence, the
+source, to the second half, the target. Token id 0 pads both halves, starts the target and ends it,
+so one array of ids holds a pair.
 """
 
 from __future__ import annotations
@@ -65,14 +66,18 @@ class FullAttention(Attention):
 
 
 class CentredConv(ShortConv):
-    """A short convolution over the positions around each one: `y_t = x_t + sum_k w_k * x_{t-k}`, k through 1, -1, 2, -2, ..."""
+    """A short convolution over the positions around each one: `y_t = x_t + sum_k w_k * x_{t-k}`, k
+    through 1, -1, 2, -2, ..."""
 
     def forward(
         self, x: Tensor, cache: KeyValueCache | None = None, *, mask: Tensor | None = None
     ) -> Tensor:
-        """Mix each position with its neighbours; those with a mask of False, (batch, positions), are read as zeros."""
+        """Mix each position with its neighbours; those with a mask of False, (batch, positions),
+        are read as zeros."""
         offsets = [k // 2 if k % 2 == 0 else -(k // 2) for k in range(2, len(self.taps) + 2)]
-        reach, after, length = max(offsets), -min(*offsets, 0), x.shape[1]
+        reach = max(offsets)
+        after = -min(*offsets, 0)
+        length = x.shape[1]
         padded = F.pad(x if mask is None else x * mask[..., None], (0, 0, reach, after))
         y = x
         for k, tap in zip(offsets, self.taps):
@@ -85,7 +90,9 @@ class PaperBlock(TransformerBlock):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
-        dim, heads, block = config.dim, config.num_heads, config.block
+        dim = config.dim
+        heads = config.num_heads
+        block = config.block
         self.decodes = config.is_decoder(layer)
         self.cross_norm = make_norm(dim, block) if self.decodes else None
         self.cross = FullAttention(dim, heads, block, cross=True) if self.decodes else None
@@ -113,7 +120,8 @@ class PaperBlock(TransformerBlock):
 
 
 class Encoder(GPT):
-    """A model that predicts hidden tokens from all others; `mask` is False for padding, to which no position attends."""
+    """A model that predicts hidden tokens from all others; `mask` is False for padding, to which no
+    position attends."""
 
     block = PaperBlock
 
@@ -122,7 +130,6 @@ class EncoderDecoder(GPT):
     """A transformer that maps one sequence to another. The first half of its blocks is the encoder.
 
     Args:
-        config: the configuration of the model.
         vocab_size: rows of the embedding, which encoder and decoder share.
     """
 
@@ -147,9 +154,10 @@ class EncoderDecoder(GPT):
         """Predict the second half of each sequence, the target, from the first half, the source.
 
         Args:
-            tokens: (batch, positions) int64, padded with 0; at most `seq_len` positions. The first `seq_len / 2` are the
-                source.
-            targets: (batch, positions) int64, the next token at each position; the source and padding do not count.
+            tokens: (batch, positions) int64, padded with 0; at most `seq_len` positions. The first
+                `seq_len / 2` are the source.
+            targets: (batch, positions) int64, the next token at each position; the source and
+                padding do not count.
             mask: must be None; it is derived from the padding.
             caches: must be None; decoding runs all tokens again.
 
@@ -161,16 +169,22 @@ class EncoderDecoder(GPT):
                 "an encoder_decoder takes neither mask nor caches: pad with id 0, pass all tokens"
             )
         split = self.config.seq_len // 2
-        source, target = tokens[:, :split], tokens[:, split:]
-        source_mask, target_mask = source != PADDING, _has_next_token(target)
+        source = tokens[:, :split]
+        target = tokens[:, split:]
+        source_mask = source != PADDING
+        target_mask = _has_next_token(target)
         middle = len(self.blocks) // 2
         memory, encoder_routings = self.run_blocks(
             range(middle), embed(self, source), source, source_mask
         )
         x, decoder_routings = self.run_blocks(
-            range(middle, len(self.blocks)), embed(self, target), target, target_mask,
-            memory=self.memory_norm(memory), memory_mask=source_mask,
-        )  # fmt: skip
+            range(middle, len(self.blocks)),
+            embed(self, target),
+            target,
+            target_mask,
+            memory=self.memory_norm(memory),
+            memory_mask=source_mask,
+        )
         logits = self.unembed(self.norm(x))
         loss = (
             None
@@ -180,7 +194,8 @@ class EncoderDecoder(GPT):
         return GPTOutput(logits, loss, encoder_routings + decoder_routings)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean over sequences of each one's mean loss over targets that are not -1; the same on every mesh."""
+        """Return the mean over sequences of each one's mean loss over targets that are not -1; the
+        same on every mesh."""
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(
             precise, targets.flatten(), ignore_index=-1, reduction="none"
@@ -189,7 +204,8 @@ class EncoderDecoder(GPT):
 
 
 def _has_next_token(target: Tensor) -> Tensor:
-    """Return which positions of the target half have a next token: the first position, and those that are not padding."""
+    """Return which positions of the target half have a next token: the first position, and those
+    that are not padding."""
     has_next = target != PADDING
     has_next[:, :1] = True
     return has_next

@@ -1,11 +1,14 @@
-"""DeepSpeed's MoE layer (from the optional package `deepspeed`) on Gloo, with the weights of one of our layers.
+"""DeepSpeed's MoE layer (from the optional package `deepspeed`) on Gloo, with the weights of one of
+our layers.
 
-DeepSpeed's closest option to a dropless layer is `drop_tokens=False`. Each expert then gets as many rows from each rank as the
-fullest expert of any rank has. Zeros pad the rows, and are sent and multiplied. Each expert of a rank is a module of its own.
+DeepSpeed's closest option to a dropless layer is `drop_tokens=False`. Each expert then gets as many
+rows from each rank as the fullest expert of any rank has. Zeros pad the rows, and are sent and
+multiplied. Each expert of a rank is a module of its own.
 
-With torch's exchange the layer is DeepSpeed's own, unchanged. For another exchange, DeepSpeed is configured as if all experts
-were local (`ep_size=1`), and its experts are wrapped. The wrapper exchanges rows before and after the experts, in place of
-DeepSpeed's two all-to-alls. DeepSpeed's gate still agrees on the capacity over all ranks.
+With torch's exchange the layer is DeepSpeed's own, unchanged. For another exchange, DeepSpeed is
+configured as if all experts were local (`ep_size=1`), and its experts are wrapped. The wrapper
+exchanges rows before and after the experts, in place of DeepSpeed's two all-to-alls. DeepSpeed's
+gate still agrees on the capacity over all ranks.
 """
 
 from __future__ import annotations
@@ -29,11 +32,12 @@ from moesaic_lab.peers.exchange import AbstractExchange, TorchExchange
 
 
 class DeepSpeedLayer(nn.Module):
-    """DeepSpeed's layer, to replace one of ours. All ranks create it together, in an initialized Gloo process group.
+    """DeepSpeed's layer, to replace one of ours. All ranks create it together, in an initialized
+    Gloo process group.
 
     Args:
-        layer: our unsharded layer, the same on all ranks. DeepSpeed needs SwiGLU experts without biases, and a softmax router
-            that normalizes over the chosen experts.
+        layer: our unsharded layer, the same on all ranks. DeepSpeed needs SwiGLU experts without
+            biases, and a softmax router that normalizes over the chosen experts.
         exchange: exchanges rows between all ranks; `TorchExchange` leaves DeepSpeed unchanged.
 
     Raises:
@@ -42,16 +46,19 @@ class DeepSpeedLayer(nn.Module):
 
     def __init__(self, layer: MoE, exchange: AbstractExchange) -> None:
         super().__init__()
-        router, experts = layer.router, layer.experts
+        router = layer.router
+        experts = layer.experts
         if not isinstance(router, SoftmaxTopK) or router.normalize != "after" or layer.top_k < 2:
             raise InputError(
-                "DeepSpeed's gate is a softmax over the chosen experts: use SoftmaxTopK with top_k >= 2"
+                "DeepSpeed's gate is a softmax over the chosen experts: use SoftmaxTopK with "
+                "top_k >= 2"
             )
         if not isinstance(experts, GatedExperts) or experts.bias:
             raise InputError(
                 "DeepSpeed is compared with SwiGLU experts without biases: use experts='swiglu'"
             )
-        self.exchange, self.is_own = exchange, isinstance(exchange, TorchExchange)
+        self.exchange = exchange
+        self.is_own = isinstance(exchange, TorchExchange)
         with _quiet():
             self.layer = self._make(layer, exchange.world)
         experts_per_rank = layer.num_experts // exchange.world
@@ -73,10 +80,15 @@ class DeepSpeedLayer(nn.Module):
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         peer = import_module("deepspeed.moe.layer").MoE(
-            layer.dim, _Expert(layer.dim, layer.hidden), num_experts=layer.num_experts,
-            ep_size=world if self.is_own else 1, k=layer.top_k, min_capacity=0, drop_tokens=False,
+            layer.dim,
+            _Expert(layer.dim, layer.hidden),
+            num_experts=layer.num_experts,
+            ep_size=world if self.is_own else 1,
+            k=layer.top_k,
+            min_capacity=0,
+            drop_tokens=False,
             top2_2nd_expert_sampling=False,
-        )  # fmt: skip
+        )
         if self.is_own:
             peer.set_deepspeed_parallelism()
         else:
@@ -106,13 +118,15 @@ class _Exchanged(nn.Module):
     """DeepSpeed's experts of this rank, with an exchange of rows before and after them.
 
     Args:
-        experts: DeepSpeed's experts, which map (world, experts of this rank, capacity, dim) to the same shape.
+        experts: DeepSpeed's experts, which map (world, experts of this rank, capacity, dim) to the
+            same shape.
         exchange: exchanges rows between all ranks.
     """
 
     def __init__(self, experts: nn.Module, exchange: AbstractExchange) -> None:
         super().__init__()
-        self.experts, self.exchange = experts, exchange
+        self.experts = experts
+        self.exchange = exchange
 
     def forward(self, inputs: Tensor) -> Tensor:
         rows_ECD = inputs.squeeze(0)

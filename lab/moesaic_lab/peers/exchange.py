@@ -1,7 +1,9 @@
-"""All-to-alls of rows for the layers of others: torch's own, and one over our transport that posts receives before sends.
+"""All-to-alls of rows for the layers of others: torch's own, and one over our transport that posts
+receives before sends.
 
-Gloo's all-to-all runs some pairs of ranks half-duplex, at random. That slows a layer for a reason outside the layer. So each
-layer of others takes its exchange as an argument and is measured with both exchanges.
+Gloo's all-to-all runs some pairs of ranks half-duplex, at random. That slows a layer for a reason
+outside the layer. So each layer of others takes its exchange as an argument and is measured with
+both exchanges.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ class AbstractExchange(ABC):
     """An all-to-all of rows between all ranks that records messages and time.
 
     Args:
-        rank: this rank.
         world: number of ranks.
     """
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         self.sent: list[tuple[int, int, int]] = []
         """(this rank, target, bytes) of every message since the list was last cleared."""
         self.seconds = 0.0
-        """Seconds spent in exchanges since it was last set to 0, including waits for slower ranks."""
+        """Seconds spent in exchanges since it was last set to 0, including waits for slower
+        ranks."""
 
     def __call__(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Exchange rows differentiably; backward sends the gradient through the reverse exchange.
@@ -81,11 +84,13 @@ class TorchExchange(AbstractExchange):
     def _run(
         self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]
     ) -> None:
+        """Exchange rows with all ranks."""
         dist.all_to_all_single(arrived, rows, list(receives), list(sends), group=self._group)
 
 
 class ReceiveFirst(AbstractExchange):
-    """The exchange by tagged messages over our transport, which posts all receives before any send."""
+    """The exchange by tagged messages over our transport, which posts all receives before any
+    send."""
 
     def __init__(self, transport: AbstractTransport) -> None:
         super().__init__(transport.rank, transport.world)
@@ -94,6 +99,7 @@ class ReceiveFirst(AbstractExchange):
     def _run(
         self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]
     ) -> None:
+        """Exchange rows with all ranks."""
         leaving = dict(enumerate(rows.split(list(sends))))
         buffers = dict(enumerate(arrived.split(list(receives))))
         buffers.pop(self.rank).copy_(leaving.pop(self.rank))
@@ -109,7 +115,9 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, exchange: AbstractExchange, sends: tuple, receives: tuple
     ) -> Tensor:
-        ctx.exchange, ctx.sends, ctx.receives = exchange, sends, receives
+        ctx.exchange = exchange
+        ctx.sends = sends
+        ctx.receives = receives
         return exchange.move(rows, sends, receives)
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""Faults of other people's expert parallelism, planted into systems that pass, which `certify` must notice.
+"""Faults of other people's expert parallelism, planted into systems that pass, which `certify` must
+notice.
 
 They were reported in August and September 2026. Each let a training run go on with wrong numbers.
 """
@@ -23,11 +24,12 @@ from torch.distributed.tensor import DTensor
 from moesaic.testing.certify import CLIPPED, LAYER_SITUATIONS, certify
 from moesaic.testing.equivalence import Patch
 from moesaic.testing.runner import on_ranks
-from moesaic_lab import certificates
+from moesaic_lab import certified_systems
 
 
 def _replaced(*places: tuple[Any, str, Any]) -> Patch:
-    """Return a patch that replaces an attribute of each (owner, or a function that imports it; name; value)."""
+    """Return a patch that replaces an attribute of each (owner, or a function that imports it;
+    name; value)."""
 
     def patch() -> ExitStack:
         stack = ExitStack()
@@ -41,8 +43,9 @@ def _replaced(*places: tuple[Any, str, Any]) -> Patch:
 
 
 def _expert_parallel() -> Any:
-    """Return the module of transformers' expert parallelism, which is imported only when a fault is planted."""
-    return import_module(certificates.OF_TRANSFORMERS)
+    """Return the module of transformers' expert parallelism, which is imported only when a fault is
+    planted."""
+    return import_module(certified_systems.OF_TRANSFORMERS)
 
 
 _masked_fill = Tensor.masked_fill
@@ -59,7 +62,8 @@ def _rows_left(self: Tensor, mask: Tensor, value: float) -> Tensor:
 
 
 Norm = Callable[[Tensor, Tensor], Tensor]
-"""Computes a "global" norm from the squared norms of the shared gradients and of the rank's own experts' gradients."""
+"""Computes a "global" norm from the squared norms of the shared gradients and of the rank's own
+experts' gradients."""
 
 
 def _mean_of_ranks(shared: Tensor, own: Tensor) -> Tensor:
@@ -83,7 +87,8 @@ def _clip_by(norm_of: Norm, module: nn.Module, max_norm: float) -> Tensor:
 
 
 def _clips_by(norm_of: Norm) -> Patch:
-    return _replaced((certificates, "clip_grad_norm_", partial(_clip_by, norm_of)))
+    """Return a bug: gradients are clipped by another norm."""
+    return _replaced((certified_systems, "clip_grad_norm_", partial(_clip_by, norm_of)))
 
 
 @dataclass(frozen=True)
@@ -103,37 +108,70 @@ class Fault:
 _UPSTREAM = frozenset({"tokens", "router", *CLIPPED})
 FAULTS = (
     Fault(
-        "zero weights hide masked copies in the forward pass only", "transformers#48687",
-        "transformers-all_reduce-batched_mm", _replaced((Tensor, "masked_fill", _masked_forward_only)), _UPSTREAM,
+        "zero weights hide masked copies in the forward pass only",
+        "transformers#48687",
+        "transformers-all_reduce-batched_mm",
+        _replaced((Tensor, "masked_fill", _masked_forward_only)),
+        _UPSTREAM,
     ),
     Fault(
-        "rows that the product leaves unwritten are read", "transformers#48205", "transformers-all_reduce-grouped_mm",
-        _replaced((Tensor, "masked_fill", _rows_left)), frozenset({"output"}),
+        "rows that the product leaves unwritten are read",
+        "transformers#48205",
+        "transformers-all_reduce-grouped_mm",
+        _replaced((Tensor, "masked_fill", _rows_left)),
+        frozenset({"output"}),
     ),
     Fault(
-        "gradients of rows that the product leaves unwritten are read", "transformers#48205",
-        "transformers-all_reduce-grouped_mm", _replaced((Tensor, "masked_fill_", lambda self, *_: self)),
+        "gradients of rows that the product leaves unwritten are read",
+        "transformers#48205",
+        "transformers-all_reduce-grouped_mm",
+        _replaced((Tensor, "masked_fill_", lambda self, *_: self)),
         _UPSTREAM - {"router"},
     ),
     Fault(
-        "gradients of a shared batch are not summed over the ranks", "transformers#48205",
+        "gradients of a shared batch are not summed over the ranks",
+        "transformers#48205",
         "transformers-all_reduce-eager",
-        _replaced((_expert_parallel, "_AllReduceBackward", SimpleNamespace(apply=lambda tensor, group: tensor))), _UPSTREAM,
+        _replaced(
+            (
+                _expert_parallel,
+                "_AllReduceBackward",
+                SimpleNamespace(apply=lambda tensor, group: tensor),
+            )
+        ),
+        _UPSTREAM,
     ),
-    Fault("each rank clips by the norm of its own experts", "Automodel#3816", "moesaic",
-          _clips_by(lambda shared, own: (shared + own).sqrt()), frozenset(CLIPPED)),
-    Fault("the norm is the mean of the ranks' norms", "DeepSpeed#8475, #8478", "moesaic",
-          _clips_by(_mean_of_ranks), frozenset(CLIPPED)),
-    Fault("the norm leaves out the experts", "DeepSpeed#8613", "moesaic",
-          _clips_by(lambda shared, own: shared.sqrt()), frozenset(CLIPPED)),
-)  # fmt: skip
+    Fault(
+        "each rank clips by the norm of its own experts",
+        "Automodel#3816",
+        "moesaic",
+        _clips_by(lambda shared, own: (shared + own).sqrt()),
+        frozenset(CLIPPED),
+    ),
+    Fault(
+        "the norm is the mean of the ranks' norms",
+        "DeepSpeed#8475, #8478",
+        "moesaic",
+        _clips_by(_mean_of_ranks),
+        frozenset(CLIPPED),
+    ),
+    Fault(
+        "the norm leaves out the experts",
+        "DeepSpeed#8613",
+        "moesaic",
+        _clips_by(lambda shared, own: shared.sqrt()),
+        frozenset(CLIPPED),
+    ),
+)
 
 
 def wrong_quantities() -> list[tuple[set[str], set[str]]]:
-    """Return for each fault what `certify` finds wrong without it and with it; all ranks call it together."""
+    """Return for each fault what `certify` finds wrong without it and with it; all ranks call it
+    together."""
     found: list[tuple[set[str], set[str]]] = []
     for fault in FAULTS:
-        layer, wrong = certificates.SYSTEMS[fault.system].layer, []
+        layer = certified_systems.SYSTEMS[fault.system].layer
+        wrong = []
         for patch in (ExitStack, fault.patch):
             with patch():
                 findings = certify(layer, situations=LAYER_SITUATIONS[:1])
@@ -143,8 +181,9 @@ def wrong_quantities() -> list[tuple[set[str], set[str]]]:
 
 
 def planted_rows() -> list[dict[str, Any]]:
-    """Plant every fault on two ranks; return a row for each that says whether exactly what it makes wrong was found."""
-    found = on_ranks(2, wrong_quantities, timeout_seconds=certificates.TIMEOUT_SECONDS)[0]
+    """Plant every fault on two ranks; return a row for each that says whether exactly what it makes
+    wrong was found."""
+    found = on_ranks(2, wrong_quantities, timeout_seconds=certified_systems.TIMEOUT_SECONDS)[0]
     return [
         {
             "system": fault.system,

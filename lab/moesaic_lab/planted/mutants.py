@@ -1,7 +1,7 @@
 """Planted bugs that the conformance cases must catch.
 
-Each is a mistake that somebody has made, or one that a pass could make. Its source is given as repository#number of a public
-thread, or as the name of a paper or of its code.
+Each is a mistake that somebody has made, or one that a pass could make. Its source is given as
+repository#number of a public thread, or as the name of a paper or of its code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,25 @@ Catcher = Literal["validator", "crash", "numbers", "nobody"]
 """What caught a bug: the validator of programs, an exception, wrong numbers, or nothing."""
 
 BASE = Case(
-    seed=11, grid=Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4), plan=Plan(schedule="s1"), num_experts=4, top_k=2,
-    router="sigmoid", experts="swiglu", shared=False, apply_weight="after", capacity=Dropless(),
-    losses=(LoadBalance(0.7), ZLoss(0.2), Importance(0.3)), sequences=1, lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
-    padding=True, skew=1.0, recompute=False, evaluate=True, precision="float64",
-)  # fmt: skip
+    seed=11,
+    grid=Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4),
+    plan=Plan(schedule="s1"),
+    num_experts=4,
+    top_k=2,
+    router="sigmoid",
+    experts="swiglu",
+    shared=False,
+    apply_weight="after",
+    capacity=Dropless(),
+    losses=(LoadBalance(0.7), ZLoss(0.2), Importance(0.3)),
+    sequences=1,
+    lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
+    padding=True,
+    skew=1.0,
+    recompute=False,
+    evaluate=True,
+    precision="float64",
+)
 _SMALL = replace(
     BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3),), padding=False, evaluate=False
 )
@@ -46,11 +60,23 @@ CASES: dict[str, Case] = {
     "once": replace(BASE, lengths=BASE.lengths[:1], evaluate=False),
     "recompute": replace(BASE, recompute=True, router="noisy", evaluate=False, seed=12),
     "drops": replace(BASE, capacity=Capacity.fixed(0.7), seed=13),
-    "chunks": replace(_SMALL, plan=Plan(schedule="s2", chunks=2), experts="gelu", top_k=4, lengths=((4, 4),), seed=14),
+    "chunks": replace(
+        _SMALL,
+        plan=Plan(schedule="s2", chunks=2),
+        experts="gelu",
+        top_k=4,
+        lengths=((4, 4),),
+        seed=14,
+    ),
     "baseline": replace(_SMALL, plan=Plan(schedule="baseline"), seed=15),
     "nodes": replace(
-        BASE, grid=Grid(world=8, ep=8, ranks_per_node=2), plan=Plan(schedule="s1", all_to_all="hier2d"), num_experts=8,
-        lengths=((2, 3, 4, 1, 2, 3, 2, 4),), evaluate=False, seed=16,
+        BASE,
+        grid=Grid(world=8, ep=8, ranks_per_node=2),
+        plan=Plan(schedule="s1", all_to_all="hier2d"),
+        num_experts=8,
+        lengths=((2, 3, 4, 1, 2, 3, 2, 4),),
+        evaluate=False,
+        seed=16,
     ),
     "multicast": replace(
         BASE,
@@ -94,12 +120,19 @@ CASES: dict[str, Case] = {
         seed=22,
     ),
     "unlike": replace(
-        BASE, grid=Grid(world=8, tp=4, ep=2, etp=2), lengths=((4, 3), (3, 4)), padding=False, evaluate=False, seed=23
+        BASE,
+        grid=Grid(world=8, tp=4, ep=2, etp=2),
+        lengths=((4, 3), (3, 4)),
+        padding=False,
+        evaluate=False,
+        seed=23,
     ),
     "shared": replace(_SMALL, shared=True, lengths=((4, 3), (3, 4)), seed=24),
-    "global": replace(BASE, losses=(LoadBalance(0.7, level="global_batch"),), evaluate=False, seed=25),
+    "global": replace(
+        BASE, losses=(LoadBalance(0.7, level="global_batch"),), evaluate=False, seed=25
+    ),
     "codec": replace(_SMALL, plan=Plan(schedule="s2", codec="int8"), router="softmax", seed=18),
-}  # fmt: skip
+}
 """The cases that mutants run on, by name."""
 GLOO = tuple(
     replace(
@@ -129,190 +162,396 @@ class Mutant:
     change: Callable[[Compiled], Compiled] | None = None
     """Changes the compiled programs; None to leave them."""
     off_by: str = ""
-    """The first ratio that the failure must name, such as "expert gradient: 2"; empty if none does, and for gradient norms."""
+    """The first ratio that the failure must name, such as "expert gradient: 2"; empty if none does,
+    and for gradient norms."""
 
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
-        "expert gradients scaled by ep", "DeepSpeed#5618, pytorch#160285", "once", "numbers",
-        plants.experts_times(lambda layer, grid: grid.ep), off_by="expert gradient: 2",
+        "expert gradients scaled by ep",
+        "DeepSpeed#5618, pytorch#160285",
+        "once",
+        "numbers",
+        plants.experts_times(lambda layer, grid: grid.ep),
+        off_by="expert gradient: 2",
     ),
     Mutant(
-        "expert gradients averaged over their copies only", "Megatron-LM#5956, DeepSpeed#6546", "once", "numbers",
-        plants.experts_times(lambda layer, grid: grid.dp / grid.edp), off_by="expert gradient: 2",
+        "expert gradients averaged over their copies only",
+        "Megatron-LM#5956, DeepSpeed#6546",
+        "once",
+        "numbers",
+        plants.experts_times(lambda layer, grid: grid.dp / grid.edp),
+        off_by="expert gradient: 2",
     ),
     Mutant(
-        "expert gradients scaled for tp, made good for etp", "Megatron-LM#7165, #7160", "unlike", "numbers",
-        plants.experts_times(lambda layer, grid: grid.tp / grid.etp), off_by="expert gradient: 2",
+        "expert gradients scaled for tp, made good for etp",
+        "Megatron-LM#7165, #7160",
+        "unlike",
+        "numbers",
+        plants.experts_times(lambda layer, grid: grid.tp / grid.etp),
+        off_by="expert gradient: 2",
     ),
     Mutant(
-        "expert gradients divided by all ranks", "own", "once", "numbers",
-        plants.experts_times(lambda layer, grid: 1 / grid.tp), off_by="expert gradient: 0.5",
+        "expert gradients divided by all ranks",
+        "own",
+        "once",
+        "numbers",
+        plants.experts_times(lambda layer, grid: 1 / grid.tp),
+        off_by="expert gradient: 0.5",
     ),
     Mutant(
-        "expert gradients a mean over chunks", "own", "chunks", "numbers",
-        plants.experts_times(lambda layer, grid: 1 / layer.on_mesh.compiled.plan.chunks), off_by="expert gradient: 0.5",
+        "expert gradients a mean over chunks",
+        "own",
+        "chunks",
+        "numbers",
+        plants.experts_times(lambda layer, grid: 1 / layer.on_mesh.compiled.plan.chunks),
+        off_by="expert gradient: 0.5",
     ),
     Mutant(
-        "expert gradients not summed over their copies", "Megatron-LM#5916, fairseq#4220", "once", "numbers",
+        "expert gradients not summed over their copies",
+        "Megatron-LM#5916, fairseq#4220",
+        "once",
+        "numbers",
         plants.experts_summed_over(None),
     ),
     Mutant(
-        "expert gradients summed over the dense axis", "Megatron-LM#5916", "once", "numbers",
+        "expert gradients summed over the dense axis",
+        "Megatron-LM#5916",
+        "once",
+        "numbers",
         plants.experts_summed_over("dp"),
     ),
-    Mutant("shards of an expert summed", "Megatron-LM#5916", "once", "numbers", plants.experts_summed_over("etp")),
     Mutant(
-        "all gradients averaged twice", "own", "once", "numbers", plants.everything_times(lambda grid: 1 / grid.dp),
+        "shards of an expert summed",
+        "Megatron-LM#5916",
+        "once",
+        "numbers",
+        plants.experts_summed_over("etp"),
+    ),
+    Mutant(
+        "all gradients averaged twice",
+        "own",
+        "once",
+        "numbers",
+        plants.everything_times(lambda grid: 1 / grid.dp),
         off_by="router gradient: 0.25",
     ),
     Mutant(
-        "all gradients summed, never averaged", "own", "once", "numbers",
-        plants.everything_times(lambda grid: grid.dp), off_by="router gradient: 4",
+        "all gradients summed, never averaged",
+        "own",
+        "once",
+        "numbers",
+        plants.everything_times(lambda grid: grid.dp),
+        off_by="router gradient: 4",
     ),
     Mutant(
-        "router's gradient not reduced over dp", "torchtitan#4054", "once", "numbers",
+        "router's gradient not reduced over dp",
+        "torchtitan#4054",
+        "once",
+        "numbers",
         plants.gradients_then(plants.router_of_own_group),
     ),
     Mutant(
-        "S1: the gate's gradient not summed over tp", "Parm; torchtitan#2416", "once", "numbers",
-        plants.replaced(expert_parallel, "share", lambda transport, group, value: value.view_as(value)),
+        "S1: the gate's gradient not summed over tp",
+        "Parm; torchtitan#2416",
+        "once",
+        "numbers",
+        plants.replaced(
+            expert_parallel, "share", lambda transport, group, value: value.view_as(value)
+        ),
     ),
     Mutant(
-        "S1: the gate's gradient averaged over tp", "own", "once", "numbers",
-        plants.replaced(expert_parallel, "share", plants.averaged_over_peers), off_by="router gradient: 0.5",
+        "S1: the gate's gradient averaged over tp",
+        "own",
+        "once",
+        "numbers",
+        plants.replaced(expert_parallel, "share", plants.averaged_over_peers),
+        off_by="router gradient: 0.5",
     ),
     Mutant(
-        "router trained by its losses alone", "Automodel#2995", "once", "numbers", plants.weights_without_gradient,
+        "router trained by its losses alone",
+        "Automodel#2995",
+        "once",
+        "numbers",
+        plants.weights_without_gradient,
     ),
     Mutant(
-        "router's gradient from local experts only", "transformers#48205", "once", "numbers",
+        "router's gradient from local experts only",
+        "transformers#48205",
+        "once",
+        "numbers",
         plants.weights_of_local_experts,
     ),
-    Mutant("selection bias in the routing weights", "PaddleFormers#3452", "step", "numbers", plants.biased_weights),
-    Mutant("noise drawn by every tensor rank", "own", "recompute", "numbers", plants.noise_of_every_rank),
     Mutant(
-        "auxiliary loss scaled by tp", "Megatron-LM#5047, #7452 (10)", "once", "numbers",
+        "selection bias in the routing weights",
+        "PaddleFormers#3452",
+        "step",
+        "numbers",
+        plants.biased_weights,
+    ),
+    Mutant(
+        "noise drawn by every tensor rank",
+        "own",
+        "recompute",
+        "numbers",
+        plants.noise_of_every_rank,
+    ),
+    Mutant(
+        "auxiliary loss scaled by tp",
+        "Megatron-LM#5047, #7452 (10)",
+        "once",
+        "numbers",
         plants.loss_share(lambda grid: grid.dp * grid.tp),
     ),
     Mutant(
-        "auxiliary loss too small by dp", "Megatron-LM#3672", "once", "numbers", plants.loss_share(lambda grid: 1),
+        "auxiliary loss too small by dp",
+        "Megatron-LM#3672",
+        "once",
+        "numbers",
+        plants.loss_share(lambda grid: 1),
     ),
     Mutant(
-        "auxiliary loss never reaches the router", "Automodel#1408; ScheMoE", "once", "numbers",
+        "auxiliary loss never reaches the router",
+        "Automodel#1408; ScheMoE",
+        "once",
+        "numbers",
         plants.loss_never_used,
     ),
-    Mutant("auxiliary losses of a rank's own tokens", "own", "once", "numbers", plants.losses_of_own_tokens),
     Mutant(
-        "load-balance loss nearly constant", "hyper-parallel#752", "step", "numbers",
+        "auxiliary losses of a rank's own tokens",
+        "own",
+        "once",
+        "numbers",
+        plants.losses_of_own_tokens,
+    ),
+    Mutant(
+        "load-balance loss nearly constant",
+        "hyper-parallel#752",
+        "step",
+        "numbers",
         plants.load_balance(plants.balance_over_wrong_pairs),
     ),
     Mutant(
-        "load-balance loss without the number of experts", "Automodel#1408", "once", "numbers",
-        plants.load_balance(plants.balance_without_experts), off_by="auxiliary loss: 0.25",
+        "load-balance loss without the number of experts",
+        "Automodel#1408",
+        "once",
+        "numbers",
+        plants.load_balance(plants.balance_without_experts),
+        off_by="auxiliary loss: 0.25",
     ),
     Mutant(
-        "load-balance loss counts choices per token", "own", "once", "numbers",
-        plants.load_balance(plants.balance_of_choices), off_by="auxiliary loss: 2",
+        "load-balance loss counts choices per token",
+        "own",
+        "once",
+        "numbers",
+        plants.load_balance(plants.balance_of_choices),
+        off_by="auxiliary loss: 2",
     ),
     Mutant(
-        "load of a step over the tokens of a micro-batch", "Megatron-LM#7197", "global", "numbers",
-        plants.load_balance(plants.balance_of_this_micro_batch), off_by="auxiliary loss: 2",
-    ),
-    Mutant("softmax twice before the load-balance loss", "transformers#45120", "step", "numbers", plants.softmax_again),
-    Mutant(
-        "copies counted again under recompute", "torchtitan#1593", "recompute", "numbers",
-        plants.counting(lambda layer, routed, replaying: replaying), off_by="counts: 2",
-    ),
-    Mutant(
-        "copies counted by every tensor rank", "Megatron-DeepSpeed#63", "once", "numbers",
-        plants.counting_anew(plants.every_tensor_rank), off_by="counts: 2",
+        "load of a step over the tokens of a micro-batch",
+        "Megatron-LM#7197",
+        "global",
+        "numbers",
+        plants.load_balance(plants.balance_of_this_micro_batch),
+        off_by="auxiliary loss: 2",
     ),
     Mutant(
-        "copies of other ranks not counted", "torchtitan#4154", "once", "numbers",
+        "softmax twice before the load-balance loss",
+        "transformers#45120",
+        "step",
+        "numbers",
+        plants.softmax_again,
+    ),
+    Mutant(
+        "copies counted again under recompute",
+        "torchtitan#1593",
+        "recompute",
+        "numbers",
+        plants.counting(lambda layer, routed, replaying: replaying),
+        off_by="counts: 2",
+    ),
+    Mutant(
+        "copies counted by every tensor rank",
+        "Megatron-DeepSpeed#63",
+        "once",
+        "numbers",
+        plants.counting_anew(plants.every_tensor_rank),
+        off_by="counts: 2",
+    ),
+    Mutant(
+        "copies of other ranks not counted",
+        "torchtitan#4154",
+        "once",
+        "numbers",
         plants.counting_anew(plants.own_copies),
     ),
     Mutant(
-        "evaluation tokens in the bias update", "torchtitan#4148", "step", "numbers",
+        "evaluation tokens in the bias update",
+        "torchtitan#4148",
+        "step",
+        "numbers",
         plants.counting(lambda layer, routed, replaying: not layer.training),
     ),
-    Mutant("padding in the bias update", "Megatron-LM#6114", "once", "numbers", plants.padding_counts),
+    Mutant(
+        "padding in the bias update", "Megatron-LM#6114", "once", "numbers", plants.padding_counts
+    ),
     Mutant("padding is routed", "torchtitan#4168", "once", "numbers", plants.padding_routed),
     Mutant(
-        "padding mask of another group's tokens", "Megatron-LM#7452 (5)", "once", "numbers",
+        "padding mask of another group's tokens",
+        "Megatron-LM#7452 (5)",
+        "once",
+        "numbers",
         plants.padding_mask_of_others,
     ),
-    Mutant("bias updated per micro-batch", "torchtitan#1304", "step", "numbers", plants.bias_each_micro_batch),
-    Mutant("routing again under recompute", "Automodel#2635", "recompute", "crash", plants.routes_again),
-    Mutant("drops per rank instead of global", "the papers", "drops", "numbers", plants.drops_per_rank),
+    Mutant(
+        "bias updated per micro-batch",
+        "torchtitan#1304",
+        "step",
+        "numbers",
+        plants.bias_each_micro_batch,
+    ),
+    Mutant(
+        "routing again under recompute", "Automodel#2635", "recompute", "crash", plants.routes_again
+    ),
+    Mutant(
+        "drops per rank instead of global", "the papers", "drops", "numbers", plants.drops_per_rank
+    ),
     Mutant("counts over the wrong axis", "FastMoE", "baseline", "crash", plants.counted_over_tp),
     Mutant(
-        "gradient norm without experts", "Megatron-LM#5916, FastMoE#29", "gloo", "numbers",
+        "gradient norm without experts",
+        "Megatron-LM#5916, FastMoE#29",
+        "gloo",
+        "numbers",
         plants.norm_without_experts,
     ),
     Mutant("gradient norm counts replicas", "own", "gloo", "numbers", plants.norm_with_replicas),
     Mutant(
-        "gradient norm: experts of one tensor rank only", "Megatron-LM#5916, radixark/Megatron-LM#80", "gloo",
-        "numbers", plants.norm_of_first_tensor_rank,
+        "gradient norm: experts of one tensor rank only",
+        "Megatron-LM#5916, radixark/Megatron-LM#80",
+        "gloo",
+        "numbers",
+        plants.norm_of_first_tensor_rank,
     ),
     Mutant(
-        "gradient norm: dense weights once per tensor rank", "ROCm/TransformerEngine#715", "gloo", "numbers",
+        "gradient norm: dense weights once per tensor rank",
+        "ROCm/TransformerEngine#715",
+        "gloo",
+        "numbers",
         plants.norm_of_every_tensor_rank,
     ),
     Mutant(
-        "gradient norm: experts once per copy", "own", "gloo", "numbers", plants.norm_of_every_expert_copy,
+        "gradient norm: experts once per copy",
+        "own",
+        "gloo",
+        "numbers",
+        plants.norm_of_every_expert_copy,
     ),
     Mutant(
-        "input gradient summed over tp twice", "own", "once", "numbers", plants.input_gradient_summed_over_tp,
+        "input gradient summed over tp twice",
+        "own",
+        "once",
+        "numbers",
+        plants.input_gradient_summed_over_tp,
     ),
     Mutant(
-        "gathered rows' gradient sliced, not summed", "Automodel#1260", "chunks", "validator",
+        "gathered rows' gradient sliced, not summed",
+        "Automodel#1260",
+        "chunks",
+        "validator",
         change=plants.shards_not_summed_backward,
     ),
     Mutant(
-        "shared expert's partial sums not added", "tpu-inference#3435", "shared", "numbers", plants.shared_partial,
+        "shared expert's partial sums not added",
+        "tpu-inference#3435",
+        "shared",
+        "numbers",
+        plants.shared_partial,
         off_by="shared gradient: 0.5",
     ),
     Mutant(
-        "shared expert's gradient taken for a routed one's", "own", "shared", "numbers",
+        "shared expert's gradient taken for a routed one's",
+        "own",
+        "shared",
+        "numbers",
         plants.gradients_then(plants.shared_of_its_copies),
     ),
-    Mutant("first expert skipped in combine", "sglang#26473", "once", "numbers", plants.first_expert_skipped),
     Mutant(
-        "results put back by the order that sorted them", "own", "once", "numbers",
+        "first expert skipped in combine",
+        "sglang#26473",
+        "once",
+        "numbers",
+        plants.first_expert_skipped,
+    ),
+    Mutant(
+        "results put back by the order that sorted them",
+        "own",
+        "once",
+        "numbers",
         plants.replaced(messages, "placed", plants.sorted_again),
     ),
-    Mutant("2DH divides by the wrong size", "Tutel, algorithm 2", "nodes", "crash", plants.stride_by_columns),
     Mutant(
-        "partial sums of shards not summed", "own", "chunks", "numbers",
-        plants.replaced(messages, "placed", plants.last_shard_only), off_by="expert gradient: 0.5",
+        "2DH divides by the wrong size",
+        "Tutel, algorithm 2",
+        "nodes",
+        "crash",
+        plants.stride_by_columns,
     ),
     Mutant(
-        "output bias added by every shard", "torchtitan#4245", "chunks", "numbers", plants.bias_of_every_shard,
+        "partial sums of shards not summed",
+        "own",
+        "chunks",
+        "numbers",
+        plants.replaced(messages, "placed", plants.last_shard_only),
+        off_by="expert gradient: 0.5",
+    ),
+    Mutant(
+        "output bias added by every shard",
+        "torchtitan#4245",
+        "chunks",
+        "numbers",
+        plants.bias_of_every_shard,
         off_by="expert gradient: 2",
     ),
     Mutant("chunks of weights swapped", "own", "chunks", "numbers", change=plants.chunks_swapped),
     Mutant(
-        "gather of a replicated gradient reduced", "own", "chunks", "numbers", change=plants.last_gather_reduced,
+        "gather of a replicated gradient reduced",
+        "own",
+        "chunks",
+        "numbers",
+        change=plants.last_gather_reduced,
         off_by="expert gradient: 2",
     ),
     Mutant(
-        "baseline's copies not divided", "Parm, eq. 1; Megatron-DeepSpeed#63", "baseline", "numbers",
-        change=plants.backward_scale_dropped, off_by="expert gradient: 2",
+        "baseline's copies not divided",
+        "Parm, eq. 1; Megatron-DeepSpeed#63",
+        "baseline",
+        "numbers",
+        change=plants.backward_scale_dropped,
+        off_by="expert gradient: 2",
     ),
     Mutant("visits off by one", "own", "multicast", "numbers", plants.node_tokens_off_by_one),
     Mutant("gradients coded", "ScheMoE", "codec", "numbers", change=plants.gradients_coded),
-    Mutant("codec on the wrong side: own rows coded", "own", "codec", "numbers", plants.own_rows_coded),
+    Mutant(
+        "codec on the wrong side: own rows coded", "own", "codec", "numbers", plants.own_rows_coded
+    ),
     Mutant("read before waiting", "own", "once", "numbers", plants.read_before_waiting),
     Mutant("messages of two peers swapped", "own", "nodes", "numbers", plants.messages_swapped),
-    Mutant("the arbiter decides again under recompute", "own", "arbiter", "crash", plants.decides_again),
+    Mutant(
+        "the arbiter decides again under recompute", "own", "arbiter", "crash", plants.decides_again
+    ),
     Mutant("samples moved, labels stayed", "NetMoE", "placed", "numbers", plants.labels_stay),
-    Mutant("results in another sample's place", "NetMoE", "placed", "numbers", plants.slots_reversed),
+    Mutant(
+        "results in another sample's place", "NetMoE", "placed", "numbers", plants.slots_reversed
+    ),
     Mutant("experts moved, counts stayed", "own", "experts", "numbers", plants.counts_by_number),
-    Mutant("experts moved, gradients stayed", "SmartMoE", "experts", "numbers", plants.gradients_stay),
+    Mutant(
+        "experts moved, gradients stayed", "SmartMoE", "experts", "numbers", plants.gradients_stay
+    ),
     Mutant("a dependency removed", "own", "once", "validator", change=plants.edge_removed),
-    Mutant("partial sums not declared", "own", "once", "validator", change=plants.partial_forgotten),
-)  # fmt: skip
+    Mutant(
+        "partial sums not declared", "own", "once", "validator", change=plants.partial_forgotten
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -348,7 +587,6 @@ def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
     """Return what catches a mutant that needs processes.
 
     Args:
-        mutant: the mutant.
         ran: the results of the cases `GLOO`, run with the mutant.
     """
     return _verdict_of(mutant, next((each for each in ran if each.wrong), ran[0]))
@@ -356,10 +594,8 @@ def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
 
 def _verdict_of(mutant: Mutant, ran: Ran) -> MutantVerdict:
     """Return the verdict on a mutant that ran without an exception."""
-    wrong, ratios = (
-        ran.wrong,
-        (f"{quantity}: {ratio:.4g}" for quantity, ratio in ran.ratios.items()),
-    )
+    wrong = ran.wrong
+    ratios = (f"{quantity}: {ratio:.4g}" for quantity, ratio in ran.ratios.items())
     return MutantVerdict(
         mutant, "numbers" if wrong else "nobody", ", ".join(wrong), next(ratios, "")
     )

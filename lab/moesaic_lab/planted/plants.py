@@ -1,7 +1,8 @@
-"""The bugs of `mutants.py`: each changes a compiled program or replaces one function of the library.
+"""The bugs of `mutants.py`: each changes a compiled program or replaces one function of the
+library.
 
-Each plant is a real mistake in one place. Its docstring describes the library's behaviour with the bug. The source of the bug
-is given in `mutants.py`.
+Each plant is a real mistake in one place. Its docstring describes the library's behaviour with the
+bug. The source of the bug is given in `mutants.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moesaic.parallel as norm_module
-from moesaic.balance.run import calls
-from moesaic.balance.run import experts as moving_experts
+from moesaic.balance.run import calls, expert_moves
 from moesaic.balance.run.relocate import SampleMove, SampleTrip
 from moesaic.comm.collectives import all_reduce_sum, share
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.kernels.codecs import codec_named
-from moesaic.layer import MoE
+from moesaic.layer import CallArguments, MoE
 from moesaic.program.all_to_all import ALL_TO_ALLS, Hier2D
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap, legs_of
 from moesaic.program.compile import Compiled, compile_plan
@@ -53,7 +53,8 @@ def replaced(owner: object, name: str, value: object) -> Patch:
 
 
 def around(owner: object, name: str, change: Callable[..., Any]) -> Patch:
-    """Return a patch that replaces a function of a module or class by `change`, called with the original and its arguments."""
+    """Return a patch that replaces a function of a module or class by `change`, called with the
+    original and its arguments."""
 
     def patch() -> AbstractContextManager[object]:
         original = getattr(owner, name)
@@ -85,7 +86,8 @@ def backward_scale_dropped(compiled: Compiled) -> Compiled:
 
 
 def last_gather_reduced(compiled: Compiled) -> Compiled:
-    """S2's last gather is transposed to a reduce-scatter, though the incoming gradient is identical on all ranks."""
+    """S2's last gather is transposed to a reduce-scatter, though the incoming gradient is identical
+    on all ranks."""
     state = (("tp", State.PARTIAL),)
     return replace(
         compiled,
@@ -122,7 +124,8 @@ def gradients_coded(compiled: Compiled) -> Compiled:
 
 
 def shards_not_summed_backward(compiled: Compiled) -> Compiled:
-    """The gradient of gathered rows is assumed identical on all shards of an expert, and not summed."""
+    """The gradient of gathered rows is assumed identical on all shards of an expert, and not
+    summed."""
 
     def is_gradient(slot: Slot) -> bool:
         return slot.name.startswith("h.") and "'" in slot.name
@@ -147,6 +150,7 @@ def partial_forgotten(compiled: Compiled) -> Compiled:
 
 
 def _each_task(program: Program, change: Callable[[Task], Task]) -> Program:
+    """Return the program with every task changed."""
     return replace(program, tasks=tuple(map(change, program.tasks)))
 
 
@@ -197,21 +201,26 @@ def everything_times(factor: Callable[[Grid], float]) -> Patch:
 
 
 def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply gradients by a factor."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad *= factor
 
 
 def experts_summed_over(axis: Axis | None) -> Patch:
-    """Expert gradients are summed over the ranks of a wrong axis, or not at all for None, but divided correctly."""
+    """Expert gradients are summed over the ranks of a wrong axis, or not at all for None, but
+    divided correctly."""
 
     def summed(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+        """Replace the gradients of experts by wrong sums of the local ones."""
         group = (mesh.rank,) if axis is None else mesh.grid.group(mesh.rank, (axis,))
-        spread = {id(parameter) for parameter in data_parallel.expert_parameters(module)}
+        of_experts = {id(parameter) for parameter in data_parallel.expert_parameters(module)}
         for name, parameter in module.named_parameters():
-            if id(parameter) in spread and parameter.grad is not None:
-                local = before.get(name, torch.zeros_like(parameter.grad))
-                parameter.grad.copy_(all_reduce_sum(mesh.transport, group, local) / mesh.grid.dp)
+            if id(parameter) not in of_experts or parameter.grad is None:
+                continue
+            local = before.get(name, torch.zeros_like(parameter.grad))
+            total = all_reduce_sum(mesh.transport, group, local)
+            parameter.grad.copy_(total / mesh.grid.dp)
 
     return gradients_then(summed)
 
@@ -224,7 +233,8 @@ def router_of_own_group(module: nn.Module, mesh: Any, before: dict[str, Tensor])
 
 
 def shared_of_its_copies(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
-    """A shared expert is treated as a routed one: its gradient is summed over the ranks that hold the same routed experts."""
+    """A shared expert is treated as a routed one: its gradient is summed over the ranks that hold
+    the same routed experts."""
     group = mesh.grid.group(mesh.rank, ("edp",))
     for name, parameter in module.named_parameters():
         if name.startswith("shared") and name in before:
@@ -234,7 +244,8 @@ def shared_of_its_copies(module: nn.Module, mesh: Any, before: dict[str, Tensor]
 def averaged_over_peers(
     transport: AbstractTransport, peers: tuple[int, ...], tensor: Tensor
 ) -> Tensor:
-    """A tensor that each rank applies to its own slice gets the mean of the ranks' gradients instead of the sum."""
+    """A tensor that each rank applies to its own slice gets the mean of the ranks' gradients
+    instead of the sum."""
     return share(transport, peers, _ScaledGradient.apply(tensor, 1 / len(peers)))
 
 
@@ -266,12 +277,14 @@ weights_without_gradient = around(
     "_routing",
     lambda routing, record, weight_N, *rest: routing(record, weight_N.detach(), *rest),
 )
-"""Routing weights are detached from the experts' results, so only the auxiliary losses train the router."""
+"""Routing weights are detached from the experts' results, so only the auxiliary losses train the
+router."""
 
 
 def _with_local_weights(
     run: Callable[..., Tensor], self: Any, experts: Any, x_TD: Tensor, routed: Any, *rest: Any
 ) -> Tensor:
+    """Run with gradients of this rank's routing weights only."""
     routing = routed.routing
     local = routing.expert // (routing.num_experts // self.grid.ep) == self.grid.coordinate(
         self.rank, "ep"
@@ -287,7 +300,8 @@ weights_of_local_experts = around(*RUN_EXPERTS, _with_local_weights)
 def norm_with(
     of_experts: Callable[[Grid], float], of_others: Callable[[Grid], float]
 ) -> AbstractContextManager[object]:
-    """In the square of the gradient norm, the parts of the experts and of all other weights are multiplied by factors."""
+    """In the square of the gradient norm, the parts of the experts and of all other weights are
+    multiplied by factors."""
 
     def wrapped(layer: MoE, mesh: Any) -> float:
         spread = list(data_parallel.expert_parameters(layer))
@@ -302,7 +316,8 @@ def norm_with(
 
 
 def norm_of_first_tensor_rank() -> AbstractContextManager[object]:
-    """Experts count on one rank of each tensor-parallel group only, like dense weights, though ranks hold different experts."""
+    """Experts count on one rank of each tensor-parallel group only, like dense weights, though
+    ranks hold different experts."""
     return norm_with(lambda grid: 1 / grid.tp, lambda grid: 1)
 
 
@@ -345,7 +360,8 @@ loss_never_used = replaced(MoE, "inject_loss", lambda self, y, *_: y)
 
 
 def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
-    """A call's copies are counted once more if `also`, called with (layer, routed, is replaying), returns True."""
+    """A call's copies are counted once more if `also`, called with (layer, routed, is replaying),
+    returns True."""
 
     def counted(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
         routed = route(self, *args)
@@ -358,8 +374,9 @@ def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
 
 
 def _with_padding(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
+    """Route, and count padding too."""
     routed = route(self, *args)
-    valid_T = args[2].reshape(-1)
+    valid_T = args[1].mask.reshape(-1)
     if self.training and len(routed.record.choice.token):
         padded = ~valid_T[routed.record.choice.token]
         self.step_counts += torch.bincount(
@@ -373,7 +390,8 @@ padding_counts = around(MoE, "_route", _with_padding)
 
 
 def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
-    """The load that the router adapts to grows by `count(layer, routed)` instead of the call's copies."""
+    """The load that the router adapts to grows by `count(layer, routed)` instead of the call's
+    copies."""
 
     def counted(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
         before = self.step_counts.clone()
@@ -392,23 +410,29 @@ def own_copies(layer: MoE, routed: Any) -> Tensor:
 
 
 def every_tensor_rank(layer: MoE, routed: Any) -> Tensor:
-    """Return the numbers of copies summed over all ranks, so that each token counts tp times, (num_experts,)."""
+    """Return the numbers of copies summed over all ranks, so that each token counts tp times,
+    (num_experts,)."""
     assert layer.on_mesh is not None
     counts: Tensor = routed.routing.requested * layer.on_mesh.grid.tp
     return counts
 
 
-padding_mask_of_others = around(
-    MoE,
-    "_route",
-    lambda route, self, x_TD, x, mask, *args: route(
-        self, x_TD, x, None if mask is None else mask.flatten().roll(1).view(mask.shape), *args
-    ),
-)
+def _with_shifted_mask(
+    route: Callable[..., Any], self: MoE, x_TD: Tensor, call: CallArguments, *args: Any
+) -> Any:
+    """Route with the padding mask of each token's neighbour."""
+    if call.mask is not None:
+        shifted = call.mask.flatten().roll(1).view(call.mask.shape)
+        call = call._replace(mask=shifted)
+    return route(self, x_TD, call, *args)
+
+
+padding_mask_of_others = around(MoE, "_route", _with_shifted_mask)
 """The padding mask is split over another group of ranks than the tokens."""
 
 
 def _drawn_by_rank(self: Any, router: Any, x_TD: Tensor) -> Tensor | None:
+    """Draw noise that differs between ranks."""
     with torch.random.fork_rng([]):
         torch.manual_seed(self.rank)
         noise: Tensor | None = router.draw(len(x_TD), x_TD.device)
@@ -425,7 +449,8 @@ def load_balance(value: Callable[[LoadBalance, RouterStatistics], Tensor]) -> Pa
 
 
 def balance_over_wrong_pairs(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
-    """Shares and mean scores are broadcast against each other. The sum over all pairs hardly depends on the routing."""
+    """Shares and mean scores are broadcast against each other. The sum over all pairs hardly
+    depends on the routing."""
     share = statistics.counts_GE.sum(0) / statistics.counts_GE.sum().clamp_min(1)
     score = statistics.probs_GE.sum(0) / statistics.tokens_G.sum().clamp_min(1)
     return (share.unsqueeze(1) * score).sum()
@@ -468,7 +493,8 @@ def softmax_again() -> AbstractContextManager[object]:
 
 
 losses_of_own_tokens = replaced(Gathered, "statistics", lambda self, local, *rest: local)
-"""Every rank evaluates its losses on only its own tokens, though they are losses over all tokens."""
+"""Every rank evaluates its losses on only its own tokens, though they are losses over all
+tokens."""
 
 biased_weights = around(
     SigmoidTopK,
@@ -481,6 +507,7 @@ biased_weights = around(
 
 
 def _without_first_expert(routing_of: Callable[..., Any], *args: Any) -> Any:
+    """Return a routing without the weights of expert 0."""
     routing = routing_of(*args)
     return replace(routing, weight=routing.weight * (routing.expert > 0))
 
@@ -492,6 +519,7 @@ first_expert_skipped = around(route_module, "_routing", _without_first_expert)
 def _with_share_of_shared(
     forward: Callable[..., Any], self: MoE, *args: Any, **options: Any
 ) -> Any:
+    """Run with a rank's share of the shared expert's output."""
     if self.shared is None or self.on_mesh is None:
         return forward(self, *args, **options)
     tp = self.on_mesh.grid.tp
@@ -507,6 +535,7 @@ shared_partial = around(MoE, "forward", _with_share_of_shared)
 
 
 def _and_adapt(forward: Callable[..., Any], self: MoE, *args: Any, **options: Any) -> Any:
+    """Run, and finish the step after each call."""
     y = forward(self, *args, **options)
     if self.training:
         self.finish_step()
@@ -533,9 +562,11 @@ def _over_tp(
     *rest: Any,
     **options: Any,
 ) -> None:
+    """Let an object exchange over the tensor-parallel group."""
     init(self, transport, grid, *rest, **options)
     self.ranks = grid.group(transport.rank, ("tp",))
-    self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
+    self.number = len(self.ranks)
+    self.place = self.ranks.index(transport.rank)
 
 
 counted_over_tp = around(peers.Peers, "__init__", _over_tp)
@@ -550,7 +581,7 @@ def last_shard_only(
 ) -> Tensor | tasks.IndexedRows:
     """Rows from several shards overwrite each other instead of being summed."""
     if not sums:
-        return tasks.placed(parts, runs, num_rows, False, indices)
+        return tasks.placed(parts, runs, num_rows, sums=False, indices=indices)
     out = parts[0].new_zeros(num_rows, parts[0].shape[1])
     return out.index_copy_(0, torch.from_numpy(runs.rows), torch.cat([*parts]))
 
@@ -565,7 +596,8 @@ def sorted_again(
 
 
 class StrideByColumns(Hier2D):
-    """2DH with the index as printed in algorithm 2, which divides by the number of nodes instead of the ranks per node."""
+    """2DH with the index as printed in algorithm 2, which divides by the number of nodes instead of
+    the ranks per node."""
 
     def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         number = places.ranks.index(target)
@@ -591,7 +623,9 @@ def stride_by_columns() -> Iterator[None]:
 def _with_own_rows_coded(
     pack: Callable[..., Any], task: Task, slots: Any, value: Tensor, call: Any
 ) -> Any:
-    packed, codec = pack(task, slots, value, call), codec_named(task.codec or "none")
+    """Pack rows, and encode those that stay on the rank."""
+    packed = pack(task, slots, value, call)
+    codec = codec_named(task.codec or "none")
     if packed.own is not None and len(packed.own):
         packed.own = codec.decode(
             codec.encode(packed.own), len(packed.own), packed.dim, packed.dtype
@@ -604,6 +638,7 @@ own_rows_coded = around(executor, "pack", _with_own_rows_coded)
 
 
 def _next_tokens(find: Callable[..., NodeTokens], *args: Any) -> NodeTokens:
+    """Return the tokens that visit a node, with each copy taken from the next of them."""
     node_tokens = find(*args)
     counts = node_tokens.counts.flatten()[node_tokens.counts.flatten() > 0]
     last = int(counts.min()) if len(counts) else 1
@@ -633,6 +668,7 @@ def _driven(steps: Any, transport: AbstractTransport, wait: Callable[[Handle], N
 
 
 def _waiting_last(steps: Any, transport: AbstractTransport) -> Any:
+    """Wait for messages only after all steps."""
     late: list[Handle] = []
     result = _driven(steps, transport, late.append)
     for handle in late:
@@ -645,11 +681,14 @@ read_before_waiting = replaced(executor, "drive", _waiting_last)
 
 
 def _swapping(steps: Any, transport: AbstractTransport) -> Any:
+    """Swap the first two messages that a step receives."""
+
     def wait(handle: Handle) -> None:
         transport.wait(handle)
         buffers = list(handle.transfer.receives.values())
         if len(buffers) > 1 and buffers[0].shape == buffers[1].shape:
-            first, second = buffers[0].clone(), buffers[1].clone()
+            first = buffers[0].clone()
+            second = buffers[1].clone()
             buffers[0].copy_(second)
             buffers[1].copy_(first)
 
@@ -686,6 +725,7 @@ labels_stay = replaced(SampleTrip, "take_home", lambda self, x: x)
 def _in_reverse(
     targets: Callable[[Any], tuple[np.ndarray, np.ndarray]], self: SampleMove
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Return the targets of samples with the slots in reverse."""
     rank, slot = targets(self)
     return rank, self.before.slots - 1 - slot
 
@@ -694,10 +734,11 @@ slots_reversed = around(SampleMove, "targets", _in_reverse)
 """Results are sent to the right rank, but to another sample's slot there."""
 
 counts_by_number = replaced(ExpertOrder, "columns", lambda self, counts: counts)
-"""Experts have moved to other slots, but sizes and replication still use counts in the order of their numbers."""
+"""Experts have moved to other slots, but sizes and replication still use counts in the order of
+their numbers."""
 
 gradients_stay = around(
-    moving_experts,
+    expert_moves,
     "_belongings",
     lambda of, *arguments: (found for found in of(*arguments) if found[0] == "weight"),
 )

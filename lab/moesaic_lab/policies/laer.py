@@ -1,11 +1,14 @@
-"""LAER-MoE's re-layout (ASPLOS 2026, section 4), a baseline: each place computes a fixed number of experts, chosen per call.
+"""LAER-MoE's re-layout (ASPLOS 2026, section 4), a baseline: each place computes a fixed number of
+experts, chosen per call.
 
-In LAER-MoE, experts are fully sharded over all ranks and gathered for every call, so each call may compute an expert on
-different ranks. Experts get replicas in proportion to their load, and the heaviest replicas go to the least loaded places with
-room. The copies of a token are split evenly over the replicas on its own node or, if it has none, over all replicas.
+In LAER-MoE, experts are fully sharded over all ranks and gathered for every call, so each call may
+compute an expert on different ranks. Experts get replicas in proportion to their load, and the
+heaviest replicas go to the least loaded places with room. The copies of a token are split evenly
+over the replicas on its own node or, if it has none, over all replicas.
 
-Here weights come from the experts' homes. A place fetches nothing for its own experts, but the busiest home sends more than a
-shard would. LAER-MoE decides from the counts of the previous call; this policy sees the counts of the call itself.
+Here weights come from the experts' homes. A place fetches nothing for its own experts, but the
+busiest home sends more than a shard would. LAER-MoE decides from the counts of the previous call;
+this policy sees the counts of the call itself.
 """
 
 from __future__ import annotations
@@ -18,20 +21,21 @@ from moesaic.balance.replication.policy import AbstractReplicaPolicy
 from moesaic.program.replications import Replications
 
 ROOM = 2
-"""Experts that a place computes, relative to the number of experts of which it is the home. All room is used."""
+"""Experts that a place computes, relative to the number of experts of which it is the home. All
+room is used."""
 
 
 class LAERLayout(AbstractReplicaPolicy):
     """A policy that chooses a new layout of the experts for every call."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        ep, home = len(replica.origins), replica.load.home
+        ep = len(replica.origins)
+        home = replica.load.home
         holds = layout(replica.copies.sum(0), home, ep, ROOM * (len(home) // ep))
         nodes = replica.links.nodes
         same_node = nodes[:, None] == nodes[None, :]
-        receives = (
-            holds[None] & same_node[:, None, :]
-        )  # (origin, expert, place): replicas on the origin's node
+        # (origin, expert, place): replicas on the origin's node
+        receives = holds[None] & same_node[:, None, :]
         receives = np.where(receives.any(2, keepdims=True), receives, holds[None])
         num_replicas = receives.sum(2, keepdims=True)
         order = np.cumsum(receives, axis=2) - 1
@@ -42,7 +46,8 @@ class LAERLayout(AbstractReplicaPolicy):
 
 
 def layout(loads: np.ndarray, home: np.ndarray, ep: int, room: int) -> np.ndarray:
-    """Return which places compute each expert, (num_experts, ep) bool; every expert has at least one place.
+    """Return which places compute each expert, (num_experts, ep) bool; every expert has at least
+    one place.
 
     Args:
         loads: (num_experts,), the copies of each expert.
@@ -51,12 +56,11 @@ def layout(loads: np.ndarray, home: np.ndarray, ep: int, room: int) -> np.ndarra
         room: number of experts that each place may compute.
     """
     num_replicas = replicas_by_load(loads, room * ep, ep)
-    share, replicas = loads / num_replicas, np.repeat(np.arange(len(loads)), num_replicas)
-    holds, place_loads, room_left = (
-        np.zeros((len(loads), ep), dtype=bool),
-        np.zeros(ep),
-        np.full(ep, room),
-    )
+    share = loads / num_replicas
+    replicas = np.repeat(np.arange(len(loads)), num_replicas)
+    holds = np.zeros((len(loads), ep), dtype=bool)
+    place_loads = np.zeros(ep)
+    room_left = np.full(ep, room)
     for expert in replicas[np.argsort(-share[replicas], kind="stable")]:
         free = (room_left > 0) & ~holds[expert]
         if free.any():

@@ -1,7 +1,8 @@
-"""Least-loaded expert parallelism, a baseline: no place computes more than a limit while another has room, at any cost.
+"""Least-loaded expert parallelism, a baseline: no place computes more than a limit while another
+has room, at any cost.
 
-Copies go from the fullest place to the emptiest one, followed by the weights. The library's variant is `spill`: the same greedy
-algorithm, with the limit that is fastest by the cost model.
+Copies go from the fullest place to the emptiest one, followed by the weights. The library's variant
+is `spill`: the same greedy algorithm, with the limit that is fastest by the cost model.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from moesaic.program.replications import Replications
 
 
 class LeastLoaded(AbstractReplicaPolicy):
-    """A policy for bounded memory: no place computes more than a limit as long as others have room, whatever the cost.
+    """A policy for bounded memory: no place computes more than a limit as long as others have room,
+    whatever the cost.
 
     Args:
         limit: most copies per place, relative to the mean; at least 1.
-        budget: most copies per rank, instead of `limit`. A load above the sum of all budgets is spread evenly.
+        budget: most copies per rank, instead of `limit`. A load above the sum of all budgets is
+            spread evenly.
     """
 
     def __init__(self, limit: float = 1.0, *, budget: int | None = None) -> None:
@@ -31,7 +34,8 @@ class LeastLoaded(AbstractReplicaPolicy):
             raise InputError(
                 f"replication budget={budget}: choose at least one token copy per rank"
             )
-        self.limit, self.budget = limit, budget
+        self.limit = limit
+        self.budget = budget
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
         mean = -(-int(replica.copies.sum()) // len(replica.origins))

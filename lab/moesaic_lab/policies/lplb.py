@@ -1,9 +1,11 @@
-"""LPLB's linear program (DeepSeek, published as source code), a baseline: tokens flow along fixed edges to redundant experts.
+"""LPLB's linear program (DeepSeek, published as source code), a baseline: tokens flow along fixed
+edges to redundant experts.
 
-A topology fixes which places help each other: each place holds redundant experts of given other places, the heaviest ones of
-those. A linear program then chooses how many copies flow along each edge, up to the expert's copies in this call, to minimise
-the load of the busiest place. LPLB's solver runs on the device in about 100 microseconds; this one is HiGHS through scipy, on
-the host. LPLB counts only tokens, so weights and links cost nothing here either.
+A topology fixes which places help each other: each place holds redundant experts of given other
+places, the heaviest ones of those. A linear program then chooses how many copies flow along each
+edge, up to the expert's copies in this call, to minimise the load of the busiest place. LPLB's
+solver runs on the device in about 100 microseconds; this one is HiGHS through scipy, on the host.
+LPLB counts only tokens, so weights and links cost nothing here either.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from moesaic.program.replications import NOTHING, Replications
 
 
 class LPLB(AbstractReplicaPolicy):
-    """A policy with flows along a torus: each place helps a neighbour in its node and a place on the next node."""
+    """A policy with flows along a torus: each place helps a neighbour in its node and a place on
+    the next node."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        loads, home, ep = replica.copies.sum(0), replica.load.home, len(replica.origins)
+        loads = replica.copies.sum(0)
+        home = replica.load.home
+        ep = len(replica.origins)
         edges = []
         for number, helped in enumerate(torus(replica.links.nodes)):
             by_weight = np.argsort(-loads.reshape(ep, -1), axis=1, kind="stable")
@@ -41,14 +46,15 @@ class LPLB(AbstractReplicaPolicy):
 
 
 def torus(nodes: np.ndarray) -> list[np.ndarray]:
-    """Return the places of which each place holds redundant experts: its neighbours in the node, and the places on the next
-    node, (ep,) int64 each.
+    """Return the places of which each place holds redundant experts: its neighbours in the node,
+    and the places on the next node, (ep,) int64 each.
 
     Args:
         nodes: (ep,), the node of each place.
     """
     places = np.arange(len(nodes))
-    inside, across = places.copy(), places.copy()
+    inside = places.copy()
+    across = places.copy()
     groups = [places[nodes == node] for node in np.unique(nodes)]
     for number, group in enumerate(groups):
         inside[group] = np.roll(group, 1)
@@ -60,24 +66,31 @@ def torus(nodes: np.ndarray) -> list[np.ndarray]:
 def least_busiest_flow(
     loads: np.ndarray, source: np.ndarray, target: np.ndarray, most: np.ndarray
 ) -> np.ndarray:
-    """Return the copies that flow along each edge, (edges,) int64, to minimise the load of the busiest place.
+    """Return the copies that flow along each edge, (edges,) int64, to minimise the load of the
+    busiest place.
 
     Args:
         loads: (places,), the copies of each place before the flow.
         source, target: (edges,), the places that each edge joins.
-        most: (edges,), the most copies that may flow along each edge. Edges share no limit, since each has its own expert.
+        most: (edges,), the most copies that may flow along each edge. Edges share no limit, since
+            each has its own expert.
     """
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
 
-    edges, scale = np.arange(len(most)), max(float(loads.max()), 1.0)
-    ones = np.ones(len(most))
-    row = np.concatenate([source, target, np.arange(len(loads))])
-    column = np.concatenate([edges, edges, np.full(len(loads), len(most))])
-    balance = coo_array((np.concatenate([-ones, ones, -np.ones(len(loads))]), (row, column)))
-    cost = np.append(
-        ones * 1e-6 / len(most), 1.0
-    )  # the small cost prefers the smallest of equally good flows
+    scale = max(float(loads.max()), 1.0)
+    num_edges = len(most)
+    num_places = len(loads)
+    # Variables: the flow along each edge, and the load of the busiest place. For each place,
+    # load - flow out + flow in <= busiest.
+    edges = np.arange(num_edges)
+    ones = np.ones(num_edges)
+    values = np.concatenate([-ones, ones, -np.ones(num_places)])
+    row = np.concatenate([source, target, np.arange(num_places)])
+    column = np.concatenate([edges, edges, np.full(num_places, num_edges)])
+    balance = coo_array((values, (row, column)))
+    # the small cost prefers the smallest of equally good flows
+    cost = np.append(ones * 1e-6 / num_edges, 1.0)
     limits = [*((0.0, float(each) / scale) for each in most), (0.0, None)]
     solution = linprog(
         cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs"

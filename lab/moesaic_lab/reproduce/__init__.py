@@ -1,1 +1,2 @@
-"""`moesaic reproduce`: compare the simulator with the published figures of five papers. Needs no torch."""
+"""`moesaic reproduce`: compare the simulator with the published figures of five papers. Needs no
+torch."""

@@ -1,4 +1,5 @@
-"""The command `moesaic reproduce`, which compares published figures of five papers with simulated ones. Needs no torch."""
+"""The command `moesaic reproduce`, which compares published figures of five papers with simulated
+ones. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from moesaic.cli.arguments import parse
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 from moesaic_lab.reproduce.papers import NOTES, REPRODUCTIONS, PapersMeasured, claims
 from moesaic_lab.reproduce.records import Book, Chart, Reproduction, read_book
 from moesaic_lab.tables import claims_table, table
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from moesaic_lab.pictures import Panel
 
 MOST_BARS = 20
-"""The most rows that the chart of ratios shows. A paper with more rows has its own charts for them."""
+"""The most rows that the chart of ratios shows. A paper with more rows has its own charts for
+them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class ReproduceOptions:
     picture: str | None = None
     """Draw the charts into this file, .svg, .png or .pdf."""
     refit: bool = False
-    """First fit the papers' constants again to their figures, and report which differ from those that come with Moesaic."""
+    """First fit the papers' constants again to their figures, and report which differ from those
+    that come with Moesaic."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -46,7 +48,10 @@ def run(arguments: Sequence[str]) -> int:
     wants_help = first in ("-h", "--help")
     if not wants_help and first not in (*REPRODUCTIONS, "all"):
         raise InputError(f"paper {first!r} is unknown{suggestion(first, [*REPRODUCTIONS, 'all'])}")
-    description = f"Simulate a paper's cluster and sweep, and compare the figures with the paper's. PAPER is one of {names}."
+    description = (
+        "Simulate a paper's cluster and sweep, and compare the figures with the paper's. PAPER "
+        f"is one of {names}."
+    )
     options = parse(
         ReproduceOptions,
         words if wants_help else words[1:],
@@ -81,6 +86,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _refitted(papers: list[str]) -> Book:
+    """Return the book with the constants of papers found again."""
     from moesaic_lab.reproduce.fitting import refit
 
     committed = read_book()
@@ -88,7 +94,8 @@ def _refitted(papers: list[str]) -> Book:
     with Console(stderr=True).status("finding the constants again"):
         refitted = refit(committed, names)
     for name in names:
-        old, new = committed.constant(name), refitted.constant(name)
+        old = committed.constant(name)
+        new = refitted.constant(name)
         differs = abs(new - old) > 1e-3 * abs(old)
         print(
             f"{name}: {new:.6g} {'differs from' if differs else 'as'} {old:.6g} committed",
@@ -98,6 +105,7 @@ def _refitted(papers: list[str]) -> Book:
 
 
 def _print(reproduction: Reproduction) -> None:
+    """Print the table and the findings of a paper."""
     console = Console()
     rows = [
         {
@@ -135,18 +143,23 @@ def _print(reproduction: Reproduction) -> None:
         for line in lines:
             console.print(f"{title}: {line}", highlight=False, markup=False, soft_wrap=True)
     for constant in reproduction.constants:
-        text = f"constant {constant.name} = {constant.value:.6g} {constant.unit}, from {', '.join(constant.cells)}"
+        text = (
+            f"constant {constant.name} = {constant.value:.6g} {constant.unit}, from "
+            f"{', '.join(constant.cells)}"
+        )
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print()
 
 
 def _error(unit: str, error: float | None) -> str:
+    """Return an error in words."""
     if error is None:
         return ""
     return f"{error:.1f} points" if unit == "points" else f"{error:.1%}"
 
 
 def _draw(reproductions: Sequence[Reproduction], path: Path) -> None:
+    """Draw the charts of all papers into a file."""
     from moesaic_lab.pictures import write_picture
 
     title = "Published and simulated: " + ", ".join(
@@ -192,10 +205,15 @@ def _ratios(reproduction: Reproduction) -> list[Chart]:
 
 
 def _panel(chart: Chart) -> Panel:
+    """Return a chart as a panel."""
     from moesaic_lab.pictures import Panel, PlottedSeries
 
     return Panel(
-        title=chart.title, x_title=chart.x_title, y_title=chart.y_title,
+        title=chart.title,
+        x_title=chart.x_title,
+        y_title=chart.y_title,
         series=tuple(PlottedSeries(name=name, x=x, y=y) for name, x, y in chart.series),
-        categories=chart.categories, log_x=chart.log_x, log_y=chart.log_y,
-    )  # fmt: skip
+        categories=chart.categories,
+        log_x=chart.log_x,
+        log_y=chart.log_y,
+    )

@@ -1,4 +1,5 @@
-"""The time of a training step outside its MoE layers, needed to compare the papers' figures of whole steps."""
+"""The time of a training step outside its MoE layers, needed to compare the papers' figures of
+whole steps."""
 
 from __future__ import annotations
 
@@ -6,19 +7,18 @@ from dataclasses import replace
 
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.presets import PRESETS
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
-from moesaic.planner.timing import Simulated
+from moesaic.planner.task_times import Simulated
 from moesaic.program.grid import Grid
 
 
 class WholeStep:
-    """Cost model of a training step of a model preset on a mesh, in float32, without activation recomputation.
+    """Cost model of a training step of a model preset on a mesh, in float32, without activation
+    recomputation.
 
     Args:
         name: name of the model in `moesaic.planner.presets`.
-        cluster: the cluster on which the model trains.
-        grid: the mesh.
         num_experts: number of experts in each MoE layer.
         sequences: number of sequences per tensor-parallel group.
     """
@@ -45,7 +45,8 @@ class WholeStep:
         Args:
             forward: the simulated forward pass of an MoE layer.
             backward: the simulated backward pass of an MoE layer.
-            exchanges: whether to include the exchange of the gradients of non-expert weights, as far as it is not hidden.
+            exchanges: whether to include the exchange of the gradients of non-expert weights, as
+                far as it is not hidden.
         """
         parts = self._cost.estimate(forward, backward).parts
         left_out = {"moe forward", "moe backward"} | (set() if exchanges else {"parameters"})

@@ -1,8 +1,9 @@
-"""FasterMoE's layers as our programs on its two clusters: the smart schedule, shadows, and ZeRO for comparison.
+"""FasterMoE's layers as our programs on its two clusters: the smart schedule, shadows, and ZeRO for
+comparison.
 
-He et al. (PPoPP 2022). The paper's traces are not public. Instead, expert loads follow a Zipf law with one fitted exponent, and
-all ranks prefer the same experts. Shadows are exchanged before and after the layer by broadcast and reduce trees over the NIC,
-as in the paper's artifact.
+He et al. (PPoPP 2022). The paper's traces are not public. Instead, expert loads follow a Zipf law
+with one fitted exponent, and all ranks prefer the same experts. Shadows are exchanged before and
+after the layer by broadcast and reduce trees over the NIC, as in the paper's artifact.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import numpy as np
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.compute import rates_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import reduce_seconds
-from moesaic.planner.timing import Simulated
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
@@ -65,7 +66,8 @@ class Model:
         )
 
 
-LAER_LAYERS, LAER_STEPS = (5, 11, 17), (9, 12)
+LAER_LAYERS = (5, 11, 17)
+LAER_STEPS = (9, 12)
 """Layers and iterations of LAER-MoE's recording."""
 GPT_S, GPT, GPT_L = (
     Model(cluster="johnny", gpus=16, tokens=1024, dim=dim) for dim in (1024, 2048, 4096)
@@ -95,7 +97,6 @@ class FasterMoEBed:
     """Simulates the layers of one model on its cluster.
 
     Args:
-        model: the model.
         spec: its cluster; None for the paper's.
     """
 
@@ -114,7 +115,8 @@ class FasterMoEBed:
         self._compiled: dict[Plan, Compiled] = {}
 
     def counts(self, skew: float, seed: int) -> np.ndarray:
-        """Return the copies from each rank to each expert, (gpus, gpus), under a Zipf law with exponent `skew`."""
+        """Return the copies from each rank to each expert, (gpus, gpus), under a Zipf law with
+        exponent `skew`."""
         return zipf_counts(self.model.gpus, self.model.layer, exponent=skew, seed=seed)
 
     def run(self, plan: Plan, counts: np.ndarray) -> FasterMoEPass:
@@ -133,23 +135,30 @@ class FasterMoEBed:
         return FasterMoEPass(sum(run.seconds for run in runs), computing, moving)
 
     def predicted(self, counts: np.ndarray) -> tuple[float, float]:
-        """Return the seconds of computation and communication that equations 1 and 2 predict for both passes of a layer.
+        """Return the seconds of computation and communication that equations 1 and 2 predict for
+        both passes of a layer.
 
-        Equation 2 uses the busiest directed link, out of or into any group of GPUs that share a link.
+        Equation 2 uses the busiest directed link, out of or into any group of GPUs that share a
+        link.
         """
         ranks = np.arange(len(counts))
-        node, seconds = ranks // self.spec.devices_per_node, []
+        node = ranks // self.spec.devices_per_node
+        seconds = []
         for link in self.spec.links:
             group = ranks // link.devices
             crosses = group[:, None] != group[None, :]
             if link.carries != "all":
                 crosses &= (node[:, None] != node[None, :]) == (link.carries == "outside")
-            rows = max(np.bincount(group, (counts * crosses).sum(axis)).max() for axis in (0, 1))
+            crossing = counts * crosses
+            rows = max(np.bincount(group, crossing.sum(axis)).max() for axis in (0, 1))
             seconds.append(rows * self.model.dim * 4 / link.slowest(self.spec.nodes))
-        return 3 * self.machine.compute_seconds(counts.sum(0).max()), 4 * max(seconds)
+        # Backward computes twice as much as forward; each of them exchanges rows twice.
+        computing = 3 * self.machine.compute_seconds(counts.sum(0).max())
+        return computing, 4 * max(seconds)
 
     def shadowed(self, plan: Plan, counts: np.ndarray, experts: Sequence[int]) -> float:
-        """Return the time of a layer with shadows: broadcast of their weights, the layer, reduction of their gradients."""
+        """Return the time of a layer with shadows: broadcast of their weights, the layer, reduction
+        of their gradients."""
         remaining = stay_home(counts, list(experts))
         nbytes = self.model.layer.matrices * self.model.layer.dim * self.model.layer.hidden * 4
         tree = tree_seconds(self.model.gpus, nbytes, 10e-6, 1 / self.nic)
@@ -160,10 +169,12 @@ class FasterMoEBed:
         return shadows(self.machine, counts, rule)
 
     def zero_seconds(self, stage: int) -> float:
-        """Return the time of a layer under ZeRO: every GPU runs all experts, so weights and gradients move instead of tokens.
+        """Return the time of a layer under ZeRO: every GPU runs all experts, so weights and
+        gradients move instead of tokens.
 
         Args:
-            stage: 3 gathers weights in both passes and reduce-scatters gradients; 2 reduces gradients and gathers weights once.
+            stage: 3 gathers weights in both passes and reduce-scatters gradients; 2 reduces
+                gradients and gathers weights once.
         """
         layer = self.model.layer
         rows = layer.copies / layer.num_experts
@@ -177,10 +188,11 @@ class FasterMoEBed:
 
 
 def tree_seconds(ranks: int, num_bytes: float, alpha: float, beta: float) -> float:
-    """Return the seconds of a broadcast by a pipelined tree. A reduction is the reverse and takes as long.
+    """Return the seconds of a broadcast by a pipelined tree. A reduction is the reverse and takes
+    as long.
 
-    The time is the tree's depth in start-ups, plus the bytes once over a link: Thakur, Rabenseifner and Gropp, "Optimization of
-    collective communication operations in MPICH" (2005).
+    The time is the tree's depth in start-ups, plus the bytes once over a link: Thakur, Rabenseifner
+    and Gropp, "Optimization of collective communication operations in MPICH" (2005).
 
     Args:
         ranks: number of ranks in the tree.
@@ -192,7 +204,8 @@ def tree_seconds(ranks: int, num_bytes: float, alpha: float, beta: float) -> flo
 
 
 def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[float, float]:
-    """Return R^2 of equations 2 (communication) and 1 (computation) against the simulator, over all skews and `SEEDS`."""
+    """Return R^2 of equations 2 (communication) and 1 (computation) against the simulator, over all
+    skews and `SEEDS`."""
     pairs = []
     for bed in beds:
         for skew in skews:
@@ -201,7 +214,8 @@ def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[
                 run = bed.run(PLAIN, counts)
                 pairs.append((*bed.predicted(counts), run.computing, run.moving))
     table = np.array(pairs)
-    predicted, simulated = table[:, :2], table[:, 2:]
+    predicted = table[:, :2]
+    simulated = table[:, 2:]
     computing, moving = 1 - ((simulated - predicted) ** 2).sum(0) / (
         (simulated - simulated.mean(0)) ** 2
     ).sum(0)
@@ -247,11 +261,13 @@ def shadow_gain(bed: FasterMoEBed, skew: float, rule: Rule = "printed") -> float
 
 
 def gains(bed: FasterMoEBed, tables: Iterable[np.ndarray]) -> Gains:
-    """Return all speed-ups of a model, with the printed rule, over tables of the copies from each GPU to each expert."""
+    """Return all speed-ups of a model, with the printed rule, over tables of the copies from each
+    GPU to each expert."""
     rows = []
     for counts in tables:
         experts = bed.chosen(counts)
-        plain, smart = bed.run(PLAIN, counts), bed.run(bed.smart, counts)
+        plain = bed.run(PLAIN, counts)
+        smart = bed.run(bed.smart, counts)
         hottest = int(counts.sum(0).argmax())
         both = bed.shadowed(bed.smart, counts, experts)
         rows.append(
@@ -265,8 +281,18 @@ def gains(bed: FasterMoEBed, tables: Iterable[np.ndarray]) -> Gains:
                 both,
             )
         )
-    means, most = np.mean(rows, axis=0).tolist(), np.max(rows, axis=0).tolist()
-    return Gains(means[0], means[1], means[2], means[3], most[4], most[0], most[5], means[6])
+    means = np.mean(rows, axis=0).tolist()
+    most = np.max(rows, axis=0).tolist()
+    return Gains(
+        means[0],
+        means[1],
+        both=means[2],
+        experts=means[3],
+        bound=most[4],
+        layer=most[0],
+        one=most[5],
+        seconds=means[6],
+    )
 
 
 def reproduce(book: Book) -> Reproduction:
@@ -277,7 +303,8 @@ def reproduce(book: Book) -> Reproduction:
         model: gains(beds[model], (beds[model].counts(skew, seed) for seed in SEEDS))
         for model in (GPT_S, GPT, GPT_L)
     }
-    wide, middle = gains(beds[WIDE], [beds[WIDE].counts(skew, SEEDS[0])]), on_johnny[GPT]
+    wide = gains(beds[WIDE], [beds[WIDE].counts(skew, SEEDS[0])])
+    middle = on_johnny[GPT]
     best = max(on_johnny.values(), key=lambda model_gains: model_gains.layer)
     figures = {
         "fastermoe.shadow.johnny": middle.shadow,
@@ -306,16 +333,18 @@ def reproduce(book: Book) -> Reproduction:
 
 
 def _over_zero(bed: FasterMoEBed, ours: Gains, stage: int) -> float:
+    """Return the speed over that of ZeRO."""
     return bed.zero_seconds(stage) / ours.seconds
 
 
 def recorded_tables(bed: FasterMoEBed) -> dict[str, list[np.ndarray]]:
     """Return recorded copies from each GPU to each expert, a table per layer, by their source.
 
-    The sources are the loads of ranks that LAER-MoE's authors recorded, an expert per rank, and our own trained models, early
-    and late.
+    The sources are the loads of ranks that LAER-MoE's authors recorded, an expert per rank, and our
+    own trained models, early and late.
     """
-    gpus, copies = bed.model.gpus, int(bed.model.layer.copies)
+    gpus = bed.model.gpus
+    copies = int(bed.model.layer.copies)
     laer = Trace.open(CONFIGS / "laer_e16k4.npz")
     shares = [
         recorded_shares(laer, layer, step, gpus, 1) for layer in LAER_LAYERS for step in LAER_STEPS
@@ -336,9 +365,10 @@ def _recorded(bed: FasterMoEBed) -> Iterator[PaperFinding]:
     for source, tables in recorded_tables(bed).items():
         found = [gains(bed, [counts]) for counts in tables]
         columns = {
-            "schedule": [each.schedule for each in found], "shadowing": [each.shadow for each in found],
+            "schedule": [each.schedule for each in found],
+            "shadowing": [each.shadow for each in found],
             "both": [each.both for each in found],
-        }  # fmt: skip
+        }
         said = [
             f"{name} {mean(of):.2f} ({min(of):.2f} to {max(of):.2f})"
             for name, of in columns.items()
@@ -352,9 +382,11 @@ def _recorded(bed: FasterMoEBed) -> Iterator[PaperFinding]:
 
 
 def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFinding, ...]:
+    """Return the findings about the paper's statements."""
     counts = bed.counts(skew, SEEDS[0])
     load = counts.sum(0)
-    printed, corrected = shadow_gain(bed, skew), shadow_gain(bed, skew, "corrected")
+    printed = shadow_gain(bed, skew)
+    corrected = shadow_gain(bed, skew, "corrected")
     return (
         PaperFinding(
             "shadowing gains more than the schedule, and both together more than either",
@@ -379,6 +411,7 @@ def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFindi
 
 
 def _charts(bed: FasterMoEBed, skew: float) -> tuple[Chart, ...]:
+    """Return the charts of the paper."""
     peak = bed.machine.flops / 1e12
     ratios = tuple(np.geomspace(0.1, 10.0, 61).tolist())
     roofline = (
@@ -386,10 +419,12 @@ def _charts(bed: FasterMoEBed, skew: float) -> tuple[Chart, ...]:
         ("nothing hidden (eq. 6)", ratios, tuple(semi_ideal(peak, r) for r in ratios)),
     )
     flops = 12 * bed.model.layer.copies * bed.model.layer.dim * bed.model.layer.hidden / 1e12
-    skews, rates = tuple(sorted((0.0, 0.4, 0.8, 1.2, skew))), []
+    skews = tuple(sorted((0.0, 0.4, 0.8, 1.2, skew)))
+    rates = []
     for exponent in skews:
         counts = bed.counts(exponent, SEEDS[0])
-        plain, smart = bed.run(PLAIN, counts).seconds, bed.run(bed.smart, counts).seconds
+        plain = bed.run(PLAIN, counts).seconds
+        smart = bed.run(bed.smart, counts).seconds
         both = bed.shadowed(bed.smart, counts, bed.chosen(counts))
         rates.append((flops / plain, flops / smart, flops / both))
     by_skew = tuple(

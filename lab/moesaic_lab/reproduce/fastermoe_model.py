@@ -1,8 +1,9 @@
-"""FasterMoE's equations 1 to 10, as printed and with their errors corrected, and its choice of shadows by equation 8.
+"""FasterMoE's equations 1 to 10, as printed and with their errors corrected, and its choice of
+shadows by equation 8.
 
-He et al. (PPoPP 2022), sections 3 and 4. As printed, equations 2, 7 and 8 divide elements by bytes per second. Equation 7
-counts tokens as sent that stay at home, and 8 omits the tokens that are still sent. Equation 6 counts passes differently from
-equation 4. These are errata F1 to F4.
+He et al. (PPoPP 2022), sections 3 and 4. As printed, equations 2, 7 and 8 divide elements by bytes
+per second. Equation 7 counts tokens as sent that stay at home, and 8 omits the tokens that are
+still sent. Equation 6 counts passes differently from equation 4. These are errata F1 to F4.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class FasterMoEMachine:
 
     @property
     def rates(self) -> ShadowRates:
-        """Rates for equations 7 and 8: three passes of products, four all-to-alls, weights out and gradients back."""
+        """Rates for equations 7 and 8: three passes of products, four all-to-alls, weights out and
+        gradients back."""
         return ShadowRates(
             copy=3 * self.compute_seconds(1),
             trip=4 * self.move_seconds(1),
@@ -41,11 +43,13 @@ class FasterMoEMachine:
         )
 
     def compute_seconds(self, rows: float) -> float:
-        """Return the seconds of one pass of the busiest worker's experts (eq. 1): two products of 2 B D alpha D operations."""
+        """Return the seconds of one pass of the busiest worker's experts (eq. 1): two products of 2
+        B D alpha D operations."""
         return 4 * rows * self.alpha * self.dim**2 / self.flops
 
     def move_seconds(self, rows: float) -> float:
-        """Return the seconds of one all-to-all (eq. 2, corrected to bytes) from the rows on its busiest link."""
+        """Return the seconds of one all-to-all (eq. 2, corrected to bytes) from the rows on its
+        busiest link."""
         return rows * self.dim * self.element_bytes / self.bandwidth
 
     def weight_seconds(self) -> float:
@@ -54,7 +58,8 @@ class FasterMoEMachine:
 
 
 def ratio(compute: float, move: float) -> float:
-    """Return R_CC, the ratio of computation to communication (eq. 3): three passes of products over four all-to-alls."""
+    """Return R_CC, the ratio of computation to communication (eq. 3): three passes of products over
+    four all-to-alls."""
     return 3 * compute / (4 * move)
 
 
@@ -75,14 +80,16 @@ def throughput(
 
 
 def ideal(peak: float, r: float) -> float:
-    """Return the throughput if computation and communication overlap fully (eq. 5); `r` is their ratio."""
+    """Return the throughput if computation and communication overlap fully (eq. 5); `r` is their
+    ratio."""
     return peak * min(1.0, r)
 
 
 def semi_ideal(peak: float, r: float, rule: Rule = "corrected") -> float:
     """Return the throughput without overlap (eq. 6).
 
-    As printed, `r` is the ratio of one pass to one all-to-all (errata F4); corrected, it is that of eq. 3.
+    As printed, `r` is the ratio of one pass to one all-to-all (errata F4); corrected, it is that of
+    eq. 3.
     """
     return peak * r / (r + (4 / 3 if rule == "printed" else 1.0))
 
@@ -93,7 +100,8 @@ def unshadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule
     Args:
         machine: the parameters of the layer and cluster.
         counts: (workers, workers) copies from a worker to an expert.
-        rule: "printed" also counts tokens that stay at home as sent, "corrected" only those that leave a worker.
+        rule: "printed" also counts tokens that stay at home as sent, "corrected" only those that
+            leave a worker.
     """
     received = counts.sum(0)
     if rule == "printed":
@@ -116,11 +124,12 @@ def shadowed_seconds(
 
 
 def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
-    """Return the counts after shadowing, when copies for shadowed experts are computed on the workers that they come from.
+    """Return the counts after shadowing, when copies for shadowed experts are computed on the
+    workers that they come from.
 
     Args:
-        counts: (workers, workers) copies from a worker to an expert; the home of expert i is worker i.
-        experts: the shadowed experts.
+        counts: (workers, workers) copies from a worker to an expert; the home of expert i is worker
+            i.
     """
     remaining = counts.copy()
     for expert in experts:
@@ -133,20 +142,24 @@ def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
 def shadows(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> list[int]:
     """Return the experts to shadow, hottest first.
 
-    "printed" is Algorithm 1: shadows are added while equation 8 falls, and used only if it ends below equation 7. "corrected"
-    takes the best number of hottest experts by the corrected equations, zero included.
+    "printed" is Algorithm 1: shadows are added while equation 8 falls, and used only if it ends
+    below equation 7. "corrected" takes the best number of hottest experts by the corrected
+    equations, zero included.
     """
     if rule == "printed":
         return shadows_of(counts, np.arange(len(counts)), machine.rates)
     order = np.argsort(-counts.sum(0), kind="stable").tolist()
-    best, chosen = unshadowed_seconds(machine, counts, rule), []
+    best = unshadowed_seconds(machine, counts, rule)
+    chosen = []
     for number in range(1, len(order) + 1):
         seconds = shadowed_seconds(machine, counts, order[:number], rule)
         if seconds < best:
-            best, chosen = seconds, order[:number]
+            best = seconds
+            chosen = order[:number]
     return chosen
 
 
 def _remote(counts: np.ndarray) -> float:
+    """Return the most copies that a GPU sends to others or receives from them."""
     away = counts * (1 - np.eye(len(counts), dtype=counts.dtype))
     return float(max(away.sum(0).max(), away.sum(1).max()))

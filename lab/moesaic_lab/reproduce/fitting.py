@@ -24,7 +24,8 @@ Fitted = float | tuple[float, ...]
 
 
 class Named:
-    """Access to the published figures of those cells that the constants being fitted name, and to no others.
+    """Access to the published figures of those cells that the constants being fitted name, and to
+    no others.
 
     Args:
         book: all cells and constants.
@@ -32,7 +33,8 @@ class Named:
     """
 
     def __init__(self, book: Book, *constants: str) -> None:
-        self.book, self.constants = book, constants
+        self.book = book
+        self.constants = constants
         self._cells = {cell for name in constants for cell in book.constants[name].cells}
 
     def __getitem__(self, name: str) -> float:
@@ -42,7 +44,8 @@ class Named:
 
 
 def refit(book: Book, names: tuple[str, ...] | None = None) -> Book:
-    """Return the book with its constants fitted again, in the order of `FITS`; each fit uses the results of those before it.
+    """Return the book with its constants fitted again, in the order of `FITS`; each fit uses the
+    results of those before it.
 
     Args:
         book: the cells, and the values of constants that are not fitted.
@@ -57,13 +60,13 @@ def refit(book: Book, names: tuple[str, ...] | None = None) -> Book:
 
 
 def _parm_tflops(book: Book, cells: Named) -> float:
+    """Fit the rate of a GPU to the shares of communication."""
+
     def error(rate: float) -> float:
         bed = Testbed(book.with_values({"parm.b.tflops": rate}), "b")
         cell_shares = [shares(bed.cell(32, 2, s, ("baseline",))) for s in (2, 4)]
-        least, most = (
-            min(cell_share[0] for cell_share in cell_shares),
-            max(cell_share[1] for cell_share in cell_shares),
-        )
+        least = min(cell_share[0] for cell_share in cell_shares)
+        most = max(cell_share[1] for cell_share in cell_shares)
         return _squared(least, cells["parm.share.least"]) + _squared(most, cells["parm.share.most"])
 
     return float(
@@ -72,6 +75,8 @@ def _parm_tflops(book: Book, cells: Named) -> float:
 
 
 def _parm_top_k(book: Book, cells: Named) -> float:
+    """Choose the experts per token that fit the speed-ups best."""
+
     def error(top_k: int) -> float:
         tried = book.with_values({"parm.top_k": float(top_k)})
         tried = tried.with_values(
@@ -91,27 +96,34 @@ def _parm_top_k(book: Book, cells: Named) -> float:
 
 
 def _schemoe_nic(book: Book, cells: Named) -> float:
+    """Fit the rate of a node's link to an all-to-all."""
     leaves = 4 * _row_bytes() * (32 - 4) / 32
     return leaves * 8 / (cells["schemoe.a2a.12"] * 1e-3 / (4 * 12)) / 1e9
 
 
 def _schemoe_turn(book: Book, cells: Named) -> float:
-    message, inside = _row_bytes() / 32, book.constant("parm.b.link") * 1e9 / 8
+    """Fit the rate of messages in turn to an all-to-all."""
+    message = _row_bytes() / 32
+    inside = book.constant("parm.b.link") * 1e9 / 8
     seconds = cells["schemoe.a2a.12"] * 1e-3 / (4 * 12) - 3 * message / inside - 109e-6
     return 28 * message / seconds * 8 / 1e9
 
 
 def _row_bytes() -> float:
+    """Return the bytes of a GPU's rows."""
     return schemoe.CT_MOE.tokens * schemoe.CT_MOE.dim * 4
 
 
 def _ablation(plan: str) -> Callable[[Book], float]:
+    """Return a function that computes the milliseconds of the ablation's layer under a plan."""
     return lambda book: 1e3 * schemoe.ScheMoECluster(book).seconds(plan, schemoe.ABLATION)
 
 
 def _schemoe_rest(book: Book, cells: Named) -> tuple[float, float]:
+    """Fit the milliseconds beside the MoE layer: per layer, and per step."""
     layer = 1e3 * schemoe.ScheMoECluster(book).seconds("naive", schemoe.CT_MOE)
-    shallow, deep = cells["schemoe.step.tutel.12"], cells["schemoe.step.tutel.16"]
+    shallow = cells["schemoe.step.tutel.12"]
+    deep = cells["schemoe.step.tutel.16"]
     per_layer = (deep - shallow) / 4 - layer
     return per_layer, shallow - 12 * (layer + per_layer)
 
@@ -119,9 +131,10 @@ def _schemoe_rest(book: Book, cells: Named) -> tuple[float, float]:
 def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
     """Fit four constants to four figures at once.
 
-    The constants are the NIC's rate, its fall with the number of nodes, the start-up per message, and the efficiency of
-    products that experts do message by message. The issuing thread's time and the rate of one connection are fitted later.
-    Here, the issuing thread takes `LAUNCH_US` per task.
+    The constants are the NIC's rate, its fall with the number of nodes, the start-up per message,
+    and the efficiency of products that experts do message by message. The issuing thread's time and
+    the rate of one connection are fitted later. Here, the issuing thread takes `LAUNCH_US` per
+    task.
     """
     book = book.with_values({"tutel.issue": LAUNCH_US})
     names = ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched")
@@ -142,7 +155,8 @@ def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
 
 
 def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
-    """Fit the rate of one connection and the issuing thread's time to two means over the layers on 16 GPUs at once."""
+    """Fit the rate of one connection and the issuing thread's time to two means over the layers on
+    16 GPUs at once."""
     names = ("tutel.connection", "tutel.issue")
 
     def errors(logs: np.ndarray) -> list[float]:
@@ -158,6 +172,8 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
 
 
 def _tutel_swin(name: str) -> Callable[[Book, Named], float]:
+    """Return a function that fits the rate of the dense layers."""
+
     def rate(book: Book, cells: Named) -> float:
         dense = tutel.SWIN_BATCH * 2 * tutel.SWIN_DENSE * (3 if tutel.SWIN_TRAINS[name] else 1)
         _, moe = tutel.swin_seconds(tutel.TutelCluster(book), 8, name)
@@ -167,7 +183,9 @@ def _tutel_swin(name: str) -> Callable[[Book, Named], float]:
 
 
 def _netmoe_computing(book: Book, cells: Named) -> tuple[float, float]:
-    few, many = cells["netmoe.compute.2"], cells["netmoe.compute.16"]
+    """Fit the rate of computation and the milliseconds of launches."""
+    few = cells["netmoe.compute.2"]
+    many = cells["netmoe.compute.16"]
 
     def slope(tried: Book) -> float:
         bed = netmoe.NetMoECluster(tried)
@@ -179,6 +197,8 @@ def _netmoe_computing(book: Book, cells: Named) -> tuple[float, float]:
 
 
 def _netmoe_concentration(book: Book, cells: Named) -> float:
+    """Fit the concentration of samples to the bytes saved."""
+
     def change(log: float) -> float:
         return 100 * (netmoe.placed(16, math.exp(log)).inter - 1) - cells["netmoe.change.16.S"]
 
@@ -192,7 +212,8 @@ def _solve(
     simulate: Callable[[Book], float],
     target: float,
 ) -> float:
-    """Return the value of a constant at which a simulated figure equals `target`, or the nearest bound if there is none."""
+    """Return the value of a constant at which a simulated figure equals `target`, or the nearest
+    bound if there is none."""
     low, high = (simulate(book.with_values({name: value})) - target for value in bounds)
     if low * high > 0:
         return bounds[0] if abs(low) < abs(high) else bounds[1]
@@ -216,21 +237,25 @@ def _solved(
 
 
 def _kernels_gain(book: Book) -> float:
+    """Return the gain of Tutel's kernels over Fairseq's."""
     parts = tutel.breakdown(tutel.TutelCluster(book), 16)
     return parts.fairseq / parts.kernels
 
 
 def _shadow_gain(book: Book) -> float:
+    """Return the gain of shadowing."""
     return fastermoe.shadow_gain(fastermoe.FasterMoEBed(fastermoe.GPT), fastermoe.skew_of(book))
 
 
 def _squared(ours: float, theirs: float) -> float:
+    """Return the squared logarithm of a ratio."""
     return math.log(ours / theirs) ** 2
 
 
 FITS: dict[tuple[str, ...], Callable[[Book, Named], Fitted]] = {
     ("schemoe.nic",): _schemoe_nic,
-    # Half of the output of an all-gather over two ranks crosses a link: 0.5 * 4 bytes over the time per element.
+    # Half of the output of an all-gather over two ranks crosses a link: 0.5 * 4 bytes over the time
+    # per element.
     ("parm.a.link",): lambda book, cells: 0.5 * 4 * 8 / cells["parm.all_gather.element.a"],
     ("parm.a.message",): lambda book, cells: cells["parm.all_gather.startup.a"],
     ("parm.b.link",): lambda book, cells: 0.5 * 4 * 8 / cells["parm.all_gather.element.b"],
@@ -260,4 +285,5 @@ FITS: dict[tuple[str, ...], Callable[[Book, Named], Fitted]] = {
     ("netmoe.concentration",): _netmoe_concentration,
     ("fastermoe.skew",): _solved("fastermoe.shadow.johnny", (0.3, 2.0), _shadow_gain),
 }
-"""Fit functions by the names of the constants that they fit together, in the order in which they run."""
+"""Fit functions by the names of the constants that they fit together, in the order in which they
+run."""

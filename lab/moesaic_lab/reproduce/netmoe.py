@@ -1,8 +1,9 @@
-"""NetMoE's volumes and times: what all-to-alls move under even routing, and how much sample placement saves.
+"""NetMoE's volumes and times: what all-to-alls move under even routing, and how much sample
+placement saves.
 
-Liu et al. (ICLR 2025). Placement saves traffic only if samples prefer different experts. Each sample draws its shares of the
-experts from a Dirichlet distribution with equal means, so the experts' total loads are even. One concentration is fitted for
-all rows.
+Liu et al. (ICLR 2025). Placement saves traffic only if samples prefer different experts. Each
+sample draws its shares of the experts from a Dirichlet distribution with equal means, so the
+experts' total loads are even. One concentration is fitted for all rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from moesaic.balance.samples import Homes, SampleLoad, TwoStage
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import ClusterSpec, Tflops
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, dirichlet_counts
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.compile import compile_plan
@@ -31,11 +32,17 @@ from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproductio
 
 MODELS = {"S": 768, "M": 1024, "L": 1280, "XL": 1600, "XXL": 4096}
 """Width of each model."""
-SAMPLES, LENGTH, TOP_K, PER_NODE, DRAWS = 4, 1024, 2, 8, 20
-"""Samples per device, tokens per sample, experts per token, devices per node, and random draws in a mean."""
+SAMPLES = 4
+LENGTH = 1024
+TOP_K = 2
+PER_NODE = 8
+DRAWS = 20
+"""Samples per device, tokens per sample, experts per token, devices per node, and random draws in a
+mean."""
 MIB = 2**20
 JOURNEY = 6
-"""Number of consecutive MoE layers between which samples move; the last one returns them to their home ranks."""
+"""Number of consecutive MoE layers between which samples move; the last one returns them to their
+home ranks."""
 
 
 @dataclass(frozen=True)
@@ -72,22 +79,27 @@ def workload(devices: int, dim: int, samples: int = SAMPLES) -> Workload:
 
 
 def before_mib(devices: int, dim: int) -> tuple[float, float]:
-    """Return the MiB that all ranks together send in an all-to-all of rows under even routing: (inside, between) nodes."""
-    grid, layer = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE), workload(devices, dim)
+    """Return the MiB that all ranks together send in an all-to-all of rows under even routing:
+    (inside, between) nodes."""
+    grid = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE)
+    layer = workload(devices, dim)
     compiled = compile_plan(Plan(), grid)
     sizes = sizes_of(compiled.forward, layer, grid)
     names = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
     stage = {task.name: task.stage for task in compiled.forward.tasks}
-    inside, across = 0, 0
+    inside = 0
+    across = 0
     for moved in traffic(compiled.forward, sizes, grid.node_of):
         if moved.kind is Kind.ROWS and stage[moved.task] is Stage.DISPATCH and moved.task in names:
             num_bytes = moved.num_bytes(dim, layer.element_bytes)
-            inside, across = inside + num_bytes[0], across + num_bytes[1]
+            inside = inside + num_bytes[0]
+            across = across + num_bytes[1]
     return inside / MIB, across / MIB
 
 
 def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamples:
-    """Return the effect of the two-stage assignment on the gather of a layer and the scatter of the next.
+    """Return the effect of the two-stage assignment on the gather of a layer and the scatter of the
+    next.
 
     Args:
         devices: number of devices.
@@ -110,7 +122,8 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
         )
         load = SampleLoad(grid, Homes.start(devices, SAMPLES), here, following)
         homes = TwoStage(least_gain=0.0).decide(load)
-        old, new = load.volume(load.homes), load.volume(homes)
+        old = load.volume(load.homes)
+        new = load.volume(homes)
         moved = load.homes.moved(homes, node), load.homes.moved(homes)
         samples = devices * SAMPLES
         ratios.append(
@@ -128,17 +141,18 @@ def step_gains(
 ) -> dict[str, float]:
     """Return the speed-ups of NetMoE's whole steps over those of other systems.
 
-    MoE layers route samples as `placed` draws them. FastMoE dispatches and combines all tokens. So does SmartMoE, which moves
-    no expert if all are evenly loaded. FasterMoE has its smart schedule in groups of four devices, and no shadows.
+    MoE layers route samples as `placed` draws them. FastMoE dispatches and combines all tokens. So
+    does SmartMoE, which moves no expert if all are evenly loaded. FasterMoE has its smart schedule
+    in groups of four devices, and no shadows.
 
     Args:
         book: gives the constants.
         model: a key of `MODELS`.
         nodes: number of nodes.
         per_node: devices in use on each node.
-        systems: the other systems.
     """
-    dim, devices = MODELS[model], nodes * per_node
+    dim = MODELS[model]
+    devices = nodes * per_node
     layer = replace(workload(devices, dim, 1), tokens=LENGTH)
     setting = Setting(
         nodes=nodes, per_node=per_node, slots=SAMPLES, layer=layer, num_layers=JOURNEY
@@ -174,7 +188,9 @@ class NetMoECluster:
     """
 
     def __init__(self, book: Book, nodes: int = 2, per_node: int = PER_NODE) -> None:
-        self.book, self._nodes, self._per_node = book, nodes, per_node
+        self.book = book
+        self._nodes = nodes
+        self._per_node = per_node
 
     @cached_property
     def spec(self) -> ClusterSpec:
@@ -186,13 +202,15 @@ class NetMoECluster:
         return replace(spec, device=device, links=(nvlink, nic))
 
     def table4_ms(self, samples: int) -> tuple[float, float]:
-        """Return the milliseconds of scatter and computation in a layer of the small model on 16 devices.
+        """Return the milliseconds of scatter and computation in a layer of the small model on 16
+        devices.
 
         Args:
             samples: samples per device.
         """
         grid = Grid(world=16, ep=16, ranks_per_node=PER_NODE)
-        compiled, layer = compile_plan(Plan(), grid), workload(16, MODELS["S"], samples)
+        compiled = compile_plan(Plan(), grid)
+        layer = workload(16, MODELS["S"], samples)
         run = Simulator(self.spec).run(compiled.forward, layer, grid)
         rows = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
         spans = run.timeline.spans
@@ -245,17 +263,19 @@ def reproduce(book: Book) -> Reproduction:
 
 
 def after_points(reproduction: Reproduction) -> float:
-    """Return the median error in points of the changes in traffic between nodes, over rows that count as validation."""
+    """Return the median error in points of the changes in traffic between nodes, over rows that
+    count as validation."""
     return statistics.median(reproduction.errors(unit="points", prefix="netmoe.change."))
 
 
 def _findings(book: Book, after: dict[int, PlacedSamples]) -> tuple[PaperFinding, ...]:
+    """Return the findings about the paper's statements."""
     concentration = book.constant("netmoe.concentration")
     return (
         PaperFinding(
             "one concentration explains the savings on 2 and on 4 nodes",
-            f"{concentration:.3g} over all experts: {100 * (after[16].inter - 1):.1f} % on 2 nodes, "
-            f"{100 * (after[32].inter - 1):.1f} % on 4",
+            f"{concentration:.3g} over all experts: {100 * (after[16].inter - 1):.1f} % on 2 "
+            f"nodes, {100 * (after[32].inter - 1):.1f} % on 4",
             abs(after[16].inter - after[32].inter) < 0.05,
         ),
         PaperFinding(
@@ -267,6 +287,7 @@ def _findings(book: Book, after: dict[int, PlacedSamples]) -> tuple[PaperFinding
 
 
 def _charts(book: Book, after: dict[int, PlacedSamples]) -> tuple[Chart, ...]:
+    """Return the charts of the paper."""
     cases: dict[str, tuple[float | None, float]] = {}
     for devices, model in itertools.product((16, 32), MODELS):
         paper = book.cells[f"netmoe.change.{devices}.{model}"].value
@@ -276,9 +297,13 @@ def _charts(book: Book, after: dict[int, PlacedSamples]) -> tuple[Chart, ...]:
         )
     concentrations = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
     curves = tuple(
-        (f"{devices} devices", concentrations, tuple(100 * (1 - placed(devices, c, draws=4).inter) for c in concentrations))
+        (
+            f"{devices} devices",
+            concentrations,
+            tuple(100 * (1 - placed(devices, c, draws=4).inter) for c in concentrations),
+        )
         for devices in (16, 32)
-    )  # fmt: skip
+    )
     return (
         paper_bars("saved between nodes", "devices and model", "%", cases),
         Chart(

@@ -21,8 +21,10 @@ REPRODUCTIONS: dict[str, Callable[[Book], Reproduction]] = {
 """Functions that reproduce a paper, by its name."""
 TARGETS = {"parm": 0.15, "schemoe": 0.10, "tutel": 0.10, "fastermoe": 0.30, "netmoe": 0.10}
 """Largest allowed median error by paper."""
-WORST, TWICE = 0.25, 2.0
-"""Largest allowed error of a single figure, and the most by which a headline's gain may be too large or too small."""
+WORST = 0.25
+TWICE = 2.0
+"""Largest allowed error of a single figure, and the most by which a headline's gain may be too
+large or too small."""
 HEADLINES = {
     "parm": "parm.chosen.b32.m4s4",
     "schemoe": "schemoe.layers.gain",
@@ -32,16 +34,17 @@ HEADLINES = {
 }
 """The figure of each paper's headline."""
 NOTES = (
-    "Simulated figures beside published ones. A row of role fit rests on a constant that was made of it, and counts for "
-    "nothing; figures that are kept back have a prediction and no error."
+    "Simulated figures beside published ones. A row of role fit rests on a constant that was "
+    "made of it, and counts for nothing; figures that are kept back have a prediction and no "
+    "error."
 )
 
 
 def claims(reproductions: Sequence[Reproduction], book: Book) -> list[Claim]:
-    """Return all claims, including those of papers that were not reproduced in this run, which have no value.
+    """Return all claims, including those of papers that were not reproduced in this run, which have
+    no value.
 
     Args:
-        reproductions: the reproductions of this run.
         book: the cells and constants.
     """
 
@@ -97,7 +100,8 @@ def claims(reproductions: Sequence[Reproduction], book: Book) -> list[Claim]:
 
 
 def times_off(row: Row) -> float:
-    """Return how many times a simulated gain is larger than the published one, or smaller; infinite if it is a loss."""
+    """Return how many times a simulated gain is larger than the published one, or smaller; infinite
+    if it is a loss."""
     assert row.cell.value is not None
     ours, published = (
         each / 100 if row.cell.unit == "gain %" else each - 1 for each in (row.ours, row.cell.value)
@@ -107,7 +111,8 @@ def times_off(row: Row) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PapersMeasured(Measurement):
-    """The results of `moesaic reproduce`: rows and claims of some papers, and further data by paper."""
+    """The results of `moesaic reproduce`: rows and claims of some papers, and further data by
+    paper."""
 
     papers: dict[str, Any]
     """Title, constants, findings, assumptions and unexplained figures, by paper."""
@@ -144,6 +149,7 @@ class PapersMeasured(Measurement):
 
 
 def _row(paper: str, row: Row) -> dict[str, Any]:
+    """Return the row of a figure."""
     cell = row.cell
     return {
         "paper": paper,

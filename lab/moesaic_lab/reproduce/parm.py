@@ -1,7 +1,9 @@
-"""Parm's sweep on its two testbeds: the baseline and the two schedules, as our programs on our simulator.
+"""Parm's sweep on its two testbeds: the baseline and the two schedules, as our programs on our
+simulator.
 
-Yin et al. (INFOCOM 2024), section VI. An average speed-up is a mean over the sweep's layers that fit into memory. The speed-up
-of a layer is the baseline's time over the schedule's, forward and backward passes together.
+Yin et al. (INFOCOM 2024), section VI. An average speed-up is a mean over the sweep's layers that
+fit into memory. The speed-up of a layer is the baseline's time over the schedule's, forward and
+backward passes together.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from moesaic.planner.algorithm1 import Operations, corrected, faster, operations
 from moesaic.planner.cluster import ClusterSpec, Tflops, read_cluster
-from moesaic.planner.memory import GIB, layer_memory
+from moesaic.planner.rank_memory import GIB, layer_memory
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -33,12 +35,18 @@ PLANS = {
     "s2": Plan(schedule="s2", overlap_gather=True),
     "s2 in turn": Plan(schedule="s2"),
 }
-"""Plans of the schedules. S2 overlaps its last all-to-all and all-gather (SAA); "s2 in turn" runs one after the other."""
+"""Plans of the schedules. S2 overlaps its last all-to-all and all-gather (SAA); "s2 in turn" runs
+one after the other."""
 MODELS = {"bert": ("parm-bert-base", 512), "gpt2": ("parm-gpt2", 1024)}
 """(preset, sequence length) of the models of Table V."""
-STEP_SEQUENCES, STEP_FACTOR = 4, 1.2
-"""Assumed sequences per tensor-parallel group and capacity factor of Table V, which gives neither."""
-BATCHES, LENGTHS, WIDTHS, FACTORS = (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (1.2, 2.4)
+STEP_SEQUENCES = 4
+STEP_FACTOR = 1.2
+"""Assumed sequences per tensor-parallel group and capacity factor of Table V, which gives
+neither."""
+BATCHES = (2, 4, 8)
+LENGTHS = (512, 1024, 2048)
+WIDTHS = (1024, 2048, 4096)
+FACTORS = (1.2, 2.4)
 RESERVE_GIB = 1.0
 """Memory of a device that the framework itself uses."""
 
@@ -69,7 +77,8 @@ class Testbed:
     """
 
     def __init__(self, book: Book, name: str) -> None:
-        self.name, self.top_k = name, round(book.constant("parm.top_k"))
+        self.name = name
+        self.top_k = round(book.constant("parm.top_k"))
         self.cluster = testbed(book, name)
         self.runs = SweptRuns(self.cluster)
 
@@ -89,7 +98,8 @@ class Testbed:
         for workload, count in layers(world, s, self.top_k):
             if not self._fits(workload, grid):
                 continue
-            seconds, compute = {}, {}
+            seconds = {}
+            compute = {}
             for schedule in schedules:
                 runs = self.runs.run(PLANS[schedule], grid, workload)
                 seconds[schedule] = sum(run.seconds for run in runs)
@@ -98,7 +108,8 @@ class Testbed:
         return times
 
     def steps_ms(self, model: str, world: int) -> dict[str, float]:
-        """Return the milliseconds of a training step of Table V by schedule, without gradient exchange as in the paper.
+        """Return the milliseconds of a training step of Table V by schedule, without gradient
+        exchange as in the paper.
 
         Args:
             model: a key of `MODELS`.
@@ -119,12 +130,14 @@ class Testbed:
         return milliseconds
 
     def grid(self, world: int, m: int, s: int) -> Grid:
-        """Return the mesh: one replica of the experts over all ranks, shards and tensor groups innermost."""
+        """Return the mesh: one replica of the experts over all ranks, shards and tensor groups
+        innermost."""
         per_node = self.cluster.devices_per_node
         return Grid(world=world, tp=m, ep=world // s, etp=s, ranks_per_node=per_node)
 
     def _fits(self, workload: Workload, grid: Grid) -> bool:
-        """Return whether the baseline's layer fits into memory: weights, gradients, kept activations and live buffers."""
+        """Return whether the baseline's layer fits into memory: weights, gradients, kept
+        activations and live buffers."""
         plan = self.runs.compiled(PLANS["baseline"], grid)
         volumes = self.runs.simulator.volumes(plan.forward, workload, plan.grid)
         activations, buffers = layer_memory(plan.forward, plan.backward, volumes)
@@ -143,12 +156,13 @@ class Testbed:
 def testbed(book: Book, name: str) -> ClusterSpec:
     """Return a testbed's preset with the constants in place.
 
-    The published start-up and time per element of an all-gather are taken as those of a ring of two ranks, in which each rank
-    sends one message with half of the output.
+    The published start-up and time per element of an all-gather are taken as those of a ring of two
+    ranks, in which each rank sends one message with half of the output.
     """
     spec = read_cluster(f"parm-{name}")
     pcie, *others = spec.links
-    rate, startup = book.constant(f"parm.{name}.link"), book.constant(f"parm.{name}.message")
+    rate = book.constant(f"parm.{name}.link")
+    startup = book.constant(f"parm.{name}.message")
     links = [replace(pcie, gbps=(rate,), latency_us=0.0, message_us=startup), *others]
     if name == "a":
         return replace(spec, links=tuple(links))
@@ -165,15 +179,22 @@ def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
     ):
         yield (
             Workload(
-                tokens=size, num_experts=world // s, top_k=top_k, dim=dim * s, hidden=hidden * s, matrices=2,
-                dtype="fp32", capacity_factor=factor,
+                tokens=size,
+                num_experts=world // s,
+                top_k=top_k,
+                dim=dim * s,
+                hidden=hidden * s,
+                matrices=2,
+                dtype="fp32",
+                capacity_factor=factor,
             ),
             count,
-        )  # fmt: skip
+        )
 
 
 def mean_speedup(times: Sequence[ParmTimes], schedule: str) -> float:
-    """Return the average speed-up of a schedule over the baseline, with equal weight for every layer of the sweep."""
+    """Return the average speed-up of a schedule over the baseline, with equal weight for every
+    layer of the sweep."""
     return float(
         np.average(
             [each.speedup(schedule) for each in times], weights=[each.count for each in times]
@@ -182,13 +203,15 @@ def mean_speedup(times: Sequence[ParmTimes], schedule: str) -> float:
 
 
 def saa_gain(times: Sequence[ParmTimes]) -> float:
-    """Return the mean speed-up of S2 with SAA over S2 that runs all-to-all and all-gather one after the other."""
+    """Return the mean speed-up of S2 with SAA over S2 that runs all-to-all and all-gather one after
+    the other."""
     ratios = [each.seconds["s2 in turn"] / each.seconds["s2"] for each in times]
     return float(np.average(ratios, weights=[each.count for each in times]))
 
 
 def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:
-    """Return the smallest and the largest share of communication in a layer of the baseline, in per cent."""
+    """Return the smallest and the largest share of communication in a layer of the baseline, in per
+    cent."""
     percentages = [
         100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times
     ]
@@ -198,8 +221,8 @@ def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:
 def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
     """Return "s1" or "s2" by Algorithm 1 as printed; arguments as of `corrected`.
 
-    T in line 2 already contains the width M, and line 3, y = E T M N_ESP, multiplies by M again. Line 5 evaluates the
-    overlapped operation at y, not at y / m (errata P1 and P3).
+    T in line 2 already contains the width M, and line 3, y = E T M N_ESP, multiplies by M again.
+    Line 5 evaluates the overlapped operation at y, not at y / m (errata P1 and P3).
     """
     per_expert = layer.copies / layer.num_experts * layer.dim
     y = layer.num_experts * per_expert * layer.dim * s
@@ -239,42 +262,65 @@ def reproduce(book: Book) -> Reproduction:
         key: {rule: _choose(beds[key[0]], key, times, rule) for rule in RULES}
         for key, times in cells.items()
     }
+    figures = {
+        **_figures_of_sweep(cells, chosen),
+        **_figures_of_bed(beds["a"], 8, cells),
+        **_figures_of_bed(beds["b"], 32, cells),
+    }
+    rows = book.rows(figures)
+    findings = _findings(book, rows, chosen, cells)
+    return book.reproduction("parm", rows, findings, _charts(rows, cells[BEST]))
+
+
+Cells = Mapping[tuple[str, int, int, int], list[ParmTimes]]
+"""(testbed, GPUs, m, s) -> times of the layers of the sweep."""
+BEST = ("b", 32, 4, 4)
+"""The cell with the largest speed-ups."""
+
+
+def _figures_of_sweep(
+    cells: Cells, chosen: Mapping[tuple[str, int, int, int], Mapping[str, ParmChoices]]
+) -> dict[str, float]:
+    """Return the figures of the sweep over layers, by name."""
     figures: dict[str, float] = {}
     for (name, world, m, s), times in cells.items():
         case = f"{name}{world}.m{m}s{s}"
         for schedule in ("s1", "s2"):
             figures[f"parm.{schedule}.{case}"] = mean_speedup(times, schedule)
         figures[f"parm.chosen.{case}"] = chosen[name, world, m, s]["corrected"].speedup
-    wide = [shares(times) for (name, world, *_), times in cells.items() if world == 32]
+    wide = [shares(times) for (_, world, _, _), times in cells.items() if world == 32]
     figures["parm.share.least"] = min(least for least, _ in wide)
     figures["parm.share.most"] = max(most for _, most in wide)
-    best = cells["b", 32, 4, 4]
+    best = cells[BEST]
     above = sum(each.count for each in best if max(each.speedup("s1"), each.speedup("s2")) > 4)
     figures["parm.histogram.above4"] = 100 * above / sum(each.count for each in best)
-    figures["parm.sweep.runnable"] = float(
-        sum(each.count for times in cells.values() for each in times)
-    )
-    for name, world in (("a", 8), ("b", 32)):
-        of_bed = [each for (bed, *_), times in cells.items() if bed == name for each in times]
-        figures[f"parm.saa.{name}"] = saa_gain(of_bed)
-        for model in MODELS:
-            steps = beds[name].steps_ms(model, world)
-            figures[f"parm.step.{model}.{name}.baseline"] = steps["baseline"]
-            figures[f"parm.step.{model}.{name}.parm"] = min(steps["s1"], steps["s2"])
-    rows = book.rows(figures)
-    return book.reproduction(
-        "parm", rows, _findings(book, rows, chosen, cells), _charts(rows, best)
-    )
+    runnable = sum(each.count for times in cells.values() for each in times)
+    figures["parm.sweep.runnable"] = float(runnable)
+    return figures
+
+
+def _figures_of_bed(bed: Testbed, world: int, cells: Cells) -> dict[str, float]:
+    """Return the figures of a testbed with `world` GPUs, by name."""
+    of_bed = [each for (name, *_), times in cells.items() if name == bed.name for each in times]
+    figures = {f"parm.saa.{bed.name}": saa_gain(of_bed)}
+    for model in MODELS:
+        steps = bed.steps_ms(model, world)
+        figures[f"parm.step.{model}.{bed.name}.baseline"] = steps["baseline"]
+        figures[f"parm.step.{model}.{bed.name}.parm"] = min(steps["s1"], steps["s2"])
+    return figures
 
 
 def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
-    """Return in how many cells S1 and S2 come in the paper's order, and for how many cells that order is known."""
+    """Return in how many cells S1 and S2 come in the paper's order, and for how many cells that
+    order is known."""
     ours = {row.cell.name: row.ours for row in rows}
-    right, known = 0, 0
+    right = 0
+    known = 0
     for name, world in COLUMNS:
         for m, s in SIZES:
             one, two = (f"parm.{schedule}.{name}{world}.m{m}s{s}" for schedule in ("s1", "s2"))
-            first, second = book.cells[one].value, book.cells[two].value
+            first = book.cells[one].value
+            second = book.cells[two].value
             if first is not None and second is not None:
                 known += 1
                 right += (ours[one] > ours[two]) == (first > second)
@@ -284,9 +330,12 @@ def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
 def _choose(
     bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str
 ) -> ParmChoices:
+    """Return what a rule chooses for the layers of a cell."""
     _, world, m, s = key
     costs = operations(bed.runs.simulator, bed.grid(world, m, s), bed.top_k)
-    right, regret, speedups = 0, 0.0, 0.0
+    right = 0
+    regret = 0.0
+    speedups = 0.0
     for layer in times:
         picked = RULES[rule](costs, layer.workload, m, s)
         best = _faster(layer)
@@ -303,6 +352,7 @@ def _findings(
     chosen: Mapping[tuple[str, int, int, int], Mapping[str, ParmChoices]],
     cells: Mapping[tuple[str, int, int, int], list[ParmTimes]],
 ) -> Iterator[PaperFinding]:
+    """Yield the findings about the paper's statements."""
     right, known = order(book, rows)
     yield PaperFinding(
         "S1 and S2 rank as in Table IV (target: three quarters of the cells)",
@@ -311,24 +361,33 @@ def _findings(
     )
     for rule in RULES:
         choices = [by_rule[rule] for by_rule in chosen.values()]
-        right, total = sum(c.right for c in choices), sum(c.of for c in choices)
+        right = sum(c.right for c in choices)
+        total = sum(c.of for c in choices)
         lost = sum(c.regret * c.of for c in choices) / total
         yield PaperFinding(
             f"Algorithm 1 as {rule} picks the faster schedule",
-            f"{right} of {total} layers ({right / total:.0%}); its picks take {lost:.1%} longer than the best",
+            (
+                f"{right} of {total} layers ({right / total:.0%}); its picks take {lost:.1%} "
+                "longer than the best"
+            ),
         )
     one_sided = sum(len({_faster(layer) for layer in times}) == 1 for times in cells.values())
     yield PaperFinding(
-        "one of S1 and S2 is faster in every layer of a cell, as Parm's choice, constant in 13 of 16, suggests",
+        (
+            "one of S1 and S2 is faster in every layer of a cell, as Parm's choice, constant in "
+            "13 of 16, suggests"
+        ),
         f"{one_sided} of {len(cells)} cells",
     )
 
 
 def _faster(times: ParmTimes) -> str:
+    """Return the faster of S1 and S2."""
     return min(("s1", "s2"), key=lambda schedule: times.seconds[schedule])
 
 
 def _charts(rows: tuple[Row, ...], best: list[ParmTimes]) -> tuple[Chart, ...]:
+    """Return the charts of the paper."""
     of = {row.cell.name: (row.cell.value, row.ours) for row in rows}
     cases = [f"{name}{world}.m{m}s{s}" for name, world in COLUMNS for m, s in SIZES]
     by_schedule = [

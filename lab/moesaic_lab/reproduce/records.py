@@ -1,7 +1,8 @@
-"""Data of a reproduction: a paper's figures (cells), constants that were fitted to some of them, and our simulated figures.
+"""Data of a reproduction: a paper's figures (cells), constants that were fitted to some of them,
+and our simulated figures.
 
-The constants determine which figures count as validation. A cell that any constant names, or that follows from such cells, has
-the role "fit", and no row with it counts as validation.
+The constants determine which figures count as validation. A cell that any constant names, or that
+follows from such cells, has the role "fit", and no row with it counts as validation.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from moesaic.errors import InputError
 PAPERS = ("parm", "schemoe", "tutel", "netmoe", "fastermoe")
 """Names of the papers, in the order in which they are reproduced."""
 Role = Literal["fit", "validation", "arithmetic", "kept back", "no prediction"]
-"""Role of a figure: a constant was fitted to it; nothing was; nothing was, but it follows from sizes by arithmetic; it is kept
-back; or it cannot be predicted, since the paper does not print the batch or the length that it was measured with."""
+"""Role of a figure: a constant was fitted to it; nothing was; nothing was, but it follows from
+sizes by arithmetic; it is kept back; or it cannot be predicted, since the paper does not print the
+batch or the length that it was measured with."""
 Unit = Literal["x", "ms", "us", "ns", "MiB", "%", "gain %", "points", "1"]
 
 
@@ -31,22 +33,27 @@ class PublishedCell:
     name: str
     """The cell's name, in the form paper.quantity.case."""
     value: float | None
-    """The figure as printed; None for a figure that is kept back, so that only a prediction is known."""
+    """The figure as printed; None for a figure that is kept back, so that only a prediction is
+    known."""
     unit: Unit
-    """Unit of the figure. "gain %": a gain g stands for a ratio of 1 + g / 100. "points": errors are differences in points."""
+    """Unit of the figure. "gain %": a gain g stands for a ratio of 1 + g / 100. "points": errors
+    are differences in points."""
     source: str
     """Paper, table and row."""
     derived: tuple[str, ...] = ()
     """Cells from which this one follows. Such a cell is no independent evidence."""
     not_printed: str = ""
-    """Sizes that the paper does not print and without which the figure cannot be predicted; ours then assumes them."""
+    """Sizes that the paper does not print and without which the figure cannot be predicted; ours
+    then assumes them."""
     arithmetic: bool = False
-    """Whether ours is a count of bytes under even routing, or a fitted figure times a depth: right without a simulator."""
+    """Whether ours is a count of bytes under even routing, or a fitted figure times a depth: right
+    without a simulator."""
     note: str = ""
     """Remarks on the figure."""
 
     def error(self, ours: float) -> float:
-        """Return the error of our figure, relative to the paper's; for points, the difference in points.
+        """Return the error of our figure, relative to the paper's; for points, the difference in
+        points.
 
         Raises:
             InputError: if the figure is kept back.
@@ -58,7 +65,8 @@ class PublishedCell:
         return abs(self.ratio(ours) - 1)
 
     def ratio(self, ours: float) -> float:
-        """Return our figure over the paper's; for gains, the ratio of the speeds that they stand for."""
+        """Return our figure over the paper's; for gains, the ratio of the speeds that they stand
+        for."""
         assert self.value is not None
         if self.unit == "gain %":
             return (1 + ours / 100) / (1 + self.value / 100)
@@ -89,14 +97,16 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """The error as in `PublishedCell.error`; None if the paper's figure is kept back, or ours is no prediction."""
+        """The error as in `PublishedCell.error`; None if the paper's figure is kept back, or ours
+        is no prediction."""
         is_compared = self.cell.value is not None and self.role != "no prediction"
         return self.cell.error(self.ours) if is_compared else None
 
 
 @dataclass(frozen=True)
 class PaperFinding:
-    """A statement of a paper that is not a single number, and whether the simulation confirms it."""
+    """A statement of a paper that is not a single number, and whether the simulation confirms
+    it."""
 
     statement: str
     ours: str
@@ -126,7 +136,6 @@ def paper_bars(
     """Return a bar chart of a paper's figures, as far as they are printed, next to ours.
 
     Args:
-        title: title of the chart.
         x_title: title of the axis with the cases.
         y_title: title of the axis with the values, unit included.
         cases: (the paper's figure, our figure) by label.
@@ -166,7 +175,8 @@ class Reproduction:
         """Return the errors of the rows that count as validation, without derived cells.
 
         Args:
-            unit: only cells of this unit; None for all units except points, whose errors are not relative.
+            unit: only cells of this unit; None for all units except points, whose errors are not
+                relative.
             prefix: only cells with names that start with this.
         """
         return [
@@ -199,7 +209,9 @@ class Book:
         constants: Mapping[str, Constant],
         about: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.cells, self.constants, self._about = cells, constants, about or {}
+        self.cells = cells
+        self.constants = constants
+        self._about = about or {}
 
     @cached_property
     def used(self) -> frozenset[str]:
@@ -267,13 +279,21 @@ class Book:
         findings: Iterable[PaperFinding],
         charts: Iterable[Chart],
     ) -> Reproduction:
-        """Return a paper's reproduction, with its constants, assumptions and unexplained figures added."""
-        constants, about = self.of(paper), self._about[paper]
+        """Return a paper's reproduction, with its constants, assumptions and unexplained figures
+        added."""
+        constants = self.of(paper)
+        about = self._about[paper]
         borrowed = tuple(self.constants[name] for name in about.get("also", ()))
         return Reproduction(
-            paper=paper, title=about["title"], rows=rows, constants=(*constants, *borrowed), findings=tuple(findings),
-            assumptions=tuple(about["assumptions"]), unexplained=tuple(about["unexplained"]), charts=tuple(charts),
-        )  # fmt: skip
+            paper=paper,
+            title=about["title"],
+            rows=rows,
+            constants=(*constants, *borrowed),
+            findings=tuple(findings),
+            assumptions=tuple(about["assumptions"]),
+            unexplained=tuple(about["unexplained"]),
+            charts=tuple(charts),
+        )
 
     def of(self, paper: str) -> tuple[Constant, ...]:
         """Return the constants of a paper."""
@@ -296,11 +316,15 @@ def read_book() -> Book:
             for name, value in group["cells"].items():
                 assert name not in cells, f"{name} stands twice"
                 cells[name] = PublishedCell(
-                    name=name, value=None if value == "." else float(value), unit=group["unit"],
-                    source=group["source"], derived=tuple(table.get("derived", {}).get(name, ())),
-                    not_printed=group.get("not_printed", ""), arithmetic=group.get("arithmetic", False),
+                    name=name,
+                    value=None if value == "." else float(value),
+                    unit=group["unit"],
+                    source=group["source"],
+                    derived=tuple(table.get("derived", {}).get(name, ())),
+                    not_printed=group.get("not_printed", ""),
+                    arithmetic=group.get("arithmetic", False),
                     note=table.get("notes", {}).get(name, ""),
-                )  # fmt: skip
+                )
     constants = {
         entry["name"]: Constant(**{**entry, "cells": tuple(entry["cells"])})
         for entry in _table("constants")["constant"]
@@ -309,6 +333,7 @@ def read_book() -> Book:
 
 
 def _table(name: str) -> dict[str, Any]:
+    """Read a table of published figures."""
     with resources.as_file(
         resources.files("moesaic_lab.reproduce").joinpath("data", f"{name}.toml")
     ) as path:

@@ -1,7 +1,9 @@
-"""ScheMoE's layers and steps as our programs: codec, Pipe-A2A and OptSche compared with Tutel's plain layer.
+"""ScheMoE's layers and steps as our programs: codec, Pipe-A2A and OptSche compared with Tutel's
+plain layer.
 
-Shi et al. (EuroSys 2024), on 8 nodes of four RTX 2080 Ti. The paper assumes that NCCL's all-to-all sends one message after
-another (eq. 17), and that Pipe-A2A does so on two communicators at once. This module makes the same assumptions.
+Shi et al. (EuroSys 2024), on 8 nodes of four RTX 2080 Ti. The paper assumes that NCCL's all-to-all
+sends one message after another (eq. 17), and that Pipe-A2A does so on two communicators at once.
+This module makes the same assumptions.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from moesaic.planner.cluster import ClusterSpec, Host, Tflops, read_cluster
-from moesaic.planner.memory import GIB
+from moesaic.planner.rank_memory import GIB
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -32,15 +34,14 @@ PLANS = {
         codec="zfp", backward_codec="zfp", all_to_all="pipelined", chunks=2, order="optsche"
     ),
 }
-"""Plans of the ablation's rows, each of which adds a part to the previous one: from Tutel's layer to ScheMoE's."""
+"""Plans of the ablation's rows, each of which adds a part to the previous one: from Tutel's layer
+to ScheMoE's."""
 DEPTHS = (12, 16, 20, 24)
 """Numbers of layers of the CT-MoE models."""
-BATCHES, FACTORS, LENGTHS, WIDTHS = (
-    (2, 4, 8),
-    (1.0, 1.1, 1.2),
-    (512, 1024, 2048),
-    (512, 1024, 2048, 4096, 8192),
-)
+BATCHES = (2, 4, 8)
+FACTORS = (1.0, 1.1, 1.2)
+LENGTHS = (512, 1024, 2048)
+WIDTHS = (512, 1024, 2048, 4096, 8192)
 ALGORITHMS: tuple[AllToAll, ...] = ("linear", "pipelined", "hier2d", "hier1d")
 
 
@@ -83,7 +84,6 @@ class ScheMoECluster:
 
         Args:
             name: the plan, a key of `PLANS`.
-            workload: the layer.
         """
         return self.seconds_of(PLANS[name], workload)
 
@@ -93,7 +93,8 @@ class ScheMoECluster:
         return sum(run.seconds for run in runs.run(plan, GRID, workload))
 
     def best_of_r(self, workload: Workload) -> tuple[float, int]:
-        """Return the seconds of a layer under ScheMoE with the best number of chunks among 1, 2 and 4, and that number."""
+        """Return the seconds of a layer under ScheMoE with the best number of chunks among 1, 2 and
+        4, and that number."""
         return min(
             (self.seconds_of(replace(PLANS["schedule"], chunks=r), workload), r) for r in (1, 2, 4)
         )
@@ -106,12 +107,14 @@ class ScheMoECluster:
         return rest + depth * 1e3 * self.seconds(name, CT_MOE)
 
     def all_to_all_ms(self, depth: int) -> float:
-        """Return the milliseconds of all all-to-alls of token rows in a step of CT-MoE under Tutel."""
+        """Return the milliseconds of all all-to-alls of token rows in a step of CT-MoE under
+        Tutel."""
         return 4 * depth * 1e3 * exchange_seconds(self._in_turn.simulator.cluster, "linear", CT_MOE)
 
 
 def cluster(book: Book) -> ClusterSpec:
-    """Return the testbed's preset with the constants in place; a message between nodes gets a quarter of the NIC."""
+    """Return the testbed's preset with the constants in place; a message between nodes gets a
+    quarter of the NIC."""
     spec = read_cluster("schemoe")
     pcie, nic = spec.links
     pcie = replace(pcie, gbps=(book.constant("parm.b.link"),))
@@ -126,7 +129,8 @@ def cluster(book: Book) -> ClusterSpec:
 
 
 def layers() -> Iterator[tuple[Workload, int]]:
-    """Yield the different ones of the sweep's 675 layers, each with the number of identical layers."""
+    """Yield the different ones of the sweep's 675 layers, each with the number of identical
+    layers."""
     tokens = Counter(batch * length for batch, length in itertools.product(BATCHES, LENGTHS))
     for (size, count), factor, hidden, dim in itertools.product(
         sorted(tokens.items()), FACTORS, WIDTHS, WIDTHS
@@ -142,7 +146,6 @@ def exchange_seconds(
     Its hops run one after another, except that those of "pipelined" run at once on different lanes.
 
     Args:
-        spec: the cluster.
         algorithm: the all-to-all's algorithm.
         workload: the layer that sends the rows.
         grid: the mesh.
@@ -153,16 +156,18 @@ def exchange_seconds(
     seconds = []
     for task in program.tasks:
         moves = task.op in (Op.MOVE, Op.HOP) and task.stage is Stage.DISPATCH
-        if moves and slots[(task.of or task.reads)[0]].kind is Kind.ROWS:
-            seconds.append(sum(moved.load.alone for moved in volumes.movements(task, slots, "")))
+        moved = slots[(task.of or task.reads)[0]] if moves else None
+        if moved is not None and moved.kind is Kind.ROWS:
+            movements = volumes.movements(task, slots, "")
+            seconds.append(sum(movement.load.alone for movement in movements))
     return max(seconds) if algorithm == "pipelined" else sum(seconds)
 
 
 def exchange_gib(algorithm: AllToAll, num_bytes: float) -> float:
     """Return the GiB that the busiest rank of an all-to-all holds.
 
-    Each rank holds its rows before and after the exchange. 1DH's leader also holds those of its whole node before and after.
-    2DH's ranks also hold the rows that they forward.
+    Each rank holds its rows before and after the exchange. 1DH's leader also holds those of its
+    whole node before and after. 2DH's ranks also hold the rows that they forward.
 
     Args:
         algorithm: the all-to-all's algorithm.
@@ -203,16 +208,16 @@ def reproduce(book: Book) -> Reproduction:
     rest = bed.book.constant("schemoe.rest.layer") * BERT.tokens / CT_MOE.tokens
     tutel, ours = (1e3 * bed.seconds(name, BERT) for name in ("naive", "schedule"))
     figures["schemoe.bert.gain"] = 100 * ((tutel + rest) / (ours + rest) - 1)
-    findings, charts = (
-        _findings(bed, sizes, curves, gains, counts),
-        _charts(sizes, curves, gains, counts),
-    )
+    findings = _findings(bed, sizes, curves, gains, counts)
+    charts = _charts(sizes, curves, gains, counts)
     return book.reproduction("schemoe", book.rows(figures), findings, charts)
 
 
 def gains_of_layers(bed: ScheMoECluster, plan: Plan) -> tuple[list[float], list[int]]:
-    """Return a plan's gain in per cent over Tutel's, for each different layer of the sweep, and the numbers of such layers."""
-    gains, counts = [], []
+    """Return a plan's gain in per cent over Tutel's, for each different layer of the sweep, and the
+    numbers of such layers."""
+    gains = []
+    counts = []
     for workload, count in layers():
         gains.append(100 * (bed.seconds("naive", workload) / bed.seconds_of(plan, workload) - 1))
         counts.append(count)
@@ -226,6 +231,7 @@ def _findings(
     gains: list[float],
     counts: list[int],
 ) -> tuple[PaperFinding, ...]:
+    """Return the findings about the paper's statements."""
     memory = cluster(bed.book).device.memory_gib
     too_large = [size for size in sizes if exchange_gib("hier1d", size) > memory - 1]
     others = [size for size in sizes if exchange_gib("hier2d", size) > memory - 1]
@@ -253,10 +259,16 @@ def _findings(
         ),
         PaperFinding(
             "gains over the 675 layers",
-            f"{min(gains):.0f} to {max(gains):.0f} %; {slower} of {sum(counts)} layers, all with small messages, are slower",
+            (
+                f"{min(gains):.0f} to {max(gains):.0f} %; {slower} of {sum(counts)} layers, all "
+                "with small messages, are slower"
+            ),
         ),
         PaperFinding(
-            "BERT-Large gains over Tutel if the profiler chooses r among 1, 2 and 4 (CT-MoE-12's step is 454 ms)",
+            (
+                "BERT-Large gains over Tutel if the profiler chooses r among 1, 2 and 4 "
+                "(CT-MoE-12's step is 454 ms)"
+            ),
             f"{chosen:+.0f} % with r = {r}, and then a step of CT-MoE-12 takes {step:.0f} ms",
             chosen > 0,
         ),
@@ -270,6 +282,7 @@ def _findings(
 def _charts(
     sizes: tuple[int, ...], curves: dict[str, list[float]], gains: list[float], counts: list[int]
 ) -> tuple[Chart, ...]:
+    """Return the charts of the paper."""
     x = tuple(float(size) for size in sizes)
     times = tuple((name, x, tuple(values)) for name, values in curves.items())
     memory = tuple(

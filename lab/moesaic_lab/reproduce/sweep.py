@@ -1,8 +1,10 @@
-"""Simulate many layers on one mesh: link loads are computed for two reference layers and interpolated for all others.
+"""Simulate many layers on one mesh: link loads are computed for two reference layers and
+interpolated for all others.
 
-Under even routing, the messages of a movement are the same for every layer on a mesh, except for their bytes. A message
-occupies a link for a start-up time plus bytes over rate, which is linear in the bytes. Two layers therefore determine all
-others. A sweep of a thousand layers costs little more than laying out its tasks in time.
+Under even routing, the messages of a movement are the same for every layer on a mesh, except for
+their bytes. A message occupies a link for a start-up time plus bytes over rate, which is linear in
+the bytes. Two layers therefore determine all others. A sweep of a thousand layers costs little more
+than laying out its tasks in time.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from moesaic.planner.call_sizes import chunks_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.even import AbstractEvenLayers, EvenLayers, PieceRows, piece_rows
 from moesaic.planner.movement import AbstractVolumes, Movement, row_bytes
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.topology import Load, Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled, compile_plan
@@ -53,7 +55,8 @@ class _Line:
 
 
 class _Family:
-    """The data shared by all layers of a program on a mesh: two reference layers, and the lines through both.
+    """The data shared by all layers of a program on a mesh: two reference layers, and the lines
+    through both.
 
     Args:
         first: volumes of the first reference layer.
@@ -64,7 +67,9 @@ class _Family:
     def __init__(
         self, first: AbstractVolumes, second: AbstractVolumes, pieces: tuple[PieceRows, PieceRows]
     ) -> None:
-        self.first, self.second, self.pieces = first, second, pieces
+        self.first = first
+        self.second = second
+        self.pieces = pieces
         self.rows: dict[Layout, np.ndarray] = {}
         self.experts: dict[Layout, np.ndarray] = {}
         self._lines: dict[tuple[object, ...], list[_Line]] = {}
@@ -90,12 +95,12 @@ class Scaled(AbstractVolumes):
 
     Args:
         family: the reference layers of the same program and mesh.
-        layer: the layer.
         piece: rows per piece of the layer.
     """
 
     def __init__(self, family: _Family, layer: Workload, piece: PieceRows) -> None:
-        self._family, self._piece = family, piece
+        self._family = family
+        self._piece = piece
         self.layer = layer
         self.topology: Topology = family.first.topology
 
@@ -124,16 +129,16 @@ class Scaled(AbstractVolumes):
         return [line.at(num_bytes) for line in self._family.lines(task, slots, codec)]
 
     def _times(self, layout: Layout) -> float:
+        """Return a layer's amount in a layout over that of the family's first layer."""
         return self._piece.of(layout) / (self._family.pieces[0].of(layout) or 1.0)
 
 
 class SweptLayers(AbstractEvenLayers):
-    """Even routing for many layers per mesh and program. A simulator with it gives the same times as one without, only faster.
+    """Even routing for many layers per mesh and program. A simulator with it gives the same times
+    as one without, only faster.
 
-    Codecs that encode rows in blocks round up each message, which scaling ignores: an error of up to one block per message.
-
-    Args:
-        cluster: the cluster.
+    Codecs that encode rows in blocks round up each message, which scaling ignores: an error of up
+    to one block per message.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -142,7 +147,8 @@ class SweptLayers(AbstractEvenLayers):
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
         """Return the rows and messages of a program under even routing."""
-        chunks, redundant = chunks_of(program), program.is_redundant
+        chunks = chunks_of(program)
+        redundant = program.is_redundant
         apart = any(slot.layout.step is not None for slot in program.slots)
         key = (grid, workload.num_experts, chunks, redundant, apart)
         if key not in self._families:
@@ -159,16 +165,17 @@ class SweptLayers(AbstractEvenLayers):
 
 
 class SweptRuns:
-    """Simulates forward and backward passes of layers on a cluster; each plan is compiled once per mesh.
+    """Simulates forward and backward passes of layers on a cluster; each plan is compiled once per
+    mesh.
 
     Args:
-        cluster: the cluster.
-        sends_gates: whether routing weights are sent with the rows, as in our layers. If not, they are applied at the tokens'
-            home ranks.
+        sends_gates: whether routing weights are sent with the rows, as in our layers. If not, they
+            are applied at the tokens' home ranks.
     """
 
     def __init__(self, cluster: ClusterSpec, *, sends_gates: bool = True) -> None:
-        self.simulator, self._sends_gates = sweep_simulator(cluster), sends_gates
+        self.simulator = sweep_simulator(cluster)
+        self._sends_gates = sends_gates
         self._compiled: dict[tuple[Plan, Grid], Compiled] = {}
 
     def compiled(self, plan: Plan, grid: Grid) -> Compiled:
@@ -195,7 +202,8 @@ class SweptRuns:
 
 
 def _without_gates(program: Program) -> Program:
-    """Return a program without the tasks that move routing weights; it can only be timed, not run."""
+    """Return a program without the tasks that move routing weights; it can only be timed, not
+    run."""
     kinds = {slot.name: slot.kind for slot in program.slots}
     tasks = [
         task

@@ -1,8 +1,9 @@
-"""Tutel's layers as our programs, with adaptive pipelining, 2DH and r, compared with Fairseq's layer.
+"""Tutel's layers as our programs, with adaptive pipelining, 2DH and r, compared with Fairseq's
+layer.
 
-Hwang et al. (MLSys 2023), on nodes of eight A100 with one port of 200 Gb/s per GPU. Gates and Fairseq's dispatch by masks are
-not part of the programs. Their times come from formulas: products, plus the bytes that PyTorch's operations read and write,
-counted in the sources of both systems.
+Hwang et al. (MLSys 2023), on nodes of eight A100 with one port of 200 Gb/s per GPU. Gates and
+Fairseq's dispatch by masks are not part of the programs. Their times come from formulas: products,
+plus the bytes that PyTorch's operations read and write, counted in the sources of both systems.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.planner.cluster import ClusterSpec, Tflops, read_cluster
-from moesaic.planner.timing import Simulated
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.program.plan import AllToAll, Plan
@@ -27,23 +28,28 @@ DEGREES = (1, 2, 4, 8)
 """Degrees of pipelining: the number of chunks of a layer."""
 ALGORITHMS: tuple[AllToAll, ...] = ("linear", "hier2d")
 PER_NODE = 8
-EXPERTS_PER_GPU, WIDTHS, TOKENS = (0.5, 1.0, 2.0), (1024, 2048, 4096), (4096, 16384, 65536)
+EXPERTS_PER_GPU = (0.5, 1.0, 2.0)
+WIDTHS = (1024, 2048, 4096)
+TOKENS = (4096, 16384, 65536)
 """Values in the sweep of adaptive pipelining."""
 Passes = tuple[tuple[int, int], tuple[int, int]]
-"""Bytes read and written per element: ((forward, backward) with one expert per token, (forward, backward) per further one)."""
+"""Bytes read and written per element: ((forward, backward) with one expert per token, (forward,
+backward) per further one)."""
 TUTEL_GATE: Passes = ((102, 32), (86, 16))
-"""Bytes per element of (tokens, experts) in fp16, with one-hot masks in int64 (`extract_critical`, `fast_cumsum_sub_one`). The
-first choice takes top-k 2, mask 8, softmax 4, weights 14, balance loss 26, positions 20 + 28. The next choice adds its mask,
-weights, positions and the sums of the previous masks."""
+"""Bytes per element of (tokens, experts) in fp16, with one-hot masks in int64 (`extract_critical`,
+`fast_cumsum_sub_one`). The first choice takes top-k 2, mask 8, softmax 4, weights 14, balance loss
+26, positions 20 + 28. The next choice adds its mask, weights, positions and the sums of the
+previous masks."""
 FAIRSEQ_GATE: Passes = ((208, 70), (388, 40))
-"""Bytes per element of (tokens, experts) in fp32, with one-hot masks in int64 (`top1gate.py`, `top2gate.py`). The first choice
-takes cast 6, softmax 8, entropy 32, choice 12, weights 20, cumulative sum 32, balance loss 20, drop 26, positions 32, gates 20.
-The second choice adds noise 68 + 12, the first one's mask 18, choice, weights 20 and both weights again 40, cumulative sum,
+"""Bytes per element of (tokens, experts) in fp32, with one-hot masks in int64 (`top1gate.py`,
+`top2gate.py`). The first choice takes cast 6, softmax 8, entropy 32, choice 12, weights 20,
+cumulative sum 32, balance loss 20, drop 26, positions 32, gates 20. The second choice adds noise
+68 + 12, the first one's mask 18, choice, weights 20 and both weights again 40, cumulative sum,
 offsets 24, shares of overflow 84, drop, positions and gates."""
 FAIRSEQ_MASKS: Passes = ((18, 10), (16, 4))
-"""Bytes per element of (tokens, experts, capacity). Forward: an outer product in fp32 4, its test for zero 5, casts to fp16 of
-combine 6 and dispatch 3. The second choice adds its product 4 and the sum of both 12. Backward: a cast 6, and the outer
-product's read 4 per choice."""
+"""Bytes per element of (tokens, experts, capacity). Forward: an outer product in fp32 4, its test
+for zero 5, casts to fp16 of combine 6 and dispatch 3. The second choice adds its product 4 and the
+sum of both 12. Backward: a cast 6, and the outer product's read 4 per choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +65,27 @@ class TutelLayer:
     factor: float = 1.0
     top_k: int = 2
     is_cut: bool = True
-    """With fewer experts than GPUs: whether experts are split into shards (True) or replicated (False)."""
+    """With fewer experts than GPUs: whether experts are split into shards (True) or replicated
+    (False)."""
 
     @property
     def workload(self) -> Workload:
         """The layer as a `Workload` in float16."""
         return Workload(
-            tokens=self.tokens, num_experts=round(self.gpus * self.experts_per_gpu), top_k=self.top_k, dim=self.dim,
-            hidden=self.hidden, matrices=2, dtype="fp16", capacity_factor=self.factor,
-        )  # fmt: skip
+            tokens=self.tokens,
+            num_experts=round(self.gpus * self.experts_per_gpu),
+            top_k=self.top_k,
+            dim=self.dim,
+            hidden=self.hidden,
+            matrices=2,
+            dtype="fp16",
+            capacity_factor=self.factor,
+        )
 
     @property
     def grid(self) -> Grid:
-        """The mesh. If there are fewer experts than GPUs, experts are split into shards or replicated."""
+        """The mesh. If there are fewer experts than GPUs, experts are split into shards or
+        replicated."""
         shards = max(1, round(1 / self.experts_per_gpu))
         etp = shards if self.is_cut else 1
         return Grid(world=self.gpus, ep=self.gpus // shards, etp=etp, ranks_per_node=PER_NODE)
@@ -99,15 +113,15 @@ class TutelCluster:
     ) -> tuple[Simulated, Simulated]:
         """Return the forward and the backward pass of a layer, from dispatch to combine.
 
-        The chunks of a linear all-to-all are sent expert by expert, as in Tutel's `nccl_all_to_all_scatter_async`: the rows of
-        two experts of one GPU are not contiguous once the capacity is split. Routing weights are not sent, since both systems
-        apply them at the tokens' home ranks (`is_postscore` of Tutel's `fast_dispatch.py`; `combine_weights` of Fairseq's
-        `moe_layer.py`).
+        The chunks of a linear all-to-all are sent expert by expert, as in Tutel's
+        `nccl_all_to_all_scatter_async`: the rows of two experts of one GPU are not contiguous once
+        the capacity is split. Routing weights are not sent, since both systems apply them at the
+        tokens' home ranks (`is_postscore` of Tutel's `fast_dispatch.py`; `combine_weights` of
+        Fairseq's `moe_layer.py`).
 
         Args:
-            plan: the plan.
-            layer: the layer.
-            flexible: whether an expert multiplies all its rows at once (Tutel's flexible all-to-all) or message by message.
+            flexible: whether an expert multiplies all its rows at once (Tutel's flexible
+                all-to-all) or message by message.
         """
         rows = None if flexible else layer.rows_per_message
         by_expert = plan.all_to_all == "linear" and plan.chunks > 1
@@ -119,30 +133,35 @@ class TutelCluster:
     def seconds(
         self, plan: Plan, layer: TutelLayer, *, flexible: bool = True, trains: bool = True
     ) -> float:
-        """Return the seconds of a layer, gate included: the forward pass and, if `trains`, the backward pass."""
-        return self.gate_seconds(layer, trains=trains) + self._moves_seconds(
-            plan, layer, flexible, trains
-        )
+        """Return the seconds of a layer, gate included: the forward pass and, if `trains`, the
+        backward pass."""
+        moving = self._moves_seconds(plan, layer, flexible=flexible, trains=trains)
+        return self.gate_seconds(layer, trains=trains) + moving
 
     def fairseq_seconds(self, layer: TutelLayer, *, trains: bool = True) -> float:
-        """Return the seconds of Fairseq's layer: its gate, its masks, and experts that multiply all their rows at once.
+        """Return the seconds of Fairseq's layer: its gate, its masks, and experts that multiply all
+        their rows at once.
 
-        Each expert is called once, on the rows from all GPUs (`moe_layer.py`), and PyTorch's matmul folds all dimensions except
-        the last.
+        Each expert is called once, on the rows from all GPUs (`moe_layer.py`), and PyTorch's matmul
+        folds all dimensions except the last.
         """
         gate = self.gate_seconds(layer, trains=trains, passes=FAIRSEQ_GATE)
         return (
             gate
             + self.einsum_seconds(layer, trains=trains)
-            + self._moves_seconds(Plan(), layer, True, trains)
+            + self._moves_seconds(Plan(), layer, flexible=True, trains=trains)
         )
 
-    def _moves_seconds(self, plan: Plan, layer: TutelLayer, flexible: bool, trains: bool) -> float:
+    def _moves_seconds(
+        self, plan: Plan, layer: TutelLayer, *, flexible: bool, trains: bool
+    ) -> float:
+        """Return the seconds of a plan's experts and messages."""
         forward, backward = self.runs(plan, layer, flexible=flexible)
         return forward.seconds + (backward.seconds if trains else 0.0)
 
     def parts_ms(self, layer: TutelLayer) -> tuple[float, float]:
-        """Return the milliseconds of computation, gate included, and of all-to-alls in a layer without chunks."""
+        """Return the milliseconds of computation, gate included, and of all-to-alls in a layer
+        without chunks."""
         runs = self.runs(Plan(), layer)
         computing = sum(run.compute_seconds for run in runs)
         moving = sum(run.seconds for run in runs) - computing
@@ -161,10 +180,12 @@ class TutelCluster:
         }
 
     def einsum_seconds(self, layer: TutelLayer, *, trains: bool = True) -> float:
-        """Return the seconds of Fairseq's dispatch and combine: products with (tokens, experts, capacity) masks.
+        """Return the seconds of Fairseq's dispatch and combine: products with (tokens, experts,
+        capacity) masks.
 
-        Forward, each has one product. Backward, dispatch has one, since its mask is boolean and has no gradient, and combine
-        has two (fairseq's `moe_layer.py` and `top2gate.py`). A product takes 2 * tokens * copies * dim operations.
+        Forward, each has one product. Backward, dispatch has one, since its mask is boolean and has
+        no gradient, and combine has two (fairseq's `moe_layer.py` and `top2gate.py`). A product
+        takes 2 * tokens * copies * dim operations.
         """
         elements = layer.tokens * layer.workload.copies
         products = (
@@ -192,6 +213,7 @@ class TutelCluster:
 
 
 def _bytes_of(passes: Passes, top_k: int, trains: bool) -> int:
+    """Return the bytes of the passes over memory, for one element."""
     first, others = passes
     forward, backward = (one + (top_k - 1) * more for one, more in zip(first, others))
     return forward + (backward if trains else 0)
@@ -203,17 +225,22 @@ def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1)
     Args:
         book: gives the constants.
         gpus: number of GPUs in use.
-        rows: rows per product if experts multiply message by message; None if they multiply all rows at once. Products of 8
-            rows reach the fitted share of the rate, those of 1024 the preset's share. In between, the share is interpolated
-            over the logarithm of the rows.
-        per_peer: number of messages that a GPU sends to each other GPU at once, each with its own start-up.
+        rows: rows per product if experts multiply message by message; None if they multiply all
+            rows at once. Products of 8 rows reach the fitted share of the rate, those of 1024 the
+            preset's share. In between, the share is interpolated over the logarithm of the rows.
+        per_peer: number of messages that a GPU sends to each other GPU at once, each with its own
+            start-up.
     """
     spec = read_cluster("tutel", nodes=gpus // PER_NODE)
     nvlink, nic = spec.links
     nic = replace(
-        nic, gbps=(book.constant("tutel.nic"),), fabric=book.constant("tutel.fabric"), message_us=per_peer * nic.message_us,
-        connection_us=per_peer * 1e-3 * book.constant("tutel.message"), connection_gbps=book.constant("tutel.connection"),
-    )  # fmt: skip
+        nic,
+        gbps=(book.constant("tutel.nic"),),
+        fabric=book.constant("tutel.fabric"),
+        message_us=per_peer * nic.message_us,
+        connection_us=per_peer * 1e-3 * book.constant("tutel.message"),
+        connection_gbps=book.constant("tutel.connection"),
+    )
     nvlink = replace(nvlink, message_us=per_peer * nvlink.message_us)
     device = replace(spec.device, tflops=Tflops(fp16=book.constant("tutel.tflops")))
     if rows is not None:
@@ -232,20 +259,25 @@ def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1)
 
 SWIN_LAYERS = ((9, 144, 512), (1, 36, 1024))
 """MoE layers of SwinV2-MoE-B at 192 x 192: (number of layers, tokens per image, width)."""
-SWIN_BATCH, SWIN_EXPERTS, SWIN_DENSE = 128, 32, 11.78e9
-"""Images per GPU, which the paper does not give; experts per layer; multiply-adds of the dense part per image."""
+SWIN_BATCH = 128
+SWIN_EXPERTS = 32
+SWIN_DENSE = 11.78e9
+"""Images per GPU, which the paper does not give; experts per layer; multiply-adds of the dense part
+per image."""
 SWIN_TRAINS = {"train": True, "infer": False}
 
 
 def swin_seconds(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]:
-    """Return the seconds per batch of SwinV2-MoE-B's MoE layers: Fairseq's, and Tutel's under the best plan.
+    """Return the seconds per batch of SwinV2-MoE-B's MoE layers: Fairseq's, and Tutel's under the
+    best plan.
 
     Args:
-        bed: the cluster.
         gpus: number of GPUs in use.
         name: "train" or "infer".
     """
-    trains, fairseq, tutel = SWIN_TRAINS[name], 0.0, 0.0
+    trains = SWIN_TRAINS[name]
+    fairseq = 0.0
+    tutel = 0.0
     for count, tokens, dim in SWIN_LAYERS:
         layer = TutelLayer(
             gpus=gpus,
@@ -266,8 +298,8 @@ def swin_seconds(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]
 def swin_pictures(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]:
     """Return SwinV2-MoE-B's images per second and GPU, with Fairseq's layers and with Tutel's.
 
-    The dense part takes its operations, three times as many in training, over a fitted rate. The arguments are those of
-    `swin_seconds`.
+    The dense part takes its operations, three times as many in training, over a fitted rate. The
+    arguments are those of `swin_seconds`.
     """
     dense = SWIN_BATCH * 2 * SWIN_DENSE * (3 if SWIN_TRAINS[name] else 1)
     rate = bed.book.constant(f"tutel.swin.{name}") * 1e12
@@ -305,7 +337,8 @@ ByPlan = Mapping[tuple[AllToAll, int], float]
 def gains(times: Sequence[ByPlan]) -> dict[str, float]:
     """Return the gains in per cent of the best all-to-all and degree over fixed choices.
 
-    "linear1" and "hier2d1" are means over the sweep against degree 1. "worst" is the largest gain over linear with degree 8.
+    "linear1" and "hier2d1" are means over the sweep against degree 1. "worst" is the largest gain
+    over linear with degree 8.
 
     Args:
         times: seconds of the layers of a sweep.
@@ -321,7 +354,8 @@ def gains(times: Sequence[ByPlan]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of Fairseq's layer, and of the same layer as Tutel's features are added one after another."""
+    """Seconds of Fairseq's layer, and of the same layer as Tutel's features are added one after
+    another."""
 
     fairseq: float
     kernels: float
@@ -333,7 +367,8 @@ class Breakdown:
 
 
 def breakdown(bed: TutelCluster, gpus: int) -> Breakdown:
-    """Return the times of a layer without chunks as Tutel's features are added; 2DH is used only if it is faster."""
+    """Return the times of a layer without chunks as Tutel's features are added; 2DH is used only if
+    it is faster."""
     layer = single(gpus)
     plain = bed.seconds(Plan(), layer, flexible=False)
     both = {name: bed.seconds(Plan(all_to_all=name), layer, flexible=False) for name in ALGORITHMS}
@@ -351,8 +386,10 @@ SIZES = (16, 32, 64, 128, 256)
 FACTORS = (1.0, 2.0, 4.0, 8.0)
 """Capacity factors in the comparison of r."""
 R = (0, 1, 2, 4)
-"""Values of r for an expert in four shards: from 0, where all weights are gathered, to 4, where tokens visit all shards."""
-BASE, LARGE = mapped(4096, 2048), mapped(1024, 32768)
+"""Values of r for an expert in four shards: from 0, where all weights are gathered, to 4, where
+tokens visit all shards."""
+BASE = mapped(4096, 2048)
+LARGE = mapped(1024, 32768)
 
 
 def reproduce(book: Book) -> Reproduction:
@@ -361,7 +398,8 @@ def reproduce(book: Book) -> Reproduction:
     figures: dict[str, float] = {}
     for gpus in (16, 64, 256):
         computing, moving = bed.parts_ms(big(gpus))
-        figures[f"tutel.compute.{gpus}"], figures[f"tutel.a2a.{gpus}"] = computing, moving
+        figures[f"tutel.compute.{gpus}"] = computing
+        figures[f"tutel.a2a.{gpus}"] = moving
         figures[f"tutel.step.{gpus}"] = computing + moving
         figures[f"tutel.potential.{gpus}"] = (computing + moving) / max(computing, moving)
     figures |= _against_fairseq(bed)
@@ -376,20 +414,20 @@ def reproduce(book: Book) -> Reproduction:
         )
     maps = {name: by_r(bed, layer) for name, layer in (("base", BASE), ("large", LARGE))}
     gaps = [100 * abs(times[1] / times[4] - 1) for of in maps.values() for times in of.values()]
-    figures["tutel.r.gap.least"], figures["tutel.r.gap.most"] = min(gaps), max(gaps)
+    figures["tutel.r.gap.least"] = min(gaps)
+    figures["tutel.r.gap.most"] = max(gaps)
     for name, gpus in itertools.product(SWIN_TRAINS, (8, 128)):
         fairseq, tutel = swin_pictures(bed, gpus, name)
-        figures[f"tutel.swin.{name}.fairseq.{gpus}"], figures[f"tutel.swin.{name}.tutel.{gpus}"] = (
-            fairseq,
-            tutel,
-        )
+        figures[f"tutel.swin.{name}.fairseq.{gpus}"] = fairseq
+        figures[f"tutel.swin.{name}.tutel.{gpus}"] = tutel
     exchanged = exchanges(book)
     findings = (*_findings(maps), *_exchange_findings(sweeps, exchanged))
     charts = (*_charts(bed, maps), *_exchange_charts(sweeps, exchanged))
     return book.reproduction("tutel", book.rows(figures), findings, charts)
 
 
-WORLDS, BYTES = (64, 256, 1024, 2048), (2**20, 2**25, 2**28)
+WORLDS = (64, 256, 1024, 2048)
+BYTES = (2**20, 2**25, 2**28)
 """GPUs and bytes per GPU of the all-to-alls alone, as in the paper's figures 16 and 18."""
 
 
@@ -397,7 +435,8 @@ def exchanges(book: Book) -> dict[tuple[AllToAll, int, int], float]:
     """Return the seconds of one all-to-all by (algorithm, GPUs, bytes per GPU)."""
     found: dict[tuple[AllToAll, int, int], float] = {}
     for gpus, size in itertools.product(WORLDS, BYTES):
-        spec, grid = cluster(book, gpus), Grid(world=gpus, ep=gpus, ranks_per_node=PER_NODE)
+        spec = cluster(book, gpus)
+        grid = Grid(world=gpus, ep=gpus, ranks_per_node=PER_NODE)
         rows = Workload(
             tokens=gpus,
             num_experts=gpus,
@@ -416,6 +455,7 @@ def exchanges(book: Book) -> dict[tuple[AllToAll, int, int], float]:
 def _exchange_findings(
     sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Mapping[tuple[AllToAll, int, int], float]
 ) -> Iterator[PaperFinding]:
+    """Yield the findings about all-to-alls and pipelining."""
     for gpus in (SIZES[0], SIZES[-1]):
         best = Counter(min(times, key=lambda plan: times[plan]) for times in sweeps[gpus])
         words = ", ".join(
@@ -438,6 +478,7 @@ def _exchange_findings(
 def _exchange_charts(
     sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Mapping[tuple[AllToAll, int, int], float]
 ) -> Iterator[Chart]:
+    """Yield the charts about all-to-alls and pipelining."""
     plans = tuple(itertools.product(ALGORITHMS, DEGREES))
     places = tuple(map(float, range(len(plans))))
     best = {
@@ -488,6 +529,7 @@ def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:
 
 
 def _against_fairseq(bed: TutelCluster) -> dict[str, float]:
+    """Return the figures of layers against Fairseq's."""
     figures = {}
     for gpus in (16, 128, 2048):
         parts = breakdown(bed, gpus)
@@ -503,13 +545,15 @@ def _against_fairseq(bed: TutelCluster) -> dict[str, float]:
 
 
 def _over_degree_1(bed: TutelCluster, gpus: int, factor: float) -> float:
-    """Return the gain in per cent of the best degree over degree 1, each with its best all-to-all."""
+    """Return the gain in per cent of the best degree over degree 1, each with its best
+    all-to-all."""
     times = bed.by_plan(TutelLayer(gpus=gpus, tokens=4096, dim=4096, hidden=4096, factor=factor))
     whole = min(times[algorithm, 1] for algorithm in ALGORITHMS)
     return 100 * (whole / min(times.values()) - 1)
 
 
 def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[PaperFinding]:
+    """Yield the findings about the best r."""
     for name, of in maps.items():
         best = [min(times, key=lambda r: times[r]) for times in of.values()]
         yield PaperFinding(
@@ -527,6 +571,7 @@ def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[PaperF
 
 
 def _charts(bed: TutelCluster, maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[Chart]:
+    """Yield the charts about the best r."""
     for name, of in maps.items():
         by_r = tuple(
             (f"r = {r}", tuple(of), tuple(1e3 * times[r] for times in of.values())) for r in R

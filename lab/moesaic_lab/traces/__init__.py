@@ -1,1 +1,2 @@
-"""Routing traces of the laboratory: synthetic ones, and readers of what published systems recorded."""
+"""Routing traces of the laboratory: synthetic ones, and readers of what published systems
+recorded."""

@@ -1,4 +1,5 @@
-"""`moesaic bench trace`: makes synthetic routing traces, reads those of published systems, picks steps. Runs without torch."""
+"""`moesaic bench trace`: makes synthetic routing traces, reads those of published systems, picks
+steps. Runs without torch."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Readers of the copies per expert that two published systems recorded. Neither file tells tokens apart.
+"""Readers of the copies per expert that two published systems recorded. Neither file tells tokens
+apart.
 
-`read_laer` reads LAER-MoE's counts (ASPLOS 2026, its artifact): a CSV with the tokens that each rank computed, by layer and
-iteration. It does not tell experts apart, so each rank becomes an expert of the trace, `top_k` is 1, and the copies of all
-ranks become the tokens of one sequence.
+`read_laer` reads LAER-MoE's counts (ASPLOS 2026, its artifact): a CSV with the tokens that each
+rank computed, by layer and iteration. It does not tell experts apart, so each rank becomes an
+expert of the trace, `top_k` is 1, and the copies of all ranks become the tokens of one sequence.
 
     rank,method,model_name,layer,iter,token_num
 
-`read_smartmoe` reads SmartMoE's gate tables (ATC 2023, its artifact): a folder with a file per iteration and rank,
-`NAME_iter31_rank0.log`. A line is a layer: its number, a colon, and a JSON list that has, for each micro-batch, the copies for
-each expert. A rank's copies become one sequence.
+`read_smartmoe` reads SmartMoE's gate tables (ATC 2023, its artifact): a folder with a file per
+iteration and rank, `NAME_iter31_rank0.log`. A line is a layer: its number, a colon, and a JSON list
+that has, for each micro-batch, the copies for each expert. A rank's copies become one sequence.
 
     0:[[120, 8, 64, 64], [118, 10, 63, 65]]
 """
@@ -36,14 +37,16 @@ def read_laer(path: Path, *, method: str | None = None, model: str | None = None
     """Read the counts of one system and model; None for the only one in the file.
 
     Raises:
-        InputError: not exactly one recording matches, a column is missing, or rows of some ranks are missing.
+        InputError: not exactly one recording matches, a column is missing, or rows of some ranks
+            are missing.
     """
     recordings: dict[tuple[str, str], dict[tuple[int, int, int], int]] = defaultdict(dict)
     rows = csv.DictReader(lines_of(path))
     try:
         if not set(LAER_COLUMNS) <= set(rows.fieldnames or ()):
             raise InputError(
-                f"trace {path}: is not a LAER file: its first line must name {', '.join(LAER_COLUMNS)}"
+                f"trace {path}: is not a LAER file: its first line must name "
+                f"{', '.join(LAER_COLUMNS)}"
             )
         for row in rows:
             key = (int(row["iter"]), int(row["layer"]), int(row["rank"]))
@@ -58,13 +61,15 @@ def read_laer(path: Path, *, method: str | None = None, model: str | None = None
     if len(chosen) != 1:
         listed = "; ".join(f"--method {method} --model {model}" for method, model in recordings)
         raise InputError(
-            f"trace {path}: {len(chosen)} of its recordings match the options: choose one of {listed}"
+            f"trace {path}: {len(chosen)} of its recordings match the options: choose one of "
+            f"{listed}"
         )
     cells = recordings[chosen[0]]
     steps, layers, ranks = (sorted({key[axis] for key in cells}) for axis in range(3))
     if len(cells) < len(steps) * len(layers) * len(ranks):
         raise InputError(
-            f"trace {path}: has rows for some ranks of a layer or iteration only: leave the iteration out"
+            f"trace {path}: has rows for some ranks of a layer or iteration only: leave the "
+            "iteration out"
         )
     table = np.array(
         [[[[[cells[s, layer, rank] for rank in ranks]] for layer in layers]] for s in steps],
@@ -86,13 +91,15 @@ def read_smartmoe(path: Path, *, top_k: int) -> TraceSegment:
     missing = [(step, rank) for step in steps for rank in ranks if (step, rank) not in tables]
     if missing:
         raise InputError(
-            f"trace {path}: iteration {missing[0][0]} has no file of rank {missing[0][1]}: leave the iteration out"
+            f"trace {path}: iteration {missing[0][0]} has no file of rank {missing[0][1]}: "
+            "leave the iteration out"
         )
     try:
         table = np.array([[tables[step, rank] for rank in ranks] for step in steps])
     except ValueError as error:
         raise InputError(
-            f"trace {path}: files have different layers, micro-batches or experts: remove those that differ"
+            f"trace {path}: files have different layers, micro-batches or experts: remove "
+            "those that differ"
         ) from error
     table = table.transpose(0, 3, 2, 1, 4)  # (steps, ranks, layers, accumulation, experts) before
     return _segment(path, table, steps, top_k, {"format": "smartmoe"})
@@ -107,17 +114,20 @@ def _gate_table(file: Path) -> np.ndarray:
             layers.append(np.array(json.loads(text), dtype=np.int64))
         except DAMAGED as error:
             raise InputError(
-                f"trace {file}: line {number}: is not a gate table ({error}): name a folder that SmartMoE wrote"
+                f"trace {file}: line {number}: is not a gate table ({error}): name a folder "
+                "that SmartMoE wrote"
             ) from error
     try:
         table = np.array(layers)
     except ValueError as error:
         raise InputError(
-            f"trace {file}: its layers have different micro-batches or experts: remove those that differ"
+            f"trace {file}: its layers have different micro-batches or experts: remove those "
+            "that differ"
         ) from error
     if table.ndim != 3:
         raise InputError(
-            f"trace {file}: is not a gate table: each line must hold a list of counts per micro-batch"
+            f"trace {file}: is not a gate table: each line must hold a list of counts per "
+            "micro-batch"
         )
     return table
 
@@ -125,9 +135,11 @@ def _gate_table(file: Path) -> np.ndarray:
 def _segment(
     path: Path, table: np.ndarray, steps: Sequence[int], top_k: int, source: Mapping[str, Any]
 ) -> TraceSegment:
-    """Return a segment of counts from a table (steps, accumulation, layers, sequences, num_experts)."""
+    """Return a segment of counts from a table (steps, accumulation, layers, sequences,
+    num_experts)."""
     try:
-        table, numbers = table.astype(np.int64), np.array(steps, dtype=np.int64)
+        table = table.astype(np.int64)
+        numbers = np.array(steps, dtype=np.int64)
     except OverflowError as error:
         raise InputError(
             f"trace {path}: has a number that no run reaches ({error}): correct it"
@@ -136,14 +148,20 @@ def _segment(
     longest = int(table.sum(-1).max(initial=0))
     if longest % top_k:
         raise InputError(
-            f"trace {path}: {longest} copies are not a multiple of top_k={top_k}: give the right --top-k"
+            f"trace {path}: {longest} copies are not a multiple of top_k={top_k}: give the "
+            "right --top-k"
         )
     shape = TraceShape(
-        num_layers=layers, num_experts=num_experts, top_k=top_k, sequences=sequences, seq_len=max(longest // top_k, 1),
+        num_layers=layers,
+        num_experts=num_experts,
+        top_k=top_k,
+        sequences=sequences,
+        seq_len=max(longest // top_k, 1),
         accumulation=accumulation,
-    )  # fmt: skip
+    )
     if table.max(initial=0) > shape.seq_len:
         raise InputError(
-            f"trace {path}: an expert has more copies than there are tokens with top_k={top_k}: give a smaller --top-k"
+            f"trace {path}: an expert has more copies than there are tokens with "
+            f"top_k={top_k}: give a smaller --top-k"
         )
     return TraceSegment(shape, "counts", numbers, table, sequences, source)

@@ -1,11 +1,15 @@
-"""Synthetic routing with a given skew or MaxVio, drift and locality. It is seeded, for benchmarks and for comparing plans.
+"""Synthetic routing with a given skew or MaxVio, drift and locality. It is seeded, for benchmarks
+and for comparing plans.
 
-popularity  Zipf: the i-th most popular expert has a share proportional to 1 / i^skew, but at most 1 / top_k, since a token
-            chooses an expert at most once. Experts are ranked by latent values that follow a stationary autoregressive
-            process. Drift therefore changes which experts are popular, not how popular they are.
-locality    every sequence draws its own shares from Dirichlet(c * popularity). They are scaled to the given popularity over
-            all sequences. c is chosen for `load.locality` to measure the given locality.
-tokens      systematic sampling (Madow 1949) gives each token top_k distinct experts, each with exactly its share.
+popularity  Zipf: the i-th most popular expert has a share proportional to 1 / i^skew, but at most 1
+            / top_k, since a token chooses an expert at most once. Experts are ranked by latent
+            values that follow a stationary autoregressive process. Drift therefore changes which
+            experts are popular, not how popular they are.
+locality    every sequence draws its own shares from Dirichlet(c * popularity). They are scaled to
+            the given popularity over all sequences. c is chosen for `load.locality` to measure the
+            given locality.
+tokens      systematic sampling (Madow 1949) gives each token top_k distinct experts, each with
+            exactly its share.
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ from moesaic.traces.load import locality
 from moesaic.traces.trace import Holds, Trace, TraceSegment, TraceShape
 
 TINY = 1e-4
-"""The part of each sequence's shares that follows the popularity: no share is 0, so scaling can reach any popularity."""
+"""The part of each sequence's shares that follows the popularity: no share is 0, so scaling can
+reach any popularity."""
 SOFTNESS = 0.1
-"""How gradually drifting experts swap ranks, in standard deviations of the latent values: a swap takes several steps."""
+"""How gradually drifting experts swap ranks, in standard deviations of the latent values: a swap
+takes several steps."""
 AT_ONCE = 1 << 16
-"""Largest number of shares that the search for a concentration scales together: they stay in the processor's cache."""
+"""Largest number of shares that the search for a concentration scales together: they stay in the
+processor's cache."""
 STEEPEST = 60.0
 """The largest Zipf exponent: with it only the top_k most popular experts get any copies."""
 
@@ -48,14 +55,18 @@ class SyntheticRouting:
     groups: int = 1
     """Data-parallel groups; their number must divide the number of sequences."""
     skew: float = 0.0
-    """Exponent of Zipf's law: 0 is even, 1 gives the most popular of 16 experts 4.7 times the mean load."""
+    """Exponent of Zipf's law: 0 is even, 1 gives the most popular of 16 experts 4.7 times the mean
+    load."""
     max_vio: float | None = None
-    """Largest load over mean load minus 1, in place of a skew; the exponent that gives it is computed in every step."""
+    """Largest load over mean load minus 1, in place of a skew; the exponent that gives it is
+    computed in every step."""
     drift: float = 0.0
-    """How fast popularity changes: 0 for never, 1 for an independent order of experts in every step."""
+    """How fast popularity changes: 0 for never, 1 for an independent order of experts in every
+    step."""
     locality: float = 0.0
-    """How much the choice of experts depends on the sequence: at 0 all sequences choose alike, near 1 each sequence has its own
-    `top_k` experts. Few sequences may not reach a high locality together with the given popularity."""
+    """How much the choice of experts depends on the sequence: at 0 all sequences choose alike, near
+    1 each sequence has its own `top_k` experts. Few sequences may not reach a high locality
+    together with the given popularity."""
     tokens: bool = False
     """Record every token's experts instead of counts only."""
     seed: int = 0
@@ -64,8 +75,8 @@ class SyntheticRouting:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.groups < 1 or self.sequences % self.groups:
             raise InputError(
-                f"synthetic: steps={self.steps}, groups={self.groups}: give at least one step, and groups that divide the "
-                f"{self.sequences} sequences"
+                f"synthetic: steps={self.steps}, groups={self.groups}: give at least one step, "
+                f"and groups that divide the {self.sequences} sequences"
             )
         if self.seed < 0:
             raise InputError(f"synthetic: seed={self.seed}: must be at least 0")
@@ -75,7 +86,8 @@ class SyntheticRouting:
         if self.max_vio is None:
             if not 0 <= self.skew <= STEEPEST:
                 raise InputError(
-                    f"skew={self.skew}: choose an exponent from 0 (even) to {STEEPEST:g}; 1 is already steep"
+                    f"skew={self.skew}: choose an exponent from 0 (even) to {STEEPEST:g}; 1 "
+                    "is already steep"
                 )
         elif self.skew:
             raise InputError(
@@ -85,7 +97,8 @@ class SyntheticRouting:
             most = min(self.num_experts / self.shape.top_k, self.num_experts) - 1
             if not 0 <= self.max_vio <= most + 1e-9:
                 raise InputError(
-                    f"max_vio={self.max_vio}: these numbers of experts and experts per token allow 0 to {most:.4g}"
+                    f"max_vio={self.max_vio}: these numbers of experts and experts per token "
+                    f"allow 0 to {most:.4g}"
                 )
 
     @property
@@ -147,7 +160,8 @@ def popularity(places: np.ndarray, skew: float, top_k: int) -> np.ndarray:
     """Return the experts' shares of the copies, (num_experts,), none above 1 / top_k.
 
     Args:
-        places: (num_experts,) each expert's rank by popularity, from 0; fractional while experts swap ranks.
+        places: (num_experts,) each expert's rank by popularity, from 0; fractional while experts
+            swap ranks.
         skew: exponent of Zipf's law.
         top_k: experts per token.
     """
@@ -155,10 +169,12 @@ def popularity(places: np.ndarray, skew: float, top_k: int) -> np.ndarray:
 
 
 def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
-    """Scale each row to a sum of 1, and cap its entries at 1 / top_k; the other entries get the excess in proportion.
+    """Scale each row to a sum of 1, and cap its entries at 1 / top_k; the other entries get the
+    excess in proportion.
 
     Args:
-        shares: (..., rows, num_experts), not negative, with at least `top_k` positive entries in each row.
+        shares: (..., rows, num_experts), not negative, with at least `top_k` positive entries in
+            each row.
         top_k: experts per token.
     """
     limit = 1 / top_k
@@ -178,7 +194,8 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, seed: int) -> float:
-    """Return the concentration of the Dirichlet distribution with which sequences come nearest to a given locality.
+    """Return the concentration of the Dirichlet distribution with which sequences come nearest to a
+    given locality.
 
     Args:
         shares: (num_experts,) the shares of all sequences together.
@@ -188,8 +205,10 @@ def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, 
         seed: seed of the draws on which concentrations are tried.
     """
 
-    # A grid instead of bisection: with few sequences a concentration near 0 may give less locality than a larger one.
-    spreads, tries = np.geomspace(0.01, 1000, 48), -(-64 // sequences)
+    # A grid instead of bisection: with few sequences a concentration near 0 may give less locality
+    # than a larger one.
+    spreads = np.geomspace(0.01, 1000, 48)
+    tries = -(-64 // sequences)
     found: list[float] = []
     for some in np.array_split(
         spreads, min(48, 1 + 48 * tries * sequences * len(shares) // AT_ONCE)
@@ -219,7 +238,8 @@ def draw_sequence_shares(
     Args:
         shares: (num_experts,) the shares of all sequences together.
         sequences: the number of sequences.
-        spread: concentration of the Dirichlet distribution; None to give every sequence the same shares.
+        spread: concentration of the Dirichlet distribution; None to give every sequence the same
+            shares.
         top_k: experts per token; no share exceeds 1 / top_k.
         random: the random number generator.
     """
@@ -229,7 +249,8 @@ def draw_sequence_shares(
 
 
 def fitted(drawn: np.ndarray, shares: np.ndarray, top_k: int) -> np.ndarray:
-    """Scale draws of sequences, (..., sequences, num_experts), so that their mean is `shares`, (num_experts,)."""
+    """Scale draws of sequences, (..., sequences, num_experts), so that their mean is `shares`,
+    (num_experts,)."""
     drawn = (1 - TINY) * drawn + TINY * shares
     for _ in range(60):  # iterative proportional fitting
         drawn = capped(
@@ -243,8 +264,9 @@ def dirichlet_capped(
 ) -> np.ndarray:
     """Return draws from a Dirichlet distribution, (rows, num_experts), capped like `capped`.
 
-    They are computed from logarithms: with small parameters all entries but the largest would be 0 in floating point, and the
-    cap needs the next ones. log Gamma(a) is drawn as log Gamma(a + 1) + log(uniform) / a.
+    They are computed from logarithms: with small parameters all entries but the largest would be 0
+    in floating point, and the cap needs the next ones. log Gamma(a) is drawn as log Gamma(a + 1) +
+    log(uniform) / a.
 
     Args:
         alpha: (num_experts,) parameters of the distribution.
@@ -271,7 +293,8 @@ def draw_tokens(
 ) -> np.ndarray:
     """Draw the experts of a sequence's tokens, (tokens, top_k) int64, distinct within a token.
 
-    The tokens' starting points are evenly spread, so an expert's count differs from its share by less than two copies.
+    The tokens' starting points are evenly spread, so an expert's count differs from its share by
+    less than two copies.
 
     Args:
         shares: (num_experts,) the shares of the sequence, none above 1 / top_k.
@@ -307,12 +330,14 @@ def _popularities(config: SyntheticRouting, random: np.random.Generator) -> Iter
 
 
 def _shares_with_max_vio(places: np.ndarray, top_k: int, max_vio: float) -> np.ndarray:
-    """Return Zipf shares with the given MaxVio, or the nearest if some experts are swapping ranks."""
+    """Return Zipf shares with the given MaxVio, or the nearest if some experts are swapping
+    ranks."""
 
     def violation(skew: float) -> float:
         return float(popularity(places, skew, top_k).max() * len(places) - 1)
 
-    low, high = 0.0, STEEPEST
+    low = 0.0
+    high = STEEPEST
     if violation(high) < max_vio:  # max_vio is the limit itself, or experts swap ranks in this step
         return popularity(places, high, top_k)
     for _ in range(60):

@@ -1,1 +1,2 @@
-"""The benchmark of whole training steps of the demo model on an emulated cluster, compared with the layers of others."""
+"""The benchmark of whole training steps of the demo model on an emulated cluster, compared with the
+layers of others."""

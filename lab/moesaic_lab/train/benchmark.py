@@ -1,14 +1,15 @@
 """`moesaic bench train`: training steps of the demo model on an emulated cluster.
 
-Real bytes and real compute over emulated links (network namespaces, veth pairs shaped by htb); 4 ranks of one thread
-on this machine's cores: with fewer cores than ranks compute is stretched by as much, and host time too. All systems
-in one run, in turn, from the same weights and tokens (bytes drawn evenly), float32 on the wire, auxiliary losses off;
-the same loop, optimizer and reduction of dense gradients. Before timing, loss and gradients of each lossless system
-are compared with the model in one process. plain: expert parallelism as in torchtitan; receive-first: over the same
-transport as ours (sockets); torch's: by all_to_all_single (Gloo). best: our lossless plan that a separate trial
-chose. bound: bytes of a step over rate on the slowest link. Communication share: seconds in exchanges and the dense
-reduction, waiting for slower ranks included. Coded plans change results and carry no claim. Layouts: one process, one
-thread, no links.
+Real bytes and real compute over emulated links (network namespaces, veth pairs shaped by htb); 4
+ranks of one thread on this machine's cores: with fewer cores than ranks compute is stretched by as
+much, and host time too. All systems in one run, in turn, from the same weights and tokens (bytes
+drawn evenly), float32 on the wire, auxiliary losses off; the same loop, optimizer and reduction of
+dense gradients. Before timing, loss and gradients of each lossless system are compared with the
+model in one process. plain: expert parallelism as in torchtitan; receive-first: over the same
+transport as ours (sockets); torch's: by all_to_all_single (Gloo). best: our lossless plan that a
+separate trial chose. bound: bytes of a step over rate on the slowest link. Communication share:
+seconds in exchanges and the dense reduction, waiting for slower ranks included. Coded plans change
+results and carry no claim. Layouts: one process, one thread, no links.
 
 Its MoE layers run by our plans and by the layers of others, timed in turn.
 """
@@ -40,7 +41,8 @@ from moesaic_testbed.cluster import Cluster
 LEAST = 8
 """Least number of pairs for any ratio."""
 SWEEP = (2, 4, 8)
-"""Experts per token of the cases whose median is claimed; a claim needs all of them. The demo itself has 2."""
+"""Experts per token of the cases whose median is claimed; a claim needs all of them. The demo
+itself has 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,8 @@ class Outcome:
     phases: Mapping[str, float]
     """Median seconds per phase, averaged over the ranks."""
     communication_share: float | None
-    """Share of a step in exchanges and the dense reduction, averaged over the ranks; None for our plans."""
+    """Share of a step in exchanges and the dense reduction, averaged over the ranks; None for our
+    plans."""
     inter_bytes: float
     """Bytes between nodes in one step, in both directions."""
     limit: Limit
@@ -88,7 +91,8 @@ class TrainCell:
         return f"{self.case.name} ({self.case.mode}, {self.case.inter})"
 
     def find(self, kind: str, exchange: str = "receive-first") -> Outcome | None:
-        """Return the timed system of a kind and exchange, None if there is none; for "ours" the best lossless plan."""
+        """Return the timed system of a kind and exchange, None if there is none; for "ours" the
+        best lossless plan."""
         for outcome in self.outcomes:
             chosen = kind != "ours" or outcome.name == self.best
             if (
@@ -110,7 +114,8 @@ class TrainResults:
 
 
 def run(config: TrainBenchConfig, told: Told) -> TrainResults:
-    """Measure all cases and the layouts of a configuration. This starts clusters, one after another.
+    """Measure all cases and the layouts of a configuration. This starts clusters, one after
+    another.
 
     Raises:
         RankError: a lossless system computes other results than the model in one process.
@@ -143,26 +148,37 @@ def cell_of(case: TrainCase, bed: Bed, ranks: Sequence[TrainFound]) -> TrainCell
     outcomes = []
     for number, first in enumerate(ranks[0].systems):
         measured = [of_rank.systems[number] for of_rank in ranks]
-        messages, times = _messages(ranks, number), seconds.get(first.name)
+        messages = _messages(ranks, number)
+        times = seconds.get(first.name)
         outcomes.append(
             Outcome(
-                name=first.name, kind=first.kind, exchange=first.exchange, is_lossless=first.is_lossless,
-                timing=Timing.of(times) if times else None, trial_seconds=first.trial_seconds,
-                phases=_phases(measured), communication_share=_share(measured, times),
+                name=first.name,
+                kind=first.kind,
+                exchange=first.exchange,
+                is_lossless=first.is_lossless,
+                timing=Timing.of(times) if times else None,
+                trial_seconds=first.trial_seconds,
+                phases=_phases(measured),
+                communication_share=_share(measured, times),
                 inter_bytes=float(crossing(messages, bed.node_of)[0]),
-                limit=link_limit(messages, bed), worst_error=max(e for m in measured for e in m.errors.values()),
+                limit=link_limit(messages, bed),
+                worst_error=max(e for m in measured for e in m.errors.values()),
             )
-        )  # fmt: skip
+        )
     return TrainCell(
-        case=case, outcomes=outcomes, best=ranks[0].best, most_over_mean_load=ranks[0].most_over_mean_load,
+        case=case,
+        outcomes=outcomes,
+        best=ranks[0].best,
+        most_over_mean_load=ranks[0].most_over_mean_load,
         items=ranks[0].items,
-    )  # fmt: skip
+    )
 
 
 def _messages(ranks: Sequence[TrainFound], number: int) -> list[Message]:
     """Return the messages that all ranks sent for a system.
 
-    DeepSpeed's own exchange is not recorded. It sends the same messages as DeepSpeed with the receive-first exchange.
+    DeepSpeed's own exchange is not recorded. It sends the same messages as DeepSpeed with the
+    receive-first exchange.
     """
     systems = ranks[0].systems
     if _hides_messages(systems[number]):
@@ -173,10 +189,12 @@ def _messages(ranks: Sequence[TrainFound], number: int) -> list[Message]:
 
 
 def _hides_messages(system: MeasuredSystem) -> bool:
+    """Return whether a system sends by DeepSpeed's own exchange, which nothing counts or times."""
     return system.kind == "deepspeed" and system.exchange != "receive-first"
 
 
 def _phases(of_ranks: Sequence[MeasuredSystem]) -> dict[str, float]:
+    """Return the mean seconds of each phase over the ranks."""
     return {
         phase: statistics.mean(statistics.median(measured.phases[phase]) for measured in of_ranks)
         for phase, values in of_ranks[0].phases.items()
@@ -185,7 +203,8 @@ def _phases(of_ranks: Sequence[MeasuredSystem]) -> dict[str, float]:
 
 
 def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) -> float | None:
-    """Return the share of a step in communication; None for our plans, and for DeepSpeed's own exchange, which is not timed."""
+    """Return the share of a step in communication; None for our plans, and for DeepSpeed's own
+    exchange, which is not timed."""
     first = of_ranks[0]
     if not times or not first.exchanging or _hides_messages(first):
         return None
@@ -196,7 +215,8 @@ def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) ->
 
 
 def ratio(cell: TrainCell, numerator: Outcome, denominator: Outcome) -> Ratio:
-    """Return the time of one system's step over another's, paired over all rounds in which both ran."""
+    """Return the time of one system's step over another's, paired over all rounds in which both
+    ran."""
     assert numerator.timing is not None, f"{numerator.name} was not timed in {cell.label}"
     assert denominator.timing is not None, f"{denominator.name} was not timed in {cell.label}"
     rounds = min(len(numerator.timing.seconds), len(denominator.timing.seconds))
@@ -204,7 +224,8 @@ def ratio(cell: TrainCell, numerator: Outcome, denominator: Outcome) -> Ratio:
 
 
 def claims(results: TrainResults) -> list[Claim]:
-    """Return all claims, including those that this run did not measure: medians over cases of our step over a peer's."""
+    """Return all claims, including those that this run did not measure: medians over cases of our
+    step over a peer's."""
     swept = [cell for cell in results.cells if cell.case.in_sweep]
 
     def of_sweep(top_k: int) -> list[TrainCell]:
@@ -227,7 +248,8 @@ def claims(results: TrainResults) -> list[Claim]:
 
         return claimed(f"train.{name}", value, target)
 
-    whole, beside = swept if all(map(of_sweep, SWEEP)) else [], named("demo beside DeepSpeed")
+    whole = swept if all(map(of_sweep, SWEEP)) else []
+    beside = named("demo beside DeepSpeed")
     return [
         over("step_over_torch_ep", whole, target=0.67),
         over("step_over_deepspeed", beside, "deepspeed", target=0.67),
@@ -248,7 +270,8 @@ def enough_of(
     Raises:
         NotMeasuredError: one of the two was not timed, or not often enough.
     """
-    ours, peer = coded(cell) if of_coded else cell.find("ours"), cell.find(kind, exchange)
+    ours = coded(cell) if of_coded else cell.find("ours")
+    peer = cell.find(kind, exchange)
     if peer is None:
         raise NotMeasuredError(
             (absence() if kind == "deepspeed" else None) or f"the case has no peer {kind}"
@@ -273,7 +296,8 @@ def coded(cell: TrainCell) -> Outcome | None:
 
 
 def flexible(rows: Sequence[dict[str, Any]]) -> float:
-    """Return the speedup by ordering rows by expert on the largest world; the time includes the ordering."""
+    """Return the speedup by ordering rows by expert on the largest world; the time includes the
+    ordering."""
     if not rows:
         raise NotMeasuredError("the layouts were left out")
     last = max(row["world"] for row in rows)
@@ -291,20 +315,30 @@ def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
         untimed = {"median_seconds": None, "low_seconds": None, "high_seconds": None, "repeats": 0}
         rows.append(
             {
-                "what": cell.case.mode, "case": cell.case.name, "inter": cell.case.inter, "system": outcome.name,
-                "kind": outcome.kind, "exchange": outcome.exchange, "lossless": outcome.is_lossless,
-                "best": outcome.name == cell.best, **(untimed if timing is None else timing.row()),
+                "what": cell.case.mode,
+                "case": cell.case.name,
+                "inter": cell.case.inter,
+                "system": outcome.name,
+                "kind": outcome.kind,
+                "exchange": outcome.exchange,
+                "lossless": outcome.is_lossless,
+                "best": outcome.name == cell.best,
+                **(untimed if timing is None else timing.row()),
                 "trial_seconds": outcome.trial_seconds,
                 "items_per_second": cell.items / timing.median if timing else None,
                 "over_plain": over and over.median,
-                "over_plain_low": over and over.low, "over_plain_high": over and over.high,
+                "over_plain_low": over and over.low,
+                "over_plain_high": over and over.high,
                 "communication_share": outcome.communication_share,
-                "share_of_papers": [cell.case.share_low, cell.case.share_high], "inter_bytes": outcome.inter_bytes,
-                "bound_seconds": outcome.limit.seconds, "bound_link": outcome.limit.link,
+                "share_of_papers": [cell.case.share_low, cell.case.share_high],
+                "inter_bytes": outcome.inter_bytes,
+                "bound_seconds": outcome.limit.seconds,
+                "bound_link": outcome.limit.link,
                 **{f"{phase}_seconds": spent for phase, spent in outcome.phases.items()},
-                "worst_error": outcome.worst_error, "most_over_mean_load": cell.most_over_mean_load,
+                "worst_error": outcome.worst_error,
+                "most_over_mean_load": cell.most_over_mean_load,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -325,7 +359,8 @@ COLUMNS = (
     ),
     *("inter_bytes", "bound_seconds", "worst_error"),
 )
-"""Columns on the terminal. "over plain": a step's time over that of the plain layer with receive-first."""
+"""Columns on the terminal. "over plain": a step's time over that of the plain layer with
+receive-first."""
 
 LAYOUT_COLUMNS = ("world", "layout", ("median_seconds", "ms"), ("gflops_per_second", "GFLOP/s"))
 """Columns of the table of layouts."""
@@ -348,15 +383,22 @@ def panels(results: TrainResults) -> list[Panel]:
         worlds = dict.fromkeys(row["world"] for row in results.layout)
         all_panels.append(
             Panel(
-                title="expert throughput, one process", x_title="ranks that the rows come from", y_title="GFLOP/s",
-                series=tuple(_line([row for row in results.layout if row["layout"] == name]) for name in names),
-                x_ticks=tuple((float(world), str(world)) for world in worlds), log_x=True,
+                title="expert throughput, one process",
+                x_title="ranks that the rows come from",
+                y_title="GFLOP/s",
+                series=tuple(
+                    _line([row for row in results.layout if row["layout"] == name])
+                    for name in names
+                ),
+                x_ticks=tuple((float(world), str(world)) for world in worlds),
+                log_x=True,
             )
-        )  # fmt: skip
+        )
     return all_panels
 
 
 def _bars(cell: TrainCell) -> Panel:
+    """Return the panel of a cell: a bar per system."""
     series = []
     for outcome in cell.outcomes:
         timing = outcome.timing
@@ -382,9 +424,18 @@ def _line(rows: Sequence[dict[str, Any]]) -> PlottedSeries:
 
 BENCHMARK = emulated(
     name="train",
-    description="Train the demo model on an emulated cluster, its MoE layers by our plans and by others, in turn.",
-    notes=notes_of(__doc__), read_config=read_config, run=run, rows=measurement_rows,
+    description=(
+        "Train the demo model on an emulated cluster, its MoE layers by our plans and by others, "
+        "in turn."
+    ),
+    notes=notes_of(__doc__),
+    read_config=read_config,
+    run=run,
+    rows=measurement_rows,
     needs_cluster=lambda config: bool(config.cases),
-    claims=claims, columns=tables, panels=panels, title="The demo model over emulated links",
+    claims=claims,
+    columns=tables,
+    panels=panels,
+    title="The demo model over emulated links",
     packages=("torch", "numpy", "deepspeed"),
-)  # fmt: skip
+)

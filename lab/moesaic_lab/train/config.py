@@ -1,4 +1,5 @@
-"""The configuration of the training benchmark. It is read from a file: model, links and plans are fixed beforehand."""
+"""The configuration of the training benchmark. It is read from a file: model, links and plans are
+fixed beforehand."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 from moesaic.program.plan import AllToAll, Codec, Order, Plan
 from moesaic_lab.beds import BedConfig, Place, read_cells
 
@@ -62,21 +62,25 @@ class TrainCase(Place):
     name: str = "demo"
     """Name of the case in tables and `--only`."""
     in_sweep: bool = False
-    """Whether the claims' medians include this case, whose best plan and peers near it are timed 30 times."""
+    """Whether the claims' medians include this case, whose best plan and peers near it are timed 30
+    times."""
     mode: Pass = "training"
-    """training: forward, backward, reduction of gradients, optimizer. inference: forward without gradients."""
+    """training: forward, backward, reduction of gradients, optimizer. inference: forward without
+    gradients."""
     batch_size: int = 8
     """Sequences per step over all ranks; the demo trains with 8."""
     top_k: int | None = None
     """Experts per token; None for the model's own number."""
     trials: int = 2
-    """Steps of each lossless plan in the trial that chooses the best one; the others are omitted."""
+    """Steps of each lossless plan in the trial that chooses the best one; the others are
+    omitted."""
     coded: bool = True
     """Time the plans with lossy codecs as well."""
     peers: tuple[str, ...] = ("plain", "deepspeed")
     """Layers of others to compare with."""
     share_low: float = 0.0
-    """Lower end of the plain layer's communication share of a step in the papers, reported with the measured share."""
+    """Lower end of the plain layer's communication share of a step in the papers, reported with the
+    measured share."""
     share_high: float = 1.0
     """Upper end of that share."""
 
@@ -94,7 +98,8 @@ class TrainCase(Place):
         super().__post_init__()
         if self.batch_size % self.world:
             raise InputError(
-                f"case {self.name}: batch_size={self.batch_size} does not split over {self.world} ranks"
+                f"case {self.name}: batch_size={self.batch_size} does not split over "
+                f"{self.world} ranks"
             )
         for peer in self.peers:
             if peer not in PEERS:
@@ -103,7 +108,8 @@ class TrainCase(Place):
                 )
         if not 0 <= self.share_low <= self.share_high <= 1:
             raise InputError(
-                f"case {self.name}: share_low={self.share_low}, share_high={self.share_high}: give a range in 0 to 1"
+                f"case {self.name}: share_low={self.share_low}, share_high={self.share_high}: "
+                "give a range in 0 to 1"
             )
 
 
@@ -113,7 +119,8 @@ PEERS = ("plain", "deepspeed")
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts(Place):
-    """Expert throughput over world sizes, with and without the flexible layout, in one process without links."""
+    """Expert throughput over world sizes, with and without the flexible layout, in one process
+    without links."""
 
     worlds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """World sizes: numbers of ranks from which each expert's rows come."""
@@ -136,7 +143,8 @@ class Layouts(Place):
         for world in self.worlds:
             if world < 1 or self.rows_per_expert % world:
                 raise InputError(
-                    f"layout: worlds: {world} does not divide rows_per_expert={self.rows_per_expert}"
+                    f"layout: worlds: {world} does not divide "
+                    f"rows_per_expert={self.rows_per_expert}"
                 )
 
 
@@ -145,7 +153,8 @@ class TrainBenchConfig(BedConfig[TrainCase | Layouts]):
     """The configuration of the whole benchmark."""
 
     tolerance: float = 1e-4
-    """Largest allowed relative error of loss and gradients of lossless systems against the model in one process."""
+    """Largest allowed relative error of loss and gradients of lossless systems against the model in
+    one process."""
     candidates: tuple[Candidate, ...] = (Candidate(),)
     """Our plans; the first is the plain linear one."""
 
@@ -163,7 +172,8 @@ class TrainBenchConfig(BedConfig[TrainCase | Layouts]):
 
 
 def read_config(path: Path = COMMITTED) -> TrainBenchConfig:
-    """Read the configuration from a TOML or JSON file: fields of `TrainBenchConfig`, [[candidate]], [[case]], [[layout]].
+    """Read the configuration from a TOML or JSON file: fields of `TrainBenchConfig`, [[candidate]],
+    [[case]], [[layout]].
 
     Raises:
         InputError: the file is invalid; the message names the file and the field.

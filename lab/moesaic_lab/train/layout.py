@@ -1,9 +1,10 @@
 """Expert throughput over world sizes, with and without ordering the received rows by expert.
 
-After the all-to-all a rank's rows are ordered by (source, expert). Without reordering, each expert needs one product per
-source, and the products shrink as the world grows. Ordered by expert, each expert needs a single product for any world. This is
-the "flexible all-to-all" of Hwang et al., "Tutel" (2023), section 4.3. It is measured with real compute in one process with one
-thread, without links.
+After the all-to-all a rank's rows are ordered by (source, expert). Without reordering, each expert
+needs one product per source, and the products shrink as the world grows. Ordered by expert, each
+expert needs a single product for any world. This is the "flexible all-to-all" of Hwang et al.,
+"Tutel" (2023), section 4.3. It is measured with real compute in one process with one thread,
+without links.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import Tensor
 from moesaic_lab.measure import Timing, in_turn
 from moesaic_lab.train.config import Layouts
 
-BY_SOURCE, BY_EXPERT, ORDERED = "by (source, expert)", "by expert", "by expert, ordering included"
+BY_SOURCE = "by (source, expert)"
+BY_EXPERT = "by expert"
+ORDERED = "by expert, ordering included"
 """Names of the layouts; the time of the last one includes the reordering from (source, expert)."""
 
 
@@ -68,7 +71,8 @@ def by_source(rows: Tensor, experts: Experts, world: int) -> Tensor:
 
 
 def by_expert(rows: Tensor, experts: Experts) -> Tensor:
-    """Run the experts over rows ordered by expert, with one product per expert; shapes as for `by_source`."""
+    """Run the experts over rows ordered by expert, with one product per expert; shapes as for
+    `by_source`."""
     out = torch.empty_like(rows)
     for number, (piece, place) in enumerate(
         zip(rows.chunk(len(experts.w1)), out.chunk(len(experts.w1)))
@@ -84,6 +88,7 @@ def ordered(rows: Tensor, num_experts: int, world: int) -> Tensor:
 
 
 def _expert(rows: Tensor, experts: Experts, number: int, out: Tensor) -> None:
+    """Run one expert on its rows."""
     torch.mm(F.relu_(rows @ experts.w1[number].T), experts.w2[number].T, out=out)
 
 
@@ -91,7 +96,9 @@ def _expert(rows: Tensor, experts: Experts, number: int, out: Tensor) -> None:
 def _rows(layouts: Layouts, world: int) -> list[dict[str, Any]]:
     """Check and time the layouts of one world."""
     generator = torch.Generator().manual_seed(world)
-    num_experts, dim, hidden = layouts.num_experts, layouts.dim, layouts.hidden
+    num_experts = layouts.num_experts
+    dim = layouts.dim
+    hidden = layouts.hidden
     rows = torch.randn(num_experts * layouts.rows_per_expert, dim, generator=generator)
     experts = Experts(
         w1=torch.randn(num_experts, hidden, dim, generator=generator) / dim**0.5,

@@ -1,4 +1,5 @@
-"""The part of the training benchmark that runs on the ranks: build and check the systems, choose a plan, time them in turn."""
+"""The part of the training benchmark that runs on the ranks: build and check the systems, choose a
+plan, time them in turn."""
 
 from __future__ import annotations
 
@@ -34,17 +35,20 @@ class MeasuredSystem:
     """Name, kind and exchange of the `System`."""
     is_lossless: bool
     errors: dict[str, float]
-    """Largest relative errors of the loss, the dense gradient and the experts' gradient against the model in one process."""
+    """Largest relative errors of the loss, the dense gradient and the experts' gradient against the
+    model in one process."""
     sent: list[Message]
     """Messages that this rank sent in one step."""
     spans: list[Span] = field(default_factory=list)
-    """Spans of all repeats, those of further rounds last; empty for a plan of ours that the trial did not choose."""
+    """Spans of all repeats, those of further rounds last; empty for a plan of ours that the trial
+    did not choose."""
     trial_seconds: float | None = None
     """Median seconds over all ranks in the trial; None except for our lossless plans."""
     phases: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of each repeat on this rank, by phase."""
     exchanging: list[float] = field(default_factory=list)
-    """Seconds of each repeat on this rank in exchanges and the dense reduction; empty for our plans."""
+    """Seconds of each repeat on this rank in exchanges and the dense reduction; empty for our
+    plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,8 @@ class TrainFound:
     best: str
     """Name of our lossless plan that the trial chose."""
     most_over_mean_load: float
-    """Rows of the fullest expert over the mean with the initial weights, the largest of all layers."""
+    """Rows of the fullest expert over the mean with the initial weights, the largest of all
+    layers."""
     items: int
     """Tokens per step over all ranks."""
 
@@ -64,13 +69,15 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     """Check, try and time the systems of a case on this rank. All ranks call this together.
 
     Raises:
-        RuntimeError: a lossless system differs from the model in one process by more than the tolerance.
+        RuntimeError: a lossless system differs from the model in one process by more than the
+            tolerance.
     """
     systems = list(make_systems(config, case, open_transport(name="sockets")))
     errors = _agreement(config, case, systems)
-    runs: dict[str, Callable[[], object]] = {
-        s.name: s.step.train if case.mode == "training" else s.step.infer for s in systems
-    }
+    runs: dict[str, Callable[[], object]] = {}
+    for system in systems:
+        step = system.step
+        runs[system.name] = step.train if case.mode == "training" else step.infer
     sent = {}
     for system in systems:
         runs[system.name]()
@@ -82,15 +89,16 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
     trial = {name: statistics.median(seconds) for name, seconds in gathered(tried).items()}
     best = min(ours, key=lambda name: trial[name])
-    timed = [
-        s for s in systems if not s.is_lossless or s.kind != "ours" or s.name in (best, ours[0])
-    ]
+    # of our lossless plans, time the first one and the best one
+    left_out = set(ours) - {best, ours[0]}
+    timed = [system for system in systems if system.name not in left_out]
+    in_time = {system.name: runs[system.name] for system in timed}
     barrier()
-    in_turn({s.name: runs[s.name] for s in timed}, 0, barrier=barrier, warmup=1)
+    in_turn(in_time, 0, barrier=barrier, warmup=1)
     for system in systems:
         system.step.forget()
-    claimed = [s.name for s in timed if s.kind != "ours"] if case.in_sweep else []
-    in_time, near = {s.name: runs[s.name] for s in timed}, partial(near_ones, best, claimed)
+    others = [system.name for system in timed if system.kind != "ours"] if case.in_sweep else []
+    near = partial(near_ones, best, others)
     spans, further_spans = in_turn_and_near(
         in_time, case.repeats, MANY, near, barrier=barrier, warmup=0
     )
@@ -99,12 +107,19 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     gc.enable()
     measured = [
         MeasuredSystem(
-            name=system.name, kind=system.kind, exchange=system.exchange, is_lossless=system.is_lossless,
-            errors=errors[system.name], sent=sent[system.name], spans=spans.get(system.name, []),
-            trial_seconds=trial.get(system.name), phases=system.step.seconds, exchanging=system.step.exchanging,
+            name=system.name,
+            kind=system.kind,
+            exchange=system.exchange,
+            is_lossless=system.is_lossless,
+            errors=errors[system.name],
+            sent=sent[system.name],
+            spans=spans.get(system.name, []),
+            trial_seconds=trial.get(system.name),
+            phases=system.step.seconds,
+            exchanging=system.step.exchanging,
         )
         for system in systems
-    ]  # fmt: skip
+    ]
     items = case.batch_size * systems[0].step.batch.inputs.shape[1]
     return TrainFound(
         systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items
@@ -114,7 +129,8 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
 def near_ones(
     best: str, others: Sequence[str], seconds: Mapping[str, tuple[float, ...]]
 ) -> list[str]:
-    """Return our best plan and the peers that take about as long and need more pairs; an empty list if there are none.
+    """Return our best plan and the peers that take about as long and need more pairs; an empty list
+    if there are none.
 
     Args:
         best: name of our best plan.
@@ -128,8 +144,10 @@ def near_ones(
 def _agreement(
     config: TrainBenchConfig, case: TrainCase, systems: Sequence[System]
 ) -> dict[str, dict[str, float]]:
-    """Compare each system's first loss and gradients with those of the model in one process, and return the relative errors."""
-    rank, world = dist.get_rank(), case.world
+    """Compare each system's first loss and gradients with those of the model in one process, and
+    return the relative errors."""
+    rank = dist.get_rank()
+    world = case.world
     batch = make_batch(case, config.seed, rank, world)
     whole = make_model(case, config.seed)
     expected = _whole(whole, batch, world)
@@ -143,14 +161,15 @@ def _agreement(
         for what, error in errors[system.name].items():
             if system.is_lossless and not error <= config.tolerance:
                 raise RuntimeError(
-                    f"case {case.name}: {system.name} differs from the model in one process by {error:.1e} in its {what}: "
-                    f"not more than {config.tolerance:.0e} is allowed"
+                    f"case {case.name}: {system.name} differs from the model in one process by "
+                    f"{error:.1e} in its {what}: not more than {config.tolerance:.0e} is allowed"
                 )
     return errors
 
 
 def _whole(model: nn.Module, batch: GivenBatch, world: int) -> dict[str, Tensor]:
-    """Return loss, dense gradient and norm of the experts' gradient of an unsharded model, averaged over all ranks' batches."""
+    """Return loss, dense gradient and norm of the experts' gradient of an unsharded model, averaged
+    over all ranks' batches."""
     loss = model(batch.inputs, batch.targets).loss
     loss.backward()
     spread = {
@@ -205,7 +224,8 @@ def _spread(system: System) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
-    """Return the rows of the fullest expert over the mean with the initial weights, the largest of all layers."""
+    """Return the rows of the fullest expert over the mean with the initial weights, the largest of
+    all layers."""
     worst = 0.0
     model = make_model(case, config.seed)
 

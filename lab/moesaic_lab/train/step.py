@@ -1,7 +1,9 @@
-"""One optimizer step, the same for every system: forward, backward, one reduction of the dense gradients, optimizer.
+"""One optimizer step, the same for every system: forward, backward, one reduction of the dense
+gradients, optimizer.
 
-The compared systems differ only in their MoE layers; everything else is defined here once. Dense gradients are joined into one
-tensor and summed first inside each node, then between nodes. So they cross the slow links only once per node.
+The compared systems differ only in their MoE layers; everything else is defined here once. Dense
+gradients are joined into one tensor and summed first inside each node, then between nodes. So they
+cross the slow links only once per node.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ class TimedStep:
 
     Args:
         model: the model, called with inputs and targets; its output has an attribute `loss`.
-        experts: parameters of this rank's experts; all other parameters are dense and the same on all ranks.
-        batch: batch of this rank.
+        experts: parameters of this rank's experts; all other parameters are dense and the same on
+            all ranks.
         transport: transport of the dense reduction, and of our MoE layers.
         grid: mesh that tells which ranks share a node.
-        exchange: exchange of a layer of others, which records its own messages and seconds; None for our layers.
+        exchange: exchange of a layer of others, which records its own messages and seconds; None
+            for our layers.
     """
 
     def __init__(
@@ -56,13 +59,11 @@ class TimedStep:
         grid: Grid,
         exchange: AbstractExchange | None = None,
     ) -> None:
-        self.model, self.batch, self._transport, self._grid, self._exchange = (
-            model,
-            batch,
-            transport,
-            grid,
-            exchange,
-        )
+        self.model = model
+        self.batch = batch
+        self._transport = transport
+        self._grid = grid
+        self._exchange = exchange
         spread = {id(parameter) for parameter in experts}
         self.experts = list(experts)
         self.dense = [parameter for parameter in model.parameters() if id(parameter) not in spread]
@@ -72,7 +73,8 @@ class TimedStep:
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         """Seconds of each step since the last `forget`, by phase."""
         self.exchanging: list[float] = []
-        """Seconds of each step in exchanges and the dense reduction; empty without an `exchange`."""
+        """Seconds of each step in exchanges and the dense reduction; empty without an
+        `exchange`."""
 
     def train(self) -> float:
         """Run a training step and return this rank's loss."""
@@ -129,6 +131,7 @@ class TimedStep:
         self.exchanging = []
 
     def _clear(self) -> None:
+        """Forget the messages so far."""
         self._transport.ranges.clear()
         if self._exchange is not None:
             self._exchange.sent.clear()
@@ -136,7 +139,8 @@ class TimedStep:
 
 
 def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Tensor:
-    """Return the sum over all ranks. It is summed inside each node, then each rank sums its share between nodes.
+    """Return the sum over all ranks. It is summed inside each node, then each rank sums its share
+    between nodes.
 
     Args:
         transport: transport between all ranks.
@@ -156,8 +160,7 @@ def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Te
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
     """Return a parameter's gradient; if there is none, create one of zeros."""
-    if (
-        parameter.grad is None
-    ):  # an expert without rows, in a layer that runs each expert separately
+    # an expert without rows, in a layer that runs each expert separately
+    if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

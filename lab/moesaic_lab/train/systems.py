@@ -1,7 +1,8 @@
-"""The systems that the training benchmark compares: one model, with MoE layers run by our plans or by the layers of others.
+"""The systems that the training benchmark compares: one model, with MoE layers run by our plans or
+by the layers of others.
 
-All systems start from the same weights and get the same tokens. Auxiliary losses are off in all of them, as their definitions
-differ.
+All systems start from the same weights and get the same tokens. Auxiliary losses are off in all of
+them, as their definitions differ.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class System:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the system computes the same results as the model in one process, up to rounding."""
+        """Whether the system computes the same results as the model in one process, up to
+        rounding."""
         return self.candidate is None or self.candidate.plan.is_lossless
 
 
@@ -75,7 +77,8 @@ def make_systems(
     config: TrainBenchConfig, case: TrainCase, transport: AbstractTransport
 ) -> Iterator[System]:
     """Yield the systems of a case on this rank. All ranks build them together."""
-    recorder, whole = Recorder(transport), make_model(case, config.seed)
+    recorder = Recorder(transport)
+    whole = make_model(case, config.seed)
     nodes = Grid(world=case.world, ep=case.world, ranks_per_node=case.ranks_per_node)
     batch = make_batch(case, config.seed, transport.rank, case.world)
     for candidate in config.candidates:
@@ -121,7 +124,8 @@ def replace_layers(model: nn.Module, make: Callable[[MoE], nn.Module]) -> None:
 
 
 def peer_experts(model: nn.Module) -> list[nn.Parameter]:
-    """Return the experts' parameters of layers of others. DeepSpeed marks its own with `allreduce = False`."""
+    """Return the experts' parameters of layers of others. DeepSpeed marks its own with
+    `allreduce = False`."""
     marked = [
         parameter for parameter in model.parameters() if not getattr(parameter, "allreduce", True)
     ]
@@ -131,8 +135,10 @@ def peer_experts(model: nn.Module) -> list[nn.Parameter]:
 def _parallelize(
     model: nn.Module, candidate: Candidate, case: TrainCase, transport: AbstractTransport
 ) -> None:
-    """Parallelize the MoE layers of a model. Experts stay plain tensors, so that all systems use the same optimizer."""
-    world, etp = case.world, candidate.etp
+    """Parallelize the MoE layers of a model. Experts stay plain tensors, so that all systems use
+    the same optimizer."""
+    world = case.world
+    etp = candidate.etp
     grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=case.ranks_per_node)
     for module in list(model.modules()):
         if isinstance(module, MoE):

@@ -1,7 +1,9 @@
-"""Attention within windows of an image (Liu et al., "Swin Transformer V2", 2022, sections 3.2 and 3.3).
+"""Attention within windows of an image (Liu et al., "Swin Transformer V2", 2022, sections 3.2 and
+3.3).
 
-Similarity is a cosine over a learnt temperature, which keeps values from growing with depth. A small network computes a
-position bias from logarithms of relative coordinates, so weights can be reused for windows of another size.
+Similarity is a cosine over a learnt temperature, which keeps values from growing with depth. A
+small network computes a position bias from logarithms of relative coordinates, so weights can be
+reused for windows of another size.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ class WindowAttention(nn.Module):
     """Multi-head attention among the tokens of each window.
 
     Args:
-        dim: width of a token.
         num_heads: heads; must divide dim.
         resolution: tokens along a side of the image.
         window: tokens along a side of a window; must divide the resolution.
-        shift: number of tokens by which windows are shifted to the right and down. Windows wrap around the image; in those
-            that do, tokens only attend to tokens from the same side of the image.
+        shift: number of tokens by which windows are shifted to the right and down. Windows wrap
+            around the image; in those that do, tokens only attend to tokens from the same side of
+            the image.
     """
 
     coordinates: Tensor
@@ -40,11 +42,14 @@ class WindowAttention(nn.Module):
         self, dim: int, num_heads: int, *, resolution: int, window: int, shift: int = 0
     ) -> None:
         super().__init__()
-        self.num_heads, self.window, self.shift = num_heads, window, shift
+        self.num_heads = num_heads
+        self.window = window
+        self.shift = shift
         self.per_side = resolution // window
         self.qkv = StackedLinear(3, dim, dim)
         # Keys have no bias in Swin V2: it would rotate all of them.
-        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
+        self.q_bias = nn.Parameter(torch.zeros(dim))
+        self.v_bias = nn.Parameter(torch.zeros(dim))
         self.log_scale = nn.Parameter(torch.full((num_heads,), math.log(10.0)))
         self.position_bias = nn.Sequential(
             nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, num_heads, bias=False)
@@ -68,16 +73,24 @@ class WindowAttention(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         """Attend within windows: (batch, windows, tokens, dim) to the same shape."""
+        windows = x.shape[1]
         bias = torch.stack([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = (self.qkv(x) + bias).unflatten(-1, (-1, len(self.q_bias) // self.num_heads))
+        head_dim = len(self.q_bias) // self.num_heads
+        # (batch, windows, tokens, q k v, heads, head_dim)
+        qkv = (self.qkv(x) + bias).unflatten(-1, (-1, head_dim))
         # Windows and heads share an axis, so the bias need not be copied over a batch axis.
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
-        scale = self.log_scale.clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
-        q, k = F.normalize(q, dim=-1) * scale.to(q.dtype), F.normalize(k, dim=-1)
+        # cosine attention: one scale for each head
+        scale = self.log_scale.clamp(max=math.log(SHARPEST)).exp()
+        q = F.normalize(q, dim=-1) * scale.repeat(windows)[:, None, None].to(q.dtype)
+        k = F.normalize(k, dim=-1)
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self._bias(x.shape[1]).to(q.dtype), scale=1.0
+            q, k, v, attn_mask=self._bias(windows).to(q.dtype), scale=1.0
         )
-        return self.out(attended.unflatten(1, (x.shape[1], -1)).transpose(2, 3).flatten(3))
+        by_window = attended.unflatten(
+            1, (windows, -1)
+        )  # (batch, windows, heads, tokens, head_dim)
+        return self.out(by_window.transpose(2, 3).flatten(3))
 
     def _bias(self, num_windows: int) -> Tensor:
         """Return the bias of the similarities, (1, windows * heads, tokens, tokens)."""
@@ -88,7 +101,8 @@ class WindowAttention(nn.Module):
         return bias.flatten(0, 1)[None]
 
     def _windows(self, x: Tensor) -> Tensor:
-        """Cut an image into windows: (batch, height, width, dim) to (batch, windows, tokens, dim)."""
+        """Cut an image into windows: (batch, height, width, dim) to (batch, windows, tokens,
+        dim)."""
         tiles = x.unflatten(2, (self.per_side, self.window)).unflatten(
             1, (self.per_side, self.window)
         )
@@ -116,10 +130,12 @@ def log_coordinates(window: int) -> Tensor:
 
 
 def pair_index(window: int) -> Tensor:
-    """Return for each pair of tokens of a window the index of its row in `log_coordinates`, (tokens, tokens) int64."""
+    """Return for each pair of tokens of a window the index of its row in `log_coordinates`,
+    (tokens, tokens) int64."""
     side = torch.arange(window)
     distances = side[:, None] - side + window - 1
-    rows, columns = distances[:, None, :, None], distances[None, :, None, :]
+    rows = distances[:, None, :, None]
+    columns = distances[None, :, None, :]
     return (rows * (2 * window - 1) + columns).reshape(window**2, window**2)
 
 

@@ -23,10 +23,12 @@ PUBLISHED_CAPACITY = Capacity.fixed(1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class SwinConfig:
-    """Configuration of a Swin Transformer V2, dense or with MoE feed-forward layers. The default is the dense SwinV2-S."""
+    """Configuration of a Swin Transformer V2, dense or with MoE feed-forward layers. The default is
+    the dense SwinV2-S."""
 
     ffn: Literal["moe", "dense"] = "dense"
-    """Feed-forward layers: "dense", or "moe" to make every second one from stage `dense_stages` on an MoE layer."""
+    """Feed-forward layers: "dense", or "moe" to make every second one from stage `dense_stages` on
+    an MoE layer."""
     image_size: int = 192
     """Height and width of an image in pixels."""
     channels: int = 3
@@ -36,9 +38,11 @@ class SwinConfig:
     patch_size: int = 4
     """Height and width in pixels of a patch, which becomes one token."""
     window: int = 12
-    """Height and width in tokens of an attention window; a stage with fewer tokens has one window for all of them."""
+    """Height and width in tokens of an attention window; a stage with fewer tokens has one window
+    for all of them."""
     dim: int = 96
-    """Width of a token in the first stage; every later stage doubles the width and halves the image's height and width."""
+    """Width of a token in the first stage; every later stage doubles the width and halves the
+    image's height and width."""
     depths: Sequence[int] = (2, 2, 18, 2)
     """Blocks of each stage. Every second block shifts its windows."""
     heads: Sequence[int] = (3, 6, 12, 24)
@@ -46,9 +50,10 @@ class SwinConfig:
     mlp_ratio: float = 4.0
     """Inner width of a feed-forward layer, and of one expert, over the width of a token."""
     norm: Literal["post", "pre"] = "post"
-    """Where a block normalises: the outputs of its layers ("post", Swin V2) or their inputs ("pre"). A norm after an MoE layer
-    of top_k 1 cancels the routing weight, and the router then learns from little more than the auxiliary loss. So Swin's
-    published MoE code uses "pre", as do the presets with MoE layers."""
+    """Where a block normalises: the outputs of its layers ("post", Swin V2) or their inputs
+    ("pre"). A norm after an MoE layer of top_k 1 cancels the routing weight, and the router then
+    learns from little more than the auxiliary loss. So Swin's published MoE code uses "pre", as do
+    the presets with MoE layers."""
     num_experts: int = 32
     """Experts per MoE layer."""
     top_k: int = 1
@@ -56,7 +61,8 @@ class SwinConfig:
     dense_stages: int = 2
     """Stages at the start without MoE layers."""
     router: RouterName = "switch"
-    """Router, see docs/layer.md. "switch" is Tutel's linear router, "cosine" is Tutel's cosine router."""
+    """Router, see docs/layer.md. "switch" is Tutel's linear router, "cosine" is Tutel's cosine
+    router."""
     capacity: AbstractCapacity = PUBLISHED_CAPACITY
     """Capacity of the experts in training; `order="score"` is batch-prioritised routing."""
     eval_capacity: AbstractCapacity | None = None
@@ -107,7 +113,8 @@ class SwinConfig:
             f"a multiple of {least}, which all stages can halve",
         )
         for stage, heads in enumerate(self.heads):
-            width, side = self.width(stage), self.resolution(stage)
+            width = self.width(stage)
+            side = self.resolution(stage)
             yield (
                 "heads",
                 heads >= 1 and width % heads == 0,
@@ -141,20 +148,32 @@ class SwinConfig:
         return min(self.window, self.resolution(stage))
 
     def shift(self, stage: int, block: int) -> int:
-        """Return the number of tokens by which a block's windows are shifted; 0 in a stage with one window."""
+        """Return the number of tokens by which a block's windows are shifted; 0 in a stage with one
+        window."""
         return self.window // 2 if block % 2 and self.resolution(stage) > self.window else 0
 
     def is_sparse(self, stage: int, block: int) -> bool:
-        """Return whether a block has an MoE layer: every second one does, from stage `dense_stages` on."""
+        """Return whether a block has an MoE layer: every second one does, from stage `dense_stages`
+        on."""
         return self.ffn == "moe" and stage >= self.dense_stages and block % 2 == 1
 
 
 _SMALL = SwinConfig()
 _BASE = replace(_SMALL, dim=128, heads=(4, 8, 16, 32))
 _DIGITS = SwinConfig(
-    image_size=8, channels=1, num_classes=10, patch_size=2, window=2, dim=32, depths=(2, 2), heads=(2, 4),
-    mlp_ratio=0.5, norm="pre", num_experts=8, dense_stages=0,
-)  # fmt: skip
+    image_size=8,
+    channels=1,
+    num_classes=10,
+    patch_size=2,
+    window=2,
+    dim=32,
+    depths=(2, 2),
+    heads=(2, 4),
+    mlp_ratio=0.5,
+    norm="pre",
+    num_experts=8,
+    dense_stages=0,
+)
 
 PRESETS: dict[str, SwinConfig] = {
     "swinv2-s": _SMALL,
@@ -164,4 +183,5 @@ PRESETS: dict[str, SwinConfig] = {
     "swin-tiny": replace(_DIGITS, ffn="moe"),
     "swin-tiny-dense": _DIGITS,
 }
-"""Models by name: SwinV2-S and -B, the models with 32 experts of Tutel's section 5.3, and one for 8x8 images of digits."""
+"""Models by name: SwinV2-S and -B, the models with 32 experts of Tutel's section 5.3, and one for
+8x8 images of digits."""

@@ -1,4 +1,5 @@
-"""Images with labels: scikit-learn's handwritten digits, which need no download, or folders of pictures; and micro-batches.
+"""Images with labels: scikit-learn's handwritten digits, which need no download, or folders of
+pictures; and micro-batches.
 
 A micro-batch is a pure function of (data, seed, index), as for text: resuming needs only the index.
 """
@@ -19,8 +20,11 @@ from torch import Tensor
 
 from moesaic.errors import InputError, to_install
 
-TURN, SCALE, SHIFT = 15.0, 0.15, 0.125
-"""Largest random changes of training images: rotation in degrees, scaling as a share, shift as a share of a side."""
+TURN = 15.0
+SCALE = 0.15
+SHIFT = 0.125
+"""Largest random changes of training images: rotation in degrees, scaling as a share, shift as a
+share of a side."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,11 @@ class Images:
 
 
 def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
-    """Return scikit-learn's 1,797 digits of 8x8 pixels, split at random into training and validation.
+    """Return scikit-learn's 1,797 digits of 8x8 pixels, split at random into training and
+    validation.
 
-    Both parts have images by the same writers, so validation is easier than recognising unknown writers.
+    Both parts have images by the same writers, so validation is easier than recognising unknown
+    writers.
 
     Raises:
         InputError: without scikit-learn, or if `val_share` leaves one part empty.
@@ -47,11 +53,13 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise InputError(f"the digits need scikit-learn: {to_install('./lab[vision]')}")
-    # scikit-learn's own loader would import the whole package, which takes longer than a short training.
+    # scikit-learn's own loader would import the whole package, which takes longer than a short
+    # training.
     table = np.loadtxt(
         Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
     )
-    pixels, labels = table[:, :-1], table[:, -1]
+    pixels = table[:, :-1]
+    labels = table[:, -1]
     num_val = round(len(labels) * val_share)
     if not 0 < num_val < len(labels):
         raise InputError(
@@ -66,9 +74,11 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
 def load_folder(
     root: Path, size: int, channels: int = 3, val_share: float = 0.05
 ) -> tuple[Images, Images]:
-    """Return the pictures of a folder with a subfolder per class, as squares, split into training and validation.
+    """Return the pictures of a folder with a subfolder per class, as squares, split into training
+    and validation.
 
-    A picture is scaled until its shorter side fits, and its middle is cut out. A hash of its name decides its part.
+    A picture is scaled until its shorter side fits, and its middle is cut out. A hash of its name
+    decides its part.
 
     Args:
         root: the folder with the subfolders; classes are numbered in their alphabetical order.
@@ -108,8 +118,9 @@ def load_folder(
             )
     if not parts[True] or not parts[False]:
         raise InputError(
-            f"images={root}: {len(parts[False])} pictures to train on, {len(parts[True])} to validate with: give a folder with "
-            "a folder of .png or .jpg pictures per class, and more of them"
+            f"images={root}: {len(parts[False])} pictures to train on, {len(parts[True])} to "
+            "validate with: give a folder with a folder of .png or .jpg pictures per class, and "
+            "more of them"
         )
     train, val = (
         [torch.stack([p for p, _ in parts[k]]), torch.tensor([c for _, c in parts[k]])]
@@ -119,13 +130,14 @@ def load_folder(
 
 
 class ImageBatches:
-    """Micro-batches of images, shuffled anew in each epoch. A micro-batch may span the end of an epoch.
+    """Micro-batches of images, shuffled anew in each epoch. A micro-batch may span the end of an
+    epoch.
 
     Args:
-        data: the images.
         batch_size: images per micro-batch.
         seed: seed of the order and of the random changes.
-        part: (index, count): return only part `index` of the `count` equal parts of each micro-batch.
+        part: (index, count): return only part `index` of the `count` equal parts of each
+            micro-batch.
         varied: change each image randomly with `moved`, differently each time.
 
     Raises:
@@ -148,16 +160,15 @@ class ImageBatches:
             )
         if not len(data):
             raise InputError("batches need images, got none")
-        self.data, self.batch_size, self.seed, self.part, self.varied = (
-            data,
-            batch_size,
-            seed,
-            part,
-            varied,
-        )
+        self.data = data
+        self.batch_size = batch_size
+        self.seed = seed
+        self.part = part
+        self.varied = varied
 
     def get(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return this part of micro-batch `index`: (batch_size / parts, channels, height, width) and (batch_size / parts,)."""
+        """Return this part of micro-batch `index`: (batch_size / parts, channels, height, width)
+        and (batch_size / parts,)."""
         size = self.batch_size // self.part[1]
         first = index * self.batch_size + self.part[0] * size
         rows: list[int] = []
@@ -181,11 +192,17 @@ def moved(pixels: Tensor, amounts: Tensor) -> Tensor:
 
     Args:
         pixels: (images, channels, height, width) float32, between -1 and 1.
-        amounts: (images, 4) float32 between -1 and 1: factors on `TURN`, on `SCALE`, and on `SHIFT` sideways and up.
+        amounts: (images, 4) float32 between -1 and 1: factors on `TURN`, on `SCALE`, and on `SHIFT`
+            sideways and up.
     """
-    turn, scale = amounts[:, 0] * math.radians(TURN), 1 + SCALE * amounts[:, 1]
-    across, along = scale * turn.cos(), scale * turn.sin()
+    turn = amounts[:, 0] * math.radians(TURN)
+    scale = 1 + SCALE * amounts[:, 1]
+    across = scale * turn.cos()
+    along = scale * turn.sin()
     shift = 2 * SHIFT * amounts[:, 2:]
-    lines = torch.stack([across, -along, shift[:, 0], along, across, shift[:, 1]], 1).view(-1, 2, 3)
-    places = F.affine_grid(lines, list(pixels.shape), align_corners=False)
+    first = torch.stack([across, -along, shift[:, 0]], 1)
+    second = torch.stack([along, across, shift[:, 1]], 1)
+    matrices = torch.stack([first, second], 1)  # (images, 2, 3)
+    places = F.affine_grid(matrices, list(pixels.shape), align_corners=False)
+    # outside of an image is 0, which must be black: -1
     return F.grid_sample(pixels + 1, places, align_corners=False) - 1

@@ -1,9 +1,11 @@
-"""Tutel's ablations of a vision model: its tables 1, 12 and 13 and figure 22, on digits or on your own pictures.
+"""Tutel's ablations of a vision model: its tables 1, 12 and 13 and figure 22, on digits or on your
+own pictures.
 
-Table 1: weights of the load-balance loss. Table 12: capacities in inference and experts per token, for models trained at
-capacity 1.0, with a dense twin. Table 13: the linear and the cosine router. Figure 22: Table 12 with copies admitted by score
-instead of position (batch-prioritised routing).
-Figures are accuracies on held-out images, averaged over seeds; 359 digits show differences of 0.3 % or more.
+Table 1: weights of the load-balance loss. Table 12: capacities in inference and experts per token,
+for models trained at capacity 1.0, with a dense twin. Table 13: the linear and the cosine router.
+Figure 22: Table 12 with copies admitted by score instead of position (batch-prioritised routing).
+Figures are accuracies on held-out images, averaged over seeds; 359 digits show differences of 0.3 %
+or more.
 
     moesaic bench vision_sweeps --json benchmarks/results/vision_sweeps.json
 
@@ -27,12 +29,14 @@ from moesaic_lab.vision.train import VisionOptions, train
 Order = Literal["position", "score"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 BALANCE = {0.001: 37.32, 0.01: 37.78, 0.1: 37.16, 1.0: 34.71}
-"""Tutel's Table 1, SwinV2-S on ImageNet-22K: accuracy in per cent, by weight of the balance loss."""
+"""Tutel's Table 1, SwinV2-S on ImageNet-22K: accuracy in per cent, by weight of the balance
+loss."""
 CAPACITIES = {
     1: {1.25: 38.6, 1.0: 38.5, 0.625: 38.2, 0.5: 38.0},
     2: {1.25: 38.7, 1.0: 38.6, 0.625: 38.4, 0.5: 38.3},
 }
-"""Tutel's Table 12, SwinV2-MoE-B: accuracy in per cent, by experts per token and capacity in inference."""
+"""Tutel's Table 12, SwinV2-MoE-B: accuracy in per cent, by experts per token and capacity in
+inference."""
 ROUTERS_COMPARED = ("switch", "cosine")
 """Tutel's linear and cosine router. Its Table 13 finds them equally accurate with 32 experts."""
 DENSE = 37.2
@@ -67,8 +71,12 @@ def one_run(
         more: further fields of `VisionOptions`.
     """
     common = {
-        "preset": options.preset, "images": options.images, "batch_size": options.batch_size, "seed": seed, **more,
-    }  # fmt: skip
+        "preset": options.preset,
+        "images": options.images,
+        "batch_size": options.batch_size,
+        "seed": seed,
+        **more,
+    }
     with tempfile.TemporaryDirectory() as out:
         trained = VisionOptions(steps=options.steps, out=out, **common)
         first = train(trained, say=lambda _: None)["accuracy"]
@@ -91,7 +99,8 @@ def one_run(
 
 
 def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield for each run its name, the keys that its rows share, and its arguments of `one_run`. Every seed repeats the run."""
+    """Yield for each run its name, the keys that its rows share, and its arguments of `one_run`.
+    Every seed repeats the run."""
     for weight, accuracy in BALANCE.items():
         yield (
             f"balance-{weight:g}",
@@ -129,6 +138,7 @@ def measure(options: SweepOptions, cases: None, told: Told) -> list[dict[str, An
 
 
 def _group_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what the runs of one group have in common."""
     return tuple(
         row.get(name) for name in ("table", "weight", "router", "top_k", "admit_by", "capacity")
     )
@@ -151,9 +161,12 @@ def _mean(rows: list[dict[str, Any]], key: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return a claim per finding of the paper: its sign and half of its size, or a gap within what seeds differ by."""
-    found, heavy = CAPACITIES[1], (BALANCE[0.01] - BALANCE[1.0]) / 200
-    least, most = min(found), max(found)
+    """Return a claim per finding of the paper: its sign and half of its size, or a gap within what
+    seeds differ by."""
+    found = CAPACITIES[1]
+    heavy = (BALANCE[0.01] - BALANCE[1.0]) / 200
+    least = min(found)
+    most = max(found)
     seeds_differ = max(
         (row["most"] - row["least"] for row in rows if row.get("router") == "switch"), default=0.0
     )
@@ -199,7 +212,15 @@ SWEEPS = {
 """Title and columns of each of Tutel's sweeps."""
 
 BENCHMARK = Benchmark(
-    name="vision_sweeps", description="Sweep balance loss, inference capacity, k and admission of a vision model.",
-    options=SweepOptions, notes=notes_of(__doc__), measure=measure, claims=claims, packages=("torch", "numpy", "scikit-learn"),
-    columns=[Shown(title=title, where={"table": (key,)}, columns=keys) for key, (title, keys) in SWEEPS.items()],
-)  # fmt: skip
+    name="vision_sweeps",
+    description="Sweep balance loss, inference capacity, k and admission of a vision model.",
+    options=SweepOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=claims,
+    packages=("torch", "numpy", "scikit-learn"),
+    columns=[
+        Shown(title=title, where={"table": (key,)}, columns=keys)
+        for key, (title, keys) in SWEEPS.items()
+    ],
+)

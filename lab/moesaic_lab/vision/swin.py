@@ -1,7 +1,8 @@
-"""`SwinMoE`: a Swin Transformer V2 that classifies images, with MoE layers among its feed-forward layers.
+"""`SwinMoE`: a Swin Transformer V2 that classifies images, with MoE layers among its feed-forward
+layers.
 
-Liu et al., "Swin Transformer V2" (2022). MoE layers are placed as in Hwang et al., "Tutel" (2023), section 5.3: every second
-feed-forward layer, except in the first two stages.
+Liu et al., "Swin Transformer V2" (2022). MoE layers are placed as in Hwang et al., "Tutel" (2023),
+section 5.3: every second feed-forward layer, except in the first two stages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from moesaic_lab.vision.attention import WindowAttention
 from moesaic_lab.vision.config import SwinConfig
 
 COSINE_TEMPERATURE = 0.5
-"""Initial temperature of Swin's cosine routers; the default of the layer, meant for language, is 0.07."""
+"""Initial temperature of Swin's cosine routers; the default of the layer, meant for language, is
+0.07."""
 INIT_STD = 0.02
 """Standard deviation of all matrices at initialisation."""
 
@@ -53,7 +55,8 @@ class SwinBlock(nn.Module):
             window=config.window_of(stage),
             shift=config.shift(stage, block),
         )
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention_norm = nn.LayerNorm(dim)
+        self.ffn_norm = nn.LayerNorm(dim)
         sparse = config.is_sparse(stage, block)
         self.ffn: MoE | FeedForward = (
             make_vision_moe(config, stage) if sparse else FeedForward(dim, config.hidden(stage))
@@ -65,6 +68,7 @@ class SwinBlock(nn.Module):
         return x + self._normed(x.flatten(1, 2), self.ffn, self.ffn_norm).view(x.shape)
 
     def _normed(self, x: Tensor, layer: nn.Module, norm: nn.LayerNorm) -> Tensor:
+        """Run a layer with its norm, before or after it."""
         y: Tensor = norm(layer(x)) if self.post_norm else layer(norm(x))
         return y
 
@@ -73,7 +77,6 @@ class PatchMerging(nn.Module):
     """Merges each 2x2 tokens to one token of twice the width.
 
     Args:
-        dim: width of a token.
         norm: "post" normalises the output (Swin V2), "pre" the input (Swin).
     """
 
@@ -96,9 +99,9 @@ class PatchMerging(nn.Module):
 class SwinMoE(nn.Module):
     """A Swin Transformer V2 that classifies images.
 
-    Matrices are initialised from a normal distribution with standard deviation 0.02, biases with zero. The weights of norms
-    after a layer start at zero, as in Swin V2: each block then starts as the identity, and in the first step only these
-    norms of a block have gradients.
+    Matrices are initialised from a normal distribution with standard deviation 0.02, biases with
+    zero. The weights of norms after a layer start at zero, as in Swin V2: each block then starts as
+    the identity, and in the first step only these norms of a block have gradients.
     """
 
     def __init__(self, config: SwinConfig) -> None:
@@ -115,7 +118,8 @@ class SwinMoE(nn.Module):
             PatchMerging(config.width(stage), config.norm) for stage in range(config.num_stages - 1)
         )
         last = config.width(config.num_stages - 1)
-        self.norm, self.head = nn.LayerNorm(last), nn.Linear(last, config.num_classes)
+        self.norm = nn.LayerNorm(last)
+        self.head = nn.Linear(last, config.num_classes)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -144,7 +148,8 @@ class SwinMoE(nn.Module):
         expected = (self.config.channels, self.config.image_size, self.config.image_size)
         if images.dim() != 4 or images.shape[1:] != expected:
             raise InputError(
-                f"SwinMoE: images of shape {tuple(images.shape)}: give (batch, {', '.join(map(str, expected))})"
+                f"SwinMoE: images of shape {tuple(images.shape)}: give (batch, "
+                f"{', '.join(map(str, expected))})"
             )
         x = self.patch_norm(self.patches(images).permute(0, 2, 3, 1))
         ends = [sum(self.config.depths[: stage + 1]) for stage in range(self.config.num_stages - 1)]
@@ -164,7 +169,8 @@ class SwinMoE(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def num_active_parameters(self) -> int:
-        """Return the number of parameters that one token uses: all but those of experts to which it is not routed."""
+        """Return the number of parameters that one token uses: all but those of experts to which it
+        is not routed."""
         idle = 0
         for layer in self.moe_layers():
             of_experts = sum(parameter.numel() for parameter in layer.experts.parameters())
@@ -178,7 +184,13 @@ def make_vision_moe(config: SwinConfig, stage: int) -> MoE:
     if config.router == "cosine":
         router = partial(CosineTopK, temperature=COSINE_TEMPERATURE)
     return MoE(
-        config.width(stage), config.hidden(stage), config.num_experts, config.top_k, router=router,
-        experts=partial(PlainExperts, bias=True), capacity=config.capacity,
-        losses=(LoadBalance(config.balance_loss),) if config.balance_loss else (), eval_capacity=config.eval_capacity,
-    )  # fmt: skip
+        config.width(stage),
+        config.hidden(stage),
+        config.num_experts,
+        config.top_k,
+        router=router,
+        experts=partial(PlainExperts, bias=True),
+        capacity=config.capacity,
+        losses=(LoadBalance(config.balance_loss),) if config.balance_loss else (),
+        eval_capacity=config.eval_capacity,
+    )

@@ -1,9 +1,12 @@
-"""`moesaic vision`: train, fine-tune, probe, time and evaluate an image classifier with MoE layers, on one or several ranks.
+"""`moesaic vision`: train, fine-tune, probe, time and evaluate an image classifier with MoE layers,
+on one or several ranks.
 
 moesaic vision --preset swin-tiny                                        # scikit-learn's digits
 torchrun --nproc-per-node 4 -m moesaic vision --preset swin-tiny --ep 2
-moesaic vision --preset swinv2-moe-s --images photos --init runs/vision/model.safetensors --freeze-moe
-moesaic vision --init runs/vision/model.safetensors --steps 0 --eval-capacity-factor 0.5   # inference
+moesaic vision --preset swinv2-moe-s --images photos \
+    --init runs/vision/model.safetensors --freeze-moe
+moesaic vision --init runs/vision/model.safetensors --steps 0 \
+    --eval-capacity-factor 0.5  # inference
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class VisionOptions:
     out: str = "runs/vision"
     """Folder for the weights and the results."""
     init: str = ""
-    """Initial weights of another run, as safetensors. A head with another number of classes is initialised anew."""
+    """Initial weights of another run, as safetensors. A head with another number of classes is
+    initialised anew."""
     steps: int = 1000
     """Optimizer steps; 0 only evaluates."""
     batch_size: int = 64
@@ -81,7 +85,8 @@ class VisionOptions:
     eval_capacity_factor: float | None = None
     """Capacity factor in evaluation."""
     admit_by: Literal["position", "score"] = "position"
-    """Which copies a full expert keeps: the first ones, or those with the highest scores (batch-prioritised routing)."""
+    """Which copies a full expert keeps: the first ones, or those with the highest scores
+    (batch-prioritised routing)."""
     shots: int = 0
     """Also fit a linear probe on the features of this many images per class."""
     throughput: bool = False
@@ -120,7 +125,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
-    """Return the preset's configuration with the changes of the options; your own pictures set the number of classes."""
+    """Return the preset's configuration with the changes of the options; your own pictures set the
+    number of classes."""
     config = PRESETS[options.preset]
     fields = ("num_experts", "top_k", "router", "balance_loss")
     changes: dict[str, Any] = {
@@ -143,12 +149,14 @@ def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
 
 
 def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
-    """Train and evaluate on all ranks of the process group, if any; return the results, identical on all ranks.
+    """Train and evaluate on all ranks of the process group, if any; return the results, identical
+    on all ranks.
 
     Raises:
         InputError: for data, sizes or a mesh that do not fit together.
     """
-    size, channels = PRESETS[options.preset].image_size, PRESETS[options.preset].channels
+    size = PRESETS[options.preset].image_size
+    channels = PRESETS[options.preset].channels
     data, held_out = (
         load_folder(Path(options.images), size, channels) if options.images else load_digits()
     )
@@ -160,9 +168,11 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     if options.freeze_moe:
         for layer in model.moe_layers():
             layer.requires_grad_(False)
-    total, active = model.num_parameters(), model.num_active_parameters()
+    total = model.num_parameters()
+    active = model.num_active_parameters()
     say(
-        f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {len(data):,} images"
+        f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; "
+        f"{len(data):,} images"
     )
     mesh = spread(model, options, device)
     part = (0, 1) if mesh is None else (mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp)
@@ -173,7 +183,8 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     results["val_loss"] = float(F.cross_entropy(logits, held_out.labels))
     results["accuracy"] = float((logits.argmax(1) == held_out.labels).float().mean())
     say(
-        f"loss {results['val_loss']:.3f}, accuracy {results['accuracy']:.4f} on {len(held_out)} images that were not trained on"
+        f"loss {results['val_loss']:.3f}, accuracy {results['accuracy']:.4f} on "
+        f"{len(held_out)} images that were not trained on"
     )
     if options.shots:
         results["probe"] = linear_probe(model, data, held_out, options.shots)
@@ -233,7 +244,8 @@ def _steps(
 
 @torch.no_grad()
 def _outputs_of(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
-    """Return the model's outputs for all images, in evaluation mode, on the CPU. Every rank evaluates all images."""
+    """Return the model's outputs for all images, in evaluation mode, on the CPU. Every rank
+    evaluates all images."""
     model.eval()
     device = next(model.parameters()).device
     outputs = torch.cat([model(part.to(device)).float().cpu() for part in pixels.split(size)])
@@ -245,7 +257,8 @@ def _outputs_of(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
 def linear_probe(
     model: SwinMoE, data: Images, held_out: Images, shots: int, ridge: float = 1e-2
 ) -> float:
-    """Return the accuracy of a linear map from features to classes, fitted in closed form on few images of each class.
+    """Return the accuracy of a linear map from features to classes, fitted in closed form on few
+    images of each class.
 
     Args:
         model: the model; features are the inputs of its head.
@@ -256,24 +269,25 @@ def linear_probe(
     """
     classes = int(data.labels.max()) + 1
     few = torch.cat([(data.labels == each).nonzero()[:shots, 0] for each in range(classes)])
-    head, model.head = model.head, nn.Identity()  # type: ignore[assignment]
+    head = model.head
+    model.head = nn.Identity()  # type: ignore[assignment]
     try:
-        x, y = (
-            _outputs_of(model, data.pixels[few]).double(),
-            F.one_hot(data.labels[few], classes).double(),
-        )
+        x = _outputs_of(model, data.pixels[few]).double()
+        y = F.one_hot(data.labels[few], classes).double()
         features = _outputs_of(model, held_out.pixels).double()
     finally:
         model.head = head
     mean = x.mean(0)
-    x, features = x - mean, features - mean
+    x = x - mean
+    features = features - mean
     penalty = ridge * x.square().sum(1).mean() * torch.eye(len(x), dtype=x.dtype)
     weights = x.T @ torch.linalg.solve(x @ x.T + penalty, y - y.mean(0))
     return float(((features @ weights + y.mean(0)).argmax(1) == held_out.labels).double().mean())
 
 
 def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
-    """Return images per second of one rank, with and without the backward pass (Tutel's tables 7 and 11)."""
+    """Return images per second of one rank, with and without the backward pass (Tutel's tables 7
+    and 11)."""
     device = next(model.parameters()).device
     pixels = data.pixels[:batch_size].to(device)
     rates = {}
@@ -299,14 +313,16 @@ def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
 
 
 def load_weights(model: SwinMoE, path: Path) -> None:
-    """Load weights into a model that is not sharded; a head of another shape keeps its initial weights.
+    """Load weights into a model that is not sharded; a head of another shape keeps its initial
+    weights.
 
     Raises:
         InputError: if the file is missing or belongs to another model.
     """
     if not path.exists():
         raise InputError(f"init={path}: no such file")
-    weights, own = load_file(path), model.state_dict()
+    weights = load_file(path)
+    own = model.state_dict()
     heads = {name: own[name] for name in weights if name in ("head.weight", "head.bias")}
     weights |= {name: value for name, value in heads.items() if weights[name].shape != value.shape}
     try:
@@ -319,7 +335,8 @@ def load_weights(model: SwinMoE, path: Path) -> None:
 
 
 def save_weights(model: SwinMoE, options: VisionOptions, results: dict[str, Any]) -> None:
-    """Write weights, results and options into the folder; all ranks must call this, to gather sharded weights."""
+    """Write weights, results and options into the folder; all ranks must call this, to gather
+    sharded weights."""
     whole = {
         name: t.full_tensor() if isinstance(t, DTensor) else t
         for name, t in model.state_dict().items()

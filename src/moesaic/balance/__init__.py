@@ -1,7 +1,8 @@
-"""Policies that decide where experts, their replicas and samples go; `balance/run` carries out the decisions.
+"""Policies that decide where experts, their replicas and samples go; `balance/run` carries out the
+decisions.
 
-Replication policies have their names in `named.py`. The registries below list the others. A policy is imported when it is
-built, so a command line can list the names without imports.
+Replication policies have their names in `policies.py`. The registries below list the others. A
+policy is imported when it is built, so a command line can list the names without imports.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from moesaic.errors import InputError
-from moesaic.named import REPLICATION, load
+from moesaic.policies import REPLICATION, load
 
 if TYPE_CHECKING:
-    from moesaic.balance.experts import AbstractExpertPlacer, ExpertRates
+    from moesaic.balance.expert_placement import AbstractExpertPlacer, ExpertRates
     from moesaic.balance.replication.cost import ReplicationCosts
     from moesaic.balance.replication.policy import AbstractReplicationPolicy
     from moesaic.balance.samples import AbstractPlacer, PlacerOptions
@@ -38,7 +39,6 @@ def replication_policy(
     """Return the replication policy of a name in `Plan.replication`.
 
     Args:
-        name: the name.
         costs: rates of the machine and of the layer; None for the usual ones.
 
     Raises:
@@ -57,12 +57,12 @@ SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
         "samples:Weighed", options.machine, least_gain=options.least_gain, rest=options.rest
     ),
 }
-"""Builders of sample placers, which decide the homes of samples after a layer, by the name in `balance.samples`. A builder
-takes the options of the run."""
+"""Builders of sample placers, which decide the homes of samples after a layer, by the name in
+`balance.samples`. A builder takes the options of the run."""
 
 EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
-    "balanced": lambda rates: _make("experts:Balanced", rates),
-    "smartmoe": lambda _: _make("experts:SmartMoE"),
+    "balanced": lambda rates: _make("expert_placement:Balanced", rates),
+    "smartmoe": lambda _: _make("expert_placement:SmartMoE"),
 }
-"""Builders of expert placers, which decide the homes of experts, by the name in `balance.experts`. A builder takes the rates
-of the run."""
+"""Builders of expert placers, which decide the homes of experts, by the name in `balance.experts`.
+A builder takes the rates of the run."""

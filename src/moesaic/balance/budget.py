@@ -1,10 +1,13 @@
-"""Keeps each call of a layer within a memory budget, by replication to helper ranks or by running the call in slices.
+"""Keeps each call of a layer within a memory budget, by replication to helper ranks or by running
+the call in slices.
 
-Under `Plan.memory_budget` a dropless layer holds no more bytes than the budget on any rank, forward and backward, under any
-routing. The bytes of a call follow from its programs and its counts (`program/held.py`), so every rank knows those of all ranks
-before anything is sent. If the plan replicates, copies beyond the budget go to ranks with room. If no rank has room, if the
-plan does not replicate, or if replication costs more, the call runs in slices, each from dispatch to combine. As many slices
-as fit are kept for the backward pass; the others are recomputed in it.
+Under `Plan.memory_budget` a dropless layer holds no more bytes than the budget on any rank, forward
+and backward, under any routing. The bytes of a call follow from its programs and its counts
+(`program/call_memory.py`), so every rank knows those of all ranks before anything is sent. If the
+plan replicates, copies beyond the budget go to ranks with room. If no rank has room, if the plan
+does not replicate, or if replication costs more, the call runs in slices, each from dispatch to
+combine.
+As many slices as fit are kept for the backward pass; the others are recomputed in it.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from moesaic.program.plan import NO_REPLICATION
 from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
-from moesaic.runtime.counted import CountedCall
+from moesaic.runtime.call_counts import CountedCall
 
 TRIES = 16
 """Largest number of slice counts that are tried until a call fits."""
 MORE_SLICES = (1.5, 2.0)
-"""Multiples of the smallest fitting number of slices that are also tried: with smaller slices, more rows can be kept."""
+"""Multiples of the smallest fitting number of slices that are also tried: with smaller slices, more
+rows can be kept."""
 
 _Option = tuple[Compiled, Replications | None, Cut]
 """A way to run a call: the compiled plan, the replicated rows, and the slices."""
@@ -36,12 +40,14 @@ _Option = tuple[Compiled, Replications | None, Cut]
 
 @dataclass
 class BudgetUse:
-    """Statistics about the memory budget of the calls of a layer, over all ranks; the same on every rank."""
+    """Statistics about the memory budget of the calls of a layer, over all ranks; the same on every
+    rank."""
 
     calls: int = 0
     """Calls of the layer, including recomputations."""
     bytes_over: int = 0
-    """Bytes beyond the budget, summed over ranks, that the calls would hold without replication for the budget or slices."""
+    """Bytes beyond the budget, summed over ranks, that the calls would hold without replication for
+    the budget or slices."""
     rows_spilled: int = 0
     """Rows that were replicated to another rank because of the budget."""
     sliced_calls: int = 0
@@ -57,14 +63,14 @@ class MemoryBudget:
 
     Args:
         compiled: the compiled plan of the layer, which has the budget.
-        num_experts: number of experts of the layer.
         costs: cost model that compares slices with replication; None for the usual one.
     """
 
     def __init__(
         self, compiled: Compiled, num_experts: int, costs: ReplicationCosts | None = None
     ) -> None:
-        self.compiled, self.num_experts = compiled, num_experts
+        self.compiled = compiled
+        self.num_experts = num_experts
         self.costs = costs or ReplicationCosts()
         self.use = BudgetUse()
         self._holders: dict[bytes, np.ndarray] = {}
@@ -72,14 +78,14 @@ class MemoryBudget:
     def hold(
         self, compiled: Compiled, replicated: Replications | None, call: CountedCall
     ) -> tuple[Compiled, Replications | None, Cut | None]:
-        """Return how a call runs within the budget: the compiled plan, the replicated rows, and the slices.
+        """Return how a call runs within the budget: the compiled plan, the replicated rows, and the
+        slices.
 
         The slices are None if the call runs as a whole.
 
         Args:
             compiled: the compiled plan that the call would run without a budget.
             replicated: rows that it would replicate without a budget; None for no rows.
-            call: the call.
 
         Raises:
             InputError: on every rank, if the call exceeds the budget even in the smallest slices.
@@ -97,9 +103,9 @@ class MemoryBudget:
         options = list(self._options(compiled, replicated, load, call, budget))
         if not options:
             raise InputError(
-                f"plan.memory_budget={budget}: a call of {int(call.tokens.max())} tokens on a rank holds "
-                f"{self.bytes_of_rows(1, call)} bytes even in slices of one row (sums, and gradients of the experts): "
-                "give more, or fewer tokens a call"
+                f"plan.memory_budget={budget}: a call of {int(call.tokens.max())} tokens on a "
+                f"rank holds {self.bytes_of_rows(1, call)} bytes even in slices of one row (sums, "
+                "and gradients of the experts): give more, or fewer tokens a call"
             )
         compiled, replicated, slices = self._cheapest(options, load)
         self.use.rows_spilled += max(
@@ -113,7 +119,8 @@ class MemoryBudget:
         return compiled, replicated, slices
 
     def budget(self, call: CountedCall) -> int:
-        """Return the bytes that a call may hold on a rank; a subclass may let them depend on the call."""
+        """Return the bytes that a call may hold on a rank; a subclass may let them depend on the
+        call."""
         del call
         assert self.compiled.plan.memory_budget is not None
         return self.compiled.plan.memory_budget
@@ -121,12 +128,12 @@ class MemoryBudget:
     def peak(
         self, compiled: Compiled, replicated: Replications | None, call: CountedCall
     ) -> np.ndarray:
-        """Return the peak of the bytes that a call holds on each rank if it runs as a whole, (world,).
+        """Return the peak of the bytes that a call holds on each rank if it runs as a whole,
+        (world,).
 
         Args:
             compiled: the compiled plan that the call runs.
             replicated: replicated rows; None for no rows.
-            call: the call.
         """
         return compiled.held(self.num_experts, call.experts()).peak(
             self._sizes(compiled, replicated, call.copies, call)
@@ -139,8 +146,10 @@ class MemoryBudget:
         copies: np.ndarray,
         call: CountedCall,
     ) -> CallSizes:
-        """Return the sizes of a call or a slice; under multicast an upper bound that counts every copy as a separate token."""
-        chunks, node_tokens = compiled.plan.chunks, None
+        """Return the sizes of a call or a slice; under multicast an upper bound that counts every
+        copy as a separate token."""
+        chunks = compiled.plan.chunks
+        node_tokens = None
         if compiled.is_multicast:
             copies_by_place = [
                 copies.reshape(len(copies), places, -1).sum(2)
@@ -160,7 +169,8 @@ class MemoryBudget:
         call: CountedCall,
         budget: int,
     ) -> Iterator[_Option]:
-        """Yield ways to run a call within the budget: as without a budget, without replication, with other replicated rows."""
+        """Yield ways to run a call within the budget: as without a budget, without replication,
+        with other replicated rows."""
         ways = [(compiled, replicated)]
         if self.compiled.replicates:
             bare = self.unreplicated
@@ -185,7 +195,8 @@ class MemoryBudget:
         )
 
     def _rows_that_fit(self, call: CountedCall, budget: int) -> tuple[int, int]:
-        """Return about how many rows at the experts of a rank fit the budget, and how many times that the busiest rank has.
+        """Return about how many rows at the experts of a rank fit the budget, and how many times
+        that the busiest rank has.
 
         Both are without replication.
         """
@@ -203,7 +214,8 @@ class MemoryBudget:
         call: CountedCall,
         limit: int | None,
     ) -> Cut:
-        """Return a call cut into slices of at most `limit` rows at the experts of a rank; one slice if `limit` is None."""
+        """Return a call cut into slices of at most `limit` rows at the experts of a rank; one slice
+        if `limit` is None."""
         if compiled.digest not in self._holders:
             self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
         most_rows = limit or max(1, int(call.copies.sum()))
@@ -212,13 +224,15 @@ class MemoryBudget:
     def _cuts(
         self, compiled: Compiled, replicated: Replications | None, call: CountedCall, budget: int
     ) -> Iterator[Cut]:
-        """Yield cuts of a call whose slices fit the budget, that with the fewest slices first; nothing if no cut fits."""
+        """Yield cuts of a call whose slices fit the budget, that with the fewest slices first;
+        nothing if no cut fits."""
         whole = self._cut(compiled, replicated, call, None)
         most = float(self.peak(compiled, replicated, call).max())
         if most <= budget:
             yield whole
             return
-        rows, count = int(whole.loads.max()), 2
+        rows = int(whole.loads.max())
+        count = 2
         least = self._slices(
             compiled, self._cut(compiled, replicated, _without_copies(call), None), call
         )[0].max()
@@ -226,7 +240,8 @@ class MemoryBudget:
             return
 
         def cut_into(count: int) -> tuple[Cut, float]:
-            """Return a cut into about `count` slices, with as many kept as fit, and the peak bytes of all slices."""
+            """Return a cut into about `count` slices, with as many kept as fit, and the peak bytes
+            of all slices."""
             slices = self._cut(compiled, replicated, call, -(-rows // count))
             peak, kept = self._slices(compiled, slices, call)
             return replace(slices, kept=_most_kept(peak, kept, budget)), float(peak.max())
@@ -249,7 +264,8 @@ class MemoryBudget:
     def _slices(
         self, compiled: Compiled, slices: Cut, call: CountedCall
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the peak bytes of each slice on each rank, and the bytes that it keeps for backward, (slices, world) each."""
+        """Return the peak bytes of each slice on each rank, and the bytes that it keeps for
+        backward, (slices, world) each."""
         held = compiled.held(self.num_experts, call.experts())
         parts = [
             held.of_slice(
@@ -272,22 +288,29 @@ class MemoryBudget:
         return min(options, key=cost)
 
     def bytes_of_rows(self, rows: int, call: CountedCall) -> int:
-        """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a rank, without replication."""
+        """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a
+        rank, without replication."""
         bare = self.unreplicated
-        return int(np.ceil(self._slices(bare, self._cut(bare, None, call, rows), call)[0].max()))
+        slices = self._cut(bare, None, call, rows)
+        if slices.num_slices == 1:  # it runs as a whole, whose result the caller holds
+            return int(np.ceil(self.peak(bare, None, call).max()))
+        return int(np.ceil(self._slices(bare, slices, call)[0].max()))
 
     def refuse_padding(self) -> None:
-        """Raise InputError if the plan has a budget: with a padded capacity no rank has the counts that a budget needs."""
+        """Raise InputError if the plan has a budget: with a padded capacity no rank has the counts
+        that a budget needs."""
         budget = self.compiled.plan.memory_budget
         if budget is not None:
             raise InputError(
-                f"a padded capacity clashes with memory_budget={budget}, which needs token counts that padding does not "
-                "exchange: leave memory_budget unset, since a padded capacity bounds memory by itself, or do not pad"
+                f"a padded capacity clashes with memory_budget={budget}, which needs token counts "
+                "that padding does not exchange: leave memory_budget unset, since a padded "
+                "capacity bounds memory by itself, or do not pad"
             )
 
     def take(self) -> BudgetUse:
         """Return the statistics since the last `take`."""
-        use, self.use = self.use, BudgetUse()
+        use = self.use
+        self.use = BudgetUse()
         return use
 
 
@@ -296,7 +319,8 @@ def _without_copies(call: CountedCall) -> CountedCall:
 
 
 def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
-    """Return how many of the first slices can be kept at the same time; the last of them runs first and ends last.
+    """Return how many of the first slices can be kept at the same time; the last of them runs first
+    and ends last.
 
     Args:
         peak: (slices, world) peak bytes of each slice while it runs.
@@ -311,21 +335,24 @@ def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
 
 
 def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
-    """Return the rank that computes the rows of each origin for each expert, (world, num_experts, 1 or 1 + ep) int64.
+    """Return the rank that computes the rows of each origin for each expert, (world, num_experts, 1
+    or 1 + ep) int64.
 
-    All shards of an expert compute the same rows, so the first of their ranks stands for all. Entries are -1 if there can be
-    no such rows.
+    All shards of an expert compute the same rows, so the first of their ranks stands for all.
+    Entries are -1 if there can be no such rows.
 
     Args:
         compiled: the compiled plan.
         num_experts: number of experts of the layer.
     """
-    grid, shapes = compiled.grid, compiled.shapes(num_experts)
+    grid = compiled.grid
+    shapes = compiled.shapes(num_experts)
     layouts = [
         compiled.logical.slot(task.reads[0]).layout
         for task in compiled.logical.tasks
         if task.op is Op.EXPERT
     ]
+    # Ranks that hold the same rows get one number: each rank joins the lowest of those before it.
     holders = np.full((grid.world, num_experts, 1 + grid.ep * compiled.replicates), -1)
     for rank in range(grid.world):
         pieces = [shapes.pieces(layout, rank) for layout in layouts]
@@ -334,10 +361,9 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
             for name in ("origin", "expert", "chunk")
         )
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
-        present = np.unique(holders[origin, expert, part])
-        joined = rank if present.max(initial=-1) < 0 else int(present[present >= 0].min())
-        holders[np.isin(holders, present[present >= 0])] = (
-            joined  # ranks that share rows count as one
-        )
+        earlier = np.unique(holders[origin, expert, part])
+        earlier = earlier[earlier >= 0]
+        joined = int(earlier.min()) if len(earlier) else rank
+        holders[np.isin(holders, earlier)] = joined
         holders[origin, expert, part] = joined
     return holders

@@ -1,4 +1,5 @@
-"""`Machine`: the rates of one rank as plain numbers, by which policies predict the time of a call."""
+"""`Machine`: the rates of one rank as plain numbers, by which policies predict the time of a
+call."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from moesaic.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine described by latencies and rates of one rank, for policies that decide at every call.
+    """A machine described by latencies and rates of one rank, for policies that decide at every
+    call.
 
-    `planner/rates.py` derives one from a cluster.
+    `planner/policy_rates.py` derives one from a cluster.
     """
 
     intra_gbps: float = 100.0
@@ -20,9 +22,11 @@ class Machine:
     inter_gbps: float = 25.0
     """A rank's part of the link between nodes, gigabits per second in each direction."""
     intra_ranks: int = 1
-    """Consecutive ranks that share one link inside a node; each may use the part that the others leave."""
+    """Consecutive ranks that share one link inside a node; each may use the part that the others
+    leave."""
     inter_ranks: int = 1
-    """Consecutive ranks that share one link between nodes: all of a node's ranks if the node has a single NIC."""
+    """Consecutive ranks that share one link between nodes: all of a node's ranks if the node has a
+    single NIC."""
     intra_latency_us: float = 10.0
     """Start-up cost of a message inside a node, microseconds."""
     inter_latency_us: float = 30.0

@@ -1,18 +1,20 @@
-"""Sample placement (NetMoE, Liu et al., ICLR 2025): the homes of samples, their costs, and the policies that choose them.
+"""Sample placement (NetMoE, Liu et al., ICLR 2025): the homes of samples, their costs, and the
+policies that choose them.
 
-A sample is one sequence with all its data. Attention never crosses samples, so a whole sample may be on any rank.
-`balance/run/relocate.py` moves samples.
+A sample is one sequence with all its data. Attention never crosses samples, so a whole sample may
+be on any rank. `balance/run/relocate.py` moves samples.
 
-Sections 3 and 4 of the paper: let num[i, e] be the copies of sample i for expert e. Moving sample i after a layer changes the
-gather of that layer and the scatter of the next, each by the copies whose expert is on another rank. The model here counts
-three things that the paper leaves out:
+Sections 3 and 4 of the paper: let num[i, e] be the copies of sample i for expert e. Moving sample i
+after a layer changes the gather of that layer and the scatter of the next, each by the copies whose
+expert is on another rank. The model here counts three things that the paper leaves out:
 
     Each shard of an expert needs every copy.
-    The residual travels from the old home to the new one unless it can travel with the experts' results.
-    In some programs results return to the old home first; then a move changes only the scatter of the next layer.
+    The residual travels from the old home to the new one unless it can travel with the experts'
+    results. In some programs results return to the old home first; then a move changes only the
+    scatter of the next layer.
 
-If a tensor-parallel group shares a sample, the sample's home is the rank that answers for it. Each rank of the group answers
-for the same number of samples.
+If a tensor-parallel group shares a sample, the sample's home is the rank that answers for it. Each
+rank of the group answers for the same number of samples.
 """
 
 from __future__ import annotations
@@ -31,18 +33,21 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 
 LEAST_GAIN = 0.1
-"""The share of the rows between nodes that moves must be predicted to save. Samples that hardly differ have predicted savings
-of 6 to 9 % by chance, which vanish once the next layer has routed. Samples that differ (locality 0.2 in `moesaic trace show`)
-have 15 % and more (`moesaic_lab/netmoe`, `moesaic_lab/relocate_train.py`)."""
+"""The share of the rows between nodes that moves must be predicted to save. Samples that hardly
+differ have predicted savings of 6 to 9 % by chance, which vanish once the next layer has routed.
+Samples that differ (locality 0.2 in `moesaic trace show`) have 15 % and more (`moesaic_lab/netmoe`,
+`moesaic_lab/relocate_train.py`)."""
 
 
 REST = 15
-"""The default number of forward passes without a decision; decisions then cost a sixteenth of deciding in every pass."""
+"""The default number of forward passes without a decision; decisions then cost a sixteenth of
+deciding in every pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class Homes:
-    """The homes of all samples: every rank has the same number of slots, with one sample in each."""
+    """The homes of all samples: every rank has the same number of slots, with one sample in
+    each."""
 
     samples: np.ndarray
     """(ranks, slots) int64: the sample in each slot; each of 0 to ranks * slots - 1 occurs once."""
@@ -51,18 +56,20 @@ class Homes:
         expected = np.arange(self.samples.size)
         if self.samples.ndim != 2 or not np.array_equal(np.sort(self.samples, axis=None), expected):
             raise InputError(
-                f"a placement must name each of its {self.samples.size} samples once, in (ranks, slots): "
-                f"got shape {self.samples.shape}"
+                f"a placement must name each of its {self.samples.size} samples once, in (ranks, "
+                f"slots): got shape {self.samples.shape}"
             )
 
     @classmethod
     def start(cls, ranks: int, slots: int) -> Homes:
-        """Return the homes before any sample has moved: slot s of rank r holds sample r * slots + s."""
+        """Return the homes before any sample has moved: slot s of rank r holds sample r * slots +
+        s."""
         return cls(np.arange(ranks * slots).reshape(ranks, slots))
 
     @classmethod
     def of_ranks(cls, rank: np.ndarray, ranks: int) -> Homes:
-        """Return the homes with each sample on a given rank, and the samples of a rank in ascending order.
+        """Return the homes with each sample on a given rank, and the samples of a rank in ascending
+        order.
 
         Args:
             rank: (samples,) int64, the rank of each sample; each rank occurs equally often.
@@ -74,8 +81,8 @@ class Homes:
         counts = np.bincount(rank, minlength=ranks)
         if len(counts) != ranks or (counts != len(rank) // ranks).any():
             raise InputError(
-                f"{len(rank)} samples do not split evenly over {ranks} ranks when ranks get {counts.min()} to "
-                f"{counts.max()}: give each rank {len(rank) // ranks}"
+                f"{len(rank)} samples do not split evenly over {ranks} ranks when ranks get "
+                f"{counts.min()} to {counts.max()}: give each rank {len(rank) // ranks}"
             )
         return cls(np.argsort(rank, kind="stable").reshape(ranks, -1))
 
@@ -102,7 +109,8 @@ class Homes:
         return self.place // self.slots
 
     def targets(self, after: Homes) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rank and the slot to which the sample in each slot moves, (ranks, slots) int64 each."""
+        """Return the rank and the slot to which the sample in each slot moves, (ranks, slots) int64
+        each."""
         place = after.place[self.samples]
         return place // self.slots, place % self.slots
 
@@ -110,8 +118,8 @@ class Homes:
         """Return how many samples move to another rank, or to another group of ranks.
 
         Args:
-            after: the homes after the move.
-            groups: (ranks,), the group of each rank, such as its node; None if each rank is a group of its own.
+            groups: (ranks,), the group of each rank, such as its node; None if each rank is a group
+                of its own.
         """
         group = np.arange(self.ranks) if groups is None else groups
         return int((group[self.rank] != group[after.rank]).sum())
@@ -122,7 +130,8 @@ class Homes:
 
 
 class Volume(NamedTuple):
-    """The rows of one movement to the experts and one back, over all ranks, without rows that stay on a rank."""
+    """The rows of one movement to the experts and one back, over all ranks, without rows that stay
+    on a rank."""
 
     intra: int
     """Rows between ranks of one node."""
@@ -141,15 +150,19 @@ class SampleLoad:
     copies: np.ndarray
     """(samples, num_experts) int64: copies of each sample that this layer sends to each expert."""
     following: np.ndarray | None
-    """(samples, num_experts) int64: the predicted copies of the next MoE layer; None after the last layer."""
+    """(samples, num_experts) int64: the predicted copies of the next MoE layer; None after the last
+    layer."""
     carried: int | np.ndarray = 0
-    """(samples,) int64, or one number: rows per sample that a move sends from the old home to the new one. All tokens of the
-    sample if the residual travels separately; the tokens without any copy if it travels with the results."""
+    """(samples,) int64, or one number: rows per sample that a move sends from the old home to the
+    new one. All tokens of the sample if the residual travels separately; the tokens without any
+    copy if it travels with the results."""
     is_direct: bool = True
-    """Whether this layer's results go directly to the new homes. False: they always return to the old homes first."""
+    """Whether this layer's results go directly to the new homes. False: they always return to the
+    old homes first."""
 
     def __post_init__(self) -> None:
-        grid, samples = self.grid, self.homes.samples.size
+        grid = self.grid
+        samples = self.homes.samples.size
         if self.homes.ranks != grid.world:
             raise InputError(
                 f"a placement over {self.homes.ranks} ranks does not fit a mesh of {grid.world}"
@@ -160,8 +173,8 @@ class SampleLoad:
                 table.ndim != 2 or len(table) != samples or table.shape[1] % grid.ep
             ):
                 raise InputError(
-                    f"{name} of shape {table.shape} does not fit {samples} samples and mesh.ep={grid.ep}: give "
-                    "(samples, num_experts)"
+                    f"{name} of shape {table.shape} does not fit {samples} samples and "
+                    f"mesh.ep={grid.ep}: give (samples, num_experts)"
                 )
 
     @cached_property
@@ -171,14 +184,17 @@ class SampleLoad:
 
     @cached_property
     def replicas(self) -> list[np.ndarray]:
-        """The ranks of each replica of the experts, ascending. Samples never leave their replica."""
+        """The ranks of each replica of the experts, ascending. Samples never leave their
+        replica."""
         return [np.sort(ranks, axis=None) for ranks in ranks_by_place(self.grid)]
 
     @cached_property
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows that cross links (intra, inter) if a sample's home is a rank, (samples, ranks) int64 each.
+        """The rows that cross links (intra, inter) if a sample's home is a rank, (samples, ranks)
+        int64 each.
 
-        The entries of ranks outside the sample's replica of the experts mean nothing, since the sample never goes to them.
+        The entries of ranks outside the sample's replica of the experts mean nothing, since the
+        sample never goes to them.
         """
         counted = [
             table
@@ -190,27 +206,30 @@ class SampleLoad:
             self._holders([table.shape[1] for table in counted], links)
             for links in ("intra", "inter")
         ]
-        # Integers in float64 are exact below 2**53, and their matrix product is many times faster than that of int64.
+        # Integers in float64 are exact below 2**53, and their matrix product is many times faster
+        # than that of int64.
         inside, across = (
             np.rint(total.astype(np.float64) @ table).astype(np.int64) for table in holders
         )
-        home, ranks = self.homes.rank, np.arange(self.grid.world)
+        home = self.homes.rank
+        ranks = np.arange(self.grid.world)
         leaves = home[:, None] != ranks[None, :]
         far = self.node[home][:, None] != self.node[None, :]
         carried = np.reshape(self.carried, (-1, 1))
         return inside + carried * (leaves & ~far), across + carried * far
 
     def volume(self, homes: Homes) -> Volume:
-        """Return the rows that cross links if this layer's results, and the next layer's copies, use these homes."""
+        """Return the rows that cross links if this layer's results, and the next layer's copies,
+        use these homes."""
         every = np.arange(homes.samples.size)
         intra, inter = (table[every, homes.rank].sum() for table in self.rows)
         return Volume(int(intra), int(inter))
 
     def seconds(self, homes: Homes, intra: float, inter: float) -> float:
-        """Return the modelled seconds of a placement, those of the slower kind of link (NetMoE, section 3, equation 1).
+        """Return the modelled seconds of a placement, those of the slower kind of link (NetMoE,
+        section 3, equation 1).
 
         Args:
-            homes: the placement.
             intra: seconds per row within nodes, all nodes together.
             inter: seconds per row between nodes.
         """
@@ -218,7 +237,8 @@ class SampleLoad:
         return max(rows.intra * intra, rows.inter * inter)
 
     def _holders(self, widths: list[int], links: str) -> np.ndarray:
-        """Return, for each rank, the number of other ranks with a shard of each expert that it reaches over a kind of link.
+        """Return, for each rank, the number of other ranks with a shard of each expert that it
+        reaches over a kind of link.
 
         Args:
             widths: number of experts of each layer.
@@ -253,12 +273,12 @@ class PlacerOptions:
 
 
 class AbstractPlacer(ABC):
-    """The interface of a sample placer, which chooses homes after a layer. Every rank calls it with the same load and gets the
-    same result."""
+    """The interface of a sample placer, which chooses homes after a layer. Every rank calls it with
+    the same load and gets the same result."""
 
     rest: int = 0
-    """How many forward passes may skip the decision, and the exchange for it, after passes in which no sample moved. 0: every
-    pass decides."""
+    """How many forward passes may skip the decision, and the exchange for it, after passes in which
+    no sample moved. 0: every pass decides."""
 
     @abstractmethod
     def decide(self, load: SampleLoad) -> Homes:
@@ -270,14 +290,13 @@ class AbstractPlacer(ABC):
 
 
 class Given(AbstractPlacer):
-    """A sample placer with a fixed list of homes, used call after call and then from the start, for tests and replays.
-
-    Args:
-        homes: the homes of each call.
+    """A sample placer with a fixed list of homes, used call after call and then from the start, for
+    tests and replays.
     """
 
     def __init__(self, homes: list[Homes]) -> None:
-        self._homes, self._calls = homes, 0
+        self._homes = homes
+        self._calls = 0
 
     def decide(self, load: SampleLoad) -> Homes:
         """Return the next homes of the list."""
@@ -287,26 +306,31 @@ class Given(AbstractPlacer):
 
 
 SEATS_MOST = 96
-"""Up to this many samples, assignments are solved by `by_seats`, above by `by_flow`; both take about as long at this size."""
+"""Up to this many samples, assignments are solved by `by_seats`, above by `by_flow`; both take
+about as long at this size."""
 WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0)
 """The weights of the links within nodes that `Weighed` tries."""
 Solver: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""A function from costs, (samples, places) int64, and the room of each place to the place of each sample."""
+"""A function from costs, (samples, places) int64, and the room of each place to the place of each
+sample."""
 _UNITS = 2**20
-"""The largest cost as an integer. Costs are rounded to integers, so that every rank gets the same sums."""
+"""The largest cost as an integer. Costs are rounded to integers, so that every rank gets the same
+sums."""
 
 
 class TwoStage(AbstractPlacer):
-    """A sample placer that minimises the rows between nodes, and then the rows within each node (NetMoE, section 4.3).
+    """A sample placer that minimises the rows between nodes, and then the rows within each node
+    (NetMoE, section 4.3).
 
-    Stage two does not change the rows between nodes. Unlike in the paper, a sample stays at home among equal costs (published
-    figures show as many moves as chance would make), a residual that travels is counted, and no sample moves if the best
-    placement gains less than a threshold.
+    Stage two does not change the rows between nodes. Unlike in the paper, a sample stays at home
+    among equal costs (published figures show as many moves as chance would make), a residual that
+    travels is counted, and no sample moves if the best placement gains less than a threshold.
 
     Args:
-        least_gain: share of the rows between nodes (within the node, if there is only one) that moves must save, from 0 to
-            below 1; otherwise no sample moves.
-        rest: passes without a decision after passes in which no sample moved, since a decision costs as much if none moves.
+        least_gain: share of the rows between nodes (within the node, if there is only one) that
+            moves must save, from 0 to below 1; otherwise no sample moves.
+        rest: passes without a decision after passes in which no sample moved, since a decision
+            costs as much if none moves.
         solve: solves an assignment; None for `assign`.
 
     Raises:
@@ -320,12 +344,16 @@ class TwoStage(AbstractPlacer):
             raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
         if rest < 0:
             raise InputError(f"placement rest={rest}: choose 0 or more passes")
-        self.least_gain, self.rest, self._solve = least_gain, rest, solve or assign
+        self.least_gain = least_gain
+        self.rest = rest
+        self._solve = solve or assign
 
     def decide(self, load: SampleLoad) -> Homes:
-        """Return the homes from the two assignments, or the present homes if these gain too little."""
+        """Return the homes from the two assignments, or the present homes if these gain too
+        little."""
         placement = _by_replica(load, self._placed)
-        before, after = load.volume(load.homes), load.volume(placement)
+        before = load.volume(load.homes)
+        after = load.volume(placement)
         if (after.inter, after.intra) >= (before.inter, before.intra):
             return load.homes
         rows_before, rows_after = (
@@ -337,7 +365,8 @@ class TwoStage(AbstractPlacer):
 
     def _placed(self, load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         intra, inter = (table[np.ix_(samples, ranks)] for table in load.rows)
-        home, slots = load.homes.rank[samples], load.homes.slots
+        home = load.homes.rank[samples]
+        slots = load.homes.slots
         nodes, first, num_ranks = np.unique(load.node[ranks], return_index=True, return_counts=True)
         node = nodes[
             self._solve(
@@ -346,10 +375,8 @@ class TwoStage(AbstractPlacer):
         ]
         rank = np.empty(len(samples), dtype=np.int64)
         for number in nodes:
-            on_node, members = (
-                np.flatnonzero(node == number),
-                np.flatnonzero(load.node[ranks] == number),
-            )
+            on_node = np.flatnonzero(node == number)
+            members = np.flatnonzero(load.node[ranks] == number)
             cost = _with_fewest_moves(
                 intra[np.ix_(on_node, members)], home[on_node], ranks[members]
             )
@@ -360,7 +387,8 @@ class TwoStage(AbstractPlacer):
 def _by_replica(
     load: SampleLoad, placed: Callable[[SampleLoad, np.ndarray, np.ndarray], np.ndarray]
 ) -> Homes:
-    """Return the homes for which `placed` chooses the ranks of samples, separately for each replica of the experts."""
+    """Return the homes for which `placed` chooses the ranks of samples, separately for each replica
+    of the experts."""
     rank = load.homes.rank.copy()
     for ranks in load.replicas:
         samples = np.flatnonzero(np.isin(load.homes.rank, ranks))
@@ -369,7 +397,8 @@ def _by_replica(
 
 
 def _with_fewest_moves(rows: np.ndarray, home: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return costs, (samples, places), that rank placements by rows first and by the number of moves second."""
+    """Return costs, (samples, places), that rank placements by rows first and by the number of
+    moves second."""
     cost: np.ndarray = rows * (len(rows) + 1) + (home[:, None] != places[None, :])
     return cost
 
@@ -377,15 +406,17 @@ def _with_fewest_moves(rows: np.ndarray, home: np.ndarray, places: np.ndarray) -
 class Weighed(TwoStage):
     """This library's sample placer: minimises the modelled time of the slower kind of link.
 
-    `TwoStage` always prefers links within nodes. If these are no faster (shared memory on a CPU, a node with many ranks and
-    many network cards), that may cost more than it saves. `Weighed` weighs rows of both kinds in one assignment of samples to
-    ranks. The larger of two times is the maximum of their weighted means over all weights. Therefore the policy tries a few
-    weights (Lagrange multipliers of the two constraints), the placement of `TwoStage` and the present homes, and returns the
-    best of these by the model.
+    `TwoStage` always prefers links within nodes. If these are no faster (shared memory on a CPU, a
+    node with many ranks and many network cards), that may cost more than it saves. `Weighed` weighs
+    rows of both kinds in one assignment of samples to ranks. The larger of two times is the maximum
+    of their weighted means over all weights. Therefore the policy tries a few weights (Lagrange
+    multipliers of the two constraints), the placement of `TwoStage` and the present homes, and
+    returns the best of these by the model.
 
     Args:
         machine: rates of one rank's links; None for the usual ones.
-        least_gain: share of the modelled time that moves must save, from 0 to below 1; otherwise no sample moves.
+        least_gain: share of the modelled time that moves must save, from 0 to below 1; otherwise no
+            sample moves.
         rest: as for `TwoStage`.
 
     Raises:
@@ -401,7 +432,8 @@ class Weighed(TwoStage):
         """Time of a row within a node, and of a row between nodes, up to a common factor."""
 
     def decide(self, load: SampleLoad) -> Homes:
-        """Return the best placement that was tried, with the fewest moves among equals; the first one wins further ties."""
+        """Return the best placement that was tried, with the fewest moves among equals; the first
+        one wins further ties."""
         placements = [
             load.homes,
             TwoStage(least_gain=0.0).decide(load),
@@ -430,15 +462,17 @@ class Weighed(TwoStage):
 
 
 def assign(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return the place of each sample, (samples,) int64, that fills every place at the least summed cost.
+    """Return the place of each sample, (samples,) int64, that fills every place at the least summed
+    cost.
 
-    NetMoE solves an assignment problem that repeats each node's column for every seat on the node. The columns are identical,
-    so with many samples a flow problem on (samples x places) is far smaller. Both solutions are exact and deterministic: all
-    ranks get the same result.
+    NetMoE solves an assignment problem that repeats each node's column for every seat on the node.
+    The columns are identical, so with many samples a flow problem on (samples x places) is far
+    smaller. Both solutions are exact and deterministic: all ranks get the same result.
 
     Args:
         cost: (samples, places) int64.
-        room: (places,) int64, the number of samples that each place takes; the sum is the number of samples.
+        room: (places,) int64, the number of samples that each place takes; the sum is the number of
+            samples.
     """
     assert room.sum() == len(cost), f"{len(cost)} samples for {room.sum()} seats"
     return by_seats(cost, room) if len(cost) <= SEATS_MOST else by_flow(cost, room)
@@ -454,11 +488,13 @@ def by_seats(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
 
 
 def by_flow(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Solve `assign` by flow: every sample goes to its best place, then shortest augmenting paths relieve overfull places.
+    """Solve `assign` by flow: every sample goes to its best place, then shortest augmenting paths
+    relieve overfull places.
 
-    After each path the assignment is the cheapest one with its numbers of samples per place, so the last one is optimal
-    (successive shortest paths; Ahuja, Magnanti and Orlin, "Network Flows" (1993), section 9.7). The nodes of a path are places,
-    of which there are few. The length of a step is the cost of the cheapest sample to shift from one place to the next.
+    After each path the assignment is the cheapest one with its numbers of samples per place, so the
+    last one is optimal (successive shortest paths; Ahuja, Magnanti and Orlin, "Network Flows"
+    (1993), section 9.7). The nodes of a path are places, of which there are few. The length of a
+    step is the cost of the cheapest sample to shift from one place to the next.
     """
     place = cost.argmin(1)
     filled = np.bincount(place, minlength=len(room))
@@ -484,7 +520,8 @@ class _Shifts:
     """
 
     def __init__(self, cost: np.ndarray, assigned: np.ndarray) -> None:
-        self._costs, self._assigned = cost, assigned
+        self._costs = cost
+        self._assigned = assigned
         places = cost.shape[1]
         self.cost = np.full((places, places), _FAR)
         """(places from, places to) int64: the cost of the cheapest shift."""
@@ -514,7 +551,8 @@ _FAR = np.int64(2**60)
 
 
 def _shortest(cost: np.ndarray, sources: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each place's distance from the nearest source, and the place before it on the path or -1 (Bellman-Ford)."""
+    """Return each place's distance from the nearest source, and the place before it on the path or
+    -1 (Bellman-Ford)."""
     places = np.arange(len(cost))
     distance = np.where(sources, np.int64(0), _FAR)
     before = np.full(len(cost), -1)
@@ -525,5 +563,6 @@ def _shortest(cost: np.ndarray, sources: np.ndarray) -> tuple[np.ndarray, np.nda
         shorter = lengths < distance
         if not shorter.any():
             break
-        distance, before = np.where(shorter, lengths, distance), np.where(shorter, best, before)
+        distance = np.where(shorter, lengths, distance)
+        before = np.where(shorter, best, before)
     return distance, before

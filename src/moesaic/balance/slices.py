@@ -1,8 +1,10 @@
-"""Slices of a call: if ranks would have more rows at their experts than a memory budget allows, the call runs in several parts.
+"""Slices of a call: if ranks would have more rows at their experts than a memory budget allows, the
+call runs in several parts.
 
-The slices follow from the counts that all ranks have, so all ranks cut identically and none waits. The rows of a rank, sorted
-by expert, are cut into runs as long as the rank's limit. No slice exceeds the limit, whatever the skew, and the number of
-slices is the smallest possible. A rank that is not overloaded has all its rows in the first slice.
+The slices follow from the counts that all ranks have, so all ranks cut identically and none waits.
+The rows of a rank, sorted by expert, are cut into runs as long as the rank's limit. No slice
+exceeds the limit, whatever the skew, and the number of slices is the smallest possible. A rank that
+is not overloaded has all its rows in the first slice.
 """
 
 from __future__ import annotations
@@ -18,21 +20,24 @@ from moesaic.program.replications import Replications
 
 @dataclass(frozen=True)
 class Cut:
-    """A call cut into slices. A cell is the part of one origin's copies for one expert that one place computes."""
+    """A call cut into slices. A cell is the part of one origin's copies for one expert that one
+    place computes."""
 
     cells: np.ndarray
-    """(world, num_experts, 1 or 1 + ep) int64: for each origin and expert, the copies that the home computes, then those of
-    each helper."""
+    """(world, num_experts, 1 or 1 + ep) int64: for each origin and expert, the copies that the home
+    computes, then those of each helper."""
     holders: np.ndarray
     """int64, in the shape of `cells`: the first of the ranks that compute each cell."""
     limits: np.ndarray
     """(world,) int64: the most rows at the experts of each rank in one slice."""
     kept: int = 1
-    """The number of first slices that are kept for the backward pass; the others run again in the backward pass."""
+    """The number of first slices that are kept for the backward pass; the others run again in the
+    backward pass."""
 
     @cached_property
     def loads(self) -> np.ndarray:
-        """(world,) int64: rows at the experts of each rank; 0 for a rank with the same rows as an earlier rank."""
+        """(world,) int64: rows at the experts of each rank; 0 for a rank with the same rows as an
+        earlier rank."""
         return np.bincount(
             self.holders.reshape(-1), weights=self.cells.reshape(-1), minlength=len(self.cells)
         ).astype(np.int64)
@@ -50,7 +55,8 @@ class Cut:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """The start of each cell among the rows of its holder, which are sorted by expert and then by origin."""
+        """The start of each cell among the rows of its holder, which are sorted by expert and then
+        by origin."""
         by_expert = (1, 0, 2)
         cells, holders = (
             values.transpose(by_expert).reshape(-1) for values in (self.cells, self.holders)
@@ -69,7 +75,8 @@ class Cut:
         return np.maximum(end - begin, 0)
 
     def copies(self, number: int) -> np.ndarray:
-        """Return the copies of each origin for each expert in a slice, (world, num_experts) int64."""
+        """Return the copies of each origin for each expert in a slice, (world, num_experts)
+        int64."""
         copies: np.ndarray = self.part(number).sum(2)
         return copies
 
@@ -78,14 +85,17 @@ class Cut:
         return Replications.of(self.part(number)[:, :, 1:]) if self.cells.shape[2] > 1 else None
 
     def rows(self, number: int, origins: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return which of the rows that some origins send, sorted by expert and then by origin, are in a slice.
+        """Return which of the rows that some origins send, sorted by expert and then by origin, are
+        in a slice.
 
         Args:
             number: the index of the slice.
-            origins: the ranks that send the rows: one rank, or the ranks of a tensor-parallel group that routes as one.
+            origins: the ranks that send the rows: one rank, or the ranks of a tensor-parallel group
+                that routes as one.
 
         Returns:
-            the indices of the slice's rows in the sorted list, ascending, and the origin of each; (rows,) int64 both.
+            the indices of the slice's rows in the sorted list, ascending, and the origin of each;
+            (rows,) int64 both.
         """
         chosen = list(origins)
         begin, end = (
@@ -103,7 +113,8 @@ class Cut:
         return places, np.repeat(of_cell.reshape(-1), num_rows)
 
     def _range(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the begin and end of a slice within each cell; begin >= end if the slice has no rows of the cell."""
+        """Return the begin and end of a slice within each cell; begin >= end if the slice has no
+        rows of the cell."""
         limits = self.limits[self.holders]
         begin = np.maximum(number * limits - self._starts, 0)
         end = np.minimum((number + 1) * limits - self._starts, self.cells)
@@ -119,10 +130,12 @@ def cut(
     """Return a call cut into slices.
 
     Args:
-        holders: the holders of the cells in the program that runs, as computed in `balance/budget.py`.
+        holders: the holders of the cells in the program that runs, as computed in
+            `balance/budget.py`.
         copies: (world, num_experts) int64, copies of each origin for each expert.
         replicated: the copies that helpers compute; None if the program replicates nothing.
-        budget: the most rows at the experts of a rank, at least 1; one number for all ranks, or (world,) int64.
+        budget: the most rows at the experts of a rank, at least 1; one number for all ranks, or
+            (world,) int64.
     """
     limits = np.broadcast_to(np.asarray(budget, dtype=np.int64), len(copies))
     assert (limits >= 1).all(), f"a budget of {budget} rows"

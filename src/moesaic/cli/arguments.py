@@ -18,9 +18,15 @@ T = TypeVar("T")
 
 
 def parse(
-    kind: type[T], arguments: Sequence[str], *, prog: str, description: str, default: T | None = None,
-    taken: Sequence[str] = (), usual: Sequence[str] = (),
-) -> T:  # fmt: skip
+    kind: type[T],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    default: T | None = None,
+    taken: Sequence[str] = (),
+    usual: Sequence[str] = (),
+) -> T:
     """Parse flags into a dataclass.
 
     Args:
@@ -28,9 +34,12 @@ def parse(
         arguments: the command line after the subcommand.
         prog: the command as the usage line shows it.
         description: the text above the list of flags in the help.
-        default: an instance that gives the values of missing flags; None for the defaults of the dataclass.
-        taken: further flags of the command, which its caller has read: an unknown one may be meant for one of them.
-        usual: the flags that --help lists; --help-all lists the others too. Empty: --help lists all.
+        default: an instance that gives the values of missing flags; None for the defaults of the
+            dataclass.
+        taken: further flags of the command, which its caller has read: an unknown one may be meant
+            for one of them.
+        usual: the flags that --help lists; --help-all lists the others too. Empty: --help lists
+            all.
 
     Raises:
         InputError: if a flag is unknown or a value does not parse. The message is one line.
@@ -64,11 +73,13 @@ def parse(
 
 
 def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
-    """Return tyro's rules for dataclasses, with the line breaks of field docstrings removed: tyro keeps those of the source.
+    """Return tyro's rules for dataclasses, with the line breaks of field docstrings removed: tyro
+    keeps those of the source.
 
     `hidden` fields, each a class and a name, are left out of the help, and not parsed.
     """
-    registry, is_asking = ConstructorRegistry(), False
+    registry = ConstructorRegistry()
+    is_asking = False
 
     @registry.struct_rule
     def joined(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -84,9 +95,9 @@ def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
             return None
         shown = []
         for each in spec.fields:
-            kind: Any = (
-                tyro.conf.Suppress[each.type] if (info.type, each.name) in hidden else each.type
-            )  # type: ignore[misc,name-defined]
+            kind: Any = each.type
+            if (info.type, each.name) in hidden:
+                kind = tyro.conf.Suppress[each.type]  # type: ignore[misc,name-defined]
             shown.append(replace(each, type=kind, helptext=_on_one_line(each.helptext)))
         return replace(spec, fields=tuple(shown))
 
@@ -99,7 +110,8 @@ def _on_one_line(text: str | Callable[[], str | None] | None) -> Callable[[], st
 
 
 def _nearest(word: str, flags: list[str]) -> str:
-    """Return ", did you mean --X?" for a flag whose name ends like an unknown one, else for the one that is most like it."""
+    """Return ", did you mean --X?" for a flag whose name ends like an unknown one, else for the one
+    that is most like it."""
     import difflib
 
     name = word.split("=")[0].lstrip("-").replace("_", "-")
@@ -111,7 +123,8 @@ def _nearest(word: str, flags: list[str]) -> str:
 
 def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type, str]]:
     """Return the fields, each a class and a name, of which and in which no flag is in `usual`."""
-    rest, hints = set(), get_type_hints(kind)
+    rest = set()
+    hints = get_type_hints(kind)
     for field in fields(kind):
         flag = prefix + field.name.replace("_", "-")
         if not any(f"{name}.".startswith(f"{flag}.") for name in usual):
@@ -133,7 +146,8 @@ def _flags(kind: Any, prefix: str = "--") -> list[str]:
 
 
 def _refusal_of(stop: SystemExit) -> InputError | None:
-    """Return the InputError of the dataclass that made tyro stop, if any: tyro's frame would break its lines."""
+    """Return the InputError of the dataclass that made tyro stop, if any: tyro's frame would break
+    its lines."""
     error = stop.__context__
     while error is not None and not isinstance(error, InputError):
         error = error.__context__
@@ -141,7 +155,8 @@ def _refusal_of(stop: SystemExit) -> InputError | None:
 
 
 def _one_line(box: str) -> str:
-    """Return the text of a framed tyro message without the frame (lines, or hyphens in ASCII), headings and help."""
+    """Return the text of a framed tyro message without the frame (lines, or hyphens in ASCII),
+    headings and help."""
     text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]+|-{3,}", " ", box)
     words = re.sub(r"\s+", " ", text).strip()
     words = re.split(r" (?:Argument helptext:|For full helptext)", words)[0]

@@ -1,4 +1,5 @@
-"""`moesaic certify`: compares your MoE layer or experts with a dense layer in float64, on several ranks of this machine."""
+"""`moesaic certify`: compares your MoE layer or experts with a dense layer in float64, on several
+ranks of this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
 
 DESCRIPTION = (
-    "Run your MoE layer or experts on several processes, and compare outputs, all gradients and clipping with a dense layer in "
-    "float64. Prints one line per failure; the exit code is 1 if there is one."
+    "Run your MoE layer or experts on several processes, and compare outputs, all gradients and "
+    "clipping with a dense layer in float64. Prints one line per failure; the exit code is 1 if "
+    "there is one."
 )
 TIMEOUT_SECONDS = 300.0
 
@@ -26,7 +28,8 @@ class CertifyOptions:
     """Options of `moesaic certify`."""
 
     system: Annotated[str, tyro.conf.Positional]
-    """package.module:Class or path/to/file.py:Class, derived from AbstractRoutedExperts or AbstractMoELayer."""
+    """package.module:Class or path/to/file.py:Class, derived from AbstractRoutedExperts or
+    AbstractMoELayer."""
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of processes to run on, one after the other."""
     poison: bool = True
@@ -61,7 +64,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _findings(options: CertifyOptions, ranks: int) -> list[dict[str, Any]]:
-    """Return the findings on a number of ranks as plain data; an infinite error as None, since JSON has no such number."""
+    """Return the findings on a number of ranks as plain data; an infinite error as None, since JSON
+    has no such number."""
     from moesaic.testing.certify import Certified, certify_named
     from moesaic.testing.runner import on_ranks
 

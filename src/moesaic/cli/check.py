@@ -1,4 +1,5 @@
-"""`moesaic check`: runs the conformance suite, which tests that every plan computes what the plain layer computes."""
+"""`moesaic check`: runs the conformance suite, which tests that every plan computes what the plain
+layer computes."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from moesaic.testing.runner import Evidence
 
 DESCRIPTION = (
-    "Compare random meshes, plans and workloads with a dense float64 reference, with the ranks in one process and as real "
-    "processes. The exit code is 1 if a case fails."
+    "Compare random meshes, plans and workloads with a dense float64 reference, with the ranks "
+    "in one process and as real processes. The exit code is 1 if a case fails."
 )
 
 
@@ -75,7 +76,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_one(seed: int, world: int | None) -> int:
-    """Run one case and print the case, its errors and the reason of a failure; returns the exit code."""
+    """Run one case and print the case, its errors and the reason of a failure; returns the exit
+    code."""
     from moesaic.testing.cases import draw_case
     from moesaic.testing.runner import check_case
 

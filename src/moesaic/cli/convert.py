@@ -1,4 +1,5 @@
-"""`moesaic convert SOURCE OUT --to FORMAT` converts a checkpoint or a run; `moesaic convert verify OUT` checks the result."""
+"""`moesaic convert SOURCE OUT --to FORMAT` converts a checkpoint or a run;
+`moesaic convert verify OUT` checks the result."""
 
 from __future__ import annotations
 
@@ -6,12 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, in_one_line
+
+if TYPE_CHECKING:
+    from moesaic.weights.upcycle import Upcycling
 
 LOGITS = {"auto": None, "yes": True, "no": False}
 """What each value of --logits means to `convert`."""
@@ -22,7 +26,8 @@ class ConvertOptions:
     """Options of `moesaic convert`."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """Folder of a checkpoint, or of a run of moesaic train, which is exported as a Hugging Face model (--to hf)."""
+    """Folder of a checkpoint, or of a run of moesaic train, which is exported as a Hugging Face
+    model (--to hf)."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write; must be empty or not exist."""
     to: str
@@ -32,17 +37,20 @@ class ConvertOptions:
     config: str | None = None
     """The config.json of the model (transformers); needed if the source folder has none."""
     experts: int | None = None
-    """Turn each feed-forward layer of a dense model into this many experts; None converts the model unchanged."""
+    """Turn each feed-forward layer of a dense model into this many experts; None converts the model
+    unchanged."""
     top_k: int = 2
     """With --experts: experts per token."""
     granularity: int = 1
-    """With --experts: shards that a dense layer is cut into, each of which becomes an expert; 1 copies the whole layer."""
+    """With --experts: shards that a dense layer is cut into, each of which becomes an expert; 1
+    copies the whole layer."""
     router_std: float = 0.02
     """With --experts: standard deviation of the random router weights."""
     seed: int = 0
     """With --experts: seed of the router weights."""
     logits: Literal["auto", "yes", "no"] = "auto"
-    """Run the model before and after the conversion and compare logits; auto does so for models of at most 2 GiB."""
+    """Run the model before and after the conversion and compare logits; auto does so for models of
+    at most 2 GiB."""
     json: bool = False
     """Print the receipt as JSON."""
 
@@ -65,43 +73,21 @@ def run(arguments: Sequence[str]) -> int:
         ConvertOptions,
         arguments,
         prog="moesaic convert",
-        description="Convert a checkpoint into another format, compare the result with the source, and write a receipt. "
-        "moesaic convert verify OUT compares a converted folder with its receipt.",
+        description="Convert a checkpoint into another format, compare the result with the source, "
+        "and write a receipt. moesaic convert verify OUT compares a converted folder "
+        "with its receipt.",
     )
     from moesaic.weights.convert import convert
-    from moesaic.weights.run import export_run, is_run
-    from moesaic.weights.upcycle import Upcycling
+    from moesaic.weights.run import is_run
 
-    upcycle = None
-    if options.experts is not None:
-        shared = {
-            name: getattr(options, name) for name in ("top_k", "granularity", "router_std", "seed")
-        }
-        upcycle = Upcycling(num_experts=options.experts, **shared)
-    elif any(
-        getattr(options, name) != getattr(ConvertOptions, name)
-        for name in ("top_k", "granularity", "router_std", "seed")
-    ):
-        raise InputError(
-            "top-k, granularity, router-std and seed are of --experts: give the number of experts too"
-        )
+    upcycle = _upcycling(options)
     if is_run(Path(options.source)):
         if options.to != "hf" or upcycle is not None:
             raise InputError(
-                f"{options.source}: a run can only be exported as a Hugging Face model: --to hf, no --experts"
+                f"{options.source}: a run can only be exported as a Hugging Face model: --to "
+                "hf, no --experts"
             )
-        summary = export_run(Path(options.source), Path(options.out), logits=LOGITS[options.logits])
-        about_tokenizer = (
-            "with its tokenizer"
-            if summary["tokenizer"]
-            else "without a tokenizer, since the run's .bin files name none"
-        )
-        lines = [
-            f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; {about_tokenizer}"
-        ]
-        lines += _logits_lines(summary["logits"])
-        print(json.dumps(summary) if options.json else "\n".join(map(in_one_line, lines)))
-        return 0
+        return _export(options)
     receipt = convert(
         options.source,
         options.out,
@@ -116,14 +102,53 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _upcycling(options: ConvertOptions) -> Upcycling | None:
+    """Return how a dense model becomes a sparse one; None if it is converted unchanged.
+
+    Raises:
+        InputError: an option of --experts is given without it.
+    """
+    from moesaic.weights.upcycle import Upcycling
+
+    names = ("top_k", "granularity", "router_std", "seed")
+    if options.experts is not None:
+        given = {name: getattr(options, name) for name in names}
+        return Upcycling(num_experts=options.experts, **given)
+    if any(getattr(options, name) != getattr(ConvertOptions, name) for name in names):
+        raise InputError(
+            "top-k, granularity, router-std and seed are of --experts: give the number of "
+            "experts too"
+        )
+    return None
+
+
+def _export(options: ConvertOptions) -> int:
+    """Export a run as a Hugging Face model; returns the exit code."""
+    from moesaic.weights.run import export_run
+
+    summary = export_run(Path(options.source), Path(options.out), logits=LOGITS[options.logits])
+    about_tokenizer = (
+        "with its tokenizer"
+        if summary["tokenizer"]
+        else "without a tokenizer, since the run's .bin files name none"
+    )
+    lines = [
+        f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; "
+        f"{about_tokenizer}",
+        *_logits_lines(summary["logits"]),
+    ]
+    print(json.dumps(summary) if options.json else "\n".join(map(in_one_line, lines)))
+    return 0
+
+
 def _receipt_lines(receipt: dict[str, Any], path: str) -> list[str]:
     """Return the lines that summarize a receipt."""
     experts = sum(
         len(counts) for counts in receipt["sha256"]["weights"].values() if isinstance(counts, list)
     )
     lines = [
-        f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, {receipt['tensors']} tensors, "
-        f"{receipt['bytes']:,} bytes, {experts} experts"
+        f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, "
+        f"{receipt['tensors']} tensors, {receipt['bytes']:,} bytes, {experts} experts"
     ]
     lines += [
         f"{state}: {counts['placed']} of {counts['in the source']} placed"
@@ -131,7 +156,8 @@ def _receipt_lines(receipt: dict[str, Any], path: str) -> list[str]:
     ]
     if receipt["left_behind"]:
         lines.append(
-            f"entries not converted: {len(receipt['left_behind'])}, for example {receipt['left_behind'][0]}"
+            f"entries not converted: {len(receipt['left_behind'])}, for example "
+            f"{receipt['left_behind'][0]}"
         )
     return [*lines, *_logits_lines(receipt["logits"]), f"compared with the source; receipt: {path}"]
 
@@ -145,7 +171,8 @@ def _logits_lines(found: dict[str, Any] | None) -> list[str]:
     )
     if found and found["not_finite"]:
         lines.append(
-            f"{found['not_finite']} logits are not finite, neither before nor after: look for them in the source"
+            f"{found['not_finite']} logits are not finite, neither before nor after: look for "
+            "them in the source"
         )
     return lines
 
@@ -165,6 +192,9 @@ def _verify(arguments: Sequence[str]) -> int:
         if len(verified["states"]) > 1
         else ""
     )
-    line = f"{options.out}: {verified['tensors']} entries and {verified['experts']} experts are what the receipt says{states}"
+    line = (
+        f"{options.out}: {verified['tensors']} entries and {verified['experts']} experts are what "
+        f"the receipt says{states}"
+    )
     print(json.dumps(verified) if options.json else in_one_line(line))
     return 0

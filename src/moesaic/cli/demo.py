@@ -1,4 +1,5 @@
-"""`moesaic demo`: trains a sparse and a dense model in a few minutes, compares them, samples, and writes a report."""
+"""`moesaic demo`: trains a sparse and a dense model in a few minutes, compares them, samples, and
+writes a report."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class DemoOptions:
     """Folder for the two runs and the report; replaces an earlier demo in the same folder."""
     steps: int | None = None
     """Optimizer steps of each model; None for the number in the preset."""
-    prompt: str = "def read_file(path):\n"
+    prompt: str = "def solve(equation, symbol):\n"
     """Text that the trained sparse model continues."""
 
     def __post_init__(self) -> None:
@@ -40,8 +41,8 @@ class DemoOptions:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     description = (
-        "Train a sparse and a dense model with equally many active parameters, compare them, sample from the sparse one, "
-        "and write a report."
+        "Train a sparse and a dense model with equally many active parameters, compare them, "
+        "sample from the sparse one, and write a report."
     )
     options = parse(DemoOptions, arguments, prog="moesaic demo", description=description)
     if options.model == "vision":
@@ -55,9 +56,12 @@ def run(arguments: Sequence[str]) -> int:
     start = preset("demo")
     for name, ffn in (("moe", "moe"), ("dense", "dense")):
         config = replace(
-            start, out=str(Path(options.out) / name), existing="replace", steps=options.steps or start.steps,
+            start,
+            out=str(Path(options.out) / name),
+            existing="replace",
+            steps=options.steps or start.steps,
             model=override(start.model, {"ffn": ffn}, source=name),
-        )  # fmt: skip
+        )
         results[name] = train(config, console=console)
         if results[name].was_stopped:
             return 0
@@ -74,7 +78,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _vision(options: DemoOptions) -> int:
-    """Train the sparse and the dense image classifier with `moesaic vision`; returns the exit code."""
+    """Train the sparse and the dense image classifier with `moesaic vision`; returns the exit
+    code."""
     from moesaic.cli.main import main
 
     steps = ("--steps", str(options.steps)) if options.steps else ()

@@ -1,4 +1,5 @@
-"""`moesaic finetune MODEL DATA`: trains adapters of a model of transformers, with experts in NF4 that ranks share."""
+"""`moesaic finetune MODEL DATA`: trains adapters of a model of transformers, with experts in NF4
+that ranks share."""
 
 from __future__ import annotations
 
@@ -11,10 +12,16 @@ from importlib.util import find_spec
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, in_one_line, to_install
 from moesaic.finetune.options import MERGED, FinetuneOptions, require_data
+from moesaic.train.signals import say_ends
 
-DESCRIPTION = """Train adapters (LoRA) of attention and experts of a model of transformers. The experts stay frozen, in four
-bits, and are spread over the ranks: one for each GPU, --ranks N processes, or those of torchrun -m moesaic finetune ...
-What does not fit is refused before anything is loaded."""
+DESCRIPTION = """Train adapters (LoRA) of attention and experts of a model of transformers. The
+experts stay frozen, in four bits, and are spread over the ranks: one for each GPU, --ranks N
+processes, or those of torchrun -m moesaic finetune ... What does not fit is refused before anything
+is loaded."""
+LOST = "checkpoints that were saved stay: go on with the same command and --resume"
+"""What the line about a lost rank ends with."""
+STEP_SECONDS = "600"
+"""How long ranks have, after a signal, to end their step and to save."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -25,11 +32,16 @@ def run(arguments: Sequence[str]) -> int:
             raise InputError(f"needs the package {package}: {to_install('.[finetune]')}")
     if "RANK" not in os.environ:
         return _start(options, arguments)
+    # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if os.environ["RANK"] == "0":
+        say_ends("moesaic finetune")
     from moesaic.train.launch import launch
 
     place = launch()
     try:
-        _finetune(options, int(os.environ["WORLD_SIZE"]), says=place.is_first)
+        with place.naming_dead_ranks(LOST):
+            _finetune(options, int(os.environ["WORLD_SIZE"]), says=place.is_first)
     except Exception as error:
         if place.fails_first(error):
             raise
@@ -41,6 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 def _start(options: FinetuneOptions, arguments: Sequence[str]) -> int:
     """Fine-tune in this process, or start ranks that do; returns the exit code."""
     require_data(options.data)
+    say_ends("moesaic finetune")
     print("moesaic finetune: loading PyTorch", flush=True)
     import torch
 
@@ -49,19 +62,33 @@ def _start(options: FinetuneOptions, arguments: Sequence[str]) -> int:
     if ranks == 1 and gpus < 2:  # Trainer gives a lone process all GPUs, a rank of torchrun one
         _finetune(options, 1)
         return 0
+    return _start_ranks(options, ranks, arguments)
+
+
+def _start_ranks(options: FinetuneOptions, ranks: int, arguments: Sequence[str]) -> int:
+    """Start ranks of this machine by torchrun; returns the exit code."""
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from moesaic.finetune.folder import saved_steps
     from moesaic.finetune.recipe import require
 
     require(options, ranks)
     logging.disable(logging.ERROR)  # a rank has said why it failed; torchrun would say that it did
+    before = saved_steps(options.out)
+    waits = (
+        []
+        if "--shutdown-timeout" not in run.get_args_parser().format_help()
+        else ["--shutdown-timeout", STEP_SECONDS]
+    )
     try:
         run.main(
             [
                 "--standalone",
                 "--nproc-per-node",
                 str(ranks),
+                *waits,
                 "-m",
                 "moesaic",
                 "finetune",
@@ -70,6 +97,8 @@ def _start(options: FinetuneOptions, arguments: Sequence[str]) -> int:
         )
     except ChildFailedError as error:
         return error.get_first_failure()[1].exitcode
+    except SignalException as error:  # torchrun has passed it on, and the ranks have ended
+        return 0 if saved_steps(options.out) != before else 128 + error.sigval.value
     finally:
         logging.disable(logging.NOTSET)
     return 0
@@ -80,7 +109,7 @@ def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> Non
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # between transformers and PEFT
-        finetune(options, world)
-    if says:
+        is_done = finetune(options, world)
+    if says and is_done:
         merged = f", and merged in {options.out}/{MERGED}" if options.merge else ""
         print(in_one_line(f"done: adapters in {options.out}{merged}"))

@@ -1,20 +1,23 @@
-"""The entry point of the command line: runs a subcommand and turns errors into one line and an exit code.
+"""The entry point of the command line: runs a subcommand and turns errors into one line and an exit
+code.
 
-Exit codes: 0 done (or stopped by a signal after everything was saved), 1 training failed, 2 bad input,
-130 interrupted before there was anything to save, 141 the reader of the output closed the pipe.
+Exit codes: 0 done (or stopped by a signal after everything was saved), 1 training failed, 2 bad
+input, 130 interrupted before there was anything to save, 141 the reader of the output closed the
+pipe.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
 from moesaic import __version__
+from moesaic.cli.output import LastingStream, guarded_output
 from moesaic.errors import InputError, TrainingError, in_one_line, to_install
+from moesaic.files import system_error
 
 COMMANDS = {
     "train": "train a language model and write a run folder",
@@ -25,72 +28,101 @@ COMMANDS = {
     "show": "print the programs of a plan, the bytes that they move and when each task runs",
     "profile": "measure this machine for the simulator and the planner",
     "plan": "search the layout and the plan with the shortest simulated step on a cluster",
-    "finetune": "train adapters of an MoE model of transformers on small cards, with its experts in four bits",
+    "finetune": (
+        "train adapters of an MoE model of transformers on small cards, with its experts in four "
+        "bits"
+    ),
     "convert": "convert a checkpoint into another format, or a dense model into a sparse one",
     "check": "test on this machine that every plan computes what the plain layer computes",
     "certify": "test on this machine that your own MoE layer computes what a dense layer computes",
     "trace": "show, check and convert routing traces",
     "demo": "train a sparse and a dense model, compare them, sample, and write a report",
 }
-"""Summary of each subcommand; `moesaic.cli.<name>` (hyphens as underscores) has its `run(arguments) -> exit code`."""
+"""Summary of each subcommand; `moesaic.cli.<name>` (hyphens as underscores) has its
+`run(arguments) -> exit code`."""
 LABORATORY = {
     "bench": "compare ways to run a layer with each other and with the limit of the links",
     "chaos": "kill, pause, disconnect and damage runs, and check that they recover as documented",
     "fuzz": "feed malformed input to every reader and command line",
-    "soak": "train for half an hour with changing plans and checkpoints, and check that memory does not grow",
+    "soak": (
+        "train for half an hour with changing plans and checkpoints, and check that memory does "
+        "not grow"
+    ),
     "reproduce": "compare published figures of five papers with the simulator",
     "vision": "train an image classifier with MoE layers",
     "testbed": "run a command on an emulated cluster on this machine",
 }
 """Summary of each subcommand of the package moesaic-lab."""
 GROUP = "moesaic.commands"
-"""Entry-point group in which other packages offer subcommands: functions from arguments to an exit code."""
+"""Entry-point group in which other packages offer subcommands: functions from arguments to an exit
+code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (None for that of the process); returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
-        print(_usage())
-        return 0
-    if words[0] == "--version":
-        print(f"moesaic {__version__}")
-        return 0
-    command = words[0]
+    asks_for_help = not words or bool({"-h", "--help", "--help-all", "--version"} & set(words))
+    command = words[0] if words else "--help"
+    with guarded_output(command, asks_for_help=asks_for_help):
+        return _run(command, words[1:])
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    """Run a subcommand and turn its errors into one line; returns the exit code."""
     try:
-        code = _command(command)(words[1:])
-        sys.stdout.flush()
+        if command in ("-h", "--help", "--version"):
+            print(f"moesaic {__version__}" if command == "--version" else _usage())
+            code = 0
+        else:
+            code = _command(command)(arguments)
+        if sys.stdout is not None:  # None if the process was started without one
+            sys.stdout.flush()
         return code
     except (InputError, TrainingError) as error:
         print(f"moesaic {command}: {in_one_line(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except SystemExit as stop:  # tyro exits this way after printing the help of a subcommand
+        if isinstance(sys.stdout, LastingStream) and sys.stdout.is_lost:  # and rich, if it is lost
+            return 141
         if stop.code:
             raise
         return 0
     except KeyboardInterrupt:  # before training: the training loop catches it and saves first
         print(f"moesaic {command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the flush of the interpreter at exit must not fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # of standard output, which goes nowhere from then on
         return 141
-    except (
-        OSError
-    ) as error:  # a path too long or without permission can fail wherever it is first looked up
-        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
-            raise
-        where = in_one_line(str(error.filename))
-        print(
-            f"moesaic {command}: {where:.200}: cannot be reached ({error.strerror}): name another path",
-            file=sys.stderr,
-        )
-        return 2
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _EXTRAS:
             raise
         extra = to_install(f".[{_EXTRAS[error.name.split('.')[0]]}]")
         print(f"moesaic {command}: needs the package {error.name}: {extra}", file=sys.stderr)
         return 2
+    except Exception as error:
+        # a path too long, without permission or on a full disk can fail wherever it is looked up
+        found = system_error(error)
+        if found is None or found.errno not in OF_PLACES:
+            raise
+        where = "a file" if found.filename is None else in_one_line(str(found.filename))
+        what = OF_PLACES[found.errno].format(found.strerror)
+        print(f"moesaic {command}: {where:.200}: {what}", file=sys.stderr)
+        return 2
+
+
+REACHED = "cannot be reached ({}): name another path"
+WRITTEN = "cannot be written ({}): free space, or name another path"
+OF_PLACES = {
+    errno.ENAMETOOLONG: REACHED,
+    errno.EACCES: REACHED,
+    errno.EPERM: REACHED,
+    errno.EROFS: REACHED,
+    errno.EIO: "cannot be read or written ({}): look at its disk, or name another path",
+    errno.ENOSPC: WRITTEN,
+    errno.EDQUOT: WRITTEN,
+    errno.EFBIG: WRITTEN,
+}
+"""What to say of a path, by the number of the error that looking it up, or writing there, ended
+in."""
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -1,4 +1,5 @@
-"""`moesaic plan`: searches the layout and plan with the shortest simulated step on a cluster. Runs without torch."""
+"""`moesaic plan`: searches the layout and plan with the shortest simulated step on a cluster. Runs
+without torch."""
 
 from __future__ import annotations
 
@@ -24,23 +25,21 @@ from moesaic.cli.plan_words import (
     answer,
     as_others_shard,
     best_speed,
-    even_speed,
     explained,
     further,
     table_of,
 )
 from moesaic.errors import InputError, in_one_line
-from moesaic.named import REPLICATION
 from moesaic.planner.answer import SkewedStep, Speed, in_words, remedies, under_skew
 from moesaic.planner.candidates import Pins, SearchSpace, name_of
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
 from moesaic.planner.emit import SYSTEMS, from_flags, layout_of, unread_flags
-from moesaic.planner.files import write_planned
 from moesaic.planner.finetune import Method
 from moesaic.planner.hub import HubShape
+from moesaic.planner.job import Job
 from moesaic.planner.loads import typical_counts
-from moesaic.planner.model import Job
-from moesaic.planner.others import OthersLayout, best_layout, predict
+from moesaic.planner.other_systems import OthersLayout, best_layout, predict
+from moesaic.planner.plan_files import write_planned
 from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.search import (
     LOSSLESS,
@@ -51,8 +50,9 @@ from moesaic.planner.search import (
     TooLargeError,
     search,
 )
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import largest_max_vio, read_counts
+from moesaic.policies import REPLICATION
 from moesaic.program.compile import compile_plan
 from moesaic.program.plan import AllToAll, Codec, Order, Schedule
 from moesaic.traces.trace import Trace
@@ -64,8 +64,10 @@ else:
 """A key of `SYSTEMS`; the command line lists them as choices."""
 WIDTH = 180
 """Columns of the printed table, so that no line of it is folded."""
-GIVE_UP, REFINED = 1.5, 4
-"""`give_up` and `refine` of `Settings`: 64 devices take ten seconds, and searching longer found no better plan."""
+GIVE_UP = 1.5
+REFINED = 4
+"""`give_up` and `refine` of `Settings`: 64 devices take ten seconds, and searching longer found no
+better plan."""
 FINISHED = 2
 """`finished_eps` of `Settings`: the sizes of ep that the line "slower" gives."""
 FOR_FINETUNE = (
@@ -83,10 +85,11 @@ FOR_FINETUNE = (
 """Options that have a meaning with `--finetune`."""
 TABLES = 4
 """Number of calls of a trace under which plans are ranked."""
-DESCRIPTION = f"""Search the layout and plan with the shortest simulated step for a model on a cluster, within its memory. All
-figures are predictions, from the description of a cluster or from what moesaic profile measured on it. Policies for uneven
-routing are not searched: choose replication ({", ".join(REPLICATION)}), placement and memory budgets for
-moesaic train."""
+DESCRIPTION = f"""Search the layout and plan with the shortest simulated step for a model on a
+cluster, within its memory. All figures are predictions, from the description of a cluster or from
+what moesaic profile measured on it. Policies for uneven routing are not searched: choose
+replication ({", ".join(REPLICATION)}), placement and memory
+budgets for moesaic train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,42 +97,49 @@ class PlanOptions:
     """Options of `moesaic plan`."""
 
     model: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
-    """A preset (demo, gpt-small, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3), a training configuration (TOML, or the
-    config.json of a run), or the config.json of a Hugging Face model."""
+    """A preset (demo, gpt-small, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3), a training
+    configuration (TOML, or the config.json of a run), or the config.json of a Hugging Face
+    model."""
     cluster: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
-    """A cluster preset, or a .toml file that describes a cluster, such as one that moesaic profile wrote; docs/planning.md
-    lists both."""
+    """A cluster preset, or a .toml file that describes a cluster, such as one that moesaic profile
+    wrote; docs/planning.md lists both."""
     nodes: int | None = None
     """Number of nodes; None for that of the cluster."""
     gpus: int | None = None
     """Number of devices, instead of --nodes: whole nodes, or a part of one node."""
     trace: str | None = None
-    """Rank the best plans again under recorded routing: a trace (docs/traces.md), or one table of copies with a row per
-    data-parallel group and a column per expert (.npy, .csv). They must fit the memory under it. Bounds assume even routing."""
+    """Rank the best plans again under recorded routing: a trace (docs/traces.md), or one table of
+    copies with a row per data-parallel group and a column per expert (.npy, .csv). They must fit
+    the memory under it. Bounds assume even routing."""
     max_vio: float | None = None
-    """Also print the time and memory of each step under this MaxVio over ranks: in every layer the experts of one ep rank get
-    1 + MAX_VIO times their share of the copies. Plans that do not fit the memory under it are left out."""
+    """Also print the time and memory of each step under this MaxVio over ranks: in every layer the
+    experts of one ep rank get 1 + MAX_VIO times their share of the copies. Plans that do not fit
+    the memory under it are left out."""
     batch_size: int | None = None
-    """Sequences per micro-batch over all ranks; None for that of the model (one per rank for a Hugging Face model)."""
+    """Sequences per micro-batch over all ranks; None for that of the model (one per rank for a
+    Hugging Face model)."""
     accumulation: int | None = None
-    """Micro-batches per optimizer step; None for that of the model (about 4 million tokens for a Hugging Face model)."""
+    """Micro-batches per optimizer step; None for that of the model (about 4 million tokens for a
+    Hugging Face model)."""
     seq_len: int | None = None
     """Tokens per sequence; None for that of the model (4096 for a Hugging Face model)."""
     finetune: Method | None = None
-    """Predict a fine-tune of adapters on a frozen Hugging Face model, with experts in NF4 (qlora; qlora-double: with scales in
-    eight bits) or in 16 bits (lora): what fits, how fast it is if ranks share experts or layers, and what would help.
-    Accumulation is 4 unless given."""
+    """Predict a fine-tune of adapters on a frozen Hugging Face model, with experts in NF4 (qlora;
+    qlora-double: with scales in eight bits) or in 16 bits (lora): what fits, how fast it is if
+    ranks share experts or layers, and what would help. Accumulation is 4 unless given."""
     adapter_rank: int = 16
     """With --finetune: rank of the adapters, by default that of `moesaic finetune`."""
     price_per_hour: float | None = None
     """Price of one device per hour, to print what training on a trillion tokens costs."""
     emit: EmitName | None = None
-    """Print only the flags with which this training system runs the best layout (or that of --explain). None prints the
-    ranking."""
+    """Print only the flags with which this training system runs the best layout (or that of
+    --explain). None prints the ranking."""
     explain: str | None = None
-    """Megatron or torchtitan flags of a layout of your own, to predict its speed and compare it with the best layout."""
+    """Megatron or torchtitan flags of a layout of your own, to predict its speed and compare it
+    with the best layout."""
     tp: int | None = None
-    """Search only layouts with this tensor parallelism (number of ranks); None tries all that fit inside a node."""
+    """Search only layouts with this tensor parallelism (number of ranks); None tries all that fit
+    inside a node."""
     ep: int | None = None
     """Search only layouts with this expert parallelism (number of ranks); None tries all."""
     etp: int | None = None
@@ -137,8 +147,9 @@ class PlanOptions:
     innermost: Literal["etp", "ep"] | None = None
     """Search only layouts in which this axis has consecutive ranks; None tries both."""
     pp: int | None = None
-    """Pipeline stages of the layout of another system (Megatron, or that of --emit) that is compared with the ranking, which
-    itself has no pipelines. None tries all numbers; with a number, --emit prints that layout."""
+    """Pipeline stages of the layout of another system (Megatron, or that of --emit) that is
+    compared with the ranking, which itself has no pipelines. None tries all numbers; with a number,
+    --emit prints that layout."""
     schedules: tuple[Schedule, ...] = LOSSLESS.schedules
     """Schedules to try."""
     all_to_alls: tuple[AllToAll, ...] = LOSSLESS.all_to_alls
@@ -148,9 +159,11 @@ class PlanOptions:
     orders: tuple[Order, ...] = LOSSLESS.orders
     """Task orders to try."""
     allow_lossy: bool = False
-    """Also try codecs that lose precision (docs/codecs.md), and for other systems float8 products."""
+    """Also try codecs that lose precision (docs/codecs.md), and for other systems float8
+    products."""
     exhaustive: bool = False
-    """Try every combination of choices on the most promising layouts, which takes minutes instead of seconds."""
+    """Try every combination of choices on the most promising layouts, which takes minutes instead
+    of seconds."""
     reserve_gib: float = 1.0
     """Device memory in GiB set aside for the framework, in addition to allocator fragmentation."""
     top: int = 5
@@ -158,9 +171,11 @@ class PlanOptions:
     write: str | None = None
     """Write the best mesh and plan to this file (.toml or .json), for moesaic train --plan."""
     page: str | None = None
-    """Write a page to share to this HTML file: results, time per part of a step, Gantt chart, memory and roofline."""
+    """Write a page to share to this HTML file: results, time per part of a step, Gantt chart,
+    memory and roofline."""
     verbose: bool = False
-    """Print the parts of the best step, the cost of ep = 1, and where the cluster's numbers come from too."""
+    """Print the parts of the best step, the cost of ep = 1, and where the cluster's numbers come
+    from too."""
     json: bool = False
     """Print one JSON document."""
 
@@ -216,17 +231,16 @@ def run(arguments: Sequence[str]) -> int:
     if not options.model:
         names = ", ".join(CONFIGS)
         raise InputError(
-            f"--model is missing: name one ({names}), a training configuration, or a model's config.json"
+            f"--model is missing: name one ({names}), a training configuration, or a model's "
+            "config.json"
         )
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
     simulator = _simulator(options)
     if options.finetune is not None:
         return _finetune(options, options.finetune, simulator.cluster)
-    job, counts = (
-        _job(options, simulator.cluster),
-        [] if options.trace is None else _counts(Path(options.trace)),
-    )
+    job = _job(options, simulator.cluster)
+    counts = [] if options.trace is None else _counts(Path(options.trace))
     if options.explain is not None:  # refuse an impossible layout before the search
         layout = from_flags(options.explain)
         unread_flags(options.explain, job)
@@ -241,8 +255,8 @@ def run(arguments: Sequence[str]) -> int:
         best = _best_of(options.emit, job, simulator.cluster, options)
         if best is None:
             raise InputError(
-                f"--pp {options.pp}: no layout of {simulator.cluster.world} devices with {options.pp} stages fits: try another "
-                "number"
+                f"--pp {options.pp}: no layout of {simulator.cluster.world} devices with "
+                f"{options.pp} stages fits: try another number"
             )
         return _emit(options.emit, job, best[0])
     try:
@@ -281,23 +295,29 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
     """Print the answer on standard output; returns the exit code."""
     cluster = simulator.cluster
     skewed = [] if options.max_vio is None else _under_skew(job, cluster, result, options.max_vio)
-    price, reserve = options.price_per_hour, options.reserve_gib
+    price = options.price_per_hour
+    reserve = options.reserve_gib
     lines = list(
-        answer(job, cluster, result, price=price, max_vio=options.max_vio, reserve_gib=reserve)
-    )
-    ours = best_speed(job, cluster, result.best)
-    if options.trace is not None:  # layouts of other systems are predicted under even routing
-        ours = even_speed(job, cluster, result.best)
-        lines.append(
-            f"under even routing, which the lines below assume: {ours.tokens_per_second:,.0f} tokens/s and device"
+        answer(
+            job,
+            cluster,
+            result,
+            price=price,
+            max_vio=options.max_vio,
+            reserve_gib=reserve,
+            under_counts=options.trace is not None,
         )
-    lines += _as_others(job, cluster, options, ours)
+    )
+    if options.trace is None:  # layouts of other systems are predicted under even routing
+        lines += _as_others(job, cluster, options, best_speed(job, cluster, result.best))
+    elif options.explain is not None:
+        lines.append("yours, under even routing, which is not compared with the plan above:")
+        lines += explained(job, cluster, None, options.explain)
     if options.verbose or options.json or options.page is not None:
         lines += further(job, simulator, result, has_price=price is not None)
     if options.page is not None:
-        _write_page(
-            options, lines[:-1], job, result, simulator
-        )  # the page has the last line's sources one by one
+        # the page has the last line's sources one by one
+        _write_page(options, lines[:-1], job, result, simulator)
     if options.json:
         speed = best_speed(job, cluster, result.best)
         described = {
@@ -320,7 +340,8 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
 def _emit(
     system: EmitName, job: Job, layout: OthersLayout, planned: PlannedStep | None = None
 ) -> int:
-    """Print flags, and on standard error the version of the system that accepts them; return the exit code."""
+    """Print flags, and on standard error the version of the system that accepts them; return the
+    exit code."""
     lines = SYSTEMS[system].flags(system, job, layout, planned)
     if SYSTEMS[system].version:
         print(f"flags of {SYSTEMS[system].version}", file=sys.stderr)
@@ -334,6 +355,7 @@ def _best_of(
     """Return the best layout that another system can run, and its step; None if none fits."""
     offers = SYSTEMS[system].offers
     if not options.allow_lossy:
+        # the first one is lossless
         offers = replace(offers, precisions=offers.precisions[:1])
     return best_layout(job, cluster, offers, stages=options.pp, reserve_gib=options.reserve_gib)
 
@@ -341,7 +363,8 @@ def _best_of(
 def _as_others(
     job: Job, cluster: ClusterSpec, options: PlanOptions, ours: Speed | None
 ) -> list[str]:
-    """Return lines about the best layout of Megatron, for a Hugging Face model on several devices, and about `--explain`."""
+    """Return lines about the best layout of Megatron, for a Hugging Face model on several devices,
+    and about `--explain`."""
     lines: list[str] = []
     if cluster.world > 1 and isinstance(job.model, HubShape):
         lines += as_others_shard(
@@ -357,7 +380,8 @@ def _as_others(
 def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: PlanOptions) -> int:
     """Print what is known if no layout of the search fits the memory; returns the exit code.
 
-    Prints single changes that make a layout fit, the best layout of Megatron, and the layout of `--explain`.
+    Prints single changes that make a layout fit, the best layout of Megatron, and the layout of
+    `--explain`.
 
     Raises:
         InputError: if there is no layout to explain or to emit. The message is one line.
@@ -382,7 +406,8 @@ def _write_page(
 ) -> None:
     from moesaic.report.plan_page import PlanAnswer, write_plan_page
 
-    best, cluster = result.best, simulator.cluster
+    best = result.best
+    cluster = simulator.cluster
     layer = job.step_model(cluster, best.grid.dp).layer
     compiled = compile_plan(best.plan, best.grid)
     timelines = {
@@ -391,14 +416,20 @@ def _write_page(
     }
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
     found = PlanAnswer(
-        job=job, result=result, cluster=cluster, speed=best_speed(job, cluster, best), lines=lines, timelines=timelines,
+        job=job,
+        result=result,
+        cluster=cluster,
+        speed=best_speed(job, cluster, best),
+        lines=lines,
+        timelines=timelines,
         price=options.price_per_hour or USUAL_PRICE,
-    )  # fmt: skip
+    )
     write_plan_page(title, found, Path(str(options.page)))
 
 
 def _join_flag(arguments: Sequence[str], flag: str) -> list[str]:
-    """Return the words with `flag` and its value joined by "=": argparse takes no separate value that begins with hyphens."""
+    """Return the words with `flag` and its value joined by "=": argparse takes no separate value
+    that begins with hyphens."""
     words = list(arguments)
     if flag in words[:-1]:
         at = words.index(flag)
@@ -407,7 +438,8 @@ def _join_flag(arguments: Sequence[str], flag: str) -> list[str]:
 
 
 def _job(options: PlanOptions, cluster: ClusterSpec) -> Job:
-    """Return the training job, with the batch size, accumulation and sequence length of the options."""
+    """Return the training job, with the batch size, accumulation and sequence length of the
+    options."""
     job_of_model = read_job(options.model, seq_len=options.seq_len or 4096, world=cluster.world)
     job = (
         job_of_model
@@ -426,7 +458,8 @@ def _search(
     simulator: Simulator,
     progress: Callable[[str, int, int], None],
 ) -> tuple[Job, Result]:
-    """Run the search; returns the job and the result. A Hugging Face model that does not fit is retried with recomputation."""
+    """Run the search; returns the job and the result. A Hugging Face model that does not fit is
+    retried with recomputation."""
     try:
         return job, search(
             job, simulator.cluster, settings, counts=counts, simulator=simulator, progress=progress
@@ -449,13 +482,15 @@ def _simulator(options: PlanOptions) -> Simulator:
     cluster = cluster if options.gpus is None else cluster.of_devices(options.gpus)
     if options.pp is not None and cluster.world % options.pp:
         raise InputError(
-            f"--pp {options.pp}: does not divide {cluster.world} devices: choose a divisor, or leave it out"
+            f"--pp {options.pp}: does not divide {cluster.world} devices: choose a divisor, "
+            "or leave it out"
         )
     return Simulator(cluster)
 
 
 def _counts(path: Path) -> list[np.ndarray]:
-    """Return tables of copies, each (groups, num_experts): the table of a file, or the `TABLES` typical ones of a trace."""
+    """Return tables of copies, each (groups, num_experts): the table of a file, or the `TABLES`
+    typical ones of a trace."""
     if path.suffix in (".npy", ".csv"):
         return [read_counts(path)]
     return typical_counts(Trace.open(path), TABLES)
@@ -499,7 +534,8 @@ def _progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]
 def _under_skew(
     job: Job, cluster: ClusterSpec, result: Result, max_vio: float
 ) -> list[SkewedStep | None]:
-    """Return each plan of the ranking under a MaxVio; None for those that it cannot be predicted for.
+    """Return each plan of the ranking under a MaxVio; None for those that it cannot be predicted
+    for.
 
     Raises:
         InputError: if the layout of the best plan allows no such MaxVio.
@@ -508,8 +544,9 @@ def _under_skew(
     most = largest_max_vio(grid.ep, job.step_model(cluster, grid.dp).layer)
     if grid.ep > 1 and max_vio > most:
         raise InputError(
-            f"--max-vio {max_vio:g}: the best layout, {name_of(grid)}, allows at most {most:g}, since a token goes to an "
-            "expert once: give a smaller one, or another layout with --ep"
+            f"--max-vio {max_vio:g}: the best layout, {name_of(grid)}, allows at most {most:g}, "
+            "since a token goes to an expert once: give a smaller one, or another layout with "
+            "--ep"
         )
     return [under_skew(job, cluster, planned, max_vio) for planned in result.ranking]
 
@@ -517,7 +554,8 @@ def _under_skew(
 def as_data(
     result: Result, cluster: ClusterSpec, skewed: Sequence[SkewedStep | None] = ()
 ) -> dict[str, Any]:
-    """Return the result of a search as plain data; `skewed` has each plan of the ranking under a MaxVio, if one is given."""
+    """Return the result of a search as plain data; `skewed` has each plan of the ranking under a
+    MaxVio, if one is given."""
     ranking = [_step_as_data(planned) for planned in result.ranking]
     for data, planned, step in zip(ranking, result.ranking, skewed):
         data["under_max_vio"] = (

@@ -1,4 +1,5 @@
-"""`moesaic plan --finetune`: what fits, how fast each split of a model is, and which change would help most."""
+"""`moesaic plan --finetune`: what fits, how fast each split of a model is, and which change would
+help most."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from moesaic.planner.finetune import (
     Method,
     predict_finetune,
 )
-from moesaic.planner.memory import FRAGMENTED, GIB
-from moesaic.planner.model import Job
+from moesaic.planner.job import Job
+from moesaic.planner.rank_memory import FRAGMENTED, GIB
 from moesaic.program.plan import plan_in_words
 
 MOST_TIMES = 16
@@ -62,7 +63,8 @@ def print_finetune(
     Raises:
         InputError: nothing fits; the message says what is missing and what fits.
     """
-    length, ranks = job.model.seq_len, cluster.world
+    length = job.model.seq_len
+    ranks = cluster.world
     sizes: dict[str, Any] = {
         "ranks": ranks,
         "memory_bytes": None,
@@ -99,13 +101,18 @@ def _lines(
     changes: list[FinetuneChange],
     sizes: dict[str, Any],
 ) -> Iterator[str]:
-    device, (low, high) = cluster.device.memory_gib, found.interval or (0.0, 0.0)
+    device = cluster.device.memory_gib
+    (low, high) = found.interval or (0.0, 0.0)
     yield (
-        f"{model} on {cluster.name}: {sizes['method']}, adapters of rank {sizes['rank']}, {sizes['tokens']:,} tokens "
-        f"in sequences of {sizes['length']:,} for each of {sizes['ranks']} ranks, {sizes['accumulation']} micro-batches a step"
+        f"{model} on {cluster.name}: {sizes['method']}, adapters of rank {sizes['rank']}, "
+        f"{sizes['tokens']:,} tokens in sequences of {sizes['length']:,} for each of "
+        f"{sizes['ranks']} ranks, {sizes['accumulation']} micro-batches a step"
     )
     with_fragments = _reserved(found.bytes)
-    yield f"fullest rank, experts spread: {found.bytes / GIB:.1f} GiB, {with_fragments:.1f} with fragments, of {device:g}"
+    yield (
+        f"fullest rank, experts spread: {found.bytes / GIB:.1f} GiB, {with_fragments:.1f} with "
+        f"fragments, of {device:g}"
+    )
     yield "  " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items())
     yield "split over ranks             tokens/s       GiB  limited by"
     for name, split in found.splits.items():
@@ -115,11 +122,17 @@ def _lines(
     if found.plan is not None and found.tokens_per_second is not None:
         limits = sorted(found.limits.items(), key=lambda limit: -limit[1])[:3]
         busy = ", ".join(f"{name} {seconds:.2f}" for name, seconds in limits)
-        yield f"experts spread: {low:,.0f} to {high:,.0f} tokens/s likely; seconds of a step: {found.seconds:.2f}; busy: {busy}"
+        yield (
+            f"experts spread: {low:,.0f} to {high:,.0f} tokens/s likely; seconds of a step: "
+            f"{found.seconds:.2f}; busy: {busy}"
+        )
         yield f"  plan: {plan_in_words(found.plan)}"
     yield "what would change most, each predicted again:"
     for change in changes[:6]:
-        needs = f"{change.bytes / GIB:.1f} GiB with experts spread{'' if change.fits else ', does not fit'}"
+        needs = (
+            f"{change.bytes / GIB:.1f} GiB with experts "
+            f"spread{'' if change.fits else ', does not fit'}"
+        )
         yield f"  {change.what}: {change.speedup:.2f} times the tokens/s; {needs}"
 
 
@@ -143,7 +156,8 @@ def _changes(
         )
         return FinetuneChange(what=what, speedup=speedup, bytes=after.bytes, fits=bool(after.fits))
 
-    tokens, length = sizes["tokens"], sizes["length"]
+    tokens = sizes["tokens"]
+    length = sizes["length"]
     if cluster.nodes > 1:
         yield change(
             "a second NIC per machine, experts spread",
@@ -169,9 +183,11 @@ def _changes(
 def _what_fits(
     job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]
 ) -> str:
-    """Return a clause with what is missing, and the smallest single changes after which experts spread over ranks fit."""
+    """Return a clause with what is missing, and the smallest single changes after which experts
+    spread over ranks fit."""
     memory = cluster.device.memory_gib
-    fitting, powers = [], [2**power for power in range(1, MOST_TIMES.bit_length())]
+    fitting = []
+    powers = [2**power for power in range(1, MOST_TIMES.bit_length())]
     again = partial(predict_finetune, job.model)
     limited = {**sizes, "memory_bytes": memory * GIB}
     for times in powers:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from rich.table import Table
 
 from moesaic.planner.algorithm1 import choose
-from moesaic.planner.answer import SkewedStep, Speed, again, changes, speed_of, under_skew
+from moesaic.planner.answer import SkewedStep, Speed, changes, speed_of, under_skew
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
 from moesaic.planner.hub import HubShape
-from moesaic.planner.memory import GIB, Memory, about_fragments, what_is_missing
-from moesaic.planner.model import Job
-from moesaic.planner.others import OthersLayout, fills_pipeline, longer_by_narrow_rate, predict
-from moesaic.planner.predict import APART
+from moesaic.planner.job import Job
+from moesaic.planner.other_systems import (
+    OthersLayout,
+    fills_pipeline,
+    longer_by_narrow_rate,
+    predict,
+)
+from moesaic.planner.predicted_plans import APART
+from moesaic.planner.rank_memory import GIB, Memory, about_fragments, what_is_missing
 from moesaic.planner.search import PlannedStep, Result
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import largest_max_vio
 from moesaic.program.plan import plan_in_words
 
+OTHERS_STEPS = "fitted to steps of other systems (no step of this one on several GPUs was measured)"
+"""What the line on the speed of our own plans says of its interval."""
 USUAL_PRICE = 2.5
 """Price of a device per hour where none is given."""
 
@@ -29,9 +36,13 @@ USUAL_PRICE = 2.5
 def table_of(
     result: Result, cluster: ClusterSpec, model: str, skewed: Sequence[SkewedStep | None] = ()
 ) -> Table:
-    """Return the ranking as a table; `skewed` has each of its plans under a MaxVio, if one is given."""
+    """Return the ranking as a table; `skewed` has each of its plans under a MaxVio, if one is
+    given."""
     table = Table(
-        title=f"{model} on {cluster.name}, {cluster.nodes} nodes of {cluster.devices_per_node}: simulated steps",
+        title=(
+            f"{model} on {cluster.name}, {cluster.nodes} nodes of {cluster.devices_per_node}: "
+            "simulated steps"
+        ),
         box=None,
     )
     for name in ("", "ms", "over bound", "layout", "plan", "limited by", "GiB"):
@@ -42,9 +53,14 @@ def table_of(
         table.add_column(name, justify="right")
     for number, planned in enumerate(result.ranking, start=1):
         cells = [
-            str(number), f"{planned.seconds * 1e3:,.2f}", f"{planned.seconds / planned.bound_seconds:.2f}",
-            name_of(planned.grid), plan_in_words(planned.plan), _limit(planned), f"{planned.memory.total / GIB:.1f}",
-        ]  # fmt: skip
+            str(number),
+            f"{planned.seconds * 1e3:,.2f}",
+            f"{planned.seconds / planned.bound_seconds:.2f}",
+            name_of(planned.grid),
+            plan_in_words(planned.plan),
+            _limit(planned),
+            f"{planned.memory.total / GIB:.1f}",
+        ]
         if skewed:
             step = skewed[number - 1]
             cells += (
@@ -69,7 +85,8 @@ def about_parameters(job: Job, cluster: ClusterSpec) -> str:
 
 
 def what_was_measured(cluster: ClusterSpec) -> str:
-    """Return a line that says which numbers of a cluster were measured, and where the others come from."""
+    """Return a line that says which numbers of a cluster were measured, and where the others come
+    from."""
     source = (
         cluster.source or "its description does not say where its numbers come from (source = ...)"
     )
@@ -86,8 +103,10 @@ def answer(
     price: float | None,
     max_vio: float | None,
     reserve_gib: float,
+    under_counts: bool = False,
 ) -> Iterator[str]:
-    """Yield the lines that every answer has: speed, limit, memory, what to change, other sizes of ep, and skew.
+    """Yield the lines that every answer has: speed, limit, memory, what to change, other sizes of
+    ep, and skew.
 
     Args:
         job: the training job.
@@ -96,11 +115,14 @@ def answer(
         price: price of a device per hour, if known.
         max_vio: a MaxVio over ranks, if given.
         reserve_gib: device memory set aside for the framework.
+        under_counts: the result is under recorded counts. What changes and skew cost is predicted
+            under even routing, so these lines are left out.
     """
     best = result.best
     speed = best_speed(job, cluster, best)
     yield about_parameters(job, cluster)
-    yield f"speed: {_speed_in_words(speed, best.seconds, job.batch_size * job.accumulation * job.model.seq_len)}"
+    tokens = job.batch_size * job.accumulation * job.model.seq_len
+    yield f"speed: {_speed_in_words(speed, tokens, cluster.world)}; {OTHERS_STEPS}"
     if job.model.checkpoint_activations and isinstance(job.model, HubShape):
         yield "activations are recomputed: otherwise no layout fits the memory"
     name = best.estimate.bottleneck
@@ -110,38 +132,54 @@ def answer(
         f"{best.seconds / result.bound_seconds:.2f} times that of any"
     )
     yield (
-        f"memory: {best.memory.total / GIB:.1f} of {cluster.device.memory_gib:g} GiB: {_memory_in_words(best.memory)}"
+        f"memory: {best.memory.total / GIB:.1f} of {cluster.device.memory_gib:g} GiB: "
+        f"{_memory_in_words(best.memory)}"
     )
     yield about_fragments(best.memory, cluster)
-    changed = changes(job, cluster, result, reserve_gib=reserve_gib)
-    gains = [
-        f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if each.speedup > 1
-    ]
-    yield f"change first: {'; '.join(gains[:5]) or 'no change that was tried helps by more than half a percent'}"
+    if not under_counts:
+        yield _first_changes(job, cluster, result, reserve_gib)
     yield from _other_eps(result)
-    yield from _about_skew(job, cluster, best, max_vio)
+    if not under_counts:
+        yield from _about_skew(job, cluster, best, max_vio)
     if price is not None:
         yield f"price: {speed.price(price):,.0f} for a trillion tokens at {price:g} an hour"
 
 
+def _first_changes(job: Job, cluster: ClusterSpec, result: Result, reserve_gib: float) -> str:
+    """Return a line with the changes that gain most."""
+    changed = changes(job, cluster, result, reserve_gib=reserve_gib)
+    gains = [
+        f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if each.speedup > 1
+    ]
+    nothing = "no change that was tried helps by more than half a percent"
+    return f"change first: {'; '.join(gains[:5]) or nothing}"
+
+
 def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) -> Iterator[str]:
-    """Yield the lines that are printed on demand: parts, ep = 1, Parm's rule and the origin of the numbers."""
-    best, cluster = result.best, simulator.cluster
+    """Yield the lines that are printed on demand: parts, ep = 1, Parm's rule and the origin of the
+    numbers."""
+    best = result.best
+    cluster = simulator.cluster
     parts = ", ".join(
         f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in best.estimate.parts.items()
     )
-    yield f"best: {name_of(best.grid)} (dp {best.grid.dp}, edp {best.grid.edp}), {plan_in_words(best.plan)}: {parts}"
+    yield (
+        f"best: {name_of(best.grid)} (dp {best.grid.dp}, edp {best.grid.edp}), "
+        f"{plan_in_words(best.plan)}: {parts}"
+    )
     yield _about_whole_experts(result)
     if best.grid.tp * best.grid.etp > 1:
         schedule = choose(
             simulator, job.step_model(cluster, best.grid.dp).layer, best.grid
         ).schedule
-        yield f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"
+        yield (
+            f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"
+        )
     if not has_price:
         tokens = best_speed(job, cluster, best).price(USUAL_PRICE)
         yield (
-            f"price: unknown without --price-per-hour; at {USUAL_PRICE} per device and hour a trillion tokens cost "
-            f"{tokens:,.0f}"
+            f"price: unknown without --price-per-hour; at {USUAL_PRICE} per device and hour a "
+            f"trillion tokens cost {tokens:,.0f}"
         )
     yield what_was_measured(cluster)
 
@@ -153,14 +191,6 @@ def best_speed(job: Job, cluster: ClusterSpec, best: PlannedStep) -> Speed:
     )
 
 
-def even_speed(job: Job, cluster: ClusterSpec, best: PlannedStep) -> Speed:
-    """Return the speed of a plan under even routing, with which layouts of other systems are compared."""
-    even = replace(best, estimate=replace(best.estimate, seconds=again(job, cluster, best)[0]))
-    return speed_of(
-        job, even, cluster, devices=cluster.world, sequences=job.batch_size * job.accumulation
-    )
-
-
 def as_others_shard(
     system: str,
     job: Job,
@@ -168,7 +198,8 @@ def as_others_shard(
     best: tuple[OthersLayout, PlannedStep] | None,
     ours: Speed | None,
 ) -> Iterator[str]:
-    """Yield a line with the speed of the best layout of another system, and a warning if its pipeline lacks sequences.
+    """Yield a line with the speed of the best layout of another system, and a warning if its
+    pipeline lacks sequences.
 
     Args:
         system: a key of `SYSTEMS`.
@@ -191,19 +222,24 @@ def as_others_shard(
         if getattr(layout, axis) > 1
     ]
     choices = [
-        *(sizes or ["every size 1"]), f"micro-batch {layout.micro_batch}", *[layout.schedule] * (layout.pp > 1),
-        *[f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1), *["DeepEP"] * layout.by_deepep,
-        *["overlapped"] * layout.overlapped, *[layout.precision] * layout.is_narrow,
+        *(sizes or ["every size 1"]),
+        f"micro-batch {layout.micro_batch}",
+        *[layout.schedule] * (layout.pp > 1),
+        *[f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1),
+        *["DeepEP"] * layout.by_deepep,
+        *["overlapped"] * layout.overlapped,
+        *[layout.precision] * layout.is_narrow,
         *[f"recomputes {' '.join(layout.recompute)}"] * bool(layout.recompute),
-    ]  # fmt: skip
+    ]
     times = (
         ""
         if ours is None
         else f", {speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above"
     )
     yield (
-        f"as {name} runs it: {', '.join(choices)}: {speed.tokens_per_second:,.0f} tokens/s and device, "
-        f"{step.memory.total / GIB:.1f} GiB{times} (--pp {layout.pp} --emit {system} prints it)"
+        f"as {name} runs it: {', '.join(choices)}: {speed.tokens_per_second:,.0f} tokens/s and "
+        f"device, {step.memory.total / GIB:.1f} GiB{times} (--pp {layout.pp} --emit {system} "
+        "prints it)"
     )
     yield from _starved(job, cluster, layout)
 
@@ -218,28 +254,32 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
         flags: the flags of --explain.
     """
     layout = from_flags(flags)
-    step, sequences = predict(job, cluster, layout), layout.sequences(cluster.world)
+    step = predict(job, cluster, layout)
+    sequences = layout.sequences(cluster.world)
     longer = longer_by_narrow_rate(job, cluster, layout)
     speed = speed_of(job, step, cluster, devices=cluster.world, sequences=sequences, longer=longer)
     yield (
-        f"yours: {_speed_in_words(speed, step.seconds, sequences * job.model.seq_len)}; limited by {_limit(step)}; "
-        f"{step.memory.total / GIB:.1f} GiB{what_is_missing(step.memory, cluster)}"
+        f"yours: {_speed_in_words(speed, sequences * job.model.seq_len, cluster.world)}; limited "
+        f"by {_limit(step)}; {step.memory.total / GIB:.1f} "
+        f"GiB{what_is_missing(step.memory, cluster)}"
     )
-    yield (
-        f"your parts: {', '.join(f'{part} {seconds * 1e3:,.1f} ms' for part, seconds in step.estimate.parts.items())}; "
-        f"memory: {_memory_in_words(step.memory)}"
-    )
+    parts = [f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in step.estimate.parts.items()]
+    yield f"your parts: {', '.join(parts)}; memory: {_memory_in_words(step.memory)}"
     unread = unread_flags(flags, job)
     if unread:
-        yield f"flags of yours that may matter but are not read: {', '.join(unread)}"
+        yield f"flags of yours that are not read, and may matter: {', '.join(unread)}"
     if not layout.global_batch:
         yield (
-            f"your flags give no global batch, so a step of yours is taken to have the fewest sequences, {sequences}: add one"
+            "your flags give no global batch, so a step of yours is taken to have the fewest "
+            f"sequences, {sequences}: add one"
         )
     yield from _starved(job, cluster, layout)
     if ours is not None:
         gain = ours.tokens_per_second / speed.tokens_per_second
-        yield f"the layout above reaches {f'{gain:.2f} times as much' if gain > 1 else f'only {gain:.2f} of it'}"
+        yield (
+            "the layout above reaches "
+            f"{f'{gain:.2f} times as much' if gain > 1 else f'only {gain:.2f} of it'}"
+        )
 
 
 def _starved(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Iterator[str]:
@@ -247,13 +287,14 @@ def _starved(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Iterator[s
     if not fills_pipeline(job, cluster, layout):
         groups = cluster.world // (layout.tp * layout.cp * layout.pp)
         yield (
-            f"warning: a step has {layout.sequences(cluster.world)} sequences, fewer than its pipelines need: give at least "
-            f"{layout.pp * groups * layout.micro_batch}"
+            f"warning: a step has {layout.sequences(cluster.world)} sequences, fewer than its "
+            f"pipelines need: give at least {layout.pp * groups * layout.micro_batch}"
         )
 
 
 def _limit(planned: PlannedStep) -> str:
-    limits, name = planned.estimate.limits, planned.estimate.bottleneck
+    limits = planned.estimate.limits
+    name = planned.estimate.bottleneck
     return f"{name} ({limits[name] / planned.seconds:.0%})"
 
 
@@ -261,22 +302,28 @@ def _memory_in_words(memory: Memory) -> str:
     return ", ".join(f"{part} {num_bytes / GIB:.1f}" for part, num_bytes in asdict(memory).items())
 
 
-def _speed_in_words(speed: Speed, seconds: float, tokens: int) -> str:
+def _speed_in_words(speed: Speed, tokens: int, devices: int) -> str:
+    """Return a speed in words, and the step that it gives."""
     low, high = speed.interval
+    seconds = tokens / speed.tokens_per_second / devices
     return (
-        f"{speed.tokens_per_second:,.0f} tokens/s and device ({low:,.0f} to {high:,.0f} by published steps), a step of "
-        f"{tokens:,} tokens in {seconds:,.2f} s, MFU {speed.utilization:.0%}"
+        f"{speed.tokens_per_second:,.0f} tokens/s and device ({low:,.0f} to {high:,.0f} by "
+        f"published steps), a step of {tokens:,} tokens in {seconds:,.2f} s, MFU "
+        f"{speed.utilization:.0%}"
     )
 
 
 def _other_eps(result: Result) -> Iterator[str]:
-    """Yield a line about the best layouts of other sizes of ep that were searched to the end, and the sizes that were not."""
-    best, words = result.best, []
+    """Yield a line about the best layouts of other sizes of ep that were searched to the end, and
+    the sizes that were not."""
+    best = result.best
+    words = []
     others = {ep: results for ep, results in result.by_ep.items() if ep != best.grid.ep}
     searched = [results.best for results in others.values() if results.is_searched and results.best]
     for planned in sorted(searched, key=lambda planned: planned.seconds):
         words.append(
-            f"ep {planned.grid.ep} ({name_of(planned.grid)}): {best.seconds / planned.seconds:.2f} times the speed"
+            f"ep {planned.grid.ep} ({name_of(planned.grid)}): "
+            f"{best.seconds / planned.seconds:.2f} times the speed"
         )
     if unfit := [str(ep) for ep, results in others.items() if results.is_too_large]:
         words.append(f"ep {', '.join(unfit)}: do not fit")
@@ -292,26 +339,38 @@ def _other_eps(result: Result) -> Iterator[str]:
 
 def _about_whole_experts(result: Result) -> str:
     """Return a line about ep = 1, under which every rank has all experts."""
-    best, by_ep = result.best, result.by_ep
+    best = result.best
+    by_ep = result.by_ep
     if 1 not in by_ep:
-        return "ep = 1, every rank with all experts, was not searched: the given sizes of axes exclude it"
+        return (
+            "ep = 1, every rank with all experts, was not searched: the given sizes of axes "
+            "exclude it"
+        )
     if by_ep[1].is_too_large:
-        return "ep = 1, every rank with all experts, does not fit: it needs more memory than a device has"
+        return (
+            "ep = 1, every rank with all experts, does not fit: it needs more memory than a "
+            "device has"
+        )
     whole = by_ep[1].best
     if best.grid.ep == 1:
         return "ep = 1 wins: gathering experts' parameters costs less than sending tokens"
     if whole is None or not by_ep[1].is_searched:
-        return f"ep = 1 was not searched to the end: it takes at least {by_ep[1].floor_seconds * 1e3:,.1f} ms (--ep 1)"
+        return (
+            "ep = 1 was not searched to the end: it takes at least "
+            f"{by_ep[1].floor_seconds * 1e3:,.1f} ms (--ep 1)"
+        )
     return (
-        f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long ({name_of(whole.grid)}, limited by "
-        f"{whole.estimate.bottleneck}); it wins if blocks have enough tokens to hide the gathering of experts"
+        f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long "
+        f"({name_of(whole.grid)}, limited by {whole.estimate.bottleneck}); it wins if blocks have "
+        "enough tokens to hide the gathering of experts"
     )
 
 
 def _about_skew(
     job: Job, cluster: ClusterSpec, best: PlannedStep, max_vio: float | None
 ) -> Iterator[str]:
-    """Yield a line about the cost of skew, by default of a MaxVio of 1, unless none is given and none is possible."""
+    """Yield a line about the cost of skew, by default of a MaxVio of 1, unless none is given and
+    none is possible."""
     if best.grid.ep == 1:
         if max_vio is not None:
             yield f"a MaxVio of {max_vio:g}: costs nothing, since every rank has all experts"
@@ -320,10 +379,14 @@ def _about_skew(
     asked = min(1.0, most) if max_vio is None else max_vio
     step = under_skew(job, cluster, best, asked)
     if step is None:
-        yield f"a MaxVio of {asked:g}: not predicted, since more than {APART} ranks share a copy of the experts"
+        yield (
+            f"a MaxVio of {asked:g}: not predicted, since more than {APART} ranks share a copy of "
+            "the experts"
+        )
         return
     yield (
-        f"a MaxVio of {asked:g} (one rank's experts get {1 + asked:g} times their share in every layer) makes a step "
-        f"{step.longer:.2f} times as long and takes {step.memory.total / GIB:.1f} GiB instead of "
+        f"a MaxVio of {asked:g} (one rank's experts get {1 + asked:g} times their share in every "
+        f"layer) makes a step {step.longer:.2f} times as long and takes "
+        f"{step.memory.total / GIB:.1f} GiB instead of "
         f"{best.memory.total / GIB:.1f}{what_is_missing(step.memory, cluster)}"
     )

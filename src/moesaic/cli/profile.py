@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from moesaic.measure.profile import Profile
 
 DESCRIPTION = (
-    "Measure the links, host costs and matrix products of this machine (CPUs only), and describe it as a cluster, which "
-    "moesaic plan and train read. Start it like a training run: torchrun --nproc-per-node 4 -m moesaic profile --out "
-    "cluster.toml, or moesaic testbed run --nodes 2 --ranks-per-node 2 -- python -m moesaic profile. Nothing else should "
-    "run on the machine at the same time."
+    "Measure the links, host costs and matrix products of this machine (CPUs only), and describe "
+    "it as a cluster, which moesaic plan and train read. Start it like a training run: torchrun "
+    "--nproc-per-node 4 -m moesaic profile --out cluster.toml, or moesaic testbed run --nodes 2 "
+    "--ranks-per-node 2 -- python -m moesaic profile. Nothing else should run on the machine at "
+    "the same time."
 )
 DTYPES = ("fp32", "bf16")
 
@@ -81,8 +82,9 @@ def run(arguments: Sequence[str]) -> int:
             )
         if profile.troubles and not options.accept:
             raise InputError(
-                f"the profile fails its own check ({'; '.join(profile.troubles)}), so {options.out} is not written: measure "
-                "while nothing else runs, give more --repeats, or write it anyway with --accept"
+                f"the profile fails its own check ({'; '.join(profile.troubles)}), so "
+                f"{options.out} is not written: measure while nothing else runs, give more "
+                "--repeats, or write it anyway with --accept"
             )
     except InputError:  # raised on every rank; only the first rank prints it
         if started.is_first:

@@ -46,7 +46,7 @@ class SampleOptions:
             )
         if not 0 < self.top_p <= 1:
             raise InputError(f"top-p={self.top_p}: choose a share above 0, at most 1")
-        if not all(self.prompt):
+        if not self.prompt or not all(self.prompt):
             raise InputError("prompt: give at least one character")
 
 
@@ -66,13 +66,15 @@ def continuations(options: SampleOptions) -> list[str]:
     """Return the continuation of each prompt.
 
     Raises:
-        InputError: if the run has no checkpoint, is of no decoder, or was trained on `.bin` tokens, which have no text.
+        InputError: if the run has no checkpoint, is of no decoder, or was trained on `.bin` tokens,
+            which have no text.
     """
     from moesaic.models.gpt import generate
     from moesaic.train.state import load_trained
 
     trained = load_trained(Path(options.run), options.device)
-    model, tokenizer = trained.model, trained.tokenizer
+    model = trained.model
+    tokenizer = trained.tokenizer
     prompts = [tokenizer.encode(prompt.encode()).tolist() for prompt in options.prompt]
     ids = generate(
         model,

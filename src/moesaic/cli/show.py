@@ -1,4 +1,5 @@
-"""`moesaic show`: prints the stages of a plan's programs, the bytes that they move, and their memory. Runs without torch."""
+"""`moesaic show`: prints the stages of a plan's programs, the bytes that they move, and their
+memory. Runs without torch."""
 
 from __future__ import annotations
 
@@ -21,21 +22,21 @@ from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.cluster import ClusterSpec, Dtype, read_cluster
-from moesaic.planner.files import read_planned, write_plan
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.plan_files import read_planned, write_plan
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.grid import Grid
 from moesaic.program.layouts import LayoutIndex
-from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.plan import Crossing, Plan
+from moesaic.program.sample_layouts import PlacedIndex, placed_sizes
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Lane, Op, Program
 from moesaic.program.text import NAMES, to_text
 from moesaic.program.timeline import Timeline, to_trace
-from moesaic.runtime.counted import CountedCall
+from moesaic.runtime.call_counts import CountedCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +97,14 @@ class ShowOptions:
     layer: LayerOptions = LayerOptions()
     """The MoE layer that the plan runs; its routing is even."""
     samples: int = 0
-    """Samples per rank, with equally many tokens, that sample placement (NetMoE) may move to other ranks; the programs are
-    shown with every sample staying. 0: no sample placement."""
+    """Samples per rank, with equally many tokens, that sample placement (NetMoE) may move to other
+    ranks; the programs are shown with every sample staying. 0: no sample placement."""
     cluster: str = "25gbe"
-    """Cluster for the simulated times: a preset, or a .toml file; docs/planning.md describes both."""
+    """Cluster for the simulated times: a preset, or a .toml file; docs/planning.md describes
+    both."""
     plan_file: str | None = None
-    """Read the plan, and the mesh where no flag gives it, from this file of --write, instead of from the --plan flags."""
+    """Read the plan, and the mesh where no flag gives it, from this file of --write, instead of
+    from the --plan flags."""
     write: str | None = None
     """Write the plan to this file (.toml or .json)."""
     gantt: str | None = None
@@ -122,22 +125,26 @@ WHAT = {Kind.LANE: "gates", Kind.WEIGHT: "weights", Kind.INDEX: "positions"}
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    description = "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they move, and memory."
+    description = (
+        "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they "
+        "move, and memory."
+    )
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
     of_file, plan = (
         ({}, options.plan) if options.plan_file is None else read_planned(Path(options.plan_file))
     )
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
-            "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: choose multicast, which sends "
-            "a token once per node"
+            "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: "
+            "choose multicast, which sends a token once per node"
         )
     if plan.replicates:
         check_replication("plan.replication", plan.replication)
     usual = vars(MeshOptions())
     grid = Grid(**usual | of_file | dict(vars(options.mesh).items() - usual.items()))
     cluster = _cluster(options)
-    layer, simulator = Workload(**vars(options.layer)), Simulator(cluster)
+    layer = Workload(**vars(options.layer))
+    simulator = Simulator(cluster)
     unmoved = compile_plan(plan, grid)
     compiled = moving(unmoved) if options.samples else unmoved
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
@@ -163,7 +170,8 @@ def run(arguments: Sequence[str]) -> int:
     per_node = grid.ranks_per_node or grid.world
     policy = f", policy {compiled.plan.replication}" if compiled.replicates else ""
     print(
-        f"{compiled.forward.name}{policy} on {cluster.name}, {grid.world // per_node} nodes of {per_node} ranks"
+        f"{compiled.forward.name}{policy} on {cluster.name}, {grid.world // per_node} nodes "
+        f"of {per_node} ranks"
     )
     console = Console(width=max(Console().width, NARROWEST))
     console.print(
@@ -178,17 +186,20 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
-    """Return the memory of a call on the rank that holds most, and how the call is run within the memory budget.
+    """Return the memory of a call on the rank that holds most, and how the call is run within the
+    memory budget.
 
     There is one entry for even routing, and one for all tokens on the same experts.
     """
-    grid, even = compiled.grid, uniform_counts(compiled.grid.dp, layer)
+    grid = compiled.grid
+    even = uniform_counts(compiled.grid.dp, layer)
     skewed = np.zeros_like(even)
     skewed[:, : layer.top_k] = layer.tokens
     experts = ExpertSizes.stacked(
         layer.dim, layer.hidden // grid.etp, layer.matrices, layer.element_bytes
     )
-    budget, rows = MemoryBudget(compiled, layer.num_experts), []
+    budget = MemoryBudget(compiled, layer.num_experts)
+    rows = []
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
         call = CountedCall(copies, -(-copies.sum(1) // layer.top_k), experts.units, lambda: experts)
@@ -209,7 +220,10 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
 
 def _memory_line(row: dict[str, Any], budget: int | None) -> str:
     """Return an entry of `_memory_rows` as a line."""
-    line = f"memory, {row['routing']}: a call holds {row['bytes'] / 1e6:,.2f} MB on a rank, forward and backward"
+    line = (
+        f"memory, {row['routing']}: a call holds {row['bytes'] / 1e6:,.2f} MB on a rank, forward "
+        "and backward"
+    )
     if budget is None or row["bytes"] <= budget:
         return line
     measures = (
@@ -217,7 +231,8 @@ def _memory_line(row: dict[str, Any], budget: int | None) -> str:
     )
     if row["slices"] > 1:
         measures.append(
-            f"{row['slices']} slices, of which {row['slices'] - row['kept_slices']} run again for backward"
+            f"{row['slices']} slices, of which {row['slices'] - row['kept_slices']} run again "
+            "for backward"
         )
     return f"{line}; within {budget / 1e6:,.2f} MB: {', '.join(measures)}"
 
@@ -230,13 +245,15 @@ def _cluster(options: ShowOptions) -> ClusterSpec:
 
 
 def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) -> CallSizes:
-    """Return the sizes of a call whose copies are kept apart by sample, with every sample staying on its rank."""
+    """Return the sizes of a call whose copies are kept apart by sample, with every sample staying
+    on its rank."""
     grid = sizes.grid
     share, remainder = divmod(layer.tokens * layer.top_k // layer.num_experts, slots)
     if remainder or layer.tokens % slots or grid.tp > 1:
         raise InputError(
-            f"--samples {slots}: needs --mesh.tp 1, and samples among which a rank's {layer.tokens} tokens and each "
-            f"expert's {layer.tokens * layer.top_k // layer.num_experts} copies split evenly"
+            f"--samples {slots}: needs --mesh.tp 1, and samples among which a rank's "
+            f"{layer.tokens} tokens and each expert's "
+            f"{layer.tokens * layer.top_k // layer.num_experts} copies split evenly"
         )
     copies = np.full((grid.world, slots, layer.num_experts), share)
     homes = Homes.start(grid.world, slots)
@@ -246,7 +263,8 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
 
 
 def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
-    rows, stages = [], {task.name: task.stage.value for task in program.tasks}
+    rows = []
+    stages = {task.name: task.stage.value for task in program.tasks}
     for moved in traffic(program, sizes, sizes.grid.node_of):
         inside, across = moved.num_bytes(
             layer.dim, layer.element_bytes, unit_columns=layer.matrices * layer.dim
@@ -302,7 +320,8 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> Non
             write(Path(options.trace), json.dumps({"traceEvents": events}), typed=True)
         except OSError as error:
             raise InputError(
-                f"--trace {options.trace}: cannot be written ({error.strerror}): choose another path"
+                f"--trace {options.trace}: cannot be written ({error.strerror}): choose "
+                "another path"
             ) from error
 
 
@@ -337,7 +356,8 @@ def _stage_table(timelines: dict[str, Timeline]) -> Table:
 
 
 def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> Table:
-    """Return the table of bytes: a row per kind of movement of a program's stage, over all its chunks, groups and hops."""
+    """Return the table of bytes: a row per kind of movement of a program's stage, over all its
+    chunks, groups and hops."""
     routing = "even routing, so that nothing is replicated" if replicates else "even routing"
     table = Table(
         title=f"MB that all ranks move, {routing}, before any codec", box=None, title_justify="left"

@@ -22,8 +22,8 @@ class TokenizeOptions:
         tyro.conf.Positional,
         tyro.conf.arg(metavar="PATH ...", help_behavior_hint="(required)"),
     ]
-    """Files, globs or folders of text, JSON lines (.jsonl) or tables (.parquet, .arrow, .json, .csv); each argument is one
-    source."""
+    """Files, globs or folders of text, JSON lines (.jsonl) or tables (.parquet, .arrow, .json,
+    .csv); each argument is one source."""
     out: str = "tokens.bin"
     """The .bin file to write."""
     tokenizer: str = ""

@@ -1,4 +1,5 @@
-"""`moesaic trace`: shows, checks and converts routing traces, and extracts counts. Runs without torch."""
+"""`moesaic trace`: shows, checks and converts routing traces, and extracts counts. Runs without
+torch."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError, in_one_line
+from moesaic.errors import InputError, in_one_line, suggestion
 from moesaic.files import writing
 from moesaic.traces.formats import FORMATS, ReadOptions, TraceFormat
 from moesaic.traces.load import LayerLoad, faults, layer_loads
@@ -28,7 +28,7 @@ USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
 
   show    print the imbalance of a trace, its drift over steps and its locality in sequences
   counts  write the copies per rank and expert of one call, a row per rank, for the simulator
-  check   print the faults of a trace (sums, top-k, layers, gaps); the exit code is 1 if there are any
+  check   print the faults of a trace (sums, top-k, layers, gaps); exit code 1 if there are any
   convert convert a trace from or to the format of Megatron-Core, vLLM or SGLang
 
 FILE is a trace, or the folder of a run of moesaic train --record-routing counts (or tokens).
@@ -62,7 +62,8 @@ class CountsOptions:
     micro: int = 0
     """Number of the micro-batch in the step, from 0."""
     groups: int | None = None
-    """Number of ranks (data-parallel groups) over which the sequences are split; None for that of the recorded run."""
+    """Number of ranks (data-parallel groups) over which the sequences are split; None for that of
+    the recorded run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ class TraceCheckOptions(ReadOptions):
     """Options of `moesaic trace check`."""
 
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """A trace, the folder of a run that recorded one, or, with --from, a recording of other software."""
+    """A trace, the folder of a run that recorded one, or, with --from, a recording of other
+    software."""
     from_format: Annotated[str | None, tyro.conf.arg(name="from")] = None
     """Format of the file: megatron, vllm or sglang; None for a trace of Moesaic."""
 
@@ -148,13 +150,14 @@ def _check(arguments: Sequence[str]) -> int:
         description="Print the faults of a routing trace.",
     )
     trace = _open(options)
-    problems, shape = faults(trace), trace.shape
+    problems = faults(trace)
+    shape = trace.shape
     for line in problems:
         print(in_one_line(line))
     print(
-        f"{in_one_line(trace.name)}: {len(problems) or 'no'} faults; {trace.holds}, steps {steps_in_words(trace.steps)}, "
-        f"{shape.num_layers} layers, {shape.num_experts} experts, top {shape.top_k}, "
-        f"{shape.accumulation} x {shape.sequences} sequences of {shape.seq_len}"
+        f"{in_one_line(trace.name)}: {len(problems) or 'no'} faults; {trace.holds}, steps "
+        f"{steps_in_words(trace.steps)}, {shape.num_layers} layers, {shape.num_experts} experts, "
+        f"top {shape.top_k}, {shape.accumulation} x {shape.sequences} sequences of {shape.seq_len}"
     )
     return 1 if problems else 0
 
@@ -232,8 +235,9 @@ def print_loads(trace: Trace, loads: Sequence[LayerLoad]) -> None:
     content = "every token's experts" if trace.holds == "tokens" else "counts"
     table = Table(
         title=f"{trace.name}: {content}, steps {steps_in_words(trace.steps)}",
-        caption=f"{shape.num_experts} experts, {shape.top_k} per token; {shape.accumulation} x {shape.sequences} sequences of "
-        f"{shape.seq_len} tokens a step; {shape.bytes_per_step(trace.holds):,} bytes a step before compression",
+        caption=f"{shape.num_experts} experts, {shape.top_k} per token; {shape.accumulation} x "
+        f"{shape.sequences} sequences of {shape.seq_len} tokens a step; "
+        f"{shape.bytes_per_step(trace.holds):,} bytes a step before compression",
     )
     for name in (
         "layer",
@@ -251,7 +255,11 @@ def print_loads(trace: Trace, loads: Sequence[LayerLoad]) -> None:
         violations = load.max_violation
         figures = [violations[0], float(np.mean(violations)), max(violations), violations[-1]]
         table.add_row(
-            str(load.layer), *(f"{value:.2f}" for value in figures), str(load.busiest[-1]), str(load.dead_experts),
-            f"{load.drift:.3f}", f"{load.locality:.3f}",
-        )  # fmt: skip
+            str(load.layer),
+            *(f"{value:.2f}" for value in figures),
+            str(load.busiest[-1]),
+            str(load.dead_experts),
+            f"{load.drift:.3f}",
+            f"{load.locality:.3f}",
+        )
     Console(stderr=True, soft_wrap=True, highlight=False).print(table)

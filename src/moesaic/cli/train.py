@@ -1,4 +1,5 @@
-"""`moesaic train`: reads a configuration from a preset, a file and flags (the later ones override) and trains."""
+"""`moesaic train`: reads a configuration from a preset, a file and flags (the later ones override)
+and trains."""
 
 from __future__ import annotations
 
@@ -16,24 +17,46 @@ if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
     from moesaic.train.task import TrainingTask
 
-DESCRIPTION = """Train a language model with MoE layers, in one process or on ranks that torchrun (or another launcher) starts:
+DESCRIPTION = """Train a language model with MoE layers, in one process or on ranks that torchrun
+(or another launcher) starts:
 torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
 
 Start from --preset NAME (PRESETS),
-from --config FILE (.toml or .json; with the config.json of a run and --existing resume, that run continues), or from both.
-The file overrides the preset, and flags override both.
---plan FILE uses the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
-see --planner.
+from --config FILE (.toml or .json; with the config.json of a run and --existing resume, that run
+continues), or from both. The file overrides the preset, and flags override both.
+--plan FILE uses the plan that moesaic show --write or moesaic plan --write wrote; --plan auto
+changes plans while training, see --planner.
 --help-all lists every flag. The defaults shown below are those of the given preset and file."""
 
 TAKEN = ("--preset", "--config", "--plan")
 """Flags that choose what the others change."""
 USUAL = (
-    "--out", "--existing", "--steps", "--batch-size", "--accumulation", "--device", "--precision", "--evaluate.every",
-    "--save.every", "--model.dim", "--model.num-layers", "--model.seq-len", "--model.moe.num-experts", "--model.moe.top-k",
-    "--model.moe.router", "--data.path", "--data.tokenizer", "--optimizer.lr", "--optimizer.warmup-steps", "--mesh.tp",
-    "--mesh.ep", "--mesh.etp", "--mesh.pp", "--planner.cluster", "--balance.replication",
-)  # fmt: skip
+    "--out",
+    "--existing",
+    "--steps",
+    "--batch-size",
+    "--accumulation",
+    "--device",
+    "--precision",
+    "--evaluate.every",
+    "--save.every",
+    "--model.dim",
+    "--model.num-layers",
+    "--model.seq-len",
+    "--model.moe.num-experts",
+    "--model.moe.top-k",
+    "--model.moe.router",
+    "--data.path",
+    "--data.tokenizer",
+    "--optimizer.lr",
+    "--optimizer.warmup-steps",
+    "--mesh.tp",
+    "--mesh.ep",
+    "--mesh.etp",
+    "--mesh.pp",
+    "--planner.cluster",
+    "--balance.replication",
+)
 """Flags that --help lists: those that most people set."""
 
 
@@ -62,12 +85,10 @@ def train_from(
     if {"-h", "--help", "--help-all"} & set(arguments):
         _configured(arguments, presets, command)  # prints, without torch, and exits
     is_alone = "RANK" not in os.environ
-    config = (
-        _configured(arguments, presets, command) if is_alone else None
-    )  # refused at once, without torch
-    if (
-        not is_alone
-    ):  # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
+    # refused at once, without torch
+    config = _configured(arguments, presets, command) if is_alone else None
+    # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
+    if not is_alone:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if os.environ.get("RANK", "0") == "0":
         say_ends(command)
@@ -85,7 +106,10 @@ def train_from(
             raise
         return 2 if isinstance(error, InputError) else 1
     if place.is_first and not result.was_stopped:
-        line = f"done: {result.folder}, step {result.step}; look at it with moesaic report {result.folder}"
+        line = (
+            f"done: {result.folder}, step {result.step}; look at it with moesaic report "
+            f"{result.folder}"
+        )
         print(in_one_line(line))
     place.leave()
     return 0
@@ -94,7 +118,8 @@ def train_from(
 def _start_patience(arguments: Sequence[str]) -> float:
     """Return the start patience that a flag gives.
 
-    The configuration itself is read only after the ranks have met, so that one rank can refuse it for all.
+    The configuration itself is read only after the ranks have met, so that one rank can refuse it
+    for all.
     """
     from moesaic.train.config import TrainConfig
 
@@ -114,7 +139,8 @@ def _configured(
     arguments: Sequence[str], presets: Mapping[str, Callable[[], TrainConfig]], command: str
 ) -> TrainConfig:
     """Return the configuration that a command line gives."""
-    from moesaic.configfile import override, suggestion
+    from moesaic.configfile import override
+    from moesaic.errors import suggestion
     from moesaic.planner.presets import PRESETS as MODELS
     from moesaic.train.config import TrainConfig
 
@@ -147,7 +173,8 @@ def _configured(
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """Read a configuration file. Only if the one of a run is damaged, its copy in a checkpoint is read, which needs torch."""
+    """Read a configuration file. Only if the one of a run is damaged, its copy in a checkpoint is
+    read, which needs torch."""
     from moesaic.configfile import read_table
 
     try:
@@ -161,8 +188,10 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Split `--flag value` and `--flag=value` off a command line; returns the other words, and the values by flag."""
-    others, values = [], {}
+    """Split `--flag value` and `--flag=value` off a command line; returns the other words, and the
+    values by flag."""
+    others = []
+    values = {}
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")

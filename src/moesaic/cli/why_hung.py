@@ -1,4 +1,5 @@
-"""`moesaic why-hung RUN`: prints where every rank stood when a run was ended because a rank had stopped moving."""
+"""`moesaic why-hung RUN`: prints where every rank stood when a run was ended because a rank had
+stopped moving."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def run(arguments: Sequence[str]) -> int:
         WhyHungOptions,
         arguments,
         prog="moesaic why-hung",
-        description="Print where every rank stood when a run was ended because a rank had not moved for --patience seconds.",
+        description=(
+            "Print where every rank stood when a run was ended because a rank had not moved for "
+            "--patience seconds."
+        ),
     )
     if not options.run:
         raise InputError("name the run folder: moesaic why-hung runs/gpt")

@@ -1,1 +1,2 @@
-"""Ranks and the communication between them: meshes, transports, collectives. This file imports without torch."""
+"""Ranks and the communication between them: meshes, transports, collectives. This file imports
+without torch."""

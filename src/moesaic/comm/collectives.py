@@ -1,14 +1,15 @@
-"""Small collectives over any transport, by point-to-point messages between an explicit tuple of ranks.
+"""Small collectives over any transport, by point-to-point messages between an explicit tuple of
+ranks.
 
-They work identically on loopback, sockets and NCCL, accept any dtype and empty tensors, and add in the order of the
-ranks. So the result has the same bits on every rank and in every run. Use programs for activations; these are for
-counts, losses and gradients of small parameters.
+They work identically on loopback, sockets and NCCL, accept any dtype and empty tensors, and add in
+the order of the ranks. So the result has the same bits on every rank and in every run. Use programs
+for activations; these are for counts, losses and gradients of small parameters.
 
-All ranks of the transport must call the same collectives in the same order, each with its own group, even if it is
-alone in that group: tags are counted per transport. The number of tags of a collective does not depend on sizes, so
-sizes may differ between groups. In every function, `transport` is this rank's, and `peers` are the ranks that take
-part, ascending, including this one. `check_same` checks, before the first such collective, whether all ranks have the
-same settings.
+All ranks of the transport must call the same collectives in the same order, each with its own
+group, even if it is alone in that group: tags are counted per transport. The number of tags of a
+collective does not depend on sizes, so sizes may differ between groups. In every function,
+`transport` is this rank's, and `peers` are the ranks that take part, ascending, including this one.
+`check_same` checks, before the first such collective, whether all ranks have the same settings.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.errors import InputError
 
 DIRECT_BYTES = 16 * 1024
-"""Up to this size a reduction sends whole tensors, in one round of messages. Larger tensors are sent as segments, in
-two rounds."""
+"""Up to this size a reduction sends whole tensors, in one round of messages. Larger tensors are
+sent as segments, in two rounds."""
 
 Peers = tuple[int, ...]
 
@@ -47,7 +48,8 @@ def all_gather(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
 def all_gather_rows(
     transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int
 ) -> Tensor:
-    """Return the ranks' contiguous shares of the first dim (see `share_of`), joined to a new tensor, equal on all peers.
+    """Return the ranks' contiguous shares of the first dim (see `share_of`), joined to a new
+    tensor, equal on all peers.
 
     (this rank's rows, ...) -> (num_rows, ...).
     """
@@ -57,16 +59,19 @@ def all_gather_rows(
 
 
 def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
-    """Return the sum over ranks, added in the order of `peers`. Types narrower than float32 are added in float32.
+    """Return the sum over ranks, added in the order of `peers`. Types narrower than float32 are
+    added in float32.
 
-    The tensors have one shape and dtype, which the result has too. Large tensors are sent as segments, so each rank
-    sends 2 (n - 1) / n times the tensor. Small tensors are sent whole to each peer. Both give the same bits.
+    The tensors have one shape and dtype, which the result has too. Large tensors are sent as
+    segments, so each rank sends 2 (n - 1) / n times the tensor. Small tensors are sent whole to
+    each peer. Both give the same bits.
     """
     return _all_reduce(transport, peers, tensor, _sum)
 
 
 def reduce_scatter_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
-    """Return this rank's share (see `share_of`) of the flattened sum over ranks, added in the order of `all_reduce_sum`."""
+    """Return this rank's share (see `share_of`) of the flattened sum over ranks, added in the order
+    of `all_reduce_sum`."""
     tag = transport.take_tags(1)
     return _sum(
         _exchange_shares(transport, tag, peers, _contiguous(transport, peers, tensor).view(-1))
@@ -74,7 +79,8 @@ def reduce_scatter_sum(transport: AbstractTransport, peers: Peers, tensor: Tenso
 
 
 def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> list[Tensor]:
-    """Return every rank's share for this rank, that is this rank's `share_of` each of their tensors, in the order of `peers`.
+    """Return every rank's share for this rank, that is this rank's `share_of` each of their
+    tensors, in the order of `peers`.
 
     The tensors are (rows, ...) of one shape and dtype.
     """
@@ -84,12 +90,14 @@ def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
 
 
 def all_reduce_max(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
-    """Return the elementwise maximum over ranks; see `all_reduce_sum`. NaN wins. For booleans: whether any is true."""
+    """Return the elementwise maximum over ranks; see `all_reduce_sum`. NaN wins. For booleans:
+    whether any is true."""
     return _all_reduce(transport, peers, tensor, lambda parts: reduce(torch.maximum, parts).clone())
 
 
 def broadcast(transport: AbstractTransport, peers: Peers, tensor: Tensor, source: int) -> Tensor:
-    """Return a copy of the tensor of rank `source` on all ranks. On other ranks `tensor` gives shape and dtype."""
+    """Return a copy of the tensor of rank `source` on all ranks. On other ranks `tensor` gives
+    shape and dtype."""
     assert source in peers, f"source {source} is none of {peers}"
     whole = _contiguous(transport, peers, tensor).clone()
     others = [peer for peer in peers if peer != source]
@@ -102,16 +110,17 @@ def broadcast(transport: AbstractTransport, peers: Peers, tensor: Tensor, source
 
 
 def share_of(num_rows: int, index: int, count: int) -> slice:
-    """Return the slice of `num_rows` rows that belongs to the `index`-th of `count` ranks. Slices differ by at most one
-    row."""
+    """Return the slice of `num_rows` rows that belongs to the `index`-th of `count` ranks. Slices
+    differ by at most one row."""
     return slice(num_rows * index // count, num_rows * (index + 1) // count)
 
 
 def share(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Mark a tensor that is equal on all peers, and that each of them uses on different data.
 
-    Forward it is the identity. Backward it sums the gradients of all peers. Every peer's loss must depend on it, if
-    only through empty tensors: if one rank's backward pass omits it, the other ranks wait forever.
+    Forward it is the identity. Backward it sums the gradients of all peers. Every peer's loss must
+    depend on it, if only through empty tensors: if one rank's backward pass omits it, the other
+    ranks wait forever.
     """
     return with_gradient(
         tensor, lambda whole: whole.view_as(whole), partial(all_reduce_sum, transport, peers)
@@ -121,10 +130,12 @@ def share(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
 def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Return this rank's contiguous share of a tensor that all peers have and use identically.
 
-    (rows, ...) -> (this rank's rows, ...); see `share_of`. Forward no bytes move. Backward the shares of the gradient
-    are gathered, so every peer has the whole gradient. Like `share`, it needs every peer in the backward pass.
+    (rows, ...) -> (this rank's rows, ...); see `share_of`. Forward no bytes move. Backward the
+    shares of the gradient are gathered, so every peer has the whole gradient. Like `share`, it
+    needs every peer in the backward pass.
     """
-    mine, num_rows = share_of(len(tensor), peers.index(transport.rank), len(peers)), len(tensor)
+    mine = share_of(len(tensor), peers.index(transport.rank), len(peers))
+    num_rows = len(tensor)
     return with_gradient(
         tensor,
         lambda whole: whole[mine].clone(),
@@ -135,8 +146,8 @@ def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Te
 def gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
     """Join the shares of a tensor that all peers then use identically: the inverse of `slice_rows`.
 
-    (this rank's rows, ...) -> (num_rows, ...), equal on all peers. Forward the shares are gathered. Backward no bytes
-    move, since every peer has the whole gradient.
+    (this rank's rows, ...) -> (num_rows, ...), equal on all peers. Forward the shares are gathered.
+    Backward no bytes move, since every peer has the whole gradient.
     """
     mine = share_of(num_rows, peers.index(transport.rank), len(peers))
     return with_gradient(
@@ -189,7 +200,8 @@ def _all_reduce(
 def _exchange_shares(
     transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor
 ) -> list[Tensor]:
-    segments, index = _shares(mine, len(peers)), peers.index(transport.rank)
+    segments = _shares(mine, len(peers))
+    index = peers.index(transport.rank)
     parts = [
         segments[index] if peer == transport.rank else torch.empty_like(segments[index])
         for peer in peers
@@ -267,20 +279,20 @@ def check_same(
 ) -> None:
     """Compare settings over the ranks of a transport.
 
-    Each rank first sends a message of fixed size: the number of fields, a digest of their names and values, and the
-    length of their text. If these differ, the texts are exchanged too, so that all ranks raise the same error. This
-    cannot hang, whatever fields the ranks have.
+    Each rank first sends a message of fixed size: the number of fields, a digest of their names and
+    values, and the length of their text. If these differ, the texts are exchanged too, so that all
+    ranks raise the same error. This cannot hang, whatever fields the ranks have.
 
     Args:
         transport: this rank's transport.
-        fields: values by dotted name. Two values are equal if `as_text` returns the same for both. The order is
-            ignored.
+        fields: values by dotted name. Two values are equal if `as_text` returns the same for both.
+            The order is ignored.
         peers: ranks that compare, ascending, including this one; None for all.
         advice: what to do about a difference, by the name of the field; `ADVICE` for other fields.
 
     Raises:
-        InputError: on every rank, with the name of the first field that differs, its values and the ranks that have
-            them.
+        InputError: on every rank, with the name of the first field that differs, its values and the
+            ranks that have them.
     """
     values = {name: as_text(value) for name, value in fields.items()}
     text = json.dumps(values).encode()
@@ -302,7 +314,8 @@ def check_same(
 
 
 def as_text(value: object) -> str:
-    """Return the text by which values are compared: `str(value)` in one line, without memory addresses."""
+    """Return the text by which values are compared: `str(value)` in one line, without memory
+    addresses."""
     return " ".join(re.sub(r" at 0x[0-9a-f]+", "", str(value)).split())
 
 
@@ -313,7 +326,8 @@ def _head(values: Mapping[str, str], text: bytes) -> torch.Tensor:
 
 
 def _difference(values_of_ranks: Mapping[int, Mapping[str, str]], advice: Mapping[str, str]) -> str:
-    """Describe the first field that differs, in the order of the first rank's fields, then of the others' additional ones."""
+    """Describe the first field that differs, in the order of the first rank's fields, then of the
+    others' additional ones."""
     names = dict.fromkeys(name for fields in values_of_ranks.values() for name in fields)
     for name in names:
         holders: dict[str | None, list[int]] = {}

@@ -1,11 +1,14 @@
-"""All ranks in one process: a mailbox, and a driver that runs ordinary blocking code of all ranks in lockstep.
+"""All ranks in one process: a mailbox, and a driver that runs ordinary blocking code of all ranks
+in lockstep.
 
-Tests need no processes, and every run is the same: one rank runs at a time, and a seed decides which rank runs next.
-The mailbox is stricter than real transports: receive buffers hold NaN until they are waited for, a send is complete
-only once its receiver has posted the buffer, and a send buffer must not change before that.
+Tests need no processes, and every run is the same: one rank runs at a time, and a seed decides
+which rank runs next. The mailbox is stricter than real transports: receive buffers hold NaN until
+they are waited for, a send is complete only once its receiver has posted the buffer, and a send
+buffer must not change before that.
 
-With `run_ranks(..., in_order=True)` messages have no tags, as on NCCL: batches of a lane run one after another, and
-messages match in that order. So tests without a GPU find programs that would hang or swap data on NCCL.
+With `run_ranks(..., in_order=True)` messages have no tags, as on NCCL: batches of a lane run one
+after another, and messages match in that order. So tests without a GPU find programs that would
+hang or swap data on NCCL.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import contextvars
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,13 +30,14 @@ T = TypeVar("T")
 
 
 class Loopback:
-    """A mailbox that keeps the messages of all ranks until their receivers wait for them, and counts the bytes sent.
+    """A mailbox that keeps the messages of all ranks until their receivers wait for them, and
+    counts the bytes sent.
 
     Receive buffers hold NaN until then, which reveals a task that reads too early.
 
     Args:
-        in_order: run the transfers of a lane in the order of issue, as NCCL does. Otherwise messages are matched by tag
-            alone.
+        in_order: run the transfers of a lane in the order of issue, as NCCL does. Otherwise
+            messages are matched by tag alone.
     """
 
     def __init__(self, *, in_order: bool = False) -> None:
@@ -72,8 +76,8 @@ class Loopback:
         return handle
 
     def missing(self, handle: Handle) -> list[int]:
-        """Return the peers that have not posted their side of a transfer, ascending. If there are none, it can be
-        waited for."""
+        """Return the peers that have not posted their side of a transfer, ascending. If there are
+        none, it can be waited for."""
         transfer = handle.transfer
         not_sent = {
             peer
@@ -95,7 +99,8 @@ class Loopback:
             self._posted.discard((transfer.tag, transfer.rank, peer))
             same = torch.equal(as_bytes(tensor.detach()), as_bytes(sent))
             assert same, (
-                f"rank {transfer.rank} changed what it sends to {peer} before it waited (tag {transfer.tag})"
+                f"rank {transfer.rank} changed what it sends to {peer} before it waited (tag "
+                f"{transfer.tag})"
             )
         handle.works.clear()
         if self._queues is not None:
@@ -103,7 +108,8 @@ class Loopback:
         for peer, buffer in transfer.receives.items():
             message = self._mail.pop((transfer.tag, peer, transfer.rank))
             assert (message.shape, message.dtype) == (buffer.shape, buffer.dtype), (
-                f"rank {transfer.rank} expects {buffer.shape} {buffer.dtype} of {peer}: {message.shape} {message.dtype}"
+                f"rank {transfer.rank} expects {buffer.shape} {buffer.dtype} of {peer}: "
+                f"{message.shape} {message.dtype}"
             )
             buffer.copy_(message)
 
@@ -156,13 +162,14 @@ class LoopbackTransport(AbstractTransport):
 
 
 class _Stopped(BaseException):
-    """Unwinds a rank after another one failed. It is not an `Exception`, so that code which catches those does not stop it."""
+    """Unwinds a rank after another one failed. It is not an `Exception`, so that code which catches
+    those does not stop it."""
 
 
 class _LockStep:
     """Schedules the ranks' threads: exactly one holds the baton and runs."""
 
-    def __init__(self, world: int, seed: int, in_order: bool) -> None:
+    def __init__(self, world: int, seed: int, *, in_order: bool) -> None:
         self.mail = Loopback(in_order=in_order)
         self.done = threading.Event()
         self.failures: dict[int, BaseException] = {}
@@ -183,8 +190,8 @@ class _LockStep:
     def wait(self, rank: int, handle: Handle) -> None:
         """Let other ranks run until a handle of this rank is ready, then deliver its messages.
 
-        PyTorch's default generator belongs to the process. It is saved and restored here, so each rank has its own
-        random stream, as processes do.
+        PyTorch's default generator belongs to the process. It is saved and restored here, so each
+        rank has its own random stream, as processes do.
         """
         if not self.stopped:
             self._waiting[rank] = handle
@@ -220,7 +227,9 @@ class _LockStep:
         return True
 
     def _runnable(self) -> list[int]:
-        waiting, errors = self._waiting, self._errors
+        """Return the ranks that can go on: those that wait for nothing that has not arrived."""
+        waiting = self._waiting
+        errors = self._errors
         all_run = self.stopped
         return [
             rank
@@ -232,13 +241,17 @@ class _LockStep:
         ]
 
     def _resolve_deadlock(self) -> None:
-        """Resolve a deadlock: if a rank has failed, stop the others, else give each waiting rank an error."""
+        """Resolve a deadlock: if a rank has failed, stop the others, else give each waiting rank an
+        error."""
         if self.failures:
             self.stopped = True
             return
         ranks = sorted(self._waiting)
         waits = "; ".join(
-            f"rank {rank} for tag {self._waiting[rank].transfer.tag} with {self.mail.missing(self._waiting[rank])}"
+            (
+                f"rank {rank} for tag {self._waiting[rank].transfer.tag} with "
+                f"{self.mail.missing(self._waiting[rank])}"
+            )
             for rank in ranks
         )
         for rank in ranks:
@@ -257,34 +270,53 @@ def run_ranks(
 ) -> list[T]:
     """Run ordinary blocking code of n ranks in one process, in lockstep.
 
-    There is one thread per rank, of which exactly one runs at any moment. The baton changes hands when a rank waits for
-    a handle, and when it ends. Autograd works: on a CPU the backward pass of a thread runs in that thread. PyTorch's
-    per-thread modes (grad mode, inference mode, autocast) start as in the caller and are then separate for each rank.
-    The default generator belongs to the process, so it is exchanged together with the baton: each rank has its own
-    generator, which starts in the caller's state. The caller's state is restored at the end. Python's and NumPy's
+    There is one thread per rank, of which exactly one runs at any moment. The baton changes hands
+    when a rank waits for a handle, and when it ends. Autograd works: on a CPU the backward pass of
+    a thread runs in that thread. PyTorch's per-thread modes (grad mode, inference mode, autocast)
+    start as in the caller and are then separate for each rank. The default generator belongs to the
+    process, so it is exchanged together with the baton: each rank has its own generator, which
+    starts in the caller's state. The caller's state is restored at the end. Python's and NumPy's
     generators, the default dtype and the number of threads are not exchanged.
 
     Args:
         world: number of ranks.
         function: the code of a rank; called with its transport.
         seed: seed of the order in which ranks run; the same seed gives the same order.
-        in_order: match messages in the order of issue per lane, as NCCL does, and not by tag. Code that would swap data
-            on NCCL raises an AssertionError, code that would hang a RuntimeError.
+        in_order: match messages in the order of issue per lane, as NCCL does, and not by tag. Code
+            that would swap data on NCCL raises an AssertionError, code that would hang a
+            RuntimeError.
         timeout_seconds: time limit for the whole run.
 
     Returns:
         each rank's result.
 
     Raises:
-        RuntimeError: in every waiting rank, if all ranks wait; at the end, if messages are left over.
+        RuntimeError: in every waiting rank, if all ranks wait; at the end, if messages are left
+            over.
         TimeoutError: if the time limit is exceeded; the running rank cannot be stopped then.
-        BaseException: the exception that a rank raised; the lowest rank's, if several raised. Other ranks run until
-            they wait for a failed one, and are then stopped.
+        BaseException: the exception that a rank raised; the lowest rank's, if several raised. Other
+            ranks run until they wait for a failed one, and are then stopped.
     """
-    steps = _LockStep(world, seed, in_order)
+    steps = _LockStep(world, seed, in_order=in_order)
     transports = [LoopbackTransport(rank, world, steps) for rank in range(world)]
     results: dict[int, T] = {}
     threads = [_rank_thread(transport, function, steps, results) for transport in transports]
+    _run_in_turns(threads, steps, timeout_seconds)
+    if steps.failures:
+        raise steps.failures[min(steps.failures)]
+    not_waited = ", ".join(filter(None, (transport.left() for transport in transports)))
+    if not_waited or not steps.mail.is_empty:
+        raise RuntimeError(
+            f"transfers never waited for: {not_waited or 'none'}; never received: "
+            f"{steps.mail.left()}"
+        )
+    return [results[rank] for rank in range(world)]
+
+
+def _run_in_turns(
+    threads: Sequence[threading.Thread], steps: _LockStep, timeout_seconds: float
+) -> None:
+    """Run the threads of all ranks to their ends, and restore the default generator's state."""
     generator = torch.get_rng_state()
     for thread in threads:
         thread.start()
@@ -292,21 +324,14 @@ def run_ranks(
         steps.pass_on(-1)
         if not steps.done.wait(timeout_seconds):
             raise TimeoutError(
-                f"rank {steps.running} of {world} was still running after {timeout_seconds} seconds"
+                f"rank {steps.running} of {len(threads)} was still running after "
+                f"{timeout_seconds} seconds"
             )
     finally:
         steps.stopped = True
         torch.set_rng_state(generator)
     for thread in threads:
         thread.join()
-    if steps.failures:
-        raise steps.failures[min(steps.failures)]
-    not_waited = ", ".join(filter(None, (transport.left() for transport in transports)))
-    if not_waited or not steps.mail.is_empty:
-        raise RuntimeError(
-            f"transfers never waited for: {not_waited or 'none'}; never received: {steps.mail.left()}"
-        )
-    return [results[rank] for rank in range(world)]
 
 
 def _rank_thread(
@@ -315,10 +340,15 @@ def _rank_thread(
     steps: _LockStep,
     results: dict[int, T],
 ) -> threading.Thread:
-    """Return a rank's thread, which starts with the caller's PyTorch modes and puts its result into `results`."""
-    rank, generator, context = transport.rank, torch.get_rng_state(), contextvars.copy_context()
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    """Return a rank's thread, which starts with the caller's PyTorch modes and puts its result into
+    `results`."""
+    rank = transport.rank
+    generator = torch.get_rng_state()
+    context = contextvars.copy_context()
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu")
 
     def run() -> None:
         steps.await_turn(rank)
@@ -357,8 +387,8 @@ class _Batch:
 
 
 class InOrder:
-    """A queue of batches per rank and lane. Only the first batch of a queue runs; it ends once all its messages have
-    matched."""
+    """A queue of batches per rank and lane. Only the first batch of a queue runs; it ends once all
+    its messages have matched."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, Lane], deque[_Batch]] = {}
@@ -387,7 +417,10 @@ class InOrder:
         self._batches.pop(id(handle), None)
 
     def _run(self, transfer: Transfer) -> None:
-        lane, changed = transfer.lane, deque([transfer.rank])
+        """Run all batches of the transfer's lane that have become the first of their ranks, and so
+        can be matched."""
+        lane = transfer.lane
+        changed = deque([transfer.rank])
         while changed:
             rank = changed.popleft()
             queue = self._queues.get((rank, lane))
@@ -412,7 +445,8 @@ def _match(rank: int, batch: _Batch, peer: int, other: _Batch) -> None:
         peer in batch.receives and rank in other.sends
     )
     assert not would_match or batch.tag == other.tag, (
-        f"without tags, a message of rank {rank} with tag {batch.tag} meets one of rank {peer} with tag {other.tag}"
+        f"without tags, a message of rank {rank} with tag {batch.tag} meets one of rank "
+        f"{peer} with tag {other.tag}"
     )
     if peer in batch.sends and rank in other.receives:
         batch.sends.discard(peer)

@@ -1,19 +1,21 @@
-"""Transports over process groups of torch.distributed, with point-to-point messages: Gloo between CPUs, NCCL between GPUs.
+"""Transports over process groups of torch.distributed, with point-to-point messages: Gloo between
+CPUs, NCCL between GPUs.
 
-Gloo: tagged messages, receives posted before sends. Gloo's own all-to-all posts each send before its receive, so a pair
-of ranks runs half-duplex at random. Two collectives of one group issued in different orders swap data silently. Tagged
-messages match in any order.
+Gloo: tagged messages, receives posted before sends. Gloo's own all-to-all posts each send before
+its receive, so a pair of ranks runs half-duplex at random. Two collectives of one group issued in
+different orders swap data silently. Tagged messages match in any order.
 
-NCCL: grouped messages, a communicator and a CUDA stream per lane. NCCL ignores tags: between two ranks, messages of one
-communicator match in the order of issue, and the batches of one communicator run one after another. So every rank must
-issue the transfers of a lane in the same total order. Programs do: the task list is one order over all groups. Two
-lanes need two communicators, because operations of one communicator may not run on two streams at a time. Ranks must
-also issue the two lanes in one common order, or each lane may wait for the other to release a part of a device. The
+NCCL: grouped messages, a communicator and a CUDA stream per lane. NCCL ignores tags: between two
+ranks, messages of one communicator match in the order of issue, and the batches of one communicator
+run one after another. So every rank must issue the transfers of a lane in the same total order.
+Programs do: the task list is one order over all groups. Two lanes need two communicators, because
+operations of one communicator may not run on two streams at a time. Ranks must also issue the two
+lanes in one common order, or each lane may wait for the other to release a part of a device. The
 loopback checks these rules: `run_ranks(..., in_order=True)`.
 
-Streams and communicators have high priority. Otherwise NCCL's kernels would queue behind thousands of blocks of a
-running matrix product, and nothing would overlap. No call makes the host wait for the device, unless
-TORCH_NCCL_BLOCKING_WAIT is set.
+Streams and communicators have high priority. Otherwise NCCL's kernels would queue behind thousands
+of blocks of a running matrix product, and nothing would overlap. No call makes the host wait for
+the device, unless TORCH_NCCL_BLOCKING_WAIT is set.
 """
 
 from __future__ import annotations
@@ -21,15 +23,63 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout
+from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.comm.transport import AbstractTransport, Handle, Lane, Transfer, as_bytes
+
+
+def timeout_of(*groups: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout for a new process group: the one that the caller chose for theirs.
+
+    Args:
+        groups: groups of the caller whose ranks the new group connects. If all of them have torch's
+            default timeout, the default group decides, whose timeout is that of
+            `init_process_group`.
+
+    Returns:
+        the timeout; None if no backend tells it, so that torch chooses.
+    """
+    defaults = (dist.default_pg_timeout, default_pg_nccl_timeout)
+    own = (timeout for group in groups for timeout in _timeouts(group) if timeout not in defaults)
+    world = dist.group.WORLD
+    return next(own, None) or (None if world is None else next(_timeouts(world), None))
+
+
+def _timeouts(group: dist.ProcessGroup) -> Iterator[timedelta]:
+    """Yield the timeouts of a group's backends."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            yield timeout
+
+
+def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Set how long the operations of a group wait, from now on; None for the default group."""
+    newer = getattr(dist, "set_timeout", None)  # torch 2.14 has it
+    (newer or dist.distributed_c10d._set_pg_timeout)(timeout, group=group)
+
+
+def keep_timeout(device_mesh: DeviceMesh, *groups: dist.ProcessGroup) -> DeviceMesh:
+    """Give the groups that torch made for a device mesh the timeout of `timeout_of(*groups)`;
+    return the mesh."""
+    timeout = timeout_of(*groups)
+    if timeout is None:
+        return device_mesh
+    for group in device_mesh.get_all_groups():
+        if group is not dist.group.WORLD and timeout not in _timeouts(group):
+            set_timeout(group, timeout)
+    return device_mesh
+
 
 PAUSE_AT_EXIT = 0.1
 """Seconds that a process waits before its interpreter ends."""
@@ -38,10 +88,12 @@ LONGEST_PAUSE = 10.0
 
 
 class Gloo(AbstractTransport):
-    """Sends between the processes of a Gloo group. Lanes make no difference: messages of both overlap.
+    """Sends between the processes of a Gloo group. Lanes make no difference: messages of both
+    overlap.
 
     Args:
-        group: the process group of the ranks, with backend gloo. The ranks in a transfer are ranks of this group.
+        group: the process group of the ranks, with backend gloo. The ranks in a transfer are ranks
+            of this group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -51,53 +103,72 @@ class Gloo(AbstractTransport):
         atexit.register(_let_threads_end)
 
     def issue(self, transfer: Transfer) -> Handle:
-        """Post all receives, then all sends. Messages without bytes are not sent; both sides know that."""
+        """Post all receives, then all sends. Messages without bytes are not sent; both sides know
+        that."""
         handle = Handle(transfer)
-        for peer, buffer in transfer.receives.items():
-            if buffer.numel():
-                handle.works.append(
-                    dist.irecv(buffer, group=self._group, group_src=peer, tag=transfer.tag)
-                )
-        for peer, tensor in transfer.sends.items():
-            if tensor.numel():
-                handle.works.append(
-                    dist.isend(tensor, group=self._group, group_dst=peer, tag=transfer.tag)
-                )
+        peer = None
+        try:
+            for peer, buffer in transfer.receives.items():
+                if buffer.numel():
+                    handle.works.append(
+                        dist.irecv(buffer, group=self._group, group_src=peer, tag=transfer.tag)
+                    )
+            for peer, tensor in transfer.sends.items():
+                if tensor.numel():
+                    handle.works.append(
+                        dist.isend(tensor, group=self._group, group_dst=peer, tag=transfer.tag)
+                    )
+        except RuntimeError as error:  # the connection is broken already
+            raise self._lost(peer, error) from error
         return handle
 
     def wait(self, handle: Handle) -> None:
         """Wait for all messages of a transfer."""
-        senders = (peer for peer, buffer in handle.transfer.receives.items() if buffer.numel())
-        for work in handle.works:
-            peer, started = next(senders, None), time.perf_counter()
-            work.wait()
-            if peer is not None:
+        transfer = handle.transfer
+        senders = [peer for peer, buffer in transfer.receives.items() if buffer.numel()]
+        takers = [peer for peer, tensor in transfer.sends.items() if tensor.numel()]
+        for place, (work, peer) in enumerate(zip(handle.works, (*senders, *takers))):
+            started = time.perf_counter()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(peer, error) from error
+            if place < len(senders):
                 self.waited[peer] += time.perf_counter() - started
         handle.works.clear()
+
+    def _lost(self, peer: int | None, error: RuntimeError) -> Exception:
+        """Return the error that says where ranks wait for each other."""
+        from moesaic.comm.waits import lost_message  # what only a run that fails needs
+
+        return lost_message(self._group, peer, self.doing, error)
 
     def note_wait(self, transfer: Transfer, seconds: float) -> None:
         """Do nothing: `wait` has counted the time for each message."""
 
 
 def _let_threads_end() -> None:
-    """Release the interpreter lock once before the interpreter ends, so that Gloo's threads can finish.
+    """Release the interpreter lock once before the interpreter ends, so that Gloo's threads can
+    finish.
 
-    Gloo's threads drop the tensors of a collective after its wait has returned. A thread that does so while the
-    interpreter shuts down aborts the process: "terminate called without an active exception" (pytorch/pytorch#179291).
-    This also happens after `destroy_process_group` if a DeviceMesh, FSDP2 or DDP still holds the group. On a busy
-    machine such a thread may not be scheduled for a while, so the process waits as long as one is ready to run.
+    Gloo's threads drop the tensors of a collective after its wait has returned. A thread that does
+    so while the interpreter shuts down aborts the process: "terminate called without an active
+    exception" (pytorch/pytorch#179291). This also happens after `destroy_process_group` if a
+    DeviceMesh, FSDP2 or DDP still holds the group. On a busy machine such a thread may not be
+    scheduled for a while, so the process waits as long as one is ready to run.
     """
     time.sleep(PAUSE_AT_EXIT)
-    end, quiet = time.monotonic() + LONGEST_PAUSE, 0
-    while (
-        quiet < 3 and time.monotonic() < end
-    ):  # a thread that waits for the lock looks idle while this one checks
+    end = time.monotonic() + LONGEST_PAUSE
+    quiet = 0
+    # a thread that waits for the lock looks idle while this one checks
+    while quiet < 3 and time.monotonic() < end:
         quiet = 0 if _other_threads_run() else quiet + 1
         time.sleep(0.005)
 
 
 def _other_threads_run() -> bool:
-    """Return whether another thread of this process runs or waits for a processor; False if the system does not tell."""
+    """Return whether another thread of this process runs or waits for a processor; False if the
+    system does not tell."""
     own = str(threading.get_native_id())
     for path in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):
@@ -114,8 +185,9 @@ class Nccl(AbstractTransport):
     """Sends between the devices of NCCL groups.
 
     Args:
-        groups: a process group of the same ranks for each lane. Each needs its own communicator, created in advance:
-            the first operation of a communicator involves all ranks, which a transfer may not (see `create`).
+        groups: a process group of the same ranks for each lane. Each needs its own communicator,
+            created in advance: the first operation of a communicator involves all ranks, which a
+            transfer may not (see `create`).
         device: this process's CUDA device.
     """
 
@@ -126,40 +198,52 @@ class Nccl(AbstractTransport):
         self._streams = {lane: torch.cuda.Stream(device, priority=HIGH) for lane in groups}
 
     @classmethod
-    def create(cls, device: torch.device, ranks: Sequence[int] | None = None) -> Nccl:
+    def create(
+        cls,
+        device: torch.device,
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+    ) -> Nccl:
         """Create a group and its communicator for each lane; all ranks must call this together.
 
         Args:
             device: this process's CUDA device, which must be the current one.
             ranks: world ranks, ascending, including this one; None for all.
+            timeout: how long their operations wait; None for torch's default.
         """
         groups: dict[Lane, dist.ProcessGroup] = {}
         for lane in get_args(Lane):
             members = None if ranks is None else list(ranks)
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            if timeout is not None:
+                options._timeout = timeout
             group = dist.new_group(
                 members,
+                timeout=timeout,
                 backend="nccl",
                 pg_options=options,
                 use_local_synchronization=members is not None,
             )
             assert isinstance(group, dist.ProcessGroup)
+            # creates the communicator now, while all ranks take part
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             groups[lane] = group
         return cls(groups, device)
 
     def issue(self, transfer: Transfer) -> Handle:
-        """Enqueue all messages as one batch on the lane's stream, after the work enqueued so far on the caller's stream.
+        """Enqueue all messages as one batch on the lane's stream, after the work enqueued so far on
+        the caller's stream.
 
-        Messages without bytes are not sent; both sides know that. The buffers may be freed at any time after `wait`:
-        the allocator knows that the lane's stream uses them.
+        Messages without bytes are not sent; both sides know that. The buffers may be freed at any
+        time after `wait`: the allocator knows that the lane's stream uses them.
         """
         handle = Handle(transfer)
         receives = {peer: buffer for peer, buffer in transfer.receives.items() if buffer.numel()}
         sends = {peer: tensor for peer, tensor in transfer.sends.items() if tensor.numel()}
         if not receives and not sends:
             return handle
-        group, stream = self._groups[transfer.lane], self._streams[transfer.lane]
+        group = self._groups[transfer.lane]
+        stream = self._streams[transfer.lane]
         batch = [
             dist.P2POp(dist.irecv, as_bytes(tensor), group=group, group_peer=peer)
             for peer, tensor in receives.items()

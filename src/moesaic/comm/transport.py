@@ -1,4 +1,5 @@
-"""The interface of a transport: issue a movement's sends and receives, and wait for them where the data is read."""
+"""The interface of a transport: issue a movement's sends and receives, and wait for them where the
+data is read."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from moesaic.errors import InputError
 
 Lane = Literal["intra", "inter"]
-"""The links that a transfer uses: inside a node or between nodes. NCCL has one communicator and one stream per lane."""
+"""The links that a transfer uses: inside a node or between nodes. NCCL has one communicator and one
+stream per lane."""
 
 TAG_LIMIT = 2**31
 """Tags are below this number, which every backend accepts."""
@@ -48,7 +50,6 @@ class AbstractTransport(ABC):
     """Moves tensors between ranks asynchronously. Each rank has its own instance.
 
     Args:
-        rank: this rank.
         world: number of ranks.
         device: the device of the tensors to move.
     """
@@ -59,10 +60,19 @@ class AbstractTransport(ABC):
         self.world = world
         self.device = device or torch.device("cpu")
         self._next_tag = 0
+        self._num_layers = 0
+        self.doing = ""
+        """What this rank does, in words, for the error if a message does not come."""
         self.compute = 0.0
         """Seconds that programs computed between their messages, if the host does the computing."""
         self.waited = [0.0] * world
         """Seconds that programs waited for each rank's messages, if the host waits."""
+
+    def number_layer(self) -> int:
+        """Return the number of a layer that is made on these ranks, from 0 in the order in which
+        all ranks make them."""
+        self._num_layers += 1
+        return self._num_layers - 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> AbstractTransport:
         """Return this transport itself, so that copies of a layer share its connections."""
@@ -75,8 +85,8 @@ class AbstractTransport(ABC):
             InputError: always.
         """
         raise InputError(
-            "a layer on a mesh holds connections to other ranks, which no file or other process can take over: save its "
-            "state_dict(), or copy it with copy.deepcopy"
+            "a layer on a mesh holds connections to other ranks, which no file or other process "
+            "can take over: save its state_dict(), or copy it with copy.deepcopy"
         )
 
     @abstractmethod
@@ -88,11 +98,11 @@ class AbstractTransport(ABC):
         """Block until the receive buffers are filled and the send buffers may be reused."""
 
     def note_wait(self, transfer: Transfer, seconds: float) -> None:
-        """Add the time waited for a transfer to `waited`, in equal shares for the peers whose messages it received.
+        """Add the time waited for a transfer to `waited`, in equal shares for the peers whose
+        messages it received.
 
         Args:
             transfer: a transfer that has ended.
-            seconds: the time waited for it.
         """
         for peer in transfer.receives:
             self.waited[peer] += seconds / len(transfer.receives)
@@ -105,8 +115,9 @@ class AbstractTransport(ABC):
     def take_tags(self, num_tags: int) -> int:
         """Return the first of consecutive tags that no transfer in flight uses.
 
-        Each transport counts on its own. Ranks agree because they all take the same numbers of tags in the same order,
-        even if they send nothing. After `TAG_LIMIT` the count starts again from 0; a range is never split.
+        Each transport counts on its own. Ranks agree because they all take the same numbers of tags
+        in the same order, even if they send nothing. After `TAG_LIMIT` the count starts again from
+        0; a range is never split.
 
         Args:
             num_tags: number of tags, at least 0.
@@ -139,7 +150,8 @@ class NoTransport(AbstractTransport):
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as bytes, (num_bytes,): backends refuse some dtypes.
 
-    `view` refuses a tensor of one element with stride 0 (an expanded gradient, for example), which counts as contiguous.
+    `view` refuses a tensor of one element with stride 0 (an expanded gradient, for example), which
+    counts as contiguous.
     """
     assert tensor.is_contiguous(), f"a tensor with strides {tensor.stride()} is not contiguous"
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

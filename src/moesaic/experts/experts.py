@@ -1,8 +1,9 @@
-"""The interface of a layer's experts, and the built-in experts. Their weights are stacked: one grouped product computes all
-experts, and one tensor is sharded over them.
+"""The interface of a layer's experts, and the built-in experts. Their weights are stacked: one
+grouped product computes all experts, and one tensor is sharded over them.
 
-Gated experts store gate and up in one parameter, (experts, 2, hidden, dim), with the same bytes as Hugging Face's
-`gate_up_proj`; gate and up are views of it. Ranks and messages split the hidden width, which is the third dimension.
+Gated experts store gate and up in one parameter, (experts, 2, hidden, dim), with the same bytes as
+Hugging Face's `gate_up_proj`; gate and up are views of it. Ranks and messages split the hidden
+width, which is the third dimension.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
+from moesaic.experts.replaced_parameters import ReplacedParameters
+from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
 from moesaic.kernels.permute import Permutation, permute, unpermute
+from moesaic.kernels.pick import kind_of
+from moesaic.kernels.products import converts
 from moesaic.kernels.work import Dispatch, ExpertWork, Places
 from moesaic.program.expert_sizes import ExpertSizes
 
@@ -34,7 +38,8 @@ Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
 
 
 _NUM_MARKS = "_num_marks"
-"""The attribute of a parameter that counts its marks. It is lost with them, also if torch swaps a DTensor's contents."""
+"""The attribute of a parameter that counts its marks. It is lost with them, also if torch swaps a
+DTensor's contents."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +62,33 @@ class ExpertCall:
     """Where the rows lie, for `run` and `gradients` of experts that have `gathers`."""
 
 
+class ExpertGradients(NamedTuple):
+    """The gradients of one call's inputs."""
+
+    rows: Tensor
+    """(R, dim)."""
+    gates: Tensor | None
+    """(R,); None for a call without routing weights."""
+    sharded: Weights
+    """Those of the split parameters."""
+    common: Weights
+    """Those of the parameters that an expert's shards share."""
+
+
 class AbstractExperts(nn.Module, ABC):
     """All experts of a layer, run over rows that are sorted by expert.
 
-    A subclass defines `compute`, which takes the weights as arguments, since on a mesh the weights of a call may be gathered
-    from other ranks. `run` and `gradients` are forward and backward without autograd, for the expert tasks of a program.
+    A subclass defines `compute`, which takes the weights as arguments, since on a mesh the weights
+    of a call may be gathered from other ranks. `run` and `gradients` are forward and backward
+    without autograd, for the expert tasks of a program.
 
     Args:
         dim: width of a token, in and out.
-        num_experts: number of experts.
     """
 
     gathers = False
-    """Whether `run` and `gradients` take rows where they lie (`ExpertCall.places`). Others get them sorted by expert."""
+    """Whether `run` and `gradients` take rows where they lie (`ExpertCall.places`). Others get them
+    sorted by expert."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
@@ -77,36 +96,41 @@ class AbstractExperts(nn.Module, ABC):
         self.num_experts = num_experts
         self.is_spread = False
         """Whether the parameters are this rank's part of experts that are spread over a mesh."""
+        self.replaced = ReplacedParameters()
+        """Parameters that were replaced when experts were spread or sharded."""
         self._marks: list[Callable[[nn.Parameter], object]] = []
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Move or convert the parameters; say what is wrong if another library holds those that are spread over ranks."""
+        """Move or convert the parameters; say what is wrong if another library holds those that are
+        spread over ranks."""
         try:
             super()._apply(fn, recurse)
         except RuntimeError as error:
             if not self.is_spread or "Couldn't swap" not in str(error):
                 raise
             raise InputError(
-                f"{type(self).__name__} is spread over ranks and another library already refers to its parameters, so they "
-                "cannot be moved or converted; DeepSpeed's engine does this: give deepspeed.initialize the model without "
-                "parallelize (ZeRO splits it), or train with another recipe of docs/recipes.md"
+                f"{type(self).__name__} is spread over ranks and another library already refers "
+                "to its parameters, so they cannot be moved or converted; DeepSpeed's engine "
+                "does this: give deepspeed.initialize the model without parallelize (ZeRO splits "
+                "it), or train with another recipe of docs/recipes.md"
             ) from error
         for parameter in self.parameters() if self._marks else ():
             if not hasattr(parameter, _NUM_MARKS):
-                parameter._backward_hooks = (
-                    None  # torch keeps hooks of a swapped DTensor, and no longer calls them
-                )
-        self._mark_all()
+                # torch keeps hooks of a swapped DTensor, and no longer calls them
+                parameter._backward_hooks = None
+        self.mark_all()
         return self
 
     @property
     @abstractmethod
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the parameters: those that shards of an expert split, and those that they hold in common."""
+        """Names of the parameters: those that shards of an expert split, and those that they hold
+        in common."""
 
     @abstractmethod
     def compute(self, call: ExpertCall) -> Tensor:
-        """Run each expert on its rows and scale each result by its routing weight, (R, dim); differentiable."""
+        """Run each expert on its rows and scale each result by its routing weight, (R, dim);
+        differentiable."""
 
     def compute_tokens(
         self,
@@ -118,7 +142,8 @@ class AbstractExperts(nn.Module, ABC):
         permutation: Permutation,
         weight_first: bool = False,
     ) -> Tensor:
-        """Dispatch tokens to experts, run them, and sum each token's results by routing weight; differentiable.
+        """Dispatch tokens to experts, run them, and sum each token's results by routing weight;
+        differentiable.
 
         Args:
             x: (tokens, dim).
@@ -131,7 +156,8 @@ class AbstractExperts(nn.Module, ABC):
         Returns:
             (tokens, dim) in the dtype of `x`.
         """
-        rows, gates = permute(x, permutation), weight.index_select(0, permutation.order)
+        rows = permute(x, permutation)
+        gates = weight.index_select(0, permutation.order)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
         call = ExpertCall(sharded, common, rows, None if weight_first else gates, permutation.ends)
@@ -139,12 +165,14 @@ class AbstractExperts(nn.Module, ABC):
         return unpermute(out, permutation, dtype=x.dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise weights and biases as in a new layer; by default with the `reset_parameters` of the modules inside."""
+        """Initialise weights and biases as in a new layer; by default with the `reset_parameters`
+        of the modules inside."""
         for module in self.children():
             reset_all(module)
 
     def mark(self, mark: Callable[[nn.Parameter], object]) -> None:
-        """Call `mark` on each parameter, and on each one that takes its place later, in `to_empty` or a copy of the experts.
+        """Call `mark` on each parameter, and on each one that takes its place later, in `to_empty`
+        or a copy of the experts.
 
         Attributes and hooks of a parameter would be lost with it.
 
@@ -152,13 +180,14 @@ class AbstractExperts(nn.Module, ABC):
             mark: a function or lambda, which copies of the experts share.
         """
         self._marks.append(mark)
-        self._mark_all()
+        self.mark_all()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark_all()
+        self.mark_all()
 
-    def _mark_all(self) -> None:
+    def mark_all(self) -> None:
+        """Mark the parameters that took the place of marked ones, such as those of FSDP2."""
         for parameter in self.parameters() if self._marks else ():
             for mark in self._marks[getattr(parameter, _NUM_MARKS, 0) :]:
                 mark(parameter)
@@ -166,7 +195,8 @@ class AbstractExperts(nn.Module, ABC):
 
     @abstractmethod
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
-        """Draw the weights from normal distributions and set biases to zero. Modules of the user's own stay as they are.
+        """Draw the weights from normal distributions and set biases to zero. Modules of the user's
+        own stay as they are.
 
         Args:
             std: standard deviation of the matrices that read the token.
@@ -180,18 +210,21 @@ class AbstractExperts(nn.Module, ABC):
 
     @abstractmethod
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
-        """Return the split parameters of `num_experts` experts from their rows; the inverse of `pack`."""
+        """Return the split parameters of `num_experts` experts from their rows; the inverse of
+        `pack`."""
 
     def first(self, sharded: Weights, num_experts: int) -> Weights:
         """Return the split parameters of the first experts of `sharded`, as views."""
         return tuple(parameter[:num_experts] for parameter in sharded)
 
     def trained(self, sharded: Weights) -> Weights:
-        """Return split parameters in the form of their gradients, where those of frozen ones have no elements."""
+        """Return split parameters in the form of their gradients, where those of frozen ones have
+        no elements."""
         return sharded
 
     def shard_dim(self, name: str) -> int | None:
-        """Return the dimension along which etp splits a parameter; None if etp does not split it."""
+        """Return the dimension along which etp splits a parameter; None if etp does not split
+        it."""
         return None
 
     @abstractmethod
@@ -199,29 +232,37 @@ class AbstractExperts(nn.Module, ABC):
         """Return how many rows `pack` makes of one expert."""
 
     def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
-        """Return the sizes from which the memory of a call is computed. By default they are measured.
+        """Return the sizes from which the memory of a call is computed. By default they are
+        measured.
 
-        The measurement runs one expert on two rows and counts what autograd saves; the backward pass is assumed to need twice
-        the forward pass.
+        The measurement runs one expert on two rows and counts what autograd saves; the backward
+        pass is assumed to need twice the forward pass. A unit is one row of the packed weights:
+        those of one hidden unit. Nothing is kept from forward to backward besides the row, since
+        `gradients` recomputes the result.
 
         Args:
             sharded: split parameters.
             dtype: dtype of the products.
         """
-        width, units = self.pack(self.first(sharded, 1)).shape[1], self.num_units(sharded)
-        inside = self._saved_per_row(sharded)
+        numbers_per_unit = self.pack(self.first(sharded, 1)).shape[1]
+        units = self.num_units(sharded)
+        saved_per_row = self._saved_per_row(sharded)
         return ExpertSizes(
-            dim=self.dim, units=units, unit_numbers=width, kept=0, forward=inside + self.dim,
-            backward=2 * (inside + self.dim), element_bytes=dtype.itemsize,
-        )  # fmt: skip
+            dim=self.dim,
+            units=units,
+            unit_numbers=numbers_per_unit,
+            kept=0,
+            forward=saved_per_row + self.dim,
+            backward=2 * (saved_per_row + self.dim),
+            element_bytes=dtype.itemsize,
+        )
 
     def _saved_per_row(self, sharded: Weights) -> int:
-        """Return how many numbers per row autograd saves for one expert, not counting parameters."""
+        """Return how many numbers per row autograd saves for one expert, not counting
+        parameters."""
         weights = tuple(weight.detach().requires_grad_() for weight in self.first(sharded, 1))
-        weight_storages, saved_numbers = (
-            {weight.untyped_storage().data_ptr() for weight in weights},
-            dict[int, int](),
-        )
+        weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        saved_numbers = dict[int, int]()
 
         def note(value: Tensor) -> Tensor:
             storage = value.untyped_storage()
@@ -250,8 +291,8 @@ class AbstractExperts(nn.Module, ABC):
             rows: (R, dim), sorted by expert; with `run`, the rows that `run` takes.
             weight: (R,) routing weights, or None for weights of 1.
             ends: (num_experts,) int32, one past the last row of each expert; None only with `run`.
-            run: computes the result instead, for example on a mesh. It is called in here because wrappers such as FSDP have
-                gathered the parameters by now.
+            run: computes the result instead, for example on a mesh. It is called in here because
+                wrappers such as FSDP have gathered the parameters by now.
 
         Returns:
             (R, dim), or what `run` returns.
@@ -269,7 +310,8 @@ class AbstractExperts(nn.Module, ABC):
         return tuple(map(self._local, sharded)), tuple(map(self._local, common))
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
-        """Return `weights`, with those that enter products cast to `dtype`; by default nothing is cast."""
+        """Return `weights`, with those that enter products cast to `dtype`; by default nothing is
+        cast."""
         return self.weights()
 
     def begin_step(self) -> None:
@@ -277,12 +319,10 @@ class AbstractExperts(nn.Module, ABC):
 
     def _local(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
-        parameter: Tensor = getattr(
-            self.get_submodule(owner), leaf
-        )  # a plain tensor within `functional_call`
-        placements = getattr(
-            parameter, "placements", None
-        )  # of a DTensor, whose package takes a second to import
+        # a plain tensor within `functional_call`
+        parameter: Tensor = getattr(self.get_submodule(owner), leaf)
+        # of a DTensor, whose package takes a second to import
+        placements = getattr(parameter, "placements", None)
         if placements is None:
             return parameter
         local: Tensor = parameter.to_local(grad_placements=placements)  # type: ignore[attr-defined]
@@ -290,9 +330,11 @@ class AbstractExperts(nn.Module, ABC):
 
     @torch.no_grad()
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
-        """Return the result of `compute` and what `gradients` needs, always the same number of tensors.
+        """Return the result of `compute` and what `gradients` needs, always the same number of
+        tensors.
 
-        By default these are the states of the random generators, so that a recomputation draws the same dropout.
+        By default these are the states of the random generators, so that a recomputation draws the
+        same dropout.
         """
         rows = call.rows
         states = [torch.get_rng_state()] + (
@@ -306,17 +348,20 @@ class AbstractExperts(nn.Module, ABC):
         kept: Weights,
         dy: Tensor,
         deferred_wgrad: DeferredWgrad | None = None,
-    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        """Return the gradients of rows, gates, split and common parameters; by default by recomputing the result.
+    ) -> ExpertGradients:
+        """Return the gradients of rows, gates, split and common parameters; by default by
+        recomputing the result.
 
         Args:
             call: as for `run`.
             kept: the second result of `run`.
             dy: (R, dim), gradient of the result.
-            deferred_wgrad: a list to which this may append deferred work for the split parameters' gradients, so that the
-                rows' gradient can be sent first. None: all gradients are complete on return.
+            deferred_wgrad: a list to which this may append deferred work for the split parameters'
+                gradients, so that the rows' gradient can be sent first. None: all gradients are
+                complete on return.
         """
-        rows, first_common = call.rows, 1 + len(call.sharded)
+        rows = call.rows
+        first_common = 1 + len(call.sharded)
         leaves = [leaf.detach().requires_grad_() for leaf in (rows, *call.sharded, *call.common)]
         gate = None if call.gates is None else call.gates.detach().requires_grad_()
         with torch.enable_grad(), torch.random.fork_rng([rows.device] if rows.is_cuda else []):
@@ -327,11 +372,11 @@ class AbstractExperts(nn.Module, ABC):
             out = self.compute(ExpertCall(*weights, leaves[0], gate, call.ends, call.shards))
         inputs = leaves if gate is None else [*leaves, gate]
         grads = torch.autograd.grad(out, inputs, dy, materialize_grads=True)
-        return (
-            grads[0],
-            None if gate is None else grads[-1],
-            grads[1:first_common],
-            grads[first_common : len(leaves)],
+        return ExpertGradients(
+            rows=grads[0],
+            gates=None if gate is None else grads[-1],
+            sharded=grads[1:first_common],
+            common=grads[first_common : len(leaves)],
         )
 
 
@@ -344,7 +389,8 @@ def reset_all(tree: nn.Module) -> None:
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of products with rows of a dtype on a device: autocast's if it is enabled, else that of the rows."""
+    """Return the dtype of products with rows of a dtype on a device: autocast's if it is enabled,
+    else that of the rows."""
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(device.type)
     return dtype
@@ -356,12 +402,11 @@ def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class StackedExperts(AbstractExperts):
-    """Base of the built-in experts: matrices that read the token, an activation, and one matrix that writes the result.
+    """Base of the built-in experts: matrices that read the token, an activation, and one matrix
+    that writes the result.
 
     Args:
-        dim: width of a token.
         hidden: inner width of one expert.
-        num_experts: number of experts.
         bias: add biases.
         device: device on which the parameters are created; None for torch's default device.
         dtype: dtype of the parameters; None for torch's default dtype.
@@ -369,14 +414,17 @@ class StackedExperts(AbstractExperts):
 
     gathers = True
     ups: tuple[str, ...]
-    """Names of the matrices that read the token; w1's bias is b1. Two of them, w1 and w3, are one parameter, w13, with b13."""
+    """Names of the matrices that read the token; w1's bias is b1. Two of them, w1 and w3, are one
+    parameter, w13, with b13."""
     w2: nn.Parameter
     activation: str
-    """The activation between the products. If two matrices read the token, the activated first product gates the second."""
+    """The activation between the products. If two matrices read the token, the activated first
+    product gates the second."""
     clamp: Clamp | None = None
     """The clamp of clamped SwiGLU; None for other experts."""
     kernel: str = "auto"
-    """The kernel of the matrix products: a name in `kernels.pick.TIERS`, or "auto" to choose one for the device."""
+    """The kernel of the matrix products: a name in `kernels.pick.TIERS`, or "auto" to choose one
+    for the device."""
 
     def __init__(
         self,
@@ -423,7 +471,8 @@ class StackedExperts(AbstractExperts):
 
     @property
     def paired(self) -> tuple[str, ...]:
-        """Names of the parameters whose second dimension is (gate, up); () for experts without a gate."""
+        """Names of the parameters whose second dimension is (gate, up); () for experts without a
+        gate."""
         return () if len(self.ups) == 1 else (self._up, _bias_of(self._up))
 
     def begin_step(self) -> None:
@@ -433,10 +482,12 @@ class StackedExperts(AbstractExperts):
         }
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
-        """Return the parameters in a dtype. In training, each is cast once per optimizer step, after `begin_step` was called.
+        """Return the parameters in a dtype. In training, each is cast once per optimizer step,
+        after `begin_step` was called.
 
-        A parameter that was changed since, for example by loading a checkpoint, is cast again. Parameters that FSDP gathers
-        for a call are not kept, since FSDP frees them between calls (`shard_over_data` can gather them in `dtype`).
+        A parameter that was changed since, for example by loading a checkpoint, is cast again.
+        Parameters that FSDP gathers for a call are not kept, since FSDP frees them between calls
+        (`shard_over_data` can gather them in `dtype`).
         """
         sharded, common = self.names
         return tuple(self._cast(name, dtype) for name in sharded), tuple(
@@ -461,7 +512,8 @@ class StackedExperts(AbstractExperts):
             or kept_cast.version != parameter._version
             or kept_cast.cast.dtype != dtype
         ):
-            kept_cast.cast, kept_cast.version = parameter.detach().to(dtype), parameter._version
+            kept_cast.cast = parameter.detach().to(dtype)
+            kept_cast.version = parameter._version
         cast: Tensor = _Cast.apply(parameter, kept_cast.cast)
         return cast
 
@@ -470,9 +522,11 @@ class StackedExperts(AbstractExperts):
         return {**self.__dict__, "_casts": {}}
 
     def reset_parameters(self) -> None:
-        """Initialise every matrix and bias as `nn.Linear` would: uniformly in +-1/sqrt(its input width)."""
+        """Initialise every matrix and bias as `nn.Linear` would: uniformly in +-1/sqrt(its input
+        width)."""
         for name in (self._up, "w2"):
-            weight, bias = getattr(self, name), getattr(self, _bias_of(name))
+            weight = getattr(self, name)
+            bias = getattr(self, _bias_of(name))
             bound = 1 / math.sqrt(weight.shape[-1])
             for parameter in (weight,) if bias is None else (weight, bias):
                 draw_globally(
@@ -481,7 +535,8 @@ class StackedExperts(AbstractExperts):
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         for name in (self._up, "w2"):
-            weight, bias = getattr(self, name), getattr(self, _bias_of(name))
+            weight = getattr(self, name)
+            bias = getattr(self, _bias_of(name))
             draw(
                 weight,
                 partial(nn.init.normal_, std=out_std if name == "w2" else std),
@@ -512,7 +567,8 @@ class StackedExperts(AbstractExperts):
         return expert_ffn(self._work(cast, permutation.dispatch, gates_first=weight_first), x.dtype)
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
-        """Run the experts, and keep the pre-activations, which the matrices that read the token produce."""
+        """Run the experts, and keep the pre-activations, which the matrices that read the token
+        produce."""
         out, pre = run_experts(self._work(call))
         return out, (pre,)
 
@@ -522,7 +578,7 @@ class StackedExperts(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         deferred_wgrad: DeferredWgrad | None = None,
-    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
+    ) -> ExpertGradients:
         """Return the gradients by explicit products."""
         grads = expert_gradients(
             self._work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None
@@ -535,7 +591,7 @@ class StackedExperts(AbstractExperts):
         d_common = () if grads.down_bias is None else (grads.down_bias / call.shards,)
         up = grads.up.view(call.sharded[0].shape)
         up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
-        return grads.x, grads.gates, (up, grads.down, *up_bias), d_common
+        return ExpertGradients(grads.x, grads.gates, (up, grads.down, *up_bias), d_common)
 
     def _work(
         self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False
@@ -566,11 +622,19 @@ class StackedExperts(AbstractExperts):
         """See `ExpertSizes.stacked`."""
         matrices = len(self.ups) + 1
         return ExpertSizes.stacked(
-            self.dim, self.num_units(sharded), matrices, dtype.itemsize, bias=self.bias
+            self.dim,
+            self.num_units(sharded),
+            matrices,
+            dtype.itemsize,
+            bias=self.bias,
+            kernel=kind_of(sharded[0].device),
+            converts=converts(dtype),
+            weights_late=dtype == torch.float16,
         )
 
     def pack(self, sharded: Weights) -> Tensor:
-        """Return (num_experts * hidden, columns). A row holds one hidden unit's entries of every matrix, and its biases."""
+        """Return (num_experts * hidden, columns). A row holds one hidden unit's entries of every
+        matrix, and its biases."""
         up, down, bias = self._with_gate_dim(sharded)
         columns = [up.transpose(1, 2).flatten(2), down.transpose(1, 2)]
         columns += [] if bias is None else [bias.transpose(1, 2)]
@@ -621,12 +685,14 @@ class _Cast(torch.autograd.Function):
 
 
 class PlainExperts(StackedExperts):
-    """Two matrices: `act(x @ w1.T + b1) @ w2.T + b2`; biases are (num_experts, hidden) and (num_experts, dim).
+    """Two matrices: `act(x @ w1.T + b1) @ w2.T + b2`; biases are (num_experts, hidden) and
+    (num_experts, dim).
 
     The other arguments are those of `StackedExperts`.
 
     Args:
-        activation: a key of `ACTIVATIONS`: "gelu", "gelu_tanh", "relu", "relu2" (relu squared) or "silu".
+        activation: a key of `ACTIVATIONS`: "gelu", "gelu_tanh", "relu", "relu2" (relu squared) or
+            "silu".
     """
 
     ups = ("w1",)
@@ -647,10 +713,12 @@ class PlainExperts(StackedExperts):
 
 
 class GatedExperts(StackedExperts):
-    """Three matrices: `(act(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`. With silu this is SwiGLU; names are Mixtral's.
+    """Three matrices: `(act(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2.T + b2`. With silu this is
+    SwiGLU; names are Mixtral's.
 
-    The parameters are w13, (num_experts, 2, hidden, dim), and w2, (num_experts, dim, hidden). With biases there are also b13,
-    (num_experts, 2, hidden), and b2. w1, w3, b1 and b3 are views. The other arguments are those of `StackedExperts`.
+    The parameters are w13, (num_experts, 2, hidden, dim), and w2, (num_experts, dim, hidden). With
+    biases there are also b13, (num_experts, 2, hidden), and b2. w1, w3, b1 and b3 are views. The
+    other arguments are those of `StackedExperts`.
 
     Args:
         activation: a key of `ACTIVATIONS`.
@@ -677,10 +745,12 @@ class GatedExperts(StackedExperts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, hidden, num_experts, bias=bias, device=device, dtype=dtype)
-        self.activation, self.clamp = _known_activation(activation), clamp
+        self.activation = _known_activation(activation)
+        self.clamp = clamp
         if clamp is not None and activation != "silu":
             raise InputError(
-                f"GatedExperts: clamp belongs to silu, not to {activation}: leave one of the two out"
+                f"GatedExperts: clamp belongs to silu, not to {activation}: leave one of the "
+                "two out"
             )
 
     @property
@@ -700,17 +770,20 @@ class GatedExperts(StackedExperts):
 
     @property
     def b3(self) -> Tensor | None:
-        """(num_experts, hidden): the bias of the gated product, a view of `b13`; None without biases."""
+        """(num_experts, hidden): the bias of the gated product, a view of `b13`; None without
+        biases."""
         return None if self.b13 is None else self.b13.select(1, 1)
 
 
 class BorrowedExperts(StackedExperts):
-    """Stacked experts whose parameters are another module's, such as another library's, which keeps and initialises them.
+    """Stacked experts whose parameters are another module's, such as another library's, which keeps
+    and initialises them.
 
     Args:
         dim: width of a token.
         num_experts: experts of all ranks together.
-        read: returns this rank's part of the parameters as (split, common), in the order of `names`; differentiable.
+        read: returns this rank's part of the parameters as (split, common), in the order of
+            `names`; differentiable.
         gated: whether two matrices read the token, as in `GatedExperts`.
         activation: a key of `ACTIVATIONS`.
         clamp: as for `GatedExperts`.
@@ -728,11 +801,12 @@ class BorrowedExperts(StackedExperts):
         clamp: Clamp | None = None,
         bias: bool = False,
     ) -> None:
-        AbstractExperts.__init__(
-            self, dim, num_experts
-        )  # skips StackedExperts, which would create parameters
+        # skips StackedExperts, which would create parameters
+        AbstractExperts.__init__(self, dim, num_experts)
         self.ups = ("w1", "w3") if gated else ("w1",)
-        self.activation, self.clamp, self.bias = _known_activation(activation), clamp, bias
+        self.activation = _known_activation(activation)
+        self.clamp = clamp
+        self.bias = bias
         self.is_spread = True
         self._read = read
 

@@ -1,4 +1,5 @@
-"""Experts in NF4 that a layer of its own holds, under the names and in the bytes of bitsandbytes' `Experts4bit`."""
+"""Experts in NF4 that a layer of its own holds, under the names and in the bytes of bitsandbytes'
+`Experts4bit`."""
 
 from __future__ import annotations
 
@@ -9,35 +10,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.experts.experts import GatedExperts, PlainExperts, StackedExperts
 from moesaic.experts.frozen import SPLIT, Form, FrozenExperts, FrozenWeights
+from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels import nf4
 from moesaic.kernels.activation import Clamp
 
 NAMES = {
-    "up": "gate_up_proj", "down": "down_proj", "up_scales": "gate_up_absmax", "down_scales": "down_absmax",
-    "up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias", "up_inner": "gate_up_lora_A",
-    "up_outer": "gate_up_lora_B", "down_inner": "down_lora_A", "down_outer": "down_lora_B",
-}  # fmt: skip
-"""A field of `FrozenWeights` -> the parameter that holds it. The first four are those of `Experts4bit`."""
+    "up": "gate_up_proj",
+    "down": "down_proj",
+    "up_scales": "gate_up_absmax",
+    "down_scales": "down_absmax",
+    "up_bias": "gate_up_proj_bias",
+    "down_bias": "down_proj_bias",
+    "up_inner": "gate_up_lora_A",
+    "up_outer": "gate_up_lora_B",
+    "down_inner": "down_lora_A",
+    "down_outer": "down_lora_B",
+}
+"""A field of `FrozenWeights` -> the parameter that holds it. The first four are those of
+`Experts4bit`."""
 STORED_FLAT = ("up", "down", "up_scales", "down_scales")
 """Fields that a state dict holds as (num_experts, numbers), as `Experts4bit` does."""
 
 
 class FourBitExperts(FrozenExperts):
-    """Experts in NF4 with a float32 scale for each 64 inputs, optionally with adapters, which alone are trained.
+    """Experts in NF4 with a float32 scale for each 64 inputs, optionally with adapters, which alone
+    are trained.
 
-    In a state dict the frozen tensors have the names, the shapes and the bytes of bitsandbytes' `Experts4bit`: on one rank
-    either loads what the other saved. On a mesh they are DTensors, sharded like all experts.
+    In a state dict the frozen tensors have the names, the shapes and the bytes of bitsandbytes'
+    `Experts4bit`: on one rank either loads what the other saved. On a mesh they are DTensors,
+    sharded like all experts.
 
     Args:
         dim, hidden: widths, multiples of 64.
-        num_experts: number of experts.
         gated, activation, clamp: as for `FrozenExperts`.
         bias: whether the experts have biases, which are frozen too.
-        rank: the rank of the adapters of all matrices; 0 for none. They start as in PEFT: A as `nn.Linear`, B zero.
+        rank: the rank of the adapters of all matrices; 0 for none. They start as in PEFT: A as
+            `nn.Linear`, B zero.
         device: device of the parameters; the frozen ones are undefined until they are loaded.
         dtype: dtype of adapters and biases; None for torch's default.
 
@@ -46,13 +57,23 @@ class FourBitExperts(FrozenExperts):
     """
 
     def __init__(
-        self, dim: int, hidden: int, num_experts: int, *, gated: bool = True, activation: str = "silu",
-        clamp: Clamp | None = None, bias: bool = False, rank: int = 0, device: torch.device | str | None = None,
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        *,
+        gated: bool = True,
+        activation: str = "silu",
+        clamp: Clamp | None = None,
+        bias: bool = False,
+        rank: int = 0,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if dim % nf4.BLOCK or hidden % nf4.BLOCK:
             raise InputError(
-                f"FourBitExperts: dim={dim} and hidden={hidden} must be multiples of {nf4.BLOCK}, whose numbers share a scale"
+                f"FourBitExperts: dim={dim} and hidden={hidden} must be multiples of "
+                f"{nf4.BLOCK}, whose numbers share a scale"
             )
         form = Form(four_bit=True, bias=bias, ranks=(rank, rank))
         super().__init__(
@@ -60,11 +81,17 @@ class FourBitExperts(FrozenExperts):
         )
         parts = 2 if gated else 1
         shapes: dict[str, tuple[int, ...]] = {
-            "up": (parts, hidden, dim // 2), "down": (dim, hidden // 2),
-            "up_scales": (parts, hidden, dim // nf4.BLOCK), "down_scales": (dim, hidden // nf4.BLOCK),
-            "up_bias": (parts, hidden), "down_bias": (dim,), "up_inner": (rank, dim), "up_outer": (parts, hidden, rank),
-            "down_inner": (rank, hidden), "down_outer": (dim, rank),
-        }  # fmt: skip
+            "up": (parts, hidden, dim // 2),
+            "down": (dim, hidden // 2),
+            "up_scales": (parts, hidden, dim // nf4.BLOCK),
+            "down_scales": (dim, hidden // nf4.BLOCK),
+            "up_bias": (parts, hidden),
+            "down_bias": (dim,),
+            "up_inner": (rank, dim),
+            "up_outer": (parts, hidden, rank),
+            "down_inner": (rank, hidden),
+            "down_outer": (dim, rank),
+        }
         for field, shape in shapes.items():
             if form.has(field):
                 kind = (
@@ -83,25 +110,34 @@ class FourBitExperts(FrozenExperts):
 
     @classmethod
     def like(cls, experts: StackedExperts, *, rank: int = 0) -> FourBitExperts:
-        """Return experts of the sizes and on the device of built-in experts of one rank; frozen tensors are undefined."""
+        """Return experts of the sizes and on the device of built-in experts of one rank; frozen
+        tensors are undefined."""
         down = experts.w2
         return cls(
-            experts.dim, down.shape[2], experts.num_experts, gated=len(experts.ups) > 1, activation=experts.activation,
-            clamp=experts.clamp, bias=experts.bias, rank=rank, device=down.device, dtype=down.dtype,
-        )  # fmt: skip
+            experts.dim,
+            down.shape[2],
+            experts.num_experts,
+            gated=len(experts.ups) > 1,
+            activation=experts.activation,
+            clamp=experts.clamp,
+            bias=experts.bias,
+            rank=rank,
+            device=down.device,
+            dtype=down.dtype,
+        )
 
     @classmethod
     @torch.no_grad()
     def of(cls, experts: StackedExperts, *, rank: int = 0) -> FourBitExperts:
-        """Return built-in experts of one rank in NF4, on their device; the result holds no reference to them."""
+        """Return built-in experts of one rank in NF4, on their device; the result holds no
+        reference to them."""
         sharded, common = experts.weights()
         up, down, *up_bias = sharded
         up = up if len(experts.ups) > 1 else up.unsqueeze(1)
         made = cls.like(experts, rank=rank)
         for field, weight in (("up", up), ("down", down)):
-            for expert in range(
-                experts.num_experts
-            ):  # an expert at a time needs little memory besides the results
+            # an expert at a time needs little memory besides the results
+            for expert in range(experts.num_experts):
                 codes, scales = nf4.quantize(weight[expert])
                 made.get_parameter(NAMES[field])[expert].copy_(codes)
                 made.get_parameter(NAMES[f"{field}_scales"])[expert].copy_(scales)
@@ -113,7 +149,8 @@ class FourBitExperts(FrozenExperts):
 
     @torch.no_grad()
     def merged(self) -> StackedExperts:
-        """Return built-in experts, with what the adapters add to the numbers that the codes stand for; on one rank."""
+        """Return built-in experts, with what the adapters add to the numbers that the codes stand
+        for; on one rank."""
         values: dict[str, Tensor] = {
             field: self.get_parameter(NAMES[field]) for fields in self.fields for field in fields
         }
@@ -151,7 +188,8 @@ class FourBitExperts(FrozenExperts):
         return FrozenWeights(**{field: self._local(NAMES[field]) for field in fields})
 
     def reset_parameters(self, draw: Draw = draw_globally) -> None:
-        """Initialise the adapters: A uniformly as `nn.Linear` is, B to zero. Frozen tensors come from a checkpoint."""
+        """Initialise the adapters: A uniformly as `nn.Linear` is, B to zero. Frozen tensors come
+        from a checkpoint."""
         for field in filter(self.form.has, ("up_inner", "down_inner")):
             parameter = self.get_parameter(NAMES[field])
             bound = parameter.shape[-1] ** -0.5
@@ -171,7 +209,8 @@ class FourBitExperts(FrozenExperts):
         }
         super()._apply(fn, recurse)
         for name, scales in kept.items():
-            device, dtype = self.get_parameter(name).device, self.get_parameter(name).dtype
+            device = self.get_parameter(name).device
+            dtype = self.get_parameter(name).dtype
             if dtype != torch.float32:
                 setattr(self, name, nn.Parameter(scales.to(device), requires_grad=False))
         return self
@@ -188,7 +227,8 @@ class FourBitExperts(FrozenExperts):
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         for field in STORED_FLAT:
-            stored, own = state_dict.get(prefix + NAMES[field]), self.get_parameter(NAMES[field])
+            stored = state_dict.get(prefix + NAMES[field])
+            own = self.get_parameter(NAMES[field])
             if (
                 isinstance(stored, Tensor)
                 and not hasattr(own, "placements")

@@ -1,9 +1,11 @@
-"""Experts whose matrices are not trained, in NF4 or as they are, with adapters of low rank (LoRA) or without.
+"""Experts whose matrices are not trained, in NF4 or as they are, with adapters of low rank (LoRA)
+or without.
 
-An adapted matrix W computes `x W.T + (x inner.T) outer.T`, with `inner` (r, in) and `outer` (out, r). Neither the adapters'
-product nor a dequantized matrix is ever formed: backward dequantizes again, by the block or the tile. It saves the rows and the
-pre-activations, and computes no gradient of a frozen matrix. On a mesh frozen tensors move like trained ones, as their bytes;
-of gradients only those of the adapters move. Source: Hu et al., "LoRA" (2021); Dettmers et al., "QLoRA" (2023).
+An adapted matrix W computes `x W.T + (x inner.T) outer.T`, with `inner` (r, in) and `outer` (out,
+r). Neither the adapters' product nor a dequantized matrix is ever formed: backward dequantizes
+again, by the block or the tile. It saves the rows and the pre-activations, and computes no gradient
+of a frozen matrix. On a mesh frozen tensors move like trained ones, as their bytes; of gradients
+only those of the adapters move. Source: Hu et al., "LoRA" (2021); Dettmers et al., "QLoRA" (2023).
 """
 
 from __future__ import annotations
@@ -16,23 +18,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesaic.draw import Draw, draw_globally
 from moesaic.experts.experts import (
     AbstractExperts,
     DeferredWgrad,
     ExpertCall,
+    ExpertGradients,
     Weights,
     compute_dtype,
     in_dtype,
 )
+from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels import grouped_matmul, nf4
 from moesaic.kernels.activation import Clamp, hidden_gradient_into, hidden_rows, hidden_rows_into
+from moesaic.kernels.pick import kind_of
 from moesaic.program.expert_sizes import ExpertSizes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenWeights:
-    """The tensors of frozen experts. E: experts, C: 2 with a gate, else 1, H: hidden, D: dim, r: an adapter's rank."""
+    """The tensors of frozen experts. E: experts, C: 2 with a gate, else 1, H: hidden, D: dim, r: an
+    adapter's rank."""
 
     up: Tensor
     """(E, C, H, D), the gate first; in NF4 its codes, (E, C, H, D / 2) uint8."""
@@ -79,7 +84,8 @@ SPLIT = {
 }
 """The tensors that shards of an expert split, with the dimension of the hidden units."""
 COMMON = ("up_inner", "down_outer", "down_bias")
-"""The tensors that shards of an expert have in common. A call has them as one tensor, a row for each expert."""
+"""The tensors that shards of an expert have in common. A call has them as one tensor, a row for
+each expert."""
 TRAINED = ("up_inner", "up_outer", "down_inner", "down_outer")
 
 
@@ -149,11 +155,11 @@ class Product(NamedTuple):
 
 
 class FrozenExperts(AbstractExperts):
-    """Base of frozen experts. A subclass returns the tensors that its parameters are, or are views of.
+    """Base of frozen experts. A subclass returns the tensors that its parameters are, or are views
+    of.
 
     Args:
         dim: width of a token.
-        num_experts: number of experts.
         gated: whether two matrices read the token, of which the first gates the second.
         activation: a key of `ACTIVATIONS`.
         clamp: as for `GatedExperts`.
@@ -171,7 +177,10 @@ class FrozenExperts(AbstractExperts):
         form: Form,
     ) -> None:
         super().__init__(dim, num_experts)
-        self.gated, self.activation, self.clamp, self.form = gated, activation, clamp, form
+        self.gated = gated
+        self.activation = activation
+        self.clamp = clamp
+        self.form = form
 
     @property
     def bias(self) -> bool:
@@ -184,7 +193,8 @@ class FrozenExperts(AbstractExperts):
 
     @property
     def fields(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The fields of `FrozenWeights` that there are: those that shards of an expert split, and those that they share."""
+        """The fields of `FrozenWeights` that there are: those that shards of an expert split, and
+        those that they share."""
         return tuple(filter(self.form.has, SPLIT)), tuple(filter(self.form.has, COMMON))
 
     @property
@@ -195,7 +205,8 @@ class FrozenExperts(AbstractExperts):
         return SPLIT.get(name)
 
     def weights(self) -> tuple[Weights, Weights]:
-        """Return the tensors as a call has them: scales as bytes, and one tensor of all that shards have in common."""
+        """Return the tensors as a call has them: scales as bytes, and one tensor of all that shards
+        have in common."""
         whole = self.frozen_weights()
         sharded, common = ([getattr(whole, name) for name in names] for names in self.fields)
         joined = (torch.cat([each.flatten(1) for each in common], 1),) if common else ()
@@ -215,7 +226,8 @@ class FrozenExperts(AbstractExperts):
         for name in ("up_scales", "down_scales") if self.form.four_bit else ():
             tensors[name] = tensors[name].contiguous().view(torch.float32)
         if call.common:
-            (up_rank, down_rank), joined = self.form.ranks, call.common[0]
+            (up_rank, down_rank) = self.form.ranks
+            joined = call.common[0]
             sizes = {
                 "up_inner": (up_rank, self.dim),
                 "down_outer": (self.dim, down_rank),
@@ -237,8 +249,10 @@ class FrozenExperts(AbstractExperts):
 
     @torch.no_grad()
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
-        """Run the experts, and keep the pre-activations, which the matrices that read the token produce."""
-        weights, ends = self.of_call(call), call.ends
+        """Run the experts, and keep the pre-activations, which the matrices that read the token
+        produce."""
+        weights = self.of_call(call)
+        ends = call.ends
         up, down = _products(weights)
         pre = up.rows(call.rows, ends)
         expert = None if weights.up_bias is None else _experts_of_rows(ends, len(pre))
@@ -258,15 +272,20 @@ class FrozenExperts(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         deferred_wgrad: DeferredWgrad | None = None,
-    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        """Return the gradients of rows, gates and adapters; for each frozen tensor one without elements."""
-        weights, ends, (pre,) = self.of_call(call), call.ends, kept
+    ) -> ExpertGradients:
+        """Return the gradients of rows, gates and adapters; for each frozen tensor one without
+        elements."""
+        weights = self.of_call(call)
+        ends = call.ends
+        (pre,) = kept
         up, down = _products(weights)
-        parts, d_pre = self._parts(pre), torch.empty_like(pre)
+        parts = self._parts(pre)
+        d_pre = torch.empty_like(pre)
         d_first, *gate = self._parts(d_pre)
         hidden = pre.new_empty(d_first.shape)
         hidden_rows_into(parts, self.activation, hidden, gate[0] if gate else None, self.clamp)
-        d_hidden, d_gates = down.rows_gradient(dy, ends), None
+        d_hidden = down.rows_gradient(dy, ends)
+        d_gates = None
         if call.gates is not None:
             d_gates = (d_hidden * hidden).sum(1)
             if weights.down_bias is not None:
@@ -274,14 +293,17 @@ class FrozenExperts(AbstractExperts):
                     1
                 ) / call.shards
             column = call.gates.to(dy.dtype).unsqueeze(1)
-            d_gates, dy, d_hidden = d_gates.to(call.gates.dtype), dy * column, d_hidden * column
+            d_gates = d_gates.to(call.gates.dtype)
+            dy = dy * column
+            d_hidden = d_hidden * column
         d_first.copy_(d_hidden)
         hidden_gradient_into(parts, self.activation, d_first, gate[0] if gate else None, self.clamp)
         trained = (*up.gradients(call.rows, d_pre, ends), *down.gradients(hidden, dy, ends))
         d_weights = dict(zip(TRAINED, trained))
         if d_weights["up_outer"] is not None and weights.up_outer is not None:
             d_weights["up_outer"] = d_weights["up_outer"].view(weights.up_outer.shape)
-        return up.rows_gradient(d_pre, ends), d_gates, *self._gradients(call, d_weights)
+        sharded, common = self._gradients(call, d_weights)
+        return ExpertGradients(up.rows_gradient(d_pre, ends), d_gates, sharded, common)
 
     def _gradients(
         self, call: ExpertCall, by_name: dict[str, Tensor | None]
@@ -307,16 +329,21 @@ class FrozenExperts(AbstractExperts):
 
     def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
         """See `ExpertSizes.stacked`."""
-        hidden, matrices = self.num_units(sharded) * self.form.unit, 3 if self.gated else 2
-        of_rows = ExpertSizes.stacked(self.dim, hidden, matrices, dtype.itemsize)
+        hidden = self.num_units(sharded) * self.form.unit
+        matrices = 3 if self.gated else 2
+        of_rows = ExpertSizes.stacked(
+            self.dim, hidden, matrices, dtype.itemsize, kernel=kind_of(sharded[0].device)
+        )
         packed = self.pack(_in_dtype(self.first(sharded, 1), dtype))
         numbers = -(-packed.shape[1] * packed.element_size() // dtype.itemsize)
         return replace(of_rows, units=len(packed), unit_numbers=numbers)
 
     def pack(self, sharded: Weights) -> Tensor:
-        """Return (num_experts * units, numbers): all tensors' entries of a unit, or those of adapters for gradients.
+        """Return (num_experts * units, numbers): all tensors' entries of a unit, or those of
+        adapters for gradients.
 
-        Frozen bytes travel as if they were numbers of the adapters' dtype; without adapters, as bytes.
+        Frozen bytes travel as if they were numbers of the adapters' dtype; without adapters, as
+        bytes.
         """
         units = self.num_units(sharded)
         columns = [
@@ -331,7 +358,8 @@ class FrozenExperts(AbstractExperts):
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         """Return the tensors from the rows of `pack`; rows of gradients are narrower."""
-        shapes, per_number = self._unit_shapes(), rows.element_size()
+        shapes = self._unit_shapes()
+        per_number = rows.element_size()
         widths = {
             name: size.numel() // (per_number if is_bytes else 1)
             for name, (size, is_bytes) in shapes.items()
@@ -347,9 +375,13 @@ class FrozenExperts(AbstractExperts):
         )
 
     def _unit_shapes(self) -> dict[str, tuple[torch.Size, bool]]:
-        """Return the shape of a unit's part of each split tensor, and whether it is sent as bytes."""
-        parts, unit, four_bit = 2 if self.gated else 1, self.form.unit, self.form.four_bit
-        (up_rank, down_rank), halves = self.form.ranks, 2 if four_bit else 1
+        """Return the shape of a unit's part of each split tensor, and whether it is sent as
+        bytes."""
+        parts = 2 if self.gated else 1
+        unit = self.form.unit
+        four_bit = self.form.four_bit
+        (up_rank, down_rank) = self.form.ranks
+        halves = 2 if four_bit else 1
         shapes: dict[str, tuple[tuple[int, ...], bool]] = {
             "up": ((parts, unit, self.dim // halves), four_bit),
             "down": ((self.dim, unit // halves), four_bit),
@@ -375,13 +407,19 @@ class FrozenExperts(AbstractExperts):
 
 
 class _Run(torch.autograd.Function):
-    """`FrozenExperts.run` and `gradients` as one differentiable function of rows, gates and adapters."""
+    """`FrozenExperts.run` and `gradients` as one differentiable function of rows, gates and
+    adapters."""
 
     @staticmethod
     def forward(
-        ctx: Any, experts: FrozenExperts, call: ExpertCall, num_sharded: int, rows: Tensor, gates: Tensor | None,
+        ctx: Any,
+        experts: FrozenExperts,
+        call: ExpertCall,
+        num_sharded: int,
+        rows: Tensor,
+        gates: Tensor | None,
         *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         own = replace(
             call,
             rows=rows,
@@ -390,7 +428,9 @@ class _Run(torch.autograd.Function):
             common=weights[num_sharded:],
         )
         out, (pre,) = experts.run(own)
-        ctx.experts, ctx.shards, ctx.num_sharded = experts, call.shards, num_sharded
+        ctx.experts = experts
+        ctx.shards = call.shards
+        ctx.num_sharded = num_sharded
         ctx.save_for_backward(rows, gates, call.ends, pre, *weights)
         return out
 
@@ -398,7 +438,8 @@ class _Run(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, gates, ends, pre, *weights = ctx.saved_tensors
-        sharded, common = tuple(weights[: ctx.num_sharded]), tuple(weights[ctx.num_sharded :])
+        sharded = tuple(weights[: ctx.num_sharded])
+        common = tuple(weights[ctx.num_sharded :])
         call = ExpertCall(sharded, common, rows, gates, ends, ctx.shards)
         d_rows, d_gates, *d_weights = ctx.experts.gradients(call, (pre,), dy.contiguous())
         d_tensors = [each for group in d_weights for each in group]

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moesaic.draw import Draw, draw_globally, key_of
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, ExpertCall, Weights, reset_all
+from moesaic.initial_values import Draw, draw_globally, key_of
 
 
 class ModuleExperts(AbstractExperts):
     """One module per expert, run one after another.
 
-    An expert without tokens still runs, on zero rows. Then its parameters get zero gradients instead of none, and wrappers
-    that wait for every gradient do not hang. Row counts are needed on the host, which costs one sync per call.
+    An expert without tokens still runs, on zero rows. Then its parameters get zero gradients
+    instead of none, and wrappers that wait for every gradient do not hang. Row counts are needed on
+    the host, which costs one sync per call.
 
     Args:
-        factory: called once per expert; returns a module that maps (rows, dim) to (rows, dim), for zero rows too. All modules
-            must have parameters of the same names and shapes.
+        factory: called once per expert; returns a module that maps (rows, dim) to (rows, dim), for
+            zero rows too. All modules must have parameters of the same names and shapes.
         dim: width of a token.
-        num_experts: number of experts.
 
     Raises:
         InputError: if modules have different parameters.
@@ -37,7 +37,8 @@ class ModuleExperts(AbstractExperts):
         first, *others = (_shapes(module) for module in self.experts.children())
         if any(shapes != first for shapes in others):
             raise InputError(
-                "user-defined experts must have parameters of the same names and shapes: create all in the same way"
+                "user-defined experts must have parameters of the same names and shapes: "
+                "create all in the same way"
             )
 
     @property
@@ -61,7 +62,8 @@ class ModuleExperts(AbstractExperts):
                 reset_all(module)
 
     def compute(self, call: ExpertCall) -> Tensor:
-        ends, modules = call.ends.tolist(), list(self.experts.children())
+        ends = call.ends.tolist()
+        modules = list(self.experts.children())
         per_module = len(call.sharded) // max(len(ends), 1)
         parts = []
         for number, (start, end) in enumerate(zip([0, *ends], ends)):
@@ -76,7 +78,8 @@ class ModuleExperts(AbstractExperts):
         out = torch.cat(parts)
         if out.shape != call.rows.shape:
             raise InputError(
-                f"a user-defined expert must map (rows, {self.dim}) to the same shape, got {tuple(out.shape)}"
+                f"a user-defined expert must map (rows, {self.dim}) to the same shape, got "
+                f"{tuple(out.shape)}"
             )
         return out if call.gates is None else out * call.gates.to(out.dtype).unsqueeze(1)
 
@@ -84,15 +87,16 @@ class ModuleExperts(AbstractExperts):
         """Drop the modules of experts that live on other ranks. The others keep their names.
 
         Args:
-            experts: the experts to keep.
-            copies: number of ranks that keep the same experts; `copies_of` returns it for each parameter.
+            copies: number of ranks that keep the same experts; `copies_of` returns it for each
+                parameter.
         """
         named = dict(self.experts.named_children())
         self.experts = nn.ModuleDict({str(e): named[str(e)] for e in experts})
         self.mark(lambda parameter: setattr(parameter, _MARK, copies))
 
     def first(self, sharded: Weights, num_experts: int) -> Weights:
-        """Return the parameters of the first experts. `sharded` has the parameters of one module after those of another."""
+        """Return the parameters of the first experts. `sharded` has the parameters of one module
+        after those of another."""
         return sharded[: num_experts * sum(1 for _ in next(self.experts.children()).parameters())]
 
     def num_units(self, sharded: Weights) -> int:
@@ -100,7 +104,8 @@ class ModuleExperts(AbstractExperts):
         return 1
 
     def pack(self, sharded: Weights) -> Tensor:
-        """Return (num_experts, parameters of one): each expert's parameters, flattened into one row.
+        """Return (num_experts, parameters of one): each expert's parameters, flattened into one
+        row.
 
         Raises:
             InputError: if the modules have no parameters, or have buffers, which would not be sent.
@@ -109,8 +114,8 @@ class ModuleExperts(AbstractExperts):
         per_module = sum(1 for _ in module.parameters())
         if not per_module or any(True for _ in module.buffers()):
             raise InputError(
-                f"plan.gather_weights: experts like {type(module).__name__} cannot be sent, since they have buffers, or no "
-                "parameters: leave plan.gather_weights at none"
+                f"plan.gather_weights: experts like {type(module).__name__} cannot be sent, since "
+                "they have buffers, or no parameters: leave plan.gather_weights at none"
             )
         rows = [sharded[first : first + per_module] for first in range(0, len(sharded), per_module)]
         return torch.stack(
@@ -127,7 +132,8 @@ class ModuleExperts(AbstractExperts):
 
 
 def copies_of(parameter: nn.Parameter) -> int | None:
-    """Return how many ranks keep this parameter of a user's module that is spread over a mesh; None for other parameters."""
+    """Return how many ranks keep this parameter of a user's module that is spread over a mesh; None
+    for other parameters."""
     copies: int | None = getattr(parameter, _MARK, None)
     return copies
 

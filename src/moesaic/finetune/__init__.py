@@ -1,1 +1,2 @@
-"""`moesaic finetune`: adapters for a model of transformers, over experts in NF4 that several ranks share."""
+"""`moesaic finetune`: adapters for a model of transformers, over experts in NF4 that several ranks
+share."""

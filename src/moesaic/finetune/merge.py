@@ -1,65 +1,210 @@
-"""Writes a fine-tuned model with its adapters merged, weight by weight, in the files that `from_pretrained` reads.
+"""Writes a fine-tuned model with its adapters merged, weight by weight, in the files that
+`from_pretrained` reads.
 
-Adapters were trained over the numbers that NF4 stands for, so they are merged into these: the merged model computes what the
-adapted one does, to the rounding of its dtype. Ranks send their experts to the first rank, which holds one weight of a layer
-and one file at a time.
+Adapters were trained over the numbers that NF4 stands for, so they are merged into these: the
+merged model computes what the adapted one does, to the rounding of its dtype. Ranks send their
+experts to the first rank, which holds one weight of a layer and one file at a time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from moesaic.errors import InputError
 from moesaic.files import write
-from moesaic.finetune.checks import read_config
-from moesaic.transformers.lora import added, is_four_bit, local_part
+from moesaic.transformers.lora import added, groups_name, is_four_bit, local_part, scales_name
 from moesaic.transformers.nf4 import dequantized
-from moesaic.weights.files import INDEX, SHARD_BYTES, filling
-from moesaic.weights.model import Architecture
+from moesaic.weights.checkpoint import open_checkpoint
+from moesaic.weights.hub import UnmappedError
+from moesaic.weights.layout import first_names
+from moesaic.weights.load import require_all
+from moesaic.weights.logits import compare_merged, compares_logits, fixed_text
+from moesaic.weights.model_tensors import Architecture
+from moesaic.weights.quantized import LOADED
+from moesaic.weights.source import read_config
+from moesaic.weights.tensor_files import INDEX, SHARD_BYTES, filling
 
 
 @torch.no_grad()
-def write_merged(model: Any, source: str, folder: Path, dtype: torch.dtype, tokenizer: Any) -> None:
-    """Write the merged model into a new folder; all ranks call it together.
+def write_merged(
+    model: Any,
+    source: str | Path,
+    folder: Path,
+    dtype: torch.dtype,
+    tokenizer: Any,
+    *,
+    compares: bool | None = None,
+) -> None:
+    """Write the merged model into a new folder, and compare it with the adapted one; all ranks call
+    it together.
 
     Args:
-        model: of PEFT, after `adopt_adapters`.
-        source: the model that was fine-tuned, whose configuration the merged one gets.
+        model: of PEFT, after `adopt_adapters`; it computes logits.
+        source: folder of the model that was fine-tuned, whose configuration the merged one gets;
+            untied if the loaded one is.
         folder: must not exist, or be empty.
+        compares: whether to compare logits; None to do so for models of at most 2 GiB.
+
+    Raises:
+        InputError: a tensor of the model has no place in the output, or the merged model computes
+            something else. Nothing of the output stays.
     """
-    config = read_config(source)
-    config.dtype = dtype
-    architecture = Architecture(config)
+    architecture = _architecture(model.get_base_model(), Path(source), dtype)
+    _require_places(model.get_base_model(), architecture)
+    size = sum(math.prod(shape) for shape in architecture.shapes.values()) * dtype.itemsize
+    adapted = _logits(model) if compares_logits(size, compares) else None
     weights = _weights(model, architecture, dtype)
     if dist.is_initialized() and dist.get_rank():
         for _ in weights:
             pass
         return
     with filling(folder):
-        config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        file_of: dict[str, str] = {}
-        shard: dict[str, Tensor] = {}
-        total = 0
-        for name, tensor in weights:
-            total += tensor.nbytes
-            stored = revert_weight_conversion(architecture.model, {name: tensor.cpu()})
-            shard |= {key: part.clone() for key, part in stored.items()}
-            if sum(each.nbytes for each in shard.values()) > SHARD_BYTES:
-                _write(folder, shard, file_of)
-        _write(folder, shard, file_of)
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        try:
+            _write_files(model, architecture, weights, folder, tokenizer)
+        except Exception:
+            for _ in weights:  # the other ranks send what is left
+                pass
+            raise
+        _require_same(folder, architecture, adapted, dtype)
+
+
+def _architecture(base: Any, source: Path, dtype: torch.dtype) -> Architecture:
+    """Return what the output holds: the source's model, untied if a weight differs from the one
+    that it is tied to."""
+    config = read_config(source, None, LOADED)
+    config.dtype = dtype
+    architecture = Architecture(config)
+    pairs = [
+        (_parameter(base, name), _parameter(base, twin)) for name, twin in architecture.tied.items()
+    ]
+    if all(one is other or torch.equal(_whole(one), _whole(other)) for one, other in pairs):
+        return architecture
+    return architecture.untied()
+
+
+def _parameter(base: nn.Module, name: str) -> Tensor:
+    """Return a parameter by the name that it has without adapters."""
+    path, _, last = name.rpartition(".")
+    module: Any = base.get_submodule(path)
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    found: Tensor = getattr(module, last)
+    return found
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that ranks share as a whole."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _require_places(base: nn.Module, architecture: Architecture) -> None:
+    """Raise InputError if a tensor of the model has no place in the output, or the output one that
+    the model does not fill."""
+    found = {name for name, _, _, _ in _tensors(base)}
+    helpers = {
+        made(name) for name in found for made in (scales_name, groups_name)
+    } - architecture.shapes.keys()
+    lost = found - architecture.shapes.keys() - architecture.tied.keys() - helpers
+    if lost:
+        raise InputError(
+            f"--merge: the merged model has no place for {first_names(lost)}: the adapters "
+            "are saved"
+        )
+    if empty := architecture.shapes.keys() - found:
+        raise InputError(
+            f"--merge: the model has no {first_names(empty)} to merge: the adapters are saved"
+        )
+
+
+def _tensors(base: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield (plain name, module, name within it, tensor) of each stored tensor of a model without
+    those of adapters."""
+    for path, module in base.named_modules():
+        if "lora_" in path:
+            continue
+        buffers = module.named_buffers(recurse=False)
+        kept = [
+            (name, tensor)
+            for name, tensor in buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        for name, tensor in (*module.named_parameters(recurse=False), *kept):
+            yield f"{path}.{name}".replace(".base_layer", ""), module, name, tensor
+
+
+def _logits(model: Any) -> Tensor:
+    """Return a model's logits of the fixed text, (1, tokens, vocabulary), float32, on the CPU; all
+    ranks call it together."""
+    was_training = model.training
+    ids = fixed_text(model.config.get_text_config().vocab_size).to(next(model.parameters()).device)
+    try:
+        found: Tensor = model.eval()(input_ids=ids, use_cache=False).logits.float().cpu()
+        return found
+    finally:
+        model.train(was_training)
+
+
+def _write_files(
+    model: Any,
+    architecture: Architecture,
+    weights: Iterator[tuple[str, Tensor]],
+    folder: Path,
+    tokenizer: Any,
+) -> None:
+    """Write all files of the merged model."""
+    architecture.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    file_of: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    total = 0
+    for name, tensor in weights:
+        total += tensor.nbytes
+        stored = revert_weight_conversion(architecture.model, {name: tensor.cpu()})
+        shard |= {key: part.clone() for key, part in stored.items()}
+        if sum(each.nbytes for each in shard.values()) > SHARD_BYTES:
+            _write(folder, shard, file_of)
+    _write(folder, shard, file_of)
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _require_same(
+    folder: Path, architecture: Architecture, adapted: Tensor | None, dtype: torch.dtype
+) -> None:
+    """Read the merged model again, and compare its tensors' names and shapes, and its logits if
+    there are `adapted` ones.
+
+    Raises:
+        InputError: something is lost, or differs by more than rounding.
+    """
+    try:
+        left = open_checkpoint(folder, "hf", architecture).left_behind
+        if left:
+            raise InputError(f"--merge: {first_names(left)} of the merged model would not be read")
+    except UnmappedError:  # then transformers itself says what it finds
+        pass
+    if adapted is None:
+        return
+    merged, found = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    require_all(merged, found, folder)
+    if architecture.experts:
+        merged.set_experts_implementation("eager")
+    compare_merged(adapted, _logits(merged), dtype, "--merge")
 
 
 def _write(folder: Path, shard: dict[str, Tensor], file_of: dict[str, str]) -> None:
@@ -73,20 +218,16 @@ def _write(folder: Path, shard: dict[str, Tensor], file_of: dict[str, str]) -> N
 def _weights(
     model: Any, architecture: Architecture, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each stored weight of the model under its plain name; on other ranks than the first, the value may be a part."""
+    """Yield each stored weight of the model under its plain name; on other ranks than the first,
+    the value may be a part."""
     wrappers = {
         (id(each.get_base_layer()), getattr(each, "parameter_name", "weight")): each
         for each in model.modules()
         if hasattr(each, "lora_A")
     }
-    for path, module in model.get_base_model().named_modules():
-        for name, tensor in (
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        ):
-            plain = f"{path}.{name}".replace(".base_layer", "")
-            if plain in architecture.shapes:
-                yield plain, _merged(module, name, tensor, wrappers.get((id(module), name)), dtype)
+    for plain, module, name, tensor in _tensors(model.get_base_model()):
+        if plain in architecture.shapes:
+            yield plain, _merged(module, name, tensor, wrappers.get((id(module), name)), dtype)
 
 
 def _merged(
@@ -94,10 +235,9 @@ def _merged(
 ) -> Tensor:
     """Return a weight with what its adapter adds, if it has one; whole on the first rank."""
     if wrapper is None:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return _whole(tensor)
     if not hasattr(wrapper, "parameter_name"):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return (whole.float() + wrapper.get_delta_weight("default").float()).to(dtype)
+        return (_whole(tensor).float() + wrapper.get_delta_weight("default").float()).to(dtype)
     part = dequantized(module, name) if is_four_bit(module) else local_part(tensor).float()
     part = (part + added(wrapper, module, "default").float()).to(dtype).contiguous()
     return _gathered(part) if isinstance(tensor, DTensor) else part

@@ -1,8 +1,8 @@
-"""The options of a fine-tuning run, and the file of them that its folder keeps. Imports no torch."""
+"""The options of a fine-tuning run, and the file of them that its folder keeps. Imports no
+torch."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,12 +10,24 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from moesaic.errors import InputError
-from moesaic.files import read_text
 
-RUN, MERGED, COMPLETE = "finetune.json", "merged", "complete.json"
-"""The file of options and the folder of the merged model in the folder of a run, and the mark of a complete checkpoint."""
-FREE = ("out", "ranks", "save_every", "merge", "resume", "memory_gib", "device")
-"""Options that may differ when a run is resumed; `ranks` is compared by the number of ranks themselves."""
+RUN = "finetune.json"
+MERGED = "merged"
+"""The file that describes the run and the folder of the merged model, in the folder of a run."""
+FREE = (
+    "model",
+    "data",
+    "out",
+    "ranks",
+    "save_every",
+    "merge",
+    "logits",
+    "resume",
+    "memory_gib",
+    "device",
+)
+"""Options that may differ when a run is resumed. `ranks` is compared by the number of ranks
+themselves, `model` and `data` by their contents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +37,16 @@ class FinetuneOptions:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a model of transformers, or its name on the hub."""
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A text, a .jsonl file with "text" or "messages" in each line, or a folder or name that datasets loads (split train)."""
+    """A text, a .jsonl or .json file with "text" or "messages" in each line or entry, or a folder
+    or name that datasets loads (split train)."""
     out: str = "runs/finetune"
     """Folder for checkpoints, adapters and the merged model."""
     ranks: int | None = None
-    """Processes on this machine, which share the experts; None: one for each GPU, or those that torchrun has started."""
+    """Processes on this machine, which share the experts; None: one for each GPU, or those that
+    torchrun has started."""
     method: Literal["qlora", "qlora-double", "lora"] = "qlora"
-    """qlora keeps the frozen experts in NF4, qlora-double also their scales in eight bits, lora in --dtype."""
+    """qlora keeps the frozen experts in NF4, qlora-double also their scales in eight bits, lora in
+    --dtype."""
     rank: int = 16
     """Rank of the adapters of attention and experts."""
     alpha: int = 32
@@ -49,17 +64,24 @@ class FinetuneOptions:
     learning_rate: float = 2e-4
     """Largest learning rate; 3 % of the steps warm up, and a cosine goes to zero."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the model and of the merged weights; adapters and their optimizer states are float32."""
+    """Dtype of the model and of the merged weights; adapters and their optimizer states are
+    float32."""
     plan: Literal["default", "auto"] = "default"
-    """default gives the same bits in every run; auto times seven other plans of the experts in the first steps."""
+    """default gives the same bits in every run; auto times seven other plans of the experts in the
+    first steps."""
     save_every: int = 100
     """Steps between checkpoints, of which the last two are kept."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder; give the same options again."""
     merge: bool = False
-    """Also write the model with the adapters merged into its (dequantized) weights, into merged/ of the folder."""
+    """Also write the model with the adapters merged into its (dequantized) weights, into merged/ of
+    the folder."""
+    logits: Literal["auto", "yes", "no"] = "auto"
+    """With --merge: compare logits of the merged model with those of the adapted one; auto does so
+    up to 2 GiB."""
     memory_gib: float | None = None
-    """Memory of a rank's device, GiB, to see whether the run fits; None: that of the GPU, or a share of the host's free one."""
+    """Memory of a rank's device, GiB, to see whether the run fits; None: that of the GPU, or a
+    share of the host's free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any."""
     seed: int = 0
@@ -85,7 +107,8 @@ class FinetuneOptions:
 
 
 def require_data(data: str) -> None:
-    """Raise InputError if DATA is a path to nothing, or an empty file; a name on the hub is looked up later."""
+    """Raise InputError if DATA is a path to nothing, or an empty file; a name on the hub is looked
+    up later."""
     path = Path(data)
     if path.is_file():
         if not path.stat().st_size:
@@ -93,34 +116,4 @@ def require_data(data: str) -> None:
     elif not path.exists() and (
         path.suffix or data.count("/") > 1 or path.is_absolute() or data.startswith(".")
     ):
-        raise InputError(f"{data}: no such file: name a text, a .jsonl file, or a dataset")
-
-
-def require_folder(options: FinetuneOptions, world: int) -> None:
-    """Check the folder of a run.
-
-    Raises:
-        InputError: it is in use, or holds no run of these options to resume.
-    """
-    folder, path = Path(options.out), Path(options.out, RUN)
-    if options.merge and Path(options.out, MERGED).exists():
-        raise InputError(f"{folder / MERGED}: exists: delete it, or choose another --out")
-    if not options.resume:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise InputError(
-                f"--out {folder}: is in use: choose another folder, or --resume the run in it"
-            )
-        return
-    try:
-        found = json.loads(read_text(path))
-        differing = [name for name, value in options.kept(world).items() if found[name] != value]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise InputError(
-            f"--resume: {path} is missing or damaged: start anew without --resume"
-        ) from None
-    if differing:
-        name = differing[0]
-        flag = name if name in ("model", "data") else f"--{name.replace('_', '-')}"
-        raise InputError(
-            f"--resume: the run in {folder} has {flag} {found[name]}: give the same, or start in another --out"
-        )
+        raise InputError(f"{data}: no such file: name a text, a .jsonl or .json file, or a dataset")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from moesaic.transformers.experts import FLAGS
+from moesaic.transformers.experts_backend import FLAGS
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the weights of an experts module of transformers."""
@@ -18,10 +18,8 @@ class Targets:
 
     def __init__(self, model: nn.Module) -> None:
         experts = {_place(path): module for path, module in self.experts(model).items()}
-        layers, blocks = (
-            {layer for layer, _ in experts},
-            {name.split(".")[0] for _, name in experts},
-        )
+        layers = {layer for layer, _ in experts}
+        blocks = {name.split(".")[0] for _, name in experts}
         self.parameters = sorted(
             {
                 f"{name}.{weight}"

@@ -1,7 +1,7 @@
 """The activations between an expert's products, and their gradients.
 
-Functions that end in `_into` write to tensors of the caller. Called for one expert at a time, they work in the processor's
-cache.
+Functions that end in `_into` write to tensors of the caller. Called for one expert at a time, they
+work in the processor's cache.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Clamp:
-    """The constants of clamped SwiGLU: `g * sigmoid(alpha * g) * (u + offset)`, with `g = min(gate, limit)` and with `u`, the
-    other pre-activation, clamped to +-limit.
+    """The constants of clamped SwiGLU: `g * sigmoid(alpha * g) * (u + offset)`, with
+    `g = min(gate, limit)` and with `u`, the other pre-activation, clamped to +-limit.
 
     gpt-oss uses limit 7, alpha 1.702 and offset 1; DeepSeek-V4 uses a limit alone.
     """
@@ -51,15 +51,16 @@ class Clamp:
 
 
 BY_ONEDNN = ("gelu", "gelu_tanh")
-"""The activations that torch may leave to oneDNN on a CPU. It writes nothing at all to a result that is not contiguous."""
+"""The activations that torch may leave to oneDNN on a CPU. It writes nothing at all to a result
+that is not contiguous."""
 
 
 def hidden_rows(pre: Sequence[Tensor], activation: str, clamp: Clamp | None = None) -> Tensor:
     """Return the hidden rows, (R, H) in the dtype of `pre`, differentiable.
 
     Args:
-        pre: the outputs of the one or two up matrices, (R, H) each. Of two the first gates the second; with silu that is SwiGLU
-            (Shazeer, "GLU Variants", 2020).
+        pre: the outputs of the one or two up matrices, (R, H) each. Of two the first gates the
+            second; with silu that is SwiGLU (Shazeer, "GLU Variants", 2020).
         activation: a key of `ACTIVATIONS`.
         clamp: the constants of clamped SwiGLU; None for no clamping.
     """
@@ -68,7 +69,8 @@ def hidden_rows(pre: Sequence[Tensor], activation: str, clamp: Clamp | None = No
     gate, up = pre
     if clamp is None:
         return ACTIVATIONS[activation](gate) * up
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    gate = gate.clamp(max=clamp.limit)
+    up = up.clamp(-clamp.limit, clamp.limit)
     return gate * torch.sigmoid(clamp.alpha * gate) * (up + clamp.offset)
 
 
@@ -84,7 +86,8 @@ def hidden_rows_into(
     Args:
         pre, activation, clamp: as for `hidden_rows`.
         hidden: (R, H), contiguous, written.
-        gate: (R, H), written if `pre` has two: the activation of the first, for `hidden_gradient_into`. None to not keep it.
+        gate: (R, H), written if `pre` has two: the activation of the first, for
+            `hidden_gradient_into`. None to not keep it.
     """
     if len(pre) == 1:
         _activation_into(pre[0], activation, hidden)
@@ -117,7 +120,8 @@ def hidden_gradient_into(
     Args:
         pre, activation, clamp: as for `hidden_rows`.
         grad: (R, H), the gradient of the hidden rows; becomes the gradient of `pre[0]`.
-        gate: (R, H), the `gate` that `hidden_rows_into` wrote; becomes the gradient of `pre[1]`. None if `pre` has one.
+        gate: (R, H), the `gate` that `hidden_rows_into` wrote; becomes the gradient of `pre[1]`.
+            None if `pre` has one.
     """
     if gate is None:
         _gradient_into(pre[0], activation, grad)

@@ -1,8 +1,9 @@
-"""Blocks of rows that fit the processor's cache: several small experts, one expert, or part of a large one.
+"""Blocks of rows that fit the processor's cache: several small experts, one expert, or part of a
+large one.
 
-`Results` collects the blocks' results, rows of width D, and sums them into tokens. If they are small, all rows are kept and
-summed at the end. If they are large, such a buffer would cost page faults, so each block is added to the tokens while it is in
-the cache.
+`Results` collects the blocks' results, rows of width D, and sums them into tokens. If they are
+small, all rows are kept and summed at the end. If they are large, such a buffer would cost page
+faults, so each block is added to the tokens while it is in the cache.
 """
 
 from __future__ import annotations
@@ -10,18 +11,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moesaic.kernels.memory import empty
+from moesaic.kernels.huge_pages import empty
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import ExpertWork, accumulate_dtype, counts
-
-CACHE_BYTES = 2**23
-"""The most bytes of a block's scratch memory, a part of the last-level cache; measured, see docs/kernels.md."""
-MIN_ROWS = 512
-"""`CACHE_BYTES` never limits a block to fewer rows than this: smaller products lose more time than the cache saves."""
+from moesaic.program.expert_sizes import block_limit
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ class Segment:
     index: int
     """The segment's number among the segments of all blocks."""
     is_first: bool
-    """Whether it is the expert's first segment, which writes the expert's weight gradients; later segments add to them."""
+    """Whether it is the expert's first segment, which writes the expert's weight gradients; later
+    segments add to them."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,21 @@ class RowBlock:
         """The number of rows behind each segment."""
         return (self.rows - end for end in itertools.accumulate(self.sizes))
 
+    def products(self, rows: BlockRows, out: BlockRows) -> Iterator[SegmentProduct]:
+        """Yield what the product of each segment's rows reads and where it is written."""
+        return map(
+            SegmentProduct,
+            (segment.expert for segment in self.segments),
+            rows.segments,
+            out.segments,
+            self.behind,
+        )
+
 
 class Blocks:
     """The rows of a call, cut into blocks.
 
     Args:
-        work: the call.
         hidden_buffers: the number of scratch buffers of width `hidden` that a block needs.
         dim_buffers: the number of scratch buffers of width `dim` that a block needs.
     """
@@ -67,7 +75,7 @@ class Blocks:
         row_bytes = (
             hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
         ) * work.x.element_size()
-        max_rows = max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
+        max_rows = block_limit(row_bytes)
         self.all: list[RowBlock] = []
         self.sizes: list[int] = []
         segments: list[Segment] = []
@@ -78,7 +86,8 @@ class Blocks:
                 size = min(max_rows, rows - start)
                 if sum(sizes) + size > max_rows:
                     self._close(segments, sizes)
-                    segments, sizes = [], []
+                    segments = []
+                    sizes = []
                 segments.append(Segment(expert, len(self.sizes) + len(sizes), start == 0))
                 sizes.append(size)
         self._close(segments, sizes)
@@ -96,6 +105,7 @@ class Blocks:
         return torch.split_with_sizes(rows, self.sizes)
 
     def _close(self, segments: list[Segment], sizes: list[int]) -> None:
+        """Make a block of these segments."""
         if segments:
             self.all.append(RowBlock(len(self.all), sum(sizes), tuple(segments), tuple(sizes)))
             self.sizes += sizes
@@ -116,10 +126,23 @@ class BlockRows:
         return cls(rows, torch.split_with_sizes(rows, block.sizes))
 
 
+class SegmentProduct(NamedTuple):
+    """The product of the rows of one expert in a block with a matrix of the expert."""
+
+    expert: int
+    rows: Tensor
+    """(rows, width)."""
+    out: Tensor
+    """(rows, columns of the matrix): the memory for the product."""
+    behind: int
+    """The number of rows behind these in the block, which may be overwritten."""
+
+
 class Scratch:
     """Memory for the rows of one block, reused by every block and allocated at the first use.
 
-    Splitting the memory into views costs some microseconds per expert, so blocks with equal segment sizes share the views.
+    Splitting the memory into views costs some microseconds per expert, so blocks with equal segment
+    sizes share the views.
 
     Args:
         blocks: the blocks of the call.
@@ -128,7 +151,9 @@ class Scratch:
     """
 
     def __init__(self, blocks: Blocks, width: int, like: Tensor) -> None:
-        self._rows, self._width, self._like = blocks.most_rows, width, like
+        self._rows = blocks.most_rows
+        self._width = width
+        self._like = like
         self._memory: Tensor | None = None
         self._cuts: dict[Sequence[int], BlockRows] = {}
 
@@ -163,13 +188,13 @@ class Source:
         self._row_numbers = blocks.row_numbers
 
     def take(self, block: RowBlock, scratch: Scratch, weight: Tensor | None = None) -> BlockRows:
-        """Return the rows of a block: gathered tokens, or a view if there is neither an index nor a weight.
+        """Return the rows of a block: gathered tokens, or a view if there is neither an index nor a
+        weight.
 
         Args:
-            block: the block.
             scratch: memory of width D, which may be used for the rows.
-            weight: (rows,) factors of the rows, in their dtype; None for 1. Weighting costs nothing in a gather: each row is an
-                `embedding_bag` of one weighted token.
+            weight: (rows,) factors of the rows, in their dtype; None for 1. Weighting costs nothing
+                in a gather: each row is an `embedding_bag` of one weighted token.
         """
         if self._token is None:
             if weight is None:
@@ -189,7 +214,8 @@ class Source:
 
 
 SIDE_BY_SIDE_BYTES = 2**25
-"""The most bytes of results that are kept until the end of the call; measured, see docs/kernels.md."""
+"""The most bytes of results that are kept until the end of the call; measured, see
+docs/kernels.md."""
 
 
 class Results:
@@ -199,14 +225,17 @@ class Results:
         work: the call.
         blocks: the blocks of the call.
         weights: (R,) factors of the rows in the sum; None for 1.
-        places: (R,), the row of the result that each row becomes, without dispatch; None for expert order.
+        places: (R,), the row of the result that each row becomes, without dispatch; None for expert
+            order.
     """
 
     def __init__(
         self, work: ExpertWork, blocks: Blocks, weights: Tensor | None, places: Tensor | None
     ) -> None:
-        x, dim = work.x, work.x.shape[1]
-        self._dispatch, self._weights = work.dispatch, weights
+        x = work.x
+        dim = work.x.shape[1]
+        self._dispatch = work.dispatch
+        self._weights = weights
         self._placed = None if places is None else empty((work.num_rows, dim), x.dtype, x.device)
         row_bytes = work.num_rows * dim * x.element_size()
         self._total = self._rows = None
@@ -242,7 +271,8 @@ class Results:
             self._total.index_add_(0, self._places[block.index], rows.to(self._total.dtype))
 
     def summed(self, dtype: torch.dtype) -> Tensor:
-        """Return the weighted results, (T, D), or (R, D) without dispatch, once all blocks are finished."""
+        """Return the weighted results, (T, D), or (R, D) without dispatch, once all blocks are
+        finished."""
         if self._rows is None:
             done = self._total if self._placed is None else self._placed
             assert done is not None

@@ -1,26 +1,30 @@
-"""The expert stage on a CPU: one expert after the other, from gathering its tokens to summing its results.
+"""The expert stage on a CPU: one expert after the other, from gathering its tokens to summing its
+results.
 
-An expert's rows are gathered, multiplied, activated, multiplied again and added to their tokens while they are in the
-processor's cache. The only buffer of all rows is that of the pre-activations, which are saved for backward; small calls also
-keep all results until they are summed (`blocks.Results`). Otherwise a call needs scratch memory for one block of rows. Weight
-gradients are written in place. Backward gathers the rows and computes the activations again. The stage is deterministic: an
-expert has each token at most once, and the experts' results are summed in a fixed order.
+An expert's rows are gathered, multiplied, activated, multiplied again and added to their tokens
+while they are in the processor's cache. The only buffer of all rows is that of the pre-activations,
+which are saved for backward; small calls also keep all results until they are summed
+(`blocks.Results`). Otherwise a call needs scratch memory for one block of rows. Weight gradients
+are written in place. Backward gathers the rows and computes the activations again. The stage is
+deterministic: an expert has each token at most once, and the experts' results are summed in a fixed
+order.
 
-The wgrad products of the last block may be deferred until the rows' gradient has been sent: their operands are in scratch
-memory that no later block overwrites.
+The wgrad products of the last block may be deferred until the rows' gradient has been sent: their
+operands are in scratch memory that no later block overwrites.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
-from moesaic.kernels.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
-from moesaic.kernels.memory import empty
+from moesaic.kernels.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Segment, Source
+from moesaic.kernels.huge_pages import empty
 from moesaic.kernels.permute import dot_rows
 from moesaic.kernels.products import rows_product, sum_product
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
@@ -29,50 +33,70 @@ from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 @torch.no_grad()
 def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
-    x, input_weights, result_weights = work.x, work.input_weights, work.result_weights
+    x = work.x
     blocks = Blocks(work, 1, 1)
     pre = empty((work.up.shape[1], work.num_rows, work.hidden), x.dtype, x.device)
-    results = Results(work, blocks, result_weights, work.out_rows)
-    source, weight_blocks = (
-        Source(x, work.x_rows, blocks),
-        None if input_weights is None else blocks.cut(input_weights),
-    )
-    pre_blocks = [blocks.cut(part) for part in pre.unbind()]
-    matrices = [part.unbind() for part in work.up.transpose(2, 3).unbind(1)]
-    biases: list[Sequence[Tensor] | None] = [None] * len(matrices)
-    if work.up_bias is not None:
-        biases = [part.unbind() for part in work.up_bias.unbind(1)]
-    ups = list(zip(matrices, map(blocks.segments, pre.unbind()), biases))
+    projections = _up_projections(work, pre, blocks)
     down = work.down.transpose(1, 2).unbind()
-    input_scratch, hidden_scratch = Scratch(blocks, x.shape[1], x), Scratch(blocks, work.hidden, x)
+    source = Source(x, work.x_rows, blocks)
+    weights = None if work.input_weights is None else blocks.cut(work.input_weights)
+    results = Results(work, blocks, work.result_weights, work.out_rows)
+    input_scratch = Scratch(blocks, x.shape[1], x)
+    hidden_scratch = Scratch(blocks, work.hidden, x)
     for block in blocks.all:
-        inputs = source.take(
-            block, input_scratch, None if weight_blocks is None else weight_blocks[block.index]
-        )
-        hidden = hidden_scratch.of(block)
+        weight = None if weights is None else weights[block.index]
+        inputs = source.take(block, input_scratch, weight)
         for segment, rows, behind in zip(block.segments, inputs.segments, block.behind):
-            for up, pre_segments, bias in ups:
-                rows_product(rows, up[segment.expert], pre_segments[segment.index], behind)
-                if bias is not None:
-                    pre_segments[segment.index].add_(bias[segment.expert])
-        hidden_rows_into(
-            [part[block.index] for part in pre_blocks],
-            work.activation,
-            hidden.rows,
-            clamp=work.clamp,
-        )
-        for segment, rows, out, behind in zip(
-            block.segments, hidden.segments, results.of(block).segments, block.behind
-        ):
-            rows_product(rows, down[segment.expert], out, behind)
+            for projection in projections:
+                projection.run(segment, rows, behind)
+        hidden = hidden_scratch.of(block)
+        pre_of_block = [projection.pre_blocks[block.index] for projection in projections]
+        hidden_rows_into(pre_of_block, work.activation, hidden.rows, clamp=work.clamp)
+        for product in block.products(hidden, results.of(block)):
+            rows_product(product.rows, down[product.expert], product.out, product.behind)
             if work.down_bias is not None:
-                out.add_(work.down_bias[segment.expert])
+                product.out.add_(work.down_bias[product.expert])
         results.finish(block)
     return results.summed(out_dtype), pre.view(work.num_rows, work.up.shape[1] * work.hidden)
 
 
+class _UpProjection(NamedTuple):
+    """One of an expert's projections to the hidden width: the only one, or the gate and the other
+    one."""
+
+    matrices: Sequence[Tensor]
+    """(dim, hidden) of each expert."""
+    biases: Sequence[Tensor] | None
+    """(hidden,) of each expert."""
+    pre_blocks: Sequence[Tensor]
+    """The pre-activations, by block."""
+    pre_segments: Sequence[Tensor]
+    """The same memory, by segment."""
+
+    def run(self, segment: Segment, rows: Tensor, behind: int) -> None:
+        """Write the pre-activations of the rows of a segment."""
+        pre = self.pre_segments[segment.index]
+        rows_product(rows, self.matrices[segment.expert], pre, behind)
+        if self.biases is not None:
+            pre.add_(self.biases[segment.expert])
+
+
+def _up_projections(work: ExpertWork, pre: Tensor, blocks: Blocks) -> list[_UpProjection]:
+    """Return the projections of a call, which write (projections, rows, hidden) pre-activations."""
+    return [
+        _UpProjection(
+            matrices=work.up[:, part].transpose(1, 2).unbind(),
+            biases=None if work.up_bias is None else work.up_bias[:, part].unbind(),
+            pre_blocks=blocks.cut(own),
+            pre_segments=blocks.segments(own),
+        )
+        for part, own in enumerate(pre.unbind())
+    ]
+
+
 SMALLEST_DIVISOR = 1e-10
-"""The smallest routing weight that a product may be divided by. In float32's range neither weight nor product underflows."""
+"""The smallest routing weight that a product may be divided by. In float32's range neither weight
+nor product underflows."""
 
 
 @torch.no_grad()
@@ -89,18 +113,23 @@ class _Backward:
 
     def __init__(self, work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted) -> None:
         x = work.x
-        self.work, self.wanted = work, wanted
+        self.work = work
+        self.wanted = wanted
         self.blocks = blocks = Blocks(work, 1 + work.up.shape[1], 2)
         self.pre = [
             blocks.cut(part)
             for part in pre.reshape(work.up.shape[1], work.num_rows, work.hidden).unbind()
         ]
-        self.x, self.dy = Source(x, work.x_rows, blocks), Source(dy, work.y_rows, blocks)
-        input_weights, result_weights = work.input_weights, work.result_weights
+        self.x = Source(x, work.x_rows, blocks)
+        self.dy = Source(dy, work.y_rows, blocks)
+        input_weights = work.input_weights
+        result_weights = work.result_weights
         self.input_weights = None if input_weights is None else blocks.cut(input_weights)
         self.result_weights = None if result_weights is None else blocks.cut(result_weights)
-        self.up, self.down = work.up.unbind(), work.down.unbind()
-        self.hidden, self.d_pre = Scratch(blocks, work.hidden, x), Scratch(blocks, pre.shape[1], x)
+        self.up = work.up.unbind()
+        self.down = work.down.unbind()
+        self.hidden = Scratch(blocks, work.hidden, x)
+        self.d_pre = Scratch(blocks, pre.shape[1], x)
         self.gathered_dy, self.gathered_x, self.weighted = (
             Scratch(blocks, x.shape[1], x) for _ in range(3)
         )
@@ -125,14 +154,16 @@ class _Backward:
         if not may_wait:  # dy is no longer read when x is gathered
             self.gathered_x = self.gathered_dy
         self.last = blocks.all[-1] if blocks.all and may_wait else None
-        self.deferred: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]] = []
+        self.deferred: list[_WeightGradients] = []
         self._zero_idle_experts()
 
     def run_block(self, block: RowBlock) -> None:
         """Compute the gradients of one block of rows."""
         parts = [part[block.index] for part in self.pre]
-        hidden, d_pre = self.hidden.of(block), self.d_pre.of(block)
-        d_first, gate = d_pre, None
+        hidden = self.hidden.of(block)
+        d_pre = self.d_pre.of(block)
+        d_first = d_pre
+        gate = None
         if len(parts) > 1:
             first_rows, gate = self.work.halves(d_pre.rows)
             d_first = BlockRows.of(first_rows, block)
@@ -170,37 +201,37 @@ class _Backward:
     def _write_wgrad(
         self, a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock
     ) -> None:
-        """Write a block's weight gradients `a.T @ b` now or, for the last block, when `Gradients.finish` is called."""
+        """Write a block's weight gradients `a.T @ b` now or, for the last block, when
+        `Gradients.finish` is called."""
         if block is self.last:
-            self.deferred.append((a, b, out, block))
+            self.deferred.append(_WeightGradients(a, b, out, block))
         else:
             _accumulate_products(a, b, out, block)
 
     def _down_gradients(self, block: RowBlock, hidden: BlockRows, grad: BlockRows) -> None:
-        """Compute the gradients of the down projection and of routing weights after it; write that of `hidden` to `grad`.
+        """Compute the gradients of the down projection and of routing weights after it; write that
+        of `hidden` to `grad`.
 
-        Routing weights are applied in the gather of dy, where they cost nothing. The gradient of a weight is then the dot
-        product of two rows, of which one has the weight as a factor, divided by the weight. If some weight is too small to
-        divide by, the weights are applied after the dot products instead.
+        Routing weights are applied in the gather of dy, where they cost nothing. The gradient of a
+        weight is then the dot product of two rows, of which one has the weight as a factor, divided
+        by the weight. If some weight is too small to divide by, the weights are applied after the
+        dot products instead.
         """
         weight = None if self.result_weights is None else self.result_weights[block.index]
         gather_weight = weight if self.weighs_early else None
         dy = self.dy.take(block, self.gathered_dy, gather_weight)
-        for segment, rows, out, behind in zip(
-            block.segments, dy.segments, grad.segments, block.behind
-        ):
-            rows_product(rows, self.down[segment.expert], out, behind)
+        for product in block.products(dy, grad):
+            rows_product(product.rows, self.down[product.expert], product.out, product.behind)
         if weight is not None and self.d_gate_blocks is not None:
-            dots, d_gates = (
-                self._dots_with_results(block, dy, hidden, grad),
-                self.d_gate_blocks[block.index],
-            )
+            dots = self._dots_with_results(block, dy, hidden, grad)
+            d_gates = self.d_gate_blocks[block.index]
             if gather_weight is None:
                 d_gates.copy_(dots)
             else:
                 torch.div(dots, gather_weight, out=d_gates)
         if weight is not None and gather_weight is None:
-            column, weighted = weight.unsqueeze(1), self.weighted.of(block)
+            column = weight.unsqueeze(1)
+            weighted = self.weighted.of(block)
             grad.rows.mul_(column)
             torch.mul(dy.rows, column, out=weighted.rows)
             dy = weighted
@@ -220,15 +251,16 @@ class _Backward:
         return dots
 
     def _up_gradients(self, block: RowBlock, d_pre: BlockRows) -> None:
-        """Compute the gradients of the up projection, of the input rows and of routing weights before them."""
+        """Compute the gradients of the up projection, of the input rows and of routing weights
+        before them."""
         inputs = self.x.take(block, self.gathered_x)
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
-            for segment, rows, out, behind in zip(
-                block.segments, d_pre.segments, d_rows.segments, block.behind
-            ):
-                # flatten copies weights that are not contiguous: those from other ranks, or interleaved by a checkpoint.
-                rows_product(rows, self.up[segment.expert].flatten(0, 1), out, behind)
+            for product in block.products(d_pre, d_rows):
+                # flatten copies weights that are not contiguous: those from other ranks, or
+                # interleaved by a checkpoint.
+                matrix = self.up[product.expert].flatten(0, 1)
+                rows_product(product.rows, matrix, product.out, product.behind)
             if self.input_weights is not None and self.d_gate_blocks is not None:
                 self.d_gate_blocks[block.index].copy_(
                     dot_rows(d_rows.rows, inputs.rows, self.blocks.row_numbers[: block.rows])
@@ -253,17 +285,27 @@ class _Backward:
                     gradient[expert].zero_()
 
 
+class _WeightGradients(NamedTuple):
+    """The products `a.T @ b` of a block that are still to be written: the gradients of each
+    expert's matrix."""
+
+    a: BlockRows
+    b: BlockRows
+    out: Sequence[Tensor]
+    """The gradient of each expert's matrix."""
+    block: RowBlock
+
+
 @torch.no_grad()
-def _write_deferred(
-    deferred: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]],
-) -> None:
+def _write_deferred(deferred: list[_WeightGradients]) -> None:
     """Write the deferred weight gradients."""
     while deferred:
         _accumulate_products(*deferred.pop())
 
 
 def _can_divide_by(weights: Tensor) -> bool:
-    """Return whether dividing a product by its weight recovers the other factor: no weight is too small for that."""
+    """Return whether dividing a product by its weight recovers the other factor: no weight is too
+    small for that."""
     if torch.finfo(weights.dtype).tiny > SMALLEST_DIVISOR or not weights.numel():
         return False
     return float(weights.abs().min()) >= SMALLEST_DIVISOR
@@ -278,6 +320,7 @@ def _accumulate_products(
 
 
 def _accumulate_sums(rows: BlockRows, out: Tensor, block: RowBlock) -> None:
+    """Write the sum of each expert's rows, or add it to that of the expert's earlier blocks."""
     for segment, part in zip(block.segments, rows.segments):
         if segment.is_first:
             torch.sum(part, 0, out=out[segment.expert])

@@ -1,8 +1,10 @@
-"""The choice of experts as one differentiable operation: top-k, routing weights, counts, and the sums that the losses read.
+"""The choice of experts as one differentiable operation: top-k, routing weights, counts, and the
+sums that the losses read.
 
-The logits are the only (T, E) matrix that is saved for backward, which computes the scores again. Both passes are custom ops
-with fake implementations: `torch.compile` and export see one node each. GPUs run two Triton kernels forward and one backward,
-other devices the torch functions of this file. Nothing waits for a device, and every sum has a fixed order.
+The logits are the only (T, E) matrix that is saved for backward, which computes the scores again.
+Both passes are custom ops with fake implementations: `torch.compile` and export see one node each.
+GPUs run two Triton kernels forward and one backward, other devices the torch functions of this
+file. Nothing waits for a device, and every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from moesaic.kernels.operator import operator
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.top_k import in_best_groups, top_k_indices
 
-MOST_COLUMNS, MOST_CHOICES = 2048, 32
+MOST_COLUMNS = 2048
+MOST_CHOICES = 32
 """The most experts and the largest `top_k` that the Triton kernels support."""
 FEWEST_COLUMNS = 16
-"""The number of columns from which torch's CPU softmax over a row is vectorized; measured, docs/kernels.md."""
+"""The number of columns from which torch's CPU softmax over a row is vectorized; measured,
+docs/kernels.md."""
 
 
 def choose(
@@ -46,8 +50,8 @@ def choose(
 
 
 SETTINGS = (
-    "int top_k, bool by_sigmoid, bool normalize, float scale, int num_groups, int top_groups, bool by_best_two, "
-    "bool balance, bool z, bool reduced"
+    "int top_k, bool by_sigmoid, bool normalize, float scale, int num_groups, int top_groups, "
+    "bool by_best_two, bool balance, bool z, bool reduced"
 )
 """The schema of a `ChoiceRule` and of `WantedSums`."""
 
@@ -57,7 +61,8 @@ def _settings(values: tuple[Any, ...]) -> tuple[ChoiceRule, WantedSums]:
 
 
 def _by_triton(logits: Tensor, rule: ChoiceRule) -> bool:
-    """Return whether the Triton kernels run: for float32, rows that fit a tile, and groups that are powers of two, as tiles."""
+    """Return whether the Triton kernels run: for float32, rows that fit a tile, and groups that are
+    powers of two, as tiles."""
     sizes = (logits.shape[1], rule.num_groups) if rule.num_groups > 1 else ()
     fits = (
         logits.shape[1] <= MOST_COLUMNS
@@ -68,9 +73,10 @@ def _by_triton(logits: Tensor, rule: ChoiceRule) -> bool:
 
 
 @operator(
-    "choose", schema=f"(Tensor logits, Tensor? bias, Tensor? valid, Tensor? expert, {SETTINGS}) "
+    "choose",
+    schema=f"(Tensor logits, Tensor? bias, Tensor? valid, Tensor? expert, {SETTINGS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def choose_forward(
     logits: Tensor, bias: Tensor | None, valid: Tensor | None, expert: Tensor | None, *settings: Any
 ) -> tuple[Tensor, ...]:
@@ -80,7 +86,9 @@ def choose_forward(
         from moesaic.kernels.triton.rows.choose import choose_by_triton
 
         chosen = empty_chosen(logits, rule, wanted)
-        choose_by_triton(logits, bias, valid, expert, rule, wanted, chosen)
+        choose_by_triton(
+            logits, bias, valid=valid, given=expert, rule=rule, wanted=wanted, chosen=chosen
+        )
         return tuple(chosen)
     num_tokens, num_experts = logits.shape
     gates = _gates(logits, rule, wanted)
@@ -89,24 +97,26 @@ def choose_forward(
         if expert is None
         else expert.view(-1, rule.top_k).clone()
     )
-    weight, expert = _weights(logits, gates, expert_TK, rule).view(-1), expert_TK.view(-1)
+    weight = _weights(logits, gates, expert_TK, rule).view(-1)
+    expert = expert_TK.view(-1)
     weight = weight if rule.scale == 1 else weight * rule.scale
-    zero_if_finite, counted = weight - weight, expert
+    zero_if_finite = weight - weight
+    counted = expert
     if valid is None:
-        num_valid, counts = (
-            torch.full((), num_tokens, device=logits.device),
-            _counts(expert, num_experts),
-        )
+        num_valid = torch.full((), num_tokens, device=logits.device)
+        counts = _counts(expert, num_experts)
     else:
         is_padding = ~valid.repeat_interleave(rule.top_k, output_size=len(expert))
-        zero_if_finite, counted = (
-            zero_if_finite.masked_fill(is_padding, 0.0),
-            expert.masked_fill(is_padding, num_experts),
-        )
-        num_valid, counts = valid.sum(), _counts(counted, num_experts + 1)[:num_experts].clone()
-    balance, z = _sums(logits, gates, valid, counts, num_valid, rule, wanted)
+        zero_if_finite = zero_if_finite.masked_fill(is_padding, 0.0)
+        counted = expert.masked_fill(is_padding, num_experts)
+        num_valid = valid.sum()
+        counts = _counts(counted, num_experts + 1)[:num_experts].clone()
+    balance, z = _sums(
+        logits, gates, valid=valid, counts=counts, num_valid=num_valid, rule=rule, wanted=wanted
+    )
     place = torch.arange(len(expert), device=logits.device)
-    token, slot = place // rule.top_k, place % rule.top_k
+    token = place // rule.top_k
+    slot = place % rule.top_k
     return (
         weight,
         balance,
@@ -136,12 +146,15 @@ def _(logits: Tensor, bias: Any, valid: Any, expert: Any, *settings: Any) -> tup
 
 
 @operator(
-    "choose_backward", schema="(Tensor logits, Tensor? valid, Tensor expert, Tensor counts, "
-    f"Tensor num_valid, Tensor? d_weight, Tensor? d_balance, Tensor? d_z, {SETTINGS}) -> Tensor", refuses_gradient=True,
-)  # fmt: skip
+    "choose_backward",
+    schema="(Tensor logits, Tensor? valid, Tensor expert, Tensor counts, "
+    f"Tensor num_valid, Tensor? d_weight, Tensor? d_balance, Tensor? d_z, {SETTINGS}) -> Tensor",
+    refuses_gradient=True,
+)
 def choose_backward(*arguments: Any) -> Tensor:
     """Return the gradient of the logits, (T, E)."""
-    call, (rule, wanted) = ChoiceGradients(*arguments[:8]), _settings(arguments[8:])
+    call = ChoiceGradients(*arguments[:8])
+    (rule, wanted) = _settings(arguments[8:])
     if _by_triton(call.logits, rule):
         from moesaic.kernels.triton.rows.choose import choose_backward_by_triton
 
@@ -207,16 +220,22 @@ def _weights(logits: Tensor, gates: Tensor | None, expert_TK: Tensor, rule: Choi
 
 
 def _counts(expert: Tensor, num_experts: int) -> Tensor:
-    """Return how often each number below `num_experts` occurs, int64; `bincount` makes the host wait except on a CPU."""
+    """Return how often each number below `num_experts` occurs, int64; `bincount` makes the host
+    wait except on a CPU."""
     if expert.device.type == "cpu":
         return expert.bincount(minlength=num_experts)
     return expert.new_zeros(num_experts).scatter_add_(0, expert, torch.ones_like(expert))
 
 
 def _sums(
-    logits: Tensor, gates: Tensor | None, valid: Tensor | None, counts: Tensor, num_valid: Tensor, rule: ChoiceRule,
+    logits: Tensor,
+    gates: Tensor | None,
+    valid: Tensor | None,
+    counts: Tensor,
+    num_valid: Tensor,
+    rule: ChoiceRule,
     wanted: WantedSums,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return the fields `balance` and `z` of `ChoiceResult`."""
     balance = z = None
     if wanted.balance and gates is not None:
@@ -248,7 +267,8 @@ def balance_slope(
         num_tokens: the tokens if none is padding, as a number; None to read `num_valid`.
         dtype: dtype of the result.
     """
-    copies, factor = counts.to(dtype), len(counts) / top_k
+    copies = counts.to(dtype)
+    factor = len(counts) / top_k
     if num_tokens is not None:
         return copies * (factor / max(num_tokens, 1) ** 2)
     return copies * factor / num_valid.clamp_min(1).square()
@@ -256,8 +276,10 @@ def balance_slope(
 
 def _logits_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums) -> Tensor:
     """Return the gradient of the logits, (T, E); see `choose_backward`."""
-    logits, expert_TK = call.logits, call.expert.view(-1, rule.top_k)
-    d_weight, d_probs = call.d_weight, call.d_balance
+    logits = call.logits
+    expert_TK = call.expert.view(-1, rule.top_k)
+    d_weight = call.d_weight
+    d_probs = call.d_balance
     if d_probs is not None:  # (E,) or (1, E), or (T, E) with padding
         if wanted.reduced:
             num_tokens = len(logits) if call.valid is None else None
@@ -293,7 +315,8 @@ def _through_softmax(
     d_gates = None if d_probs is None else d_probs.expand_as(logits)
     if d_weight is not None and not rule.normalize:
         d_gates = torch.zeros_like(logits) if d_gates is None else d_gates.contiguous()
-        d_gates, d_weight = d_gates.scatter_add(1, expert_TK, d_weight), None
+        d_gates = d_gates.scatter_add(1, expert_TK, d_weight)
+        d_weight = None
     d_logits = (
         torch.zeros_like(logits)
         if d_gates is None
@@ -333,7 +356,8 @@ def _softmax_gradient(grad: Tensor, result: Tensor) -> Tensor:
 
 
 def _quotient_gradient(grad: Tensor, values: Tensor, least: float) -> Tensor:
-    """Return the gradient of the values of rows that are divided by their sums; sums below `least` count as constant."""
+    """Return the gradient of the values of rows that are divided by their sums; sums below `least`
+    count as constant."""
     total = values.sum(1, keepdim=True)
     through_total = (grad * values).sum(1, keepdim=True) / total
     return (grad - torch.where(total < least, 0.0, through_total)) / (
@@ -344,8 +368,8 @@ def _quotient_gradient(grad: Tensor, values: Tensor, least: float) -> Tensor:
 def softmax_rows(logits: Tensor) -> Tensor:
     """Return the softmax of each row, (rows, columns), differentiable.
 
-    On a CPU torch does not vectorize rows that are shorter than a vector register. Such rows are passed as columns, which torch
-    vectorizes across; that takes a quarter of the time.
+    On a CPU torch does not vectorize rows that are shorter than a vector register. Such rows are
+    passed as columns, which torch vectorizes across; that takes a quarter of the time.
     """
     if logits.device.type != "cpu" or logits.shape[1] >= FEWEST_COLUMNS:
         return logits.softmax(1)

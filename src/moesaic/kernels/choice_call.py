@@ -1,4 +1,5 @@
-"""The input and the results of the choice of experts, shared by its implementations. T tokens, E experts, K per token."""
+"""The input and the results of the choice of experts, shared by its implementations. T tokens, E
+experts, K per token."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ class ChoiceRule(NamedTuple):
 
     top_k: int
     by_sigmoid: bool
-    """Score by the sigmoid of the logits and rank by score plus balancing bias; else score by softmax and rank by logits."""
+    """Score by the sigmoid of the logits and rank by score plus balancing bias; else score by
+    softmax and rank by logits."""
     normalize: bool
-    """Divide a token's weights by their sum. Softmax weights are then computed from the chosen logits alone."""
+    """Divide a token's weights by their sum. Softmax weights are then computed from the chosen
+    logits alone."""
     scale: float
     """Factor on the weights."""
     num_groups: int = 1
@@ -33,11 +36,13 @@ class WantedSums(NamedTuple):
     z: bool
     """The squares of the logits' logsumexp."""
     reduced: bool
-    """Return the losses of these tokens instead: load balance, `E * sum_e f_e P_e`, and the mean of the squares."""
+    """Return the losses of these tokens instead: load balance, `E * sum_e f_e P_e`, and the mean of
+    the squares."""
 
 
 class ChoiceResult(NamedTuple):
-    """The result of `choose`: N = T K copies in token order. `weight`, `balance` and `z` are differentiable."""
+    """The result of `choose`: N = T K copies in token order. `weight`, `balance` and `z` are
+    differentiable."""
 
     weight: Tensor
     """(N,): the routing weight of each copy, in the dtype of the logits."""
@@ -60,7 +65,8 @@ class ChoiceResult(NamedTuple):
 
 
 class ChoiceGradients(NamedTuple):
-    """What the backward pass of `choose` reads. The gradients of results that were not used are None."""
+    """What the backward pass of `choose` reads. The gradients of results that were not used are
+    None."""
 
     logits: Tensor
     valid: Tensor | None

@@ -1,9 +1,11 @@
-"""Fast encode and decode: from tokens to a padded (experts, capacity, dim) tensor, and back with routing weights.
+"""Fast encode and decode: from tokens to a padded (experts, capacity, dim) tensor, and back with
+routing weights.
 
-Names and contract are Tutel's ("Tutel: Adaptive Mixture-of-Experts at Scale", 2023, section 3.3), for code that computes with
-padded experts. `MoE` itself is dropless and has no such tensor. GShard's formulation multiplies by a mask, (tokens, experts,
-capacity). Encode and decode only read and write rows: encode sums at most one token per place, decode sums the weighted places
-of each token. Each is the other's backward; both are deterministic.
+Names and contract are Tutel's ("Tutel: Adaptive Mixture-of-Experts at Scale", 2023, section 3.3),
+for code that computes with padded experts. `MoE` itself is dropless and has no such tensor.
+GShard's formulation multiplies by a mask, (tokens, experts, capacity). Encode and decode only read
+and write rows: encode sums at most one token per place, decode sums the weighted places of each
+token. Each is the other's backward; both are deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from moesaic.kernels.work import Dispatch
 
 @dataclass(frozen=True)
 class Encoding:
-    """The places of token copies in the padded tensor. T tokens, K copies of each, E experts with C places each."""
+    """The places of token copies in the padded tensor. T tokens, K copies of each, E experts with C
+    places each."""
 
     num_experts: int
     capacity: int
@@ -34,7 +37,8 @@ class Encoding:
 
 
 def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
-    """Give every copy a place: first choices before second choices, tokens in order. Copies beyond the capacity are dropped.
+    """Give every copy a place: first choices before second choices, tokens in order. Copies beyond
+    the capacity are dropped.
 
     Args:
         expert_TK: (tokens, top_k) int64, the chosen experts; those of one token differ.
@@ -46,9 +50,12 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     """
     if expert_TK.dim() != 2 or capacity < 0:
         raise InputError(
-            f"encoding: expert_TK of shape {tuple(expert_TK.shape)}, capacity={capacity}: give (tokens, top_k) and at least 0"
+            f"encoding: expert_TK of shape {tuple(expert_TK.shape)}, capacity={capacity}: "
+            "give (tokens, top_k) and at least 0"
         )
-    (tokens, top_k), device, places = expert_TK.shape, expert_TK.device, num_experts * capacity
+    (tokens, top_k) = expert_TK.shape
+    device = expert_TK.device
+    places = num_experts * capacity
     expert = expert_TK.t().reshape(-1)  # first choices first
     order = expert.argsort(stable=True)
     ones = torch.ones_like(expert)
@@ -64,7 +71,8 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     token = (torch.arange(len(expert), device=device) % max(tokens, 1))[by_place]
     starts = torch.searchsorted(sorted_place, torch.arange(places + 1, device=device))
     place_TK = place.view(top_k, tokens).t().contiguous()
-    is_kept, sorted_place_TK = place_TK < places, place_TK.sort(1).values
+    is_kept = place_TK < places
+    sorted_place_TK = place_TK.sort(1).values
     lengths = is_kept.sum(1)
     to_tokens = Dispatch(
         token=place_TK,
@@ -80,13 +88,15 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
 
 
 def fast_encode(x: Tensor, form: Encoding) -> Tensor:
-    """Copy tokens to their places and zeros to empty places: (T, D) -> (E, C, D), differentiable."""
+    """Copy tokens to their places and zeros to empty places: (T, D) -> (E, C, D),
+    differentiable."""
     rows: Tensor = _Encode.apply(x, form)
     return rows.view(form.num_experts, form.capacity, x.shape[1])
 
 
 def fast_decode(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
-    """Sum each token's places, weighted by `gates`: (E, C, D), (T, K) -> (T, D), differentiable in both.
+    """Sum each token's places, weighted by `gates`: (E, C, D), (T, K) -> (T, D), differentiable in
+    both.
 
     A dropped copy contributes nothing, and its weight's gradient is zero.
     """

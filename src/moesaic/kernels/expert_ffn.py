@@ -1,8 +1,10 @@
-"""The expert stage as one differentiable operation: dispatch, two or three grouped products, combine.
+"""The expert stage as one differentiable operation: dispatch, two or three grouped products,
+combine.
 
-Saved for backward are the input, the routing, the weights and the pre-activations, R * H numbers per up matrix. Backward
-gathers the rows and computes the activations again (docs/kernels.md counts the bytes). Both passes are custom ops with fake
-implementations: `torch.compile` and export see one node each, whichever implementation `pick.py` chooses.
+Saved for backward are the input, the routing, the weights and the pre-activations, R * H numbers
+per up matrix. Backward gathers the rows and computes the activations again (docs/kernels.md counts
+the bytes). Both passes are custom ops with fake implementations: `torch.compile` and export see one
+node each, whichever implementation `pick.py` chooses.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.kernels.activation import Clamp
-from moesaic.kernels.operator import operator
+from moesaic.kernels.operator import on_device_of, operator
 from moesaic.kernels.pick import expert_kernel
 from moesaic.kernels.work import Dispatch, ExpertWork, Gradients, Wanted
 
@@ -38,8 +40,11 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
 
 
 def run_experts(work: ExpertWork) -> tuple[Tensor, Tensor]:
-    """Run the experts without autograd; return the result and the pre-activations, (R, C H), for `expert_gradients`."""
-    return expert_kernel(work.x.device, work.kernel).forward(work, work.x.dtype)
+    """Run the experts without autograd; return the result and the pre-activations, (R, C H), for
+    `expert_gradients`."""
+    kernel = expert_kernel(work.x.device, work.kernel)
+    result: tuple[Tensor, Tensor] = on_device_of(work.x, kernel.forward, work, work.x.dtype)
+    return result
 
 
 def expert_gradients(
@@ -53,9 +58,11 @@ def expert_gradients(
         dy: gradient of the result.
         deferred_wgrad: whether some weight-gradient products may be left to `Gradients.finish`.
     """
-    return expert_kernel(work.x.device, work.kernel).backward(
-        work, pre, dy.to(work.x.dtype).contiguous(), Wanted(deferred_wgrad=deferred_wgrad)
-    )
+    kernel = expert_kernel(work.x.device, work.kernel)
+    wanted = Wanted(deferred_wgrad=deferred_wgrad)
+    dy = dy.to(work.x.dtype).contiguous()
+    gradients: Gradients = on_device_of(work.x, kernel.backward, work, pre, dy, wanted)
+    return gradients
 
 
 CALL_SCHEMA = (
@@ -63,8 +70,8 @@ CALL_SCHEMA = (
     "Tensor ends, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, "
     "int per_token, bool has_unsent, str activation, float[] clamp, bool gates_first, str kernel"
 )
-"""The flattened schema of an `ExpertWork`: its tensors, then its settings. `per_token` is 0 if the number of rows per token
-varies; `clamp` is empty for None."""
+"""The flattened schema of an `ExpertWork`: its tensors, then its settings. `per_token` is 0 if the
+number of rows per token varies; `clamp` is empty for None."""
 
 
 def _flatten(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
@@ -91,10 +98,23 @@ def _flatten(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
 
 
 def _unflatten(
-    x: Tensor, gates: Tensor | None, token: Tensor | None, by_token: Tensor | None, starts: Tensor | None, ends: Tensor,
-    up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, per_token: int, has_unsent: bool,
-    activation: str, clamp: Sequence[float], gates_first: bool, kernel: str,
-) -> ExpertWork:  # fmt: skip
+    x: Tensor,
+    gates: Tensor | None,
+    token: Tensor | None,
+    by_token: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    per_token: int,
+    has_unsent: bool,
+    activation: str,
+    clamp: Sequence[float],
+    gates_first: bool,
+    kernel: str,
+) -> ExpertWork:
     """Rebuild the call that `_flatten` flattened."""
     dispatch = None
     if token is not None:
@@ -108,10 +128,19 @@ def _unflatten(
             has_unsent=has_unsent,
         )
     return ExpertWork(
-        x=x, dispatch=dispatch, gates=gates, gates_first=gates_first, ends=ends, up=up, up_bias=up_bias,
-        down=down, down_bias=down_bias, activation=activation, clamp=Clamp(*clamp) if clamp else None,
+        x=x,
+        dispatch=dispatch,
+        gates=gates,
+        gates_first=gates_first,
+        ends=ends,
+        up=up,
+        up_bias=up_bias,
+        down=down,
+        down_bias=down_bias,
+        activation=activation,
+        clamp=Clamp(*clamp) if clamp else None,
         kernel=kernel,
-    )  # fmt: skip
+    )
 
 
 @operator("expert_forward", schema=f"({CALL_SCHEMA}, ScalarType out_dtype) -> (Tensor, Tensor)")
@@ -139,16 +168,21 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *_, **__) -> i
 
 @operator(
     "expert_backward",
-    schema=f"({CALL_SCHEMA}, Tensor pre, Tensor dy, bool wants_x, bool wants_gates, bool wants_weights) -> Tensor[]",
+    schema=(
+        f"({CALL_SCHEMA}, Tensor pre, Tensor dy, bool wants_x, bool wants_gates, bool "
+        "wants_weights) -> Tensor[]"
+    ),
     refuses_gradient=True,
 )
 def expert_backward(*arguments: Any) -> list[Tensor]:
     """Return the gradients of x, gates, up, up_bias, down and down_bias.
 
-    Unwanted gradients of x and gates are empty tensors. Those of absent biases, and unwanted ones of parameters, are left out.
+    Unwanted gradients of x and gates are empty tensors. Those of absent biases, and unwanted ones
+    of parameters, are left out.
     """
     *call, pre, dy, wants_x, wants_gates, wants_weights = arguments
-    work, wanted = _unflatten(*call), Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
+    work = _unflatten(*call)
+    wanted = Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
     gradients = expert_kernel(work.x.device, work.kernel).backward(
         work, pre, dy.to(work.x.dtype).contiguous(), wanted
     )
@@ -163,7 +197,8 @@ def expert_backward(*arguments: Any) -> list[Tensor]:
 def _(*arguments: Any) -> list[Tensor]:
     *call, _pre, _dy, wants_x, wants_gates, wants_weights = arguments
     work = _unflatten(*call)
-    x, gates = work.x, work.gates
+    x = work.x
+    gates = work.gates
     d_x = x.new_empty(x.shape if wants_x else (0,))
     d_gates = gates.new_empty(gates.shape) if gates is not None and wants_gates else x.new_empty(0)
     weights = (work.up, work.up_bias, work.down, work.down_bias) if wants_weights else ()
@@ -174,7 +209,8 @@ def _(*arguments: Any) -> list[Tensor]:
 def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__) -> int:  # type: ignore[no-untyped-def]
     """Count the products of all rows; the arguments are shapes.
 
-    One product gives the hidden rows' gradient, one per matrix its wgrad, and one per up matrix its part of the rows' gradient.
+    One product gives the hidden rows' gradient, one per matrix its wgrad, and one per up matrix its
+    part of the rows' gradient.
     """
     *_, gates_first, _kernel, _pre, _dy, wants_x, wants_gates, wants_weights = others
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
@@ -183,7 +219,8 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__)
 
 
 def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence[int]) -> int:
-    """Return the FLOPs of multiplying every row by its expert's matrix once; the arguments are shapes."""
+    """Return the FLOPs of multiplying every row by its expert's matrix once; the arguments are
+    shapes."""
     num_rows = x[0] if token is None else token[0]
     return 2 * num_rows * down[1] * down[2]
 

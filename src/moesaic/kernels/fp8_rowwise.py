@@ -1,9 +1,11 @@
-"""Experts in float8 with row-wise scales: operands are rounded to e4m3 with one scale per row of tokens and per matrix row.
+"""Experts in float8 with row-wise scales: operands are rounded to e4m3 with one scale per row of
+tokens and per matrix row.
 
-The product is Hopper's `torch._scaled_grouped_mm`, which accumulates in float32. Forward rounds the token rows, the hidden rows
-and the weights. Backward rounds the gradients of rows and, along the other dimension, the weights. The wgrad products are
-bfloat16, as in torchao's recipe `wgrad_with_hp`. Scales are powers of two, so scaling itself does not round. The error of a
-factor is at most 2^-4 of it, or 2^-10 of its row's scale if that is larger.
+The product is Hopper's `torch._scaled_grouped_mm`, which accumulates in float32. Forward rounds the
+token rows, the hidden rows and the weights. Backward rounds the gradients of rows and, along the
+other dimension, the weights. The wgrad products are bfloat16, as in torchao's recipe
+`wgrad_with_hp`. Scales are powers of two, so scaling itself does not round. The error of a factor
+is at most 2^-4 of it, or 2^-10 of its row's scale if that is larger.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ LARGEST = 448.0
 
 
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) bfloat16; undefined from row `ends[-1]` on."""
+    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) bfloat16; undefined
+    from row `ends[-1]` on."""
     if not len(x):
         return x.new_empty(0, w.shape[2])
     rows, row_scales = rounded(x)
@@ -35,7 +38,8 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide each last dimension by a scale; return the e4m3 quotients, (..., K), and the scales, (...) float32."""
+    """Divide each last dimension by a scale; return the e4m3 quotients, (..., K), and the scales,
+    (...) float32."""
     scale = powers(exponents(x))
     return (x / scale.unsqueeze(-1)).to(
         torch.float8_e4m3fn, memory_format=torch.contiguous_format
@@ -43,14 +47,17 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def powers(exponent: Tensor) -> Tensor:
-    """Return exactly 2**exponent in float32, for int32 exponents from -126 to 127; infinity for 128."""
+    """Return exactly 2**exponent in float32, for int32 exponents from -126 to 127; infinity
+    for 128."""
     return (exponent + 127 << 23).view(torch.float32)
 
 
 def exponents(x: Tensor) -> Tensor:
-    """Return the exponent of the smallest power-of-two scale with which a last dimension fits e4m3: (..., K) -> (...) int32.
+    """Return the exponent of the smallest power-of-two scale with which a last dimension fits e4m3:
+    (..., K) -> (...) int32.
 
-    If some value is not finite, the exponent is 128, which makes infinities NaN: a plain cast may give the largest number.
+    If some value is not finite, the exponent is 128, which makes infinities NaN: a plain cast may
+    give the largest number.
     """
     largest = x.abs().amax(-1).float()
     mantissa, exponent = torch.frexp(largest / LARGEST)

@@ -1,16 +1,19 @@
 """Grouped matmul: each expert's rows times that expert's matrix, in one call.
 
-Forward is `y = x @ w[e].T`; backward is `dx = dy @ w[e]` and `dw[e] = dy.T @ x`, all three grouped. x and w are saved; the
-weights are never copied. There are three implementations, in order of preference:
+Forward is `y = x @ w[e].T`; backward is `dx = dy @ w[e]` and `dw[e] = dy.T @ x`, all three grouped.
+x and w are saved; the weights are never copied. There are three implementations, in order of
+preference:
 
-- `torch.nn.functional.grouped_mm`, if row strides are multiples of 16 bytes. On a GPU only for bfloat16, since for other
-  dtypes it loops over experts on the host; on a CPU only for float32, since others take up to 3 times as long as a loop
-  (docs/kernels.md), and 100 times without instructions for them (docs/log.md).
+- `torch.nn.functional.grouped_mm`, if row strides are multiples of 16 bytes. On a GPU only for
+  bfloat16, since for other dtypes it loops over experts on the host; on a CPU only for float32,
+  since others take up to 3 times as long as a loop (docs/kernels.md), and 100 times without
+  instructions for them (docs/log.md).
 - the Triton kernels, on GPUs that run them.
 - a loop over experts, for the rest.
 
-The two products are custom ops with fake implementations, which compile without a graph break. Torch's own shape function for
-`grouped_mm` rejects float32, which its CPU kernel supports, and the loop over experts reads the row counts on the host.
+The two products are custom ops with fake implementations, which compile without a graph break.
+Torch's own shape function for `grouped_mm` rejects float32, which its CPU kernel supports, and the
+loop over experts reads the row counts on the host.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 @operator("rows_times", refuses_gradient=True)
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N); not differentiable by itself."""
+    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N); not differentiable
+    by itself."""
     if len(x) and _is_supported(x, w) and _is_aligned(w):
         return F.grouped_mm(_packed(x), w, offs=ends)
     if _has_kernel(x):
@@ -71,7 +75,8 @@ def _(x, w, ends, **_) -> int:  # type: ignore[no-untyped-def]
 
 @operator("outer_products", refuses_gradient=True)
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an expert without rows."""
+    """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an
+    expert without rows."""
     if len(x) and _is_supported(dy, x):
         gradient: Tensor = F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
         return gradient if dy.device.type == "cpu" else gradient.masked_fill_(has_no_rows(ends), 0)
@@ -114,7 +119,8 @@ def _has_kernel(rows: Tensor) -> bool:
 
 
 def has_no_rows(ends: Tensor) -> Tensor:
-    """Return which experts have no rows, (E, 1, 1) bool. On Blackwell `F.grouped_mm` leaves their products uninitialised."""
+    """Return which experts have no rows, (E, 1, 1) bool. On Blackwell `F.grouped_mm` leaves their
+    products uninitialised."""
     return (ends.diff(prepend=ends.new_zeros(1)) == 0).view(-1, 1, 1)
 
 
@@ -131,7 +137,8 @@ def _is_aligned(w: Tensor) -> bool:
 
 
 def _packed(rows: Tensor) -> Tensor:
-    """Return the rows with the strides that `F.grouped_mm` requires: one row after the other in memory.
+    """Return the rows with the strides that `F.grouped_mm` requires: one row after the other in
+    memory.
 
     `contiguous()` is not enough: it keeps the stride of a single row, which is 0 after an `expand`.
     """

@@ -1,8 +1,10 @@
-"""Experts in MXFP8: like `fp8_rowwise`, but with one scale for every 32 values of a row, as Blackwell's products support it.
+"""Experts in MXFP8: like `fp8_rowwise`, but with one scale for every 32 values of a row, as
+Blackwell's products support it.
 
-The format is the Open Compute Project's (Microscaling Formats 1.0, 2023): e4m3 values, and scales that are one-byte exponents.
-`torch._scaled_grouped_mm` requires the scales in tiles of 128 rows by 4 columns, swizzled as cuBLAS documents it ("1D block
-scaling factors layout"). Each expert's rows start at the first row of a tile; their places are computed on the device.
+The format is the Open Compute Project's (Microscaling Formats 1.0, 2023): e4m3 values, and scales
+that are one-byte exponents. `torch._scaled_grouped_mm` requires the scales in tiles of 128 rows by
+4 columns, swizzled as cuBLAS documents it ("1D block scaling factors layout"). Each expert's rows
+start at the first row of a tile; their places are computed on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ TILE = 128
 
 
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) bfloat16; undefined from row `ends[-1]` on."""
+    """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N) bfloat16; undefined
+    from row `ends[-1]` on."""
     if not len(x):
         return x.new_empty(0, w.shape[2])
     rows, row_scales = rounded(x)
@@ -31,14 +34,19 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     )
     tiled_scales[_tiled_rows(ends, len(x))] = row_scales
     product: Tensor = torch._scaled_grouped_mm(
-        rows, matrices.transpose(1, 2), swizzled(tiled_scales), swizzled(matrix_scales).flatten(1), offs=ends,
+        rows,
+        matrices.transpose(1, 2),
+        swizzled(tiled_scales),
+        swizzled(matrix_scales).flatten(1),
+        offs=ends,
         out_dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
     return product
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide each block by a scale; return the e4m3 quotients, (..., K), and the scales' biased exponents, (..., K / 32)."""
+    """Divide each block by a scale; return the e4m3 quotients, (..., K), and the scales' biased
+    exponents, (..., K / 32)."""
     blocks = x.unflatten(-1, (-1, BLOCK))
     exponent = exponents(blocks)
     values = (blocks / powers(exponent).unsqueeze(-1)).flatten(-2)
@@ -48,18 +56,19 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Reorder scales tile by tile: (..., rows, columns) bytes -> e8m0, with both sizes rounded up to whole tiles."""
+    """Reorder scales tile by tile: (..., rows, columns) bytes -> e8m0, with both sizes rounded up
+    to whole tiles."""
     rows, columns = scales.shape[-2:]
     padded = F.pad(scales, (0, -columns % 4, 0, -rows % TILE))
-    tiles = padded.unflatten(-1, (-1, 4)).unflatten(
-        -3, (-1, 4, 32)
-    )  # (..., tile row, 4, 32, tile column, 4)
+    # (..., tile row, 4, 32, tile column, 4)
+    tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))
     order = tiles.permute(*range(tiles.dim() - 5), -5, -2, -3, -4, -1)
     return order.reshape(padded.shape).view(torch.float8_e8m0fnu)
 
 
 def _tiled_rows(ends: Tensor, num_rows: int) -> Tensor:
-    """Return the row of the tiled scales that each row's scales occupy, (R,); each expert starts a new tile."""
+    """Return the row of the tiled scales that each row's scales occupy, (R,); each expert starts a
+    new tile."""
     sizes = ends.diff(prepend=ends.new_zeros(1))
     tiles = (sizes + TILE - 1) // TILE * TILE
     shift = (tiles.cumsum(0) - tiles) - (ends - sizes)

@@ -1,11 +1,12 @@
-"""Frozen matrices in NF4, and grouped products with them: four bits for each number, a float32 scale for each 64 of a row.
+"""Frozen matrices in NF4, and grouped products with them: four bits for each number, a float32
+scale for each 64 of a row.
 
-A byte holds two neighbours of a row, the first in its upper half. Codes and scales are bit for bit those of bitsandbytes. A
-number is its code's value times the scale of its block, rounded once, from float32. Scales may be stored in eight bits (double
-quantization); products need them in float32.
+A byte holds two neighbours of a row, the first in its upper half. Codes and scales are bit for bit
+those of bitsandbytes. A number is its code's value times the scale of its block, rounded once, from
+float32. Scales may be stored in eight bits (double quantization); products need them in float32.
 
-CPUs dequantize a block of a matrix at a time, the Triton kernel a tile; no dequantized matrix outlives its product.
-Source: Dettmers et al., "QLoRA" (2023), section 3.
+CPUs dequantize a block of a matrix at a time, the Triton kernel a tile; no dequantized matrix
+outlives its product. Source: Dettmers et al., "QLoRA" (2023), section 3.
 """
 
 from __future__ import annotations
@@ -26,10 +27,23 @@ from moesaic.kernels.products import rows_product
 BLOCK = 64
 """Neighbours of a row that share a scale."""
 VALUES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 """The value of each code: quantiles of the normal distribution (QLoRA, appendix E)."""
 GROUP = 256
 """Scales that share a scale themselves, if they are quantized too."""
@@ -67,7 +81,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if weight.shape[-1] % BLOCK:
         raise InputError(
-            f"NF4 needs input widths that are multiples of {BLOCK}, got {weight.shape[-1]}: leave these experts in 16 bits"
+            f"NF4 needs input widths that are multiples of {BLOCK}, got {weight.shape[-1]}: "
+            "leave these experts in 16 bits"
         )
     values = code_values(weight.device)
     blocks = weight.float().contiguous().unflatten(-1, (-1, BLOCK))
@@ -81,11 +96,12 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes[..., ::2] << 4 | codes[..., 1::2], scales
 
 
-def recover(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `quantize` of numbers; for blocks that codes and a scale below zero stand for, these.
+def requantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales from which `numbers`, in float32, were dequantized, bit for bit.
 
-    So numbers in float32 that were dequantized from NF4 get their codes and scales back, bit for bit: a block's largest number
-    is its scale, and all others lie next to the values of their codes. Scales that were quantized may be below zero.
+    `quantize` finds them unless a block's scale is below zero, as double quantization can make it;
+    such a block is quantized with its sign turned, and its scale negated. Other numbers are
+    quantized as `quantize` does.
     """
     codes, scales = quantize(numbers)
     is_right = dequantize(codes, scales, numbers.dtype) == numbers
@@ -110,7 +126,8 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def scale_values(device: torch.device) -> Tensor:
-    """Return the values of scales in eight bits, (256,) float32: bitsandbytes' dynamic map (Dettmers 2015, section 2.2)."""
+    """Return the values of scales in eight bits, (256,) float32: bitsandbytes' dynamic map
+    (Dettmers 2015, section 2.2)."""
     edges = (
         torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
         for power in range(7)
@@ -131,10 +148,11 @@ def compress(scales: Tensor) -> tuple[Tensor, Tensor]:
         scales: float32, of any shape.
 
     Returns:
-        Codes, uint8 of the same shape; and (1 + groups,) float32: the mean of the scales, and of each 256 of them, in row-major
-        order, the largest difference from it.
+        Codes, uint8 of the same shape; and (1 + groups,) float32: the mean of the scales, and of
+        each 256 of them, in row-major order, the largest difference from it.
     """
-    values, mean = scale_values(scales.device), scales.mean()
+    values = scale_values(scales.device)
+    mean = scales.mean()
     groups = F.pad((scales - mean).flatten(), (0, -scales.numel() % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(1)
     scaled = (groups * (1.0 / largest.clamp(min=SMALLEST)).unsqueeze(1)).clamp_(-1, 1)
@@ -143,7 +161,8 @@ def compress(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expand(codes: Tensor, groups: Tensor) -> Tensor:
-    """Return the scales of matrices, (E, ...) float32, from `compress`: codes, (E, ...), and (E, 1 + groups)."""
+    """Return the scales of matrices, (E, ...) float32, from `compress`: codes, (E, ...), and (E,
+    1 + groups)."""
     found = scale_values(codes.device)[codes.flatten(1).int()]
     of_each = groups[:, 1:].repeat_interleave(GROUP, 1)[:, : found.shape[1]]
     return found.mul_(of_each).add_(groups[:, :1]).view(codes.shape)
@@ -158,10 +177,12 @@ def rows_times(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transpose
         codes: (E, N, K / 2) uint8.
         scales: (E, N, K / 64) float32.
         ends: (E,) int32, one past the last row of each expert.
-        transposed: multiply by the transpose, as `nn.Linear` does; else by the matrix, as the gradient of its input.
+        transposed: multiply by the transpose, as `nn.Linear` does; else by the matrix, as the
+            gradient of its input.
 
     Returns:
-        (R, N), or (R, K) if not `transposed`, in the dtype of `x`; rows from `ends[-1]` on are undefined.
+        (R, N), or (R, K) if not `transposed`, in the dtype of `x`; rows from `ends[-1]` on are
+        undefined.
     """
     kind = kind_of(x.device)
     if kind == "triton" and x.dtype != torch.float64:
@@ -193,7 +214,8 @@ def _by_blocks(
     x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, *, transposed: bool
 ) -> Tensor:
     """Return `rows_times` on a CPU: expert by expert, each in blocks of columns of the result."""
-    height, width = codes.shape[1], 2 * codes.shape[2]
+    height = codes.shape[1]
+    width = 2 * codes.shape[2]
     out = x.new_empty(len(x), height if transposed else width)
     columns = max(1, SCRATCH // width) if transposed else max(1, SCRATCH // height // BLOCK) * BLOCK
     start = 0
@@ -205,10 +227,8 @@ def _by_blocks(
                     codes[expert, first:last], scales[expert, first:last], x.dtype
                 ).t()
             else:
-                of_codes, of_scales = (
-                    slice(first // 2, last // 2),
-                    slice(first // BLOCK, last // BLOCK),
-                )
+                of_codes = slice(first // 2, last // 2)
+                of_scales = slice(first // BLOCK, last // BLOCK)
                 matrix = dequantize(
                     codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype
                 )

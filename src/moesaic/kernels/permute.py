@@ -1,7 +1,8 @@
 """Permutation of tokens into expert order, and back with a sum over each token's copies.
 
-The two are each other's transpose, so each is the other's backward. Both are deterministic (no atomics) and sum in float32.
-Only indices are saved for backward. `dot_rows` computes the gradients of routing weights.
+The two are each other's transpose, so each is the other's backward. Both are deterministic (no
+atomics) and sum in float32. Only indices are saved for backward. `dot_rows` computes the gradients
+of routing weights.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ def sort_by_expert(
         expert: (R,) int64, each copy's expert.
         counts: (E,) int64, copies per expert.
         num_tokens: T.
-        rows_per_token: R / T if every token has that many copies and they follow one another; else None.
-        has_unsent: whether some copies have expert number E, which marks them as not sent. Their rows come last and belong to
-            no token.
+        rows_per_token: R / T if every token has that many copies and they follow one another; else
+            None.
+        has_unsent: whether some copies have expert number E, which marks them as not sent. Their
+            rows come last and belong to no token.
     """
     if kind_of(expert.device) == "triton":
         from moesaic.kernels.triton.rows.sort import sort
@@ -92,10 +94,12 @@ def sort_by_expert(
 
 @operator("sort_copies")
 def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort copies by expert, stably, without Triton. On a CPU numpy sorts 16-bit integers by radix, in a fifth of torch's time.
+    """Sort copies by expert, stably, without Triton. On a CPU numpy sorts 16-bit integers by radix,
+    in a fifth of torch's time.
 
     Args:
-        expert: (R,) int64, each copy's expert; `num_experts` for a copy that is not sent, whose row comes last.
+        expert: (R,) int64, each copy's expert; `num_experts` for a copy that is not sent, whose row
+            comes last.
         num_experts: E.
 
     Returns:
@@ -107,13 +111,13 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         numbers = expert.numpy()
         numbers = numbers.astype(np.uint16) if num_experts < 2**16 else numbers
         ends = np.bincount(numbers, minlength=num_experts)[:num_experts].cumsum(dtype=np.int32)
-        order, row = numbers.argsort(kind="stable"), np.full(len(numbers), -1)
+        order = numbers.argsort(kind="stable")
+        row = np.full(len(numbers), -1)
         num_sent = ends[-1]
         row[order[:num_sent]] = np.arange(num_sent)
         return torch.from_numpy(order), torch.from_numpy(row), torch.from_numpy(ends)
-    narrow = (
-        expert.to(torch.int16) if num_experts < 2**15 else expert
-    )  # sorts in half the time of int64
+    # sorts in half the time of int64
+    narrow = expert.to(torch.int16) if num_experts < 2**15 else expert
     sorted_experts, copies = narrow.sort(stable=True)
     position = torch.arange(len(expert), device=expert.device).masked_fill(
         sorted_experts == num_experts, -1
@@ -144,7 +148,8 @@ def permute(x: Tensor, permutation: Permutation) -> Tensor:
 def unpermute(
     rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Sum each token's rows, differentiable. 16-bit rows are summed in float32 and rounded once, to `dtype`.
+    """Sum each token's rows, differentiable. 16-bit rows are summed in float32 and rounded once, to
+    `dtype`.
 
     Args:
         rows: (R, D) in expert order.
@@ -167,9 +172,9 @@ def sum_rows(
 ) -> Tensor:
     """Sum each token's rows times their weights; not differentiable, deterministic on every device.
 
-    16-bit rows are summed in float32 and rounded once. On a CPU this is torch's `embedding_bag`, where each token is a bag of
-    rows: it needs no buffer of all rows and takes a fifth of the time of a gather and a sum. The Triton kernel needs no such
-    buffer either.
+    16-bit rows are summed in float32 and rounded once. On a CPU this is torch's `embedding_bag`,
+    where each token is a bag of rows: it needs no buffer of all rows and takes a fifth of the time
+    of a gather and a sum. The Triton kernel needs no such buffer either.
 
     Args:
         rows: (R, D) in expert order.
@@ -182,42 +187,52 @@ def sum_rows(
     """
     dtype = rows.dtype if dtype is None else dtype
     weights = None if weights is None else weights.to(rows.dtype)
-    num_tokens, sum_dtype = len(dispatch.starts), accumulate_dtype(rows.dtype)
-    if kind_of(rows.device) == "cpu":
-        bag_weights = (
-            None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
-        )
-        summed: Tensor = F.embedding_bag(
-            dispatch.by_token,
-            rows.to(dtype),
-            dispatch.starts,
-            mode="sum",
-            per_sample_weights=bag_weights,
-        )
-        return summed
-    if kind_of(rows.device) == "triton" and rows.dtype != torch.float64 and dtype != torch.float64:
+    kind = kind_of(rows.device)
+    if kind == "cpu":
+        return _sum_by_bags(rows, dispatch, weights, dtype)
+    if kind == "triton" and rows.dtype != torch.float64 and dtype != torch.float64:
         from moesaic.kernels.triton.rows.permute import sum_tokens
 
         return sum_tokens(
             rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype
         )
+    return _sum_gathered(rows, dispatch, weights).to(dtype)
+
+
+def _sum_by_bags(
+    rows: Tensor, dispatch: Dispatch, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return each token's sum as that of a bag of rows, (T, D), in `dtype`."""
+    bag_weights = None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
+    summed: Tensor = F.embedding_bag(
+        dispatch.by_token,
+        rows.to(dtype),
+        dispatch.starts,
+        mode="sum",
+        per_sample_weights=bag_weights,
+    )
+    return summed
+
+
+def _sum_gathered(rows: Tensor, dispatch: Dispatch, weights: Tensor | None) -> Tensor:
+    """Return each token's sum over its rows, gathered in the tokens' order: (T, D), in the dtype of
+    the sums."""
     token_rows = rows.index_select(
         0, dispatch.by_token.clamp_min(0) if dispatch.has_unsent else dispatch.by_token
     )
-    token_rows = token_rows.to(sum_dtype)
+    token_rows = token_rows.to(accumulate_dtype(rows.dtype))
     if weights is not None:
         token_rows *= weights.index_select(0, dispatch.by_token.clamp_min(0)).unsqueeze(1)
     if dispatch.has_unsent:
         token_rows.masked_fill_(dispatch.by_token.unsqueeze(1) < 0, 0.0)
+    num_tokens = len(dispatch.starts)
     if dispatch.per_token is not None:
-        return token_rows.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1).to(dtype)
+        return token_rows.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1)
     ends = torch.cat(
         [dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))]
     )
     lengths = ends - dispatch.starts  # correct by construction; a check would wait for the device
-    return torch.segment_reduce(token_rows, "sum", lengths=lengths, unsafe=True, initial=0.0).to(
-        dtype
-    )
+    return torch.segment_reduce(token_rows, "sum", lengths=lengths, unsafe=True, initial=0.0)
 
 
 class _Permute(torch.autograd.Function):
@@ -246,8 +261,9 @@ class _Unpermute(torch.autograd.Function):
 def dot_rows(a: Tensor, b: Tensor, row_numbers: Tensor | None = None) -> Tensor:
     """Return the dot product of each row of `a` with the same row of `b`: (R,).
 
-    On a CPU this is the kernel for the gradient of an `embedding_bag`'s weights. It writes no (R, H) product and takes half the
-    time of `(a * b).sum(1)`, which other devices use. float16 on a CPU is summed as float32.
+    On a CPU this is the kernel for the gradient of an `embedding_bag`'s weights. It writes no (R,
+    H) product and takes half the time of `(a * b).sum(1)`, which other devices use. float16 on a
+    CPU is summed as float32.
 
     Args:
         a: (R, H).

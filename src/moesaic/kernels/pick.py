@@ -1,8 +1,8 @@
 """The one place that decides which kernels run on a device.
 
-Every operation with several implementations asks this module which one to import: the expert stage (`expert_kernel`), sorting
-and summing rows (`permute.py`), top-k routing (`routing/router.py`) and the codecs. Triton is therefore only imported where it
-runs.
+Every operation with several implementations asks this module which one to import: the expert stage
+(`expert_kernel`), sorting and summing rows (`permute.py`), top-k routing (`routing/router.py`) and
+the codecs. Triton is therefore only imported where it runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ AMPERE = (8, 0)
 def kind_of(device: torch.device) -> str:
     """Return the key of `KERNELS` that a device uses.
 
-    "triton" for CUDA devices from Ampere on if Triton is installed; "cpu" for the CPU; "other" for everything else. "other"
-    uses torch's operations, and only those that do not wait for the host.
+    "triton" for CUDA devices from Ampere on if Triton is installed; "cpu" for the CPU; "other" for
+    everything else. "other" uses torch's operations, and only those that do not wait for the host.
     """
     if device.type == "cuda" and _runs_triton(device):
         return "triton"
@@ -35,16 +35,19 @@ def kind_of(device: torch.device) -> str:
 
 
 def codes_by_triton(rows_on: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernels encode and decode rows of `dtype` on this device: 16-bit and float32 rows."""
+    """Return whether the Triton kernels encode and decode rows of `dtype` on this device: 16-bit
+    and float32 rows."""
     return dtype != torch.float64 and kind_of(rows_on) == "triton"
 
 
 def _runs_triton(device: torch.device) -> bool:
-    """Return whether a CUDA device runs the Triton kernels: a constant in compiled code, which cannot trace the probe."""
+    """Return whether a CUDA device runs the Triton kernels: a constant in compiled code, which
+    cannot trace the probe."""
     return _can_run_triton(device)
 
 
-# What `torch.compiler.assume_constant_result` does, but that imports the compiler, which takes seconds.
+# What `torch.compiler.assume_constant_result` does, but that imports the compiler, which takes
+# seconds.
 _runs_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -61,10 +64,12 @@ class ExpertKernel:
     """One implementation of the expert stage."""
 
     forward: Callable[[ExpertWork, torch.dtype], tuple[Tensor, Tensor]]
-    """(work, dtype of the result) -> (result, pre-activations). The result is (T, D), or (R, D) without dispatch. The
-    pre-activations are the output of `up`, (R, C H), in the memory layout that `backward` of the same kernel reads."""
+    """(work, dtype of the result) -> (result, pre-activations). The result is (T, D), or (R, D)
+    without dispatch. The pre-activations are the output of `up`, (R, C H), in the memory layout
+    that `backward` of the same kernel reads."""
     backward: Callable[[ExpertWork, Tensor, Tensor, Wanted], Gradients]
-    """(work, pre-activations, gradient of the result in the dtype of `work.x`, which gradients to compute) -> gradients."""
+    """(work, pre-activations, gradient of the result in the dtype of `work.x`, which gradients to
+    compute) -> gradients."""
 
 
 KERNELS: dict[str, str] = {
@@ -72,7 +77,8 @@ KERNELS: dict[str, str] = {
     "triton": "triton.expert_stage",
     "other": "whole_batch",
 }
-"""The default implementations of the expert stage: a module for each value of `kind_of`. All compute the same."""
+"""The default implementations of the expert stage: a module for each value of `kind_of`. All
+compute the same."""
 
 
 TIERS: dict[str, str] = {
@@ -81,7 +87,8 @@ TIERS: dict[str, str] = {
     "fp8": "fp8_rowwise",
     "mxfp8": "mxfp8",
 }
-"""Opt-in implementations, chosen by `MoE(kernel=...)`: a module for each name. Some of them round more than the defaults."""
+"""Opt-in implementations, chosen by `MoE(kernel=...)`: a module for each name. Some of them round
+more than the defaults."""
 AUTO = "auto"
 """The value of `MoE(kernel=...)` that chooses the device's entry of `KERNELS`."""
 
@@ -98,7 +105,8 @@ def check_tier(name: str) -> str:
 
 
 def expert_kernel(device: torch.device, name: str = AUTO) -> ExpertKernel:
-    """Return the implementation of the expert stage: the one called `name` in `TIERS`, or the device's default.
+    """Return the implementation of the expert stage: the one called `name` in `TIERS`, or the
+    device's default.
 
     Raises:
         InputError: the named implementation cannot be imported.
@@ -109,7 +117,8 @@ def expert_kernel(device: torch.device, name: str = AUTO) -> ExpertKernel:
         return _expert_kernel(TIERS[name])
     except ImportError as error:
         raise InputError(
-            f"kernel={name!r} cannot be imported here ({error}): install what it needs, or choose auto"
+            f"kernel={name!r} cannot be imported here ({error}): install what it needs, or "
+            "choose auto"
         ) from None
 
 
@@ -117,7 +126,6 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
     """Check that a tier can compute a call.
 
     Args:
-        work: the call.
         name: the tier's key in `TIERS`.
         majors: the major compute capabilities that the tier runs on.
         multiple: the token width and the expert width must be multiples of this number.
@@ -125,7 +133,8 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
     Raises:
         InputError: the device, the dtype or a width is not supported.
     """
-    device, advice = work.x.device, f"; kernel={AUTO!r} runs here"
+    device = work.x.device
+    advice = f"; kernel={AUTO!r} runs here"
     device_major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     if device_major not in majors:
         versions = " or ".join(f"{major}.x" for major in majors)
@@ -144,7 +153,8 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
 
 
 def triton_products() -> Any:
-    """Return the Triton module with `rows_times_any` and `outer_products_any`; for devices of kind "triton" only."""
+    """Return the Triton module with `rows_times_any` and `outer_products_any`; for devices of kind
+    "triton" only."""
     return importlib.import_module(f"moesaic.kernels.{KERNELS['triton']}")
 
 

@@ -1,15 +1,23 @@
 """Matrix products of an expert's rows on a CPU, by the fastest library for the processor.
 
-torch uses oneDNN for bfloat16 and MKL for float32. MKL uses AVX-512 on Intel's processors only. On AMD's, from Zen 5
-(full 512-bit units) on, oneDNN takes half of MKL's time for float32 (docs/kernels.md). torch exposes oneDNN's float32 products
-in one operator only, which allocates its result. Products that are large enough to make up for the copy use that operator.
+torch uses oneDNN for bfloat16 and MKL for float32. MKL uses AVX-512 on Intel's processors only. On
+AMD's, from Zen 5 (full 512-bit units) on, oneDNN takes half of MKL's time for float32
+(docs/kernels.md). torch exposes oneDNN's float32 products in one operator only, which allocates its
+result. Products that are large enough to make up for the copy use that operator.
 
-oneDNN compiles code for every shape and caches the last thousand shapes. An expert's number of rows changes in every step, so
-oneDNN gets numbers of rows that come again: of float32 rows the largest multiple of `STEP`, while MKL multiplies the others,
-and of bfloat16 rows all, with zeros behind them.
+oneDNN compiles code for every shape and caches the last thousand shapes. An expert's number of rows
+changes in every step, so oneDNN gets numbers of rows that come again: of float32 rows the largest
+multiple of `STEP`, while MKL multiplies the others, and of bfloat16 rows all, with zeros behind
+them.
 
-float16 is multiplied as float32 and rounded once, and so is bfloat16 in small products and on processors without instructions
-for it: torch's own products take up to 126 (float16) and 14 times as long (docs/log.md).
+oneDNN has no fast code for a float32 matrix whose rows lie apart in memory, such as one of the
+three matrices that travel side by side: its reference code takes 2,000 times as long
+(docs/kernels.md). It gets a packed copy of such a matrix if the copy is short beside the product;
+otherwise MKL multiplies, which takes any strides.
+
+float16 is multiplied as float32 and rounded once, and so is bfloat16 in small products and on
+processors without instructions for it: torch's own products take up to 126 (float16) and 14 times
+as long (docs/log.md).
 """
 
 from __future__ import annotations
@@ -20,17 +28,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moesaic.program.expert_sizes import FEWEST, STEP, WIDEST, Converts, missing_rows
+
 SHORT = frozenset((torch.bfloat16, torch.float16))
-STEP = 16
-"""oneDNN gets a multiple of this number of rows."""
-FEWEST = 2**22
-"""The fewest multiplications for which oneDNN is worth the copies; measured, see docs/kernels.md."""
-WIDEST = 2**16
-"""The most numbers of a bfloat16 matrix that is converted for a small product; measured, see docs/kernels.md."""
 NARROWEST = 32
 """The least height and width of a matrix for oneDNN."""
+FEWEST_TO_COPY = 64
+"""The fewest rows of a result for which a copy of the matrix pays: it takes MKL's time for 20 to 30
+rows (docs/kernels.md)."""
 ZEN_5 = 26
-"""The family number of AMD's Zen 5, the first with 512-bit multiplication units; Zen 4 takes two passes, as MKL does."""
+"""The family number of AMD's Zen 5, the first with 512-bit multiplication units; Zen 4 takes two
+passes, as MKL does."""
 
 
 def rows_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int = 0) -> None:
@@ -40,12 +48,14 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int = 0) -> 
         rows: (R, K), each row contiguous.
         matrix: (K, N), with contiguous rows or contiguous columns.
         out: (R, N), written.
-        behind: rows behind both `rows` and `out` in memory that may be read and overwritten, because their turn comes later.
+        behind: rows behind both `rows` and `out` in memory that may be read and overwritten,
+            because their turn comes later.
     """
-    is_short, num_rows = rows.dtype in SHORT and rows.is_cpu, rows.shape[0]
+    is_short = rows.dtype in SHORT and rows.is_cpu
+    num_rows = rows.shape[0]
     if is_short and _is_faster_as_float32(rows.dtype, num_rows, matrix.numel()):
         out.copy_(product_in_dtype(rows.float(), matrix.float()))
-    elif is_short and (missing := _missing(num_rows)):
+    elif is_short and (missing := missing_rows(num_rows)):
         if missing > behind:
             out.copy_(product_in_dtype(_padded(rows, missing), matrix)[:num_rows])
         else:
@@ -54,8 +64,8 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int = 0) -> 
                 for each in (rows, out)
             )
             torch.mm(rows, matrix, out=out)
-    elif num_onednn := _num_onednn_rows(rows, matrix.shape):
-        out[:num_onednn].copy_(_by_onednn(rows[:num_onednn], matrix.t()))
+    elif num_onednn := _num_onednn_rows(rows, matrix.shape, matrix, num_rows):
+        out[:num_onednn].copy_(product_by_onednn(rows[:num_onednn], matrix.t()))
         if num_onednn < num_rows:
             torch.mm(rows[num_onednn:], matrix, out=out[num_onednn:])
     else:
@@ -71,19 +81,28 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
         out: (M, N), written.
         adds: add to `out` instead of overwriting it.
     """
-    is_short, num_rows = a.dtype in SHORT and a.is_cpu, a.shape[0]
+    is_short = a.dtype in SHORT and a.is_cpu
+    num_rows = a.shape[0]
     if is_short and _is_faster_as_float32(a.dtype, num_rows, out.numel()):
         product = product_in_dtype(a.t().float(), b.float())
         out.copy_(product.add_(out) if adds else product)
-    elif num_onednn := _num_onednn_rows(a, out.shape):
-        product = _by_onednn(a[:num_onednn].t(), b[:num_onednn].t())
+    elif num_onednn := _num_onednn_rows(a, out.shape, b, a.shape[1]):
+        product = product_by_onednn(a[:num_onednn].t(), b[:num_onednn].t())
         (out.add_ if adds else out.copy_)(product)
         if num_onednn < num_rows:
             out.addmm_(a[num_onednn:].t(), b[num_onednn:])
     else:
-        if is_short and (missing := _missing(num_rows)):
-            a, b = _padded(a, missing), _padded(b, missing)
+        if is_short and (missing := missing_rows(num_rows)):
+            a = _padded(a, missing)
+            b = _padded(b, missing)
         out.addmm_(a.t(), b, beta=int(adds))
+
+
+def converts(dtype: torch.dtype) -> Converts:
+    """Return what products of a dtype copy on this processor, for the memory of a call."""
+    if dtype in SHORT:
+        return "small" if multiplies(dtype) else "all"
+    return "packed" if dtype == torch.float32 and onednn_is_faster() else "nothing"
 
 
 def product_in_dtype(a: Tensor, b: Tensor) -> Tensor:
@@ -91,20 +110,40 @@ def product_in_dtype(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
 
 
+def product_by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
+    """Return `rows @ transposed.T` by oneDNN: (R, K), (N, K) -> (R, N), float32.
+
+    The operator copies rows that lie apart in memory by itself, but not such a matrix.
+    """
+    if not _is_packed(transposed):
+        transposed = transposed.clone()  # keeps which dimension is contiguous
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, transposed, None, "none", [], "")
+    return product
+
+
 def multiplies(dtype: torch.dtype) -> bool:
-    """Return whether torch's products of this dtype use instructions of this processor; of float16 they are taken not to."""
+    """Return whether torch's products of this dtype use instructions of this processor; of float16
+    they are taken not to."""
     return dtype.itemsize > 2 or bool(
         dtype == torch.bfloat16 and torch.backends.mkldnn.enabled and multiplies_bfloat16()
     )
 
 
 def _is_faster_as_float32(dtype: torch.dtype, num_rows: int, size: int) -> bool:
-    """Return whether 16-bit rows and a matrix of `size` numbers are multiplied faster as float32."""
+    """Return whether 16-bit rows and a matrix of `size` numbers are multiplied faster as
+    float32."""
     return (size <= WIDEST and num_rows * size < FEWEST) or not multiplies(dtype)
 
 
-def _num_onednn_rows(rows: Tensor, matrix: torch.Size) -> int:
-    """Return how many of the rows oneDNN gets in a float32 product with a matrix of this shape; 0 if it is not used."""
+def _num_onednn_rows(rows: Tensor, matrix: torch.Size, second: Tensor, height: int) -> int:
+    """Return how many of the rows oneDNN gets in a float32 product with a matrix of this shape; 0
+    if it is not used.
+
+    Args:
+        matrix: the shape of the matrix, or of the sum over rows.
+        second: the product's second operand, which oneDNN gets packed.
+        height: number of rows of the result.
+    """
     if (
         not onednn_is_faster()
         or rows.dtype != torch.float32
@@ -113,12 +152,14 @@ def _num_onednn_rows(rows: Tensor, matrix: torch.Size) -> int:
     ):
         return 0
     is_large = rows.shape[0] * matrix.numel() >= FEWEST and min(matrix) >= NARROWEST
-    return rows.shape[0] // STEP * STEP if is_large else 0
+    is_worth_it = is_large and (height >= FEWEST_TO_COPY or _is_packed(second))
+    return rows.shape[0] // STEP * STEP if is_worth_it else 0
 
 
-def _missing(num_rows: int) -> int:
-    """Return how many rows are missing to a number that comes again: from `STEP` on, at most 16 numbers per doubling do."""
-    return -num_rows % max(STEP, 1 << num_rows.bit_length() >> 5) if num_rows > STEP else 0
+def _is_packed(matrix: Tensor) -> bool:
+    """Return whether the rows or the columns of a matrix lie one after the other in memory, without
+    gaps."""
+    return matrix.is_contiguous() or matrix.t().is_contiguous()
 
 
 def _padded(rows: Tensor, missing: int) -> Tensor:
@@ -126,42 +167,39 @@ def _padded(rows: Tensor, missing: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
 
 
-def _by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
-    """Return `rows @ transposed.T`."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, transposed, None, "none", [], "")
-    return product
-
-
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether this processor has instructions for bfloat16. Before torch 2.11, only those with AVX2 are known not to."""
+    """Return whether this processor has instructions for bfloat16. Before torch 2.11, only those
+    with AVX2 are known not to."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return bool(capabilities.get("avx512_bf16", torch.backends.cpu.get_cpu_capability() != "AVX2"))
 
 
 @functools.cache
-def onednn_is_faster() -> bool:
-    """Return whether oneDNN multiplies float32 faster than torch's default, MKL, on this machine."""
-    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if (
-        not has_both
-        or torch.backends.cpu.get_cpu_capability() != "AVX512"
-        or not _is_zen_5(Path("/proc/cpuinfo"))
-    ):
+def has_onednn() -> bool:
+    """Return whether torch has oneDNN's float32 product, a private operator, which may change."""
+    if not torch.backends.mkldnn.is_available():
         return False
-    a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
+    a = torch.arange(6.0).view(2, 3)
+    b = torch.arange(12.0).view(4, 3)
     try:
-        return torch.equal(_by_onednn(a, b), a @ b.t())
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # a private operator of torch, which may change
+        return torch.equal(product_by_onednn(a, b), a @ b.t())
+    except (AttributeError, RuntimeError, TypeError):
         return False
+
+
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Return whether oneDNN multiplies float32 faster than torch's default, MKL, on this
+    machine."""
+    has_mkl = torch.backends.mkl.is_available()
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_mkl and is_wide and _is_zen_5(Path("/proc/cpuinfo")) and has_onednn()
 
 
 def _is_zen_5(cpuinfo: Path) -> bool:
-    """Return whether a file in the format of /proc/cpuinfo describes an AMD processor of Zen 5 or later."""
+    """Return whether a file in the format of /proc/cpuinfo describes an AMD processor of Zen 5 or
+    later."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").split("\n\n", maxsplit=1)[0].splitlines()
     except OSError:

@@ -1,4 +1,5 @@
-"""Experts with the grouped products of QuACK (`quack-kernels`): SonicMoE's CuTe kernels for Hopper and Blackwell.
+"""Experts with the grouped products of QuACK (`quack-kernels`): SonicMoE's CuTe kernels for Hopper
+and Blackwell.
 
 Gathers and activations are those of `whole_batch`.
 """
@@ -22,7 +23,8 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an expert without rows."""
+    """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an
+    expert without rows."""
     products: Tensor = gemm(dy.t(), x, cu_seqlens_k=F.pad(ends, (1, 0)), tuned=False)
     return products.masked_fill_(has_no_rows(ends), 0)
 

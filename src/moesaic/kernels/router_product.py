@@ -1,19 +1,22 @@
-"""The logits of a linear router from 16-bit tokens, accurate as in float32, without a float32 copy of the tokens.
+"""The logits of a linear router from 16-bit tokens, accurate as in float32, without a float32 copy
+of the tokens.
 
-Saved for backward are the tokens in their own dtype and the matrix. On a GPU the products take 16-bit operands and add up in
-float32 (`torch.mm(out_dtype=)`); a float32 operand, the matrix or the gradient of the logits, enters as a sum of 16-bit pieces
-of decreasing size. float16 pieces are scaled by a power of four first, since float16 has few exponents;
-they are exact to 2^-25 of the operand's largest magnitude. T tokens, D dim, E experts; for bfloat16, error relative to a
-float64 product of the same operands, in units of 2^-24, and bytes beyond operands and results:
+Saved for backward are the tokens in their own dtype and the matrix. On a GPU the products take
+16-bit operands and add up in float32 (`torch.mm(out_dtype=)`); a float32 operand, the matrix or the
+gradient of the logits, enters as a sum of 16-bit pieces of decreasing size. float16 pieces are
+scaled by a power of four first, since float16 has few exponents; they are exact to 2^-25 of the
+operand's largest magnitude. T tokens, D dim, E experts; for bfloat16, error relative to a float64
+product of the same operands, in units of 2^-24, and bytes beyond operands and results:
 
     product                       pieces           error    bytes
     logits, 16-bit matrix         1                1        0
     logits, float32 matrix        3 of the matrix  1        6 D E + 12 T E
-    tokens' gradient              2, 3 terms       2^8      6 T E; the result is rounded to 16 bits, 2^13 or more
+    tokens' gradient              2, 3 terms       2^8      6 T E; rounded to 16 bits: 2^13 or more
     16-bit matrix's gradient      2                2^8      4 T E; rounded to 16 bits
     float32 matrix's gradient     3                1        6 T E
 
-Other devices convert blocks of `BLOCK` tokens to float32 one after another, which on a CPU is as fast as one conversion.
+Other devices convert blocks of `BLOCK` tokens to float32 one after another, which on a CPU is as
+fast as one conversion.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def router_forward(x: Tensor, weight: Tensor) -> Tensor:
     """Return the logits, (T, E) float32."""
     if not _takes_pieces(x.device):
-        logits, matrix = x.new_empty(len(x), len(weight), dtype=torch.float32), weight.float()
+        logits = x.new_empty(len(x), len(weight), dtype=torch.float32)
+        matrix = weight.float()
         for block in _blocks(x):
             rows_product(x[block].float(), matrix.t(), logits[block])
         return logits
@@ -66,15 +70,16 @@ def router_backward(
     x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the matrix, in their dtypes; empty if not wanted."""
-    d_x = torch.empty_like(x) if wants_x else x.new_empty(0)
+    d_x = x.new_empty(x.shape if wants_x else 0)  # packed, also if x is transposed
     if not _takes_pieces(x.device):
-        matrix, grad = weight.float(), grad.contiguous()
+        matrix = weight.float()
+        grad = grad.contiguous()
         d_matrix = torch.zeros_like(matrix) if wants_weight else weight.new_empty(0)
         for block in _blocks(x):
             if wants_x:
                 d_x[block] = product_in_dtype(grad[block], matrix)
             if wants_weight:
-                sum_product(grad[block], x[block].float(), d_matrix, adds=True)
+                sum_product(grad[block], x[block].float(), d_matrix, adds=block.start > 0)
         return d_x, d_matrix.to(weight.dtype)
     grads, unit = pieces_of(
         grad, x.dtype, 3 if wants_weight and weight.dtype == torch.float32 else 2
@@ -121,14 +126,17 @@ class _RouterLogits(torch.autograd.Function):
 def pieces_of(
     values: Tensor, dtype: torch.dtype, number: int
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return 16-bit tensors whose sum times a unit is nearly a float32 tensor, and the unit, () float32; None for 1.
+    """Return 16-bit tensors whose sum times a unit is nearly a float32 tensor, and the unit, ()
+    float32; None for 1.
 
     Args:
         values: any shape, float32. Infinite and NaN values are those of the first piece.
-        dtype: dtype of the pieces. In float16 the unit is a power of four, above the largest magnitude.
+        dtype: dtype of the pieces. In float16 the unit is a power of four, above the largest
+            magnitude.
         number: number of pieces; each has 8 (bfloat16) or 11 further bits.
     """
-    pieces, unit = list[Tensor](), None
+    pieces = list[Tensor]()
+    unit = None
     if dtype == torch.float16 and values.numel():
         exponent = torch.frexp(values.abs().amax())[1]
         unit = torch.exp2((exponent + exponent % 2).float())

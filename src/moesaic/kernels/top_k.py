@@ -1,4 +1,5 @@
-"""Deterministic top-k: the columns of each row's largest entries, also within the best groups of columns."""
+"""Deterministic top-k: the columns of each row's largest entries, also within the best groups of
+columns."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ MOST_PASSES = 8
 
 
 def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
-    """Return the indices of the `top_k` largest entries of each row, largest first; equal entries are in index order.
+    """Return the indices of the `top_k` largest entries of each row, largest first; equal entries
+    are in index order.
 
-    NaN ranks above every number, as in `torch.topk`, whatever its sign bit: a row of NaN gets the indices 0 to top_k - 1.
-    A token with NaN scores therefore gets valid and distinct experts, and a weight of NaN that shows in its own result.
+    NaN ranks above every number, as in `torch.topk`, whatever its sign bit: a row of NaN gets the
+    indices 0 to top_k - 1. A token with NaN scores therefore gets valid and distinct experts, and a
+    weight of NaN that shows in its own result.
 
-    `torch.topk` does not define the order of ties, so two runs, or a run and its recomputation, may differ. If `top_k` is
-    small, `argmax`, which takes the first of equal entries, runs `top_k` times. After the first, -inf marks the entries that
-    were taken, and others of -inf rank as the lowest finite number. Otherwise each float32 is mapped to an integer of the same
-    order, to which the index is appended, which makes all keys of a row distinct. A key has 32 + log2(E) bits and is exact in
-    a float64, for which `topk` is fast on every device.
+    `torch.topk` does not define the order of ties, so two runs, or a run and its recomputation, may
+    differ. If `top_k` is small, `argmax`, which takes the first of equal entries, runs `top_k`
+    times. After the first, -inf marks the entries that were taken, and others of -inf rank as the
+    lowest finite number. Otherwise each float32 is mapped to an integer of the same order, to which
+    the index is appended, which makes all keys of a row distinct. A key has 32 + log2(E) bits and
+    is exact in a float64, for which `topk` is fast on every device.
 
     Args:
         rank_by: (rows, columns), float32 or float64.

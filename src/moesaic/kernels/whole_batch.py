@@ -1,6 +1,8 @@
-"""The expert stage on any device: torch operations over all rows at once, none of which waits for the host.
+"""The expert stage on any device: torch operations over all rows at once, none of which waits for
+the host.
 
-The grouped products are arguments. A tier with other products (`pick.TIERS`) is therefore one or two functions (`by_products`).
+The grouped products are arguments. A tier with other products (`pick.TIERS`) is therefore one or
+two functions (`by_products`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from moesaic.kernels.pick import require
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function with the signature of `grouped_matmul.rows_times` or `grouped_matmul.outer_products`."""
+"""A function with the signature of `grouped_matmul.rows_times` or
+`grouped_matmul.outer_products`."""
 
 
 @torch.no_grad()
@@ -53,11 +56,9 @@ def backward(
 ) -> Gradients:
     """Compute the gradients; see `ExpertKernel.backward`."""
     dy_rows = _gathered(dy, work.y_rows).contiguous()
-    hidden, d_pre, pre_parts = (
-        pre.new_empty(len(pre), work.hidden),
-        torch.empty_like(pre),
-        work.halves(pre),
-    )
+    hidden = pre.new_empty(len(pre), work.hidden)
+    d_pre = torch.empty_like(pre)
+    pre_parts = work.halves(pre)
     d_first, *gate = work.halves(d_pre)
     gate_rows = gate[0] if gate else None
     hidden_rows_into(pre_parts, work.activation, hidden, gate_rows, work.clamp)
@@ -73,7 +74,8 @@ def backward(
     else:
         d_first.copy_(grad)
     hidden_gradient_into(pre_parts, work.activation, d_first, gate_rows, work.clamp)
-    inputs, d_rows = _gathered(work.x, work.x_rows), None
+    inputs = _gathered(work.x, work.x_rows)
+    d_rows = None
     if wanted.x or (wanted.gates and work.input_weights is not None):
         d_rows = rows_times(d_pre, work.up.flatten(1, 2), work.ends)
     if work.input_weights is not None:
@@ -111,7 +113,8 @@ def by_products(
     rows_times: GroupedProduct,
     outer_products: GroupedProduct = outer_products,
 ) -> tuple[Callable[[ExpertWork, torch.dtype], tuple[Tensor, Tensor]], Callable[..., Gradients]]:
-    """Return `ExpertKernel.forward` and `ExpertKernel.backward` of a tier with its own grouped products.
+    """Return `ExpertKernel.forward` and `ExpertKernel.backward` of a tier with its own grouped
+    products.
 
     Args:
         name, majors, multiple: the tier's requirements, as for `require`.
@@ -127,7 +130,8 @@ def by_products(
 
 
 def of_sent(d_gates: Tensor, work: ExpertWork) -> Tensor:
-    """Set the routing-weight gradients of unsent copies, whose rows hold arbitrary values, to zero."""
+    """Set the routing-weight gradients of unsent copies, whose rows hold arbitrary values, to
+    zero."""
     if work.dispatch is None or not work.dispatch.has_unsent:
         return d_gates
     row = torch.arange(len(d_gates), device=d_gates.device)

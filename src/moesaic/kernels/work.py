@@ -18,34 +18,40 @@ class Dispatch:
     token: Tensor
     """(R,) int64: each row's token. A token has at most one row per expert."""
     by_token: Tensor
-    """(R,) int64: the rows of token 0, then the rows of token 1, and so on; -1 for a copy that is not sent."""
+    """(R,) int64: the rows of token 0, then the rows of token 1, and so on; -1 for a copy that is
+    not sent."""
     starts: Tensor
     """(T,) int64: where each token's rows start in `by_token`."""
     per_token: int | None
     """The number of rows of every token; None if tokens have different numbers of rows."""
     has_unsent: bool = False
-    """Whether some copies may be unsent. The rows of unsent copies come after those of all experts, from `ExpertWork.ends[-1]`
-    on, and hold arbitrary values. On a GPU they stay there, since removing them would make the host wait for their number."""
+    """Whether some copies may be unsent. The rows of unsent copies come after those of all experts,
+    from `ExpertWork.ends[-1]` on, and hold arbitrary values. On a GPU they stay there, since
+    removing them would make the host wait for their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the rows of a call lie if they are not in expert order: (R,) indices each, None for expert order."""
+    """Where the rows of a call lie if they are not in expert order: (R,) indices each, None for
+    expert order."""
 
     x: Tensor | None = None
     """The row of `ExpertWork.x` that each row is."""
     y: Tensor | None = None
-    """The row of the result that each row becomes, and the row of the result's gradient that each row reads."""
+    """The row of the result that each row becomes, and the row of the result's gradient that each
+    row reads."""
     d_x: Tensor | None = None
     """The row of the gradient of `x` that each row becomes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWork:
-    """One call of the experts. T tokens, R rows, D dim, H hidden, E experts, C matrices that read the token."""
+    """One call of the experts. T tokens, R rows, D dim, H hidden, E experts, C matrices that read
+    the token."""
 
     x: Tensor
-    """(T, D) tokens, or (R, D) rows in expert order if `dispatch` is None; with `places` any number of rows."""
+    """(T, D) tokens, or (R, D) rows in expert order if `dispatch` is None; with `places` any number
+    of rows."""
     dispatch: Dispatch | None
     """None if input and result are rows rather than tokens."""
     gates: Tensor | None
@@ -53,9 +59,11 @@ class ExpertWork:
     gates_first: bool
     """Whether the routing weight multiplies the expert's input instead of the expert's result."""
     ends: Tensor
-    """(E,) int32: one past the last row of each expert. The last entry is R, or less if `dispatch.has_unsent`."""
+    """(E,) int32: one past the last row of each expert. The last entry is R, or less if
+    `dispatch.has_unsent`."""
     up: Tensor
-    """(E, C, H, D): the up projection, C matrices per expert. Of two matrices the first is the gate of the second."""
+    """(E, C, H, D): the up projection, C matrices per expert. Of two matrices the first is the gate
+    of the second."""
     up_bias: Tensor | None
     """(E, C, H) or None."""
     down: Tensor
@@ -69,7 +77,8 @@ class ExpertWork:
     kernel: str = "auto"
     """The implementation that computes the call: a key of `pick.TIERS`, or "auto"."""
     places: Places | None = None
-    """Where rows of a call without dispatch lie; None for expert order. Only `run_experts` and `expert_gradients` take it."""
+    """Where rows of a call without dispatch lie; None for expert order. Only `run_experts` and
+    `expert_gradients` take it."""
 
     @property
     def num_rows(self) -> int:
@@ -83,17 +92,20 @@ class ExpertWork:
 
     @property
     def y_rows(self) -> Tensor | None:
-        """(R,): the row of the result's gradient that each row reads; None if it is in expert order."""
+        """(R,): the row of the result's gradient that each row reads; None if it is in expert
+        order."""
         return self.out_rows if self.dispatch is None else self.dispatch.token
 
     @property
     def out_rows(self) -> Tensor | None:
-        """(R,): the row of the result that each row becomes, without dispatch; None for expert order."""
+        """(R,): the row of the result that each row becomes, without dispatch; None for expert
+        order."""
         return self._places.y
 
     @property
     def d_x_rows(self) -> Tensor | None:
-        """(R,): the row of the gradient of `x` that each row becomes, without dispatch; None for expert order."""
+        """(R,): the row of the gradient of `x` that each row becomes, without dispatch; None for
+        expert order."""
         return self._places.d_x
 
     @property
@@ -111,12 +123,14 @@ class ExpertWork:
 
     @property
     def input_weights(self) -> Tensor | None:
-        """(R,) weights that multiply the experts' inputs, in the rows' dtype; None if no weights do."""
+        """(R,) weights that multiply the experts' inputs, in the rows' dtype; None if no weights
+        do."""
         return self._weights() if self.gates_first else None
 
     @property
     def result_weights(self) -> Tensor | None:
-        """(R,) weights that multiply the experts' results, in the rows' dtype; None if no weights do."""
+        """(R,) weights that multiply the experts' results, in the rows' dtype; None if no weights
+        do."""
         return None if self.gates_first else self._weights()
 
     def _weights(self) -> Tensor | None:
@@ -131,7 +145,8 @@ class Wanted:
     gates: bool = True
     weights: bool = True
     deferred_wgrad: bool = False
-    """Whether backward may leave weight-gradient products to `Gradients.finish`; it does so if that needs no more memory."""
+    """Whether backward may leave weight-gradient products to `Gradients.finish`; it does so if that
+    needs no more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +160,8 @@ class Gradients:
     down: Tensor | None
     down_bias: Tensor | None
     finish: Callable[[], None] | None = None
-    """Completes the gradients of `up` and `down`, which are incomplete until it has run; None if they are complete."""
+    """Completes the gradients of `up` and `down`, which are incomplete until it has run; None if
+    they are complete."""
 
     @property
     def weights(self) -> list[Tensor]:
@@ -161,5 +177,6 @@ def counts(ends: Tensor) -> list[int]:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which rows of `dtype` are summed: float32 for 16-bit rows, else their own."""
+    """Return the dtype in which rows of `dtype` are summed: float32 for 16-bit rows, else their
+    own."""
     return dtype if dtype.itemsize >= 4 else torch.float32

@@ -1,1 +1,2 @@
-"""Measurements of `moesaic profile` on this machine: links, host, products, and the layers that check its fits."""
+"""Measurements of `moesaic profile` on this machine: links, host, products, and the layers that
+check its fits."""

@@ -1,4 +1,5 @@
-"""Measures expert products by rows, copies and codecs in processor time while all ranks compute, and a rank's memory."""
+"""Measures expert products by rows, copies and codecs in processor time while all ranks compute,
+and a rank's memory."""
 
 from __future__ import annotations
 
@@ -19,23 +20,28 @@ from moesaic.planner.cluster import CodecRate, Device, Tflops
 
 ROWS = (1, 4, 16, 64, 256, 1024)
 """Rows per expert that are timed."""
-DIM, HIDDEN, EXPERTS_HELD = 256, 512, 2
+DIM = 256
+HIDDEN = 512
+EXPERTS_HELD = 2
 """Sizes of the timed SwiGLU experts."""
 COPIED_ROWS = 2048
 SPIN_SECONDS = 0.02
-"""Seconds of processor time per repeat when the sharing of cores is measured: several time slices of a scheduler."""
+"""Seconds of processor time per repeat when the sharing of cores is measured: several time slices
+of a scheduler."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def device(
     dtypes: tuple[str, ...], ranks_per_node: int, repeats: int, barrier: Callable[[], object]
 ) -> Device:
-    """Measure a rank's products of experts, copies and codecs, while all ranks compute, and its share of the memory."""
+    """Measure a rank's products of experts, copies and codecs, while all ranks compute, and its
+    share of the memory."""
     rates = {
         name: [_rate(rows, _DTYPES[name], repeats, barrier) for rows in ROWS] for name in dtypes
     }
     first = rates[dtypes[0]]
-    copied, coded = copy_bytes_per_second(repeats, barrier), codecs(repeats, barrier)
+    copied = copy_bytes_per_second(repeats, barrier)
+    coded = codecs(repeats, barrier)
     shared = 1e-9 / sharing(repeats, barrier)
     return Device(
         tflops=Tflops(**{name: max(of_rows) * shared / 1e3 for name, of_rows in rates.items()}),
@@ -51,11 +57,14 @@ def device(
 
 
 def sharing(repeats: int, barrier: Callable[[], object]) -> float:
-    """Return wall-clock over processor time of a rank while all ranks compute, mean over ranks; at least 1."""
+    """Return wall-clock over processor time of a rank while all ranks compute, mean over ranks; at
+    least 1."""
     ratios = []
     for _ in range(repeats):
         barrier()
-        start, before, count = time.monotonic(), time.thread_time(), 0
+        start = time.monotonic()
+        before = time.thread_time()
+        count = 0
         while time.thread_time() - before < SPIN_SECONDS:
             count += sum(range(1000)) > 0
         ratios.append((time.monotonic() - start) / (time.thread_time() - before))
@@ -63,14 +72,16 @@ def sharing(repeats: int, barrier: Callable[[], object]) -> float:
 
 
 def copy_bytes_per_second(repeats: int, barrier: Callable[[], object]) -> float:
-    """Return the rate of permuting rows: bytes read plus bytes written per second of processor time."""
+    """Return the rate of permuting rows: bytes read plus bytes written per second of processor
+    time."""
     rows = torch.ones(COPIED_ROWS, DIM)
     order = torch.randperm(COPIED_ROWS, generator=torch.Generator().manual_seed(0))
     return 2 * rows.nbytes / median_seconds(lambda: rows.index_select(0, order), repeats, barrier)
 
 
 def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
-    """Return, by codec, the bytes of rows that are encoded and decoded per second of processor time."""
+    """Return, by codec, the bytes of rows that are encoded and decoded per second of processor
+    time."""
     rows = torch.randn(COPIED_ROWS // 4, DIM, generator=torch.Generator().manual_seed(0))
     rates = {}
     for name in CODECS:
@@ -82,6 +93,7 @@ def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
 
 
 def _code(codec: AbstractCodec, rows: torch.Tensor) -> None:
+    """Encode and decode rows."""
     codec.decode(codec.encode(rows), len(rows), rows.shape[1], rows.dtype)
 
 
@@ -93,7 +105,8 @@ def memory_gib(ranks_per_node: int) -> float:
 def median_seconds(
     function: Callable[[], object], repeats: int, barrier: Callable[[], object]
 ) -> float:
-    """Return the median processor time of a function, mean over ranks. Short functions run several times per repeat."""
+    """Return the median processor time of a function, mean over ranks. Short functions run several
+    times per repeat."""
     function()
     start = time.thread_time()
     function()
@@ -109,6 +122,7 @@ def median_seconds(
 
 
 def _rate(rows: int, dtype: torch.dtype, repeats: int, barrier: Callable[[], object]) -> float:
+    """Return the operations per second of an expert's step on a number of rows."""
     step, operations = expert_step(rows, dtype, (DIM, HIDDEN, EXPERTS_HELD))
     return operations / median_seconds(step, repeats, barrier)
 
@@ -116,21 +130,19 @@ def _rate(rows: int, dtype: torch.dtype, repeats: int, barrier: Callable[[], obj
 def expert_step(
     rows: int, dtype: torch.dtype, sizes: tuple[int, int, int], device: str = "cpu"
 ) -> tuple[Callable[[], None], int]:
-    """Return a function that runs SwiGLU experts forward and backward, and the operations of its products.
+    """Return a function that runs SwiGLU experts forward and backward, and the operations of its
+    products.
 
     Args:
-        rows: rows of each expert.
         dtype: of rows and weights.
         sizes: dim, hidden, experts.
-        device: device of the experts.
     """
     dim, _, num_experts = sizes
     experts = EXPERTS["swiglu"](*sizes)
     sharded_names, _ = experts.names
     sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
-    tokens = torch.randn(rows * num_experts, dim, device=device).to(
-        dtype
-    )  # a GPU's clock falls less with constants
+    # a GPU's clock falls less with constants
+    tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)
     gates = torch.ones(rows * num_experts, device=device)
     ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows
     call = ExpertCall(sharded, (), tokens, gates, ends)

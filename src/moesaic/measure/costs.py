@@ -1,4 +1,5 @@
-"""Fits what only whole layers show: the costs of the thread that issues tasks, and of computing beside messages."""
+"""Fits what only whole layers show: the costs of the thread that issues tasks, and of computing
+beside messages."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from scipy.optimize import least_squares, minimize_scalar
 
 from moesaic.measure.host import Calibration
 from moesaic.planner.cluster import ClusterSpec, Host
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import timed
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import timed
 
 HELD_OUT = 4
 """Every `HELD_OUT`-th layer is held out, and the fit is checked on these."""
 USUAL_ERROR = 0.1
-"""Errors above this share count by less than their square, since other programs sometimes run on the machine."""
+"""Errors above this share count by less than their square, since other programs sometimes run on
+the machine."""
 START = (1000.0, 50.0, 50.0)
 """Microseconds per layer, task and message at which the search for them starts."""
 MOST_STEPS = 8
@@ -30,15 +32,17 @@ NO_TIME = 1e30
 def fit_layers(
     cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]
 ) -> tuple[ClusterSpec, np.ndarray]:
-    """Return a cluster whose host's costs and contention explain the times of layers best, and errors on held-out layers.
+    """Return a cluster whose host's costs and contention explain the times of layers best, and
+    errors on held-out layers.
 
     Args:
         cluster: gives the links and the rates of products and copies.
-        layers: layers, each with its measured seconds. Those whose experts compute nothing show the host's costs, the
-            others the contention.
+        layers: layers, each with its measured seconds. Those whose experts compute nothing show the
+            host's costs, the others the contention.
 
     Returns:
-        the cluster, and (held-out layers,) errors of layers that compute nothing, as shares of the measured times.
+        the cluster, and (held-out layers,) errors of layers that compute nothing, as shares of the
+        measured times.
     """
     idle, computing = (
         _Timed(cluster, [each for each in layers if each[0].computes is kind])
@@ -55,9 +59,15 @@ def fit_layers(
         return idle.errors(replace(free, host=host(times)), chosen)
 
     fitted = least_squares(
-        errors, np.ones(len(START)), bounds=(0, np.inf), loss="soft_l1", f_scale=USUAL_ERROR, diff_step=2e-2,
-        max_nfev=MOST_STEPS, args=(~held_out,),
-    )  # fmt: skip
+        errors,
+        np.ones(len(START)),
+        bounds=(0, np.inf),
+        loss="soft_l1",
+        f_scale=USUAL_ERROR,
+        diff_step=2e-2,
+        max_nfev=MOST_STEPS,
+        args=(~held_out,),
+    )
     found = replace(cluster, host=host(fitted.x))
 
     def contended(contention: float) -> ClusterSpec:
@@ -75,10 +85,12 @@ def fit_layers(
 
 
 class _Timed:
-    """Layers with their measured seconds, and their messages, which do not depend on what is fitted."""
+    """Layers with their measured seconds, and their messages, which do not depend on what is
+    fitted."""
 
     def __init__(self, cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> None:
-        simulator, self.seconds = Simulator(cluster), np.array([measured for _, measured in layers])
+        simulator = Simulator(cluster)
+        self.seconds = np.array([measured for _, measured in layers])
         self._passes = [
             [
                 (each, simulator.volumes(each, calibration.routed, calibration.compiled.grid))
@@ -89,7 +101,8 @@ class _Timed:
         ]
 
     def errors(self, cluster: ClusterSpec, chosen: np.ndarray | None = None) -> np.ndarray:
-        """Return the errors of the times that a cluster predicts, as shares, of all layers or of the chosen ones."""
+        """Return the errors of the times that a cluster predicts, as shares, of all layers or of
+        the chosen ones."""
         chosen = np.ones(len(self.seconds), dtype=bool) if chosen is None else chosen
         predicted = [
             sum(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str | int]:
-    """Return the processor, the number of cores that this process may use, and the operating system."""
+    """Return the processor, the number of cores that this process may use, and the operating
+    system."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -30,6 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
+    """Return the version of a package; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -37,6 +39,7 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,9 +1,10 @@
 """Measures the time of whole layers on the real transport.
 
-The layers that calibrate the host have small shapes and every kind of task; they are never the layers of a benchmark.
-Two stand-ins isolate parts of a layer: experts that compute nothing, so that times contain everything but matrix
-products, and a router with forced balance, under which plans differ and loads do not. A few layers have real experts,
-whose products run beside messages: they show what the two cost each other.
+The layers that calibrate the host have small shapes and every kind of task; they are never the
+layers of a benchmark. Two stand-ins isolate parts of a layer: experts that compute nothing, so that
+times contain everything but matrix products, and a router with forced balance, under which plans
+differ and loads do not. A few layers have real experts, whose products run beside messages: they
+show what the two cost each other.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch import Tensor, nn
 
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
-from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, PlainExperts
-from moesaic.experts.experts import DeferredWgrad, ExpertCall, Weights
+from moesaic.experts.experts import DeferredWgrad, ExpertCall, ExpertGradients, Weights
+from moesaic.initial_values import Draw, draw_globally
 from moesaic.layer import MoE
 from moesaic.measure.together import elapsed, gathered
 from moesaic.planner.workload import Workload
@@ -42,16 +43,17 @@ def _ignore(flops: float) -> None:
 
 @final
 class IdleExperts(AbstractExperts):
-    """Experts with two real matrices that compute nothing. Plans that gather weights really send these matrices.
+    """Experts with two real matrices that compute nothing. Plans that gather weights really send
+    these matrices.
 
-    The result is the rows themselves. Gradients of rows are those of the result; all other gradients are zero.
+    The result is the rows themselves. Gradients of rows are those of the result; all other
+    gradients are zero.
 
     Args:
         dim: width of a token.
         hidden: inner width of one expert.
-        num_experts: number of experts.
-        on_flops: called in every forward and backward pass with the floating-point operations that it skips: 2 per row and
-            matrix element forward, 4 backward.
+        on_flops: called in every forward and backward pass with the floating-point operations that
+            it skips: 2 per row and matrix element forward, 4 backward.
     """
 
     def __init__(
@@ -104,29 +106,30 @@ class IdleExperts(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         deferred_wgrad: DeferredWgrad | None = None,
-    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
-        """Return the result's gradients as the rows' gradients. A backward pass counts twice the operations of a
-        forward pass."""
+    ) -> ExpertGradients:
+        """Return the result's gradients as the rows' gradients. A backward pass counts twice the
+        operations of a forward pass."""
         self._on_flops(4 * self._products(call))
         d_gates = None if call.gates is None else torch.zeros_like(call.gates)
-        return dy, d_gates, tuple(map(torch.zeros_like, call.sharded)), ()
+        return ExpertGradients(dy, d_gates, tuple(map(torch.zeros_like, call.sharded)), ())
 
     def _products(self, call: ExpertCall) -> float:
-        """Return the number of multiplications for all rows, by every matrix of an expert or of a shard of one."""
+        """Return the number of multiplications for all rows, by every matrix of an expert or of a
+        shard of one."""
         return len(call.rows) * sum(matrix[0].numel() for matrix in call.sharded)
 
 
 class BalancedRouter(AbstractRouter):
-    """Routes copies by a random pattern that depends only on the number of tokens; all routing weights are `1 / top_k`.
+    """Routes copies by a random pattern that depends only on the number of tokens; all routing
+    weights are `1 / top_k`.
 
-    Tokens form blocks of `num_experts`. Within a block the first choices are a permutation of the experts. The other
-    choices are the same permutation shifted by offsets drawn per block. So every choice is balanced, no token chooses
-    an expert twice, and over many blocks each pair of experts meets equally often.
+    Tokens form blocks of `num_experts`. Within a block the first choices are a permutation of the
+    experts. The other choices are the same permutation shifted by offsets drawn per block. So every
+    choice is balanced, no token chooses an expert twice, and over many blocks each pair of experts
+    meets equally often.
 
     Args:
         dim: width of a token (not read).
-        num_experts: number of experts.
-        seed: seed of the pattern.
     """
 
     def __init__(self, dim: int, num_experts: int, *, seed: int = 0) -> None:
@@ -154,13 +157,15 @@ class BalancedRouter(AbstractRouter):
 def visits(
     num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int = 1
 ) -> tuple[tuple[int, float], ...]:
-    """Return the mean number of ep ranks on which a token of the pattern has an expert, as in `Workload.visits`.
+    """Return the mean number of ep ranks on which a token of the pattern has an expert, as in
+    `Workload.visits`.
 
     The mean is given for every number of ep ranks that divides the number of experts.
 
     Args:
         num_tokens, top_k, num_experts, seed: as in `balanced_choice`.
-        chunks: number of parts into which each expert's copies are cut; a token counts once per part.
+        chunks: number of parts into which each expert's copies are cut; a token counts once per
+            part.
     """
     expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
     is_chosen = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
@@ -176,7 +181,8 @@ def visits(
 
 
 def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) -> Choice:
-    """Return the copies of `num_tokens` tokens in the pattern of `BalancedRouter`, token after token.
+    """Return the copies of `num_tokens` tokens in the pattern of `BalancedRouter`, token after
+    token.
 
     Raises:
         InputError: if `num_tokens` is not a multiple of `num_experts`.
@@ -184,7 +190,8 @@ def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) ->
     blocks, remainder = divmod(num_tokens, num_experts)
     if remainder:
         raise InputError(
-            f"{num_tokens} tokens do not spread evenly over num_experts={num_experts}: give a multiple of it"
+            f"{num_tokens} tokens do not spread evenly over num_experts={num_experts}: give a "
+            "multiple of it"
         )
     generator = torch.Generator().manual_seed(seed)
     first = torch.rand(blocks, num_experts, generator=generator).argsort(1)
@@ -209,7 +216,6 @@ def timed(
     """Time layers in turns. All ranks call it together and get the same result.
 
     Args:
-        layers: the layers.
         transport: between the ranks.
         repeats: timed steps per layer, after a first step that computes the layouts.
         barrier: releases all ranks at one moment.
@@ -278,7 +284,8 @@ PLANS = (
     Plan(schedule="s3", chunks=2, all_to_all="hier3d"),
     Plan(all_to_all="multicast", chunks=2),
 )
-"""Plans with tasks of all kinds in different proportions. Plans that do not fit a mesh are skipped."""
+"""Plans with tasks of all kinds in different proportions. Plans that do not fit a mesh are
+skipped."""
 COMPUTING_SHAPE = (256, 512, 16)
 """Shape of the layers with real experts, whose products take about as long as their messages."""
 COMPUTING_PLANS = (Plan(), Plan(chunks=2), Plan(chunks=4), Plan(chunks=2, all_to_all="multicast"))
@@ -322,9 +329,14 @@ def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
         kinds, _grids(world, ranks_per_node)
     ):
         workload = Workload(
-            tokens=per_expert * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim,
-            hidden=hidden, matrices=2, dtype="fp32",
-        )  # fmt: skip
+            tokens=per_expert * num_experts * grid.tp,
+            num_experts=num_experts,
+            top_k=min(2, num_experts),
+            dim=dim,
+            hidden=hidden,
+            matrices=2,
+            dtype="fp32",
+        )
         seen: set[bytes] = set()
         for plan in plans:
             try:
@@ -340,6 +352,7 @@ def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
 
 
 def _grids(world: int, ranks_per_node: int) -> list[Grid]:
+    """Return the meshes on which the host's times are measured."""
     if world % 2:
         return [Grid(world=world, ep=world, ranks_per_node=ranks_per_node)]
     return [

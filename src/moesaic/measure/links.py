@@ -19,18 +19,22 @@ from moesaic.measure.together import elapsed, gathered
 from moesaic.planner.fit import Fit, fit
 
 SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
-"""Bytes as nccl-tests counts them: of a rank's input tensor, or of its output tensor in an all-gather."""
+"""Bytes as nccl-tests counts them: of a rank's input tensor, or of its output tensor in an
+all-gather."""
 Peers = tuple[int, ...]
 
 
 def _all_gather(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
+    """Gather the first part of a tensor from all peers."""
     rows = len(whole) // len(peers)
     return all_gather_rows(transport, peers, whole[:rows], rows * len(peers))
 
 
 def _send(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
     """Send from rank 0 to the next rank of its group, while all other ranks are silent."""
-    tag, rank, target = transport.take_tags(1), transport.rank, peers[1]
+    tag = transport.take_tags(1)
+    rank = transport.rank
+    target = peers[1]
     if peers[0] != 0 or rank not in (0, target):
         return None
     sent, received = ({target: whole}, {}) if rank == 0 else ({}, {0: whole})
@@ -48,7 +52,8 @@ COLLECTIVES: dict[str, Callable[[AbstractTransport, Peers, Tensor], object]] = {
 
 
 def spans(rank: int, world: int, ranks_per_node: int) -> dict[str, Peers]:
-    """Return a rank's groups by what they span: its node, the ranks with its place on every node, and all ranks.
+    """Return a rank's groups by what they span: its node, the ranks with its place on every node,
+    and all ranks.
 
     Groups of one rank are left out. So is "everywhere" if it equals another group.
     """
@@ -64,64 +69,73 @@ def spans(rank: int, world: int, ranks_per_node: int) -> dict[str, Peers]:
 
 
 def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Tensor) -> Tensor:
-    """Run an all-to-all over all ranks, node by node, overlapped with an all-gather inside this node (SAA).
+    """Run an all-to-all over all ranks, node by node, overlapped with an all-gather inside this
+    node (SAA).
 
-    While one node's shares arrive, those of the node before are gathered inside this node: the simultaneous all-to-all
-    and all-gather of Shi et al. (Parm, INFOCOM 2024), section IV-C, without the sums and the experts.
+    While one node's shares arrive, those of the node before are gathered inside this node: the
+    simultaneous all-to-all and all-gather of Shi et al. (Parm, INFOCOM 2024), section IV-C, without
+    the sums and the experts.
 
     Args:
         transport: this rank's transport.
-        inside: ranks of this rank's node, over which the all-gather runs; all nodes have equally many.
+        inside: ranks of this rank's node, over which the all-gather runs; all nodes have equally
+            many.
         tensor: one-dimensional, of equal length on all ranks, divisible by the number of ranks.
 
     Returns:
-        (ranks of the node, world, n): the share that each rank (second dim) sent to each rank of this node.
+        (ranks of the node, world, n): the share that each rank (second dim) sent to each rank of
+        this node.
     """
-    ranks_per_node, rank = len(inside), transport.rank
-    nodes, node = transport.world // ranks_per_node, rank // ranks_per_node
-    tag, shares = transport.take_tags(2 * nodes), tensor.view(transport.world, -1)
+    ranks_per_node = len(inside)
+    nodes = transport.world // ranks_per_node
+    rank = transport.rank
+    tag = transport.take_tags(2 * nodes)
+    shares = tensor.view(transport.world, -1)
     whole = shares.new_empty(ranks_per_node, *shares.shape)
     received = whole[rank % ranks_per_node]
     received[rank] = shares[rank]
-    exchanges, gathers = [], []
+    exchanges = []
     for phase in range(nodes):
-        first_target, first_source = (
-            (node + direction * phase) % nodes * ranks_per_node for direction in (1, -1)
+        targets = _ranks_of_node(rank // ranks_per_node + phase, nodes, ranks_per_node)
+        sources = _ranks_of_node(rank // ranks_per_node - phase, nodes, ranks_per_node)
+        transfer = Transfer(
+            rank,
+            tag + phase,
+            {peer: shares[peer] for peer in targets if peer != rank},
+            {peer: received[peer] for peer in sources if peer != rank},
         )
-        sends = {
-            peer: shares[peer]
-            for peer in range(first_target, first_target + ranks_per_node)
-            if peer != rank
-        }
-        receives = {
-            peer: received[peer]
-            for peer in range(first_source, first_source + ranks_per_node)
-            if peer != rank
-        }
-        exchanges.append(
-            (first_source, transport.issue(Transfer(rank, tag + phase, sends, receives)))
-        )
-    for phase, (first_source, exchange) in enumerate(exchanges):
+        exchanges.append((sources, transport.issue(transfer)))
+    gathers = []
+    for phase, (sources, exchange) in enumerate(exchanges):
         transport.wait(exchange)
         arrived = {
-            peer: whole[peer % ranks_per_node, first_source : first_source + ranks_per_node]
-            for peer in inside
+            peer: whole[peer % ranks_per_node, sources.start : sources.stop] for peer in inside
         }
         others = [peer for peer in inside if peer != rank]
         transfer = Transfer(
-            rank, tag + nodes + phase, dict.fromkeys(others, arrived[rank]), {peer: arrived[peer] for peer in others},
+            rank,
+            tag + nodes + phase,
+            dict.fromkeys(others, arrived[rank]),
+            {peer: arrived[peer] for peer in others},
             lane="intra",
-        )  # fmt: skip
+        )
         gathers.append(transport.issue(transfer))
     for gather in gathers:
         transport.wait(gather)
     return whole
 
 
+def _ranks_of_node(node: int, nodes: int, ranks_per_node: int) -> range:
+    """Return the ranks of a node; nodes are counted modulo their number."""
+    first = node % nodes * ranks_per_node
+    return range(first, first + ranks_per_node)
+
+
 def rate_of(line: Fit) -> float:
     """Return the bytes per second of long transfers, from the two ends of the last three sizes.
 
-    A link whose rate is limited passes the first kilobytes at once, which a line through all sizes takes for a higher rate.
+    A link whose rate is limited passes the first kilobytes at once, which a line through all sizes
+    takes for a higher rate.
 
     Raises:
         InputError: if longer transfers take no longer.
@@ -130,7 +144,8 @@ def rate_of(line: Fit) -> float:
         (size, line.seconds(size) * (1 + line.residuals[number]))
         for number, size in enumerate(SIZES)
     ]
-    (short, earlier), (long, later) = ends[-3], ends[-1]
+    (short, earlier) = ends[-3]
+    (long, later) = ends[-1]
     if not later > earlier:
         raise InputError(
             f"{line.what}: longer transfers take no longer: measure again with more --repeats"
@@ -152,7 +167,8 @@ def collectives(
         barrier: releases all ranks at one moment.
 
     Returns:
-        a line over `SIZES` by collective and span, such as "all_gather inside"; with "saa everywhere" if several nodes
+        a line over `SIZES` by collective and span, such as "all_gather inside"; with "saa
+        everywhere" if several nodes
             have several ranks each.
     """
     groups = spans(transport.rank, transport.world, ranks_per_node)

@@ -20,9 +20,11 @@ from moesaic.planner.cluster import ClusterSpec, Host, Link
 from moesaic.planner.fit import Fit
 
 SHARED_FROM = 1.5
-"""Senders of a node share one link if together they reach less than this multiple of the rate of a single sender."""
+"""Senders of a node share one link if together they reach less than this multiple of the rate of a
+single sender."""
 REPEATS_OF_LAYERS = 3
-"""Factor on the number of repeats for layers, since their time varies by a tenth when ranks share cores."""
+"""Factor on the number of repeats for layers, since their time varies by a tenth when ranks share
+cores."""
 LIMIT = 0.5
 """Largest median error on held-out layers; a profile with a larger one predicts nothing."""
 Progress = Callable[[str, float], None]
@@ -61,7 +63,6 @@ def measure(
     """Measure this machine. All ranks call it together and get the same profile.
 
     Args:
-        ranks_per_node: ranks on each machine.
         repeats: repeats of every measurement.
         dtypes: dtypes of the products: fp32, bf16.
         progress: called on every rank.
@@ -77,10 +78,8 @@ def measure(
         tuple(dict.fromkeys((*dtypes, "fp32"))), ranks_per_node, repeats, barrier
     )
     progress("collectives", 0.15)
-    lines, nodes = (
-        collectives(transport, ranks_per_node, repeats, barrier),
-        transport.world // ranks_per_node,
-    )
+    lines = collectives(transport, ranks_per_node, repeats, barrier)
+    nodes = transport.world // ranks_per_node
     here = machine()
     described = ClusterSpec(
         name="profile",
@@ -110,12 +109,12 @@ def measure(
 
 
 def links_of(lines: Mapping[str, Fit], nodes: int, ranks_per_node: int) -> tuple[Link, ...]:
-    """Return the links inside nodes and between them, with the rates that all ranks reach at once in an all-to-all.
+    """Return the links inside nodes and between them, with the rates that all ranks reach at once
+    in an all-to-all.
 
     Args:
         lines: fitted times of collectives.
         nodes: number of nodes.
-        ranks_per_node: ranks on each.
 
     Raises:
         InputError: if times do not grow with bytes.

@@ -1,10 +1,12 @@
-"""Controls the ranks of a measurement: binds them to cores, starts them together, and exchanges their times.
+"""Controls the ranks of a measurement: binds them to cores, starts them together, and exchanges
+their times.
 
-Ranks that share cores are bound under the batch policy so that none of their threads preempts another when it wakes up.
-Gloo's thread tries the lock of a connection and polls again at once if the lock is taken. If this thread has preempted
-the thread that holds the lock, on the same core, it polls until the next tick of the clock. On a kernel of 250 Hz,
-every small exchange then takes up to 4 ms rather than 0.3 ms. Under the batch policy, a thread that wakes up waits
-until the running one blocks or has used its time slice, and the lock is free by then.
+Ranks that share cores are bound under the batch policy so that none of their threads preempts
+another when it wakes up. Gloo's thread tries the lock of a connection and polls again at once if
+the lock is taken. If this thread has preempted the thread that holds the lock, on the same core, it
+polls until the next tick of the clock. On a kernel of 250 Hz, every small exchange then takes up to
+4 ms rather than 0.3 ms. Under the batch policy, a thread that wakes up waits until the running one
+blocks or has used its time slice, and the lock is free by then.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 
 def hold_still(rank: int) -> None:
-    """Bind this process's threads to one of its cores, under the batch policy. Linux only; elsewhere nothing happens.
+    """Bind this process's threads to one of its cores, under the batch policy. Linux only;
+    elsewhere nothing happens.
 
     Args:
         rank: rank of this process; rank r gets core r modulo the number of cores.
@@ -34,19 +37,19 @@ def start_together(
 ) -> Callable[[], None]:
     """Return a barrier that releases all ranks at one moment, after the links have drained.
 
-    After a plain barrier, whose last message crosses the slow links too, ranks start milliseconds apart: as long as a
-    small all-to-all takes.
+    After a plain barrier, whose last message crosses the slow links too, ranks start milliseconds
+    apart: as long as a small all-to-all takes.
 
     Args:
         latest: an all-reduce: takes each rank's number and returns the largest of all ranks.
-        lead_seconds: from the latest arrival to the start; the agreement must reach all ranks in this time.
+        lead_seconds: from the latest arrival to the start; the agreement must reach all ranks in
+            this time.
     """
 
     def barrier() -> None:
         moment = latest(time.monotonic()) + lead_seconds
-        all_informed = latest(
-            time.monotonic()
-        )  # when the last rank knew the moment; a slow agreement postpones it
+        # when the last rank knew the moment; a slow agreement postpones it
+        all_informed = latest(time.monotonic())
         moment = max(moment, all_informed + lead_seconds)
         time.sleep(max(moment - time.monotonic(), 0.0))
 
@@ -75,7 +78,8 @@ def gathered(own: list) -> list[list]:
 
 
 def elapsed(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
-    """Return, per repeat, the seconds from the first rank's start to the last one's end, from each rank's (start, end)."""
+    """Return, per repeat, the seconds from the first rank's start to the last one's end, from each
+    rank's (start, end)."""
     return tuple(
         max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks)
     )

@@ -11,8 +11,8 @@ from moesaic.shapes import BlockConfig
 
 
 class KeyValueCache:
-    """The decoding state of one block: keys and values, (batch, heads, positions, width), and the last inputs of its
-    convolution, (batch, convolution width - 1, dim)."""
+    """The decoding state of one block: keys and values, (batch, heads, positions, width), and the
+    last inputs of its convolution, (batch, convolution width - 1, dim)."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -27,11 +27,10 @@ class KeyValueCache:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new positions; return those of all positions."""
         if self.keys is not None and self.values is not None:
-            keys, values = (
-                torch.cat([self.keys, keys], dim=2),
-                torch.cat([self.values, values], dim=2),
-            )
-        self.keys, self.values = keys, values
+            keys = torch.cat([self.keys, keys], dim=2)
+            values = torch.cat([self.values, values], dim=2)
+        self.keys = keys
+        self.values = values
         return keys, values
 
 
@@ -43,7 +42,8 @@ class Attention(nn.Module):
     Args:
         dim: width of the hidden states.
         num_heads: number of query heads.
-        block: options of the block: key-value heads, head widths, positions, norms, biases, dropout.
+        block: options of the block: key-value heads, head widths, positions, norms, biases,
+            dropout.
     """
 
     frequencies: Tensor
@@ -65,7 +65,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.k_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.rotates = block.positions == "rotary"
-        self.base, self.scaling = block.rope_theta, block.rope_factor
+        self.base = block.rope_theta
+        self.scaling = block.rope_factor
         self.register_buffer(
             "frequencies", torch.empty((width + 1) // 2, dtype=torch.float32), persistent=False
         )
@@ -98,20 +99,25 @@ class Attention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, is_causal: bool
     ) -> Tensor:
-        """Return the output, (batch, positions, dim), from what `project` returns; `visible` says which keys a query sees."""
+        """Return the output, (batch, positions, dim), from what `project` returns; `visible` says
+        which keys a query sees."""
         attended = F.scaled_dot_product_attention(
-            q, k, v,
+            q,
+            k,
+            v,
             attn_mask=visible,
             is_causal=is_causal,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.shares,
-        )  # fmt: skip
+        )
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor, memory: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries of x, and keys and values of `memory`, (batch, heads, positions, width) each, normed and rotated.
+        """Return queries of x, and keys and values of `memory`, (batch, heads, positions, width)
+        each, normed and rotated.
 
-        With as many heads of keys as of queries, both arguments must be the same. `start` is the number of the first position.
+        With as many heads of keys as of queries, both arguments must be the same. `start` is the
+        number of the first position.
         """
 
         def heads(projected: Tensor) -> Tensor:
@@ -122,9 +128,11 @@ class Attention(nn.Module):
         else:
             assert self.q is not None
             assert self.kv is not None
-            q, (k, v) = heads(self.q(x))[0], heads(self.kv(memory))
+            q = heads(self.q(x))[0]
+            (k, v) = heads(self.kv(memory))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         return (self._rotate(q, start), self._rotate(k, start), v) if self.rotates else (q, k, v)
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
@@ -134,13 +142,15 @@ class Attention(nn.Module):
             / self.scaling
         )
         angles = positions[:, None] * self.frequencies
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos = angles.cos().to(x.dtype)
+        sin = angles.sin().to(x.dtype)
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class ShortConv(nn.Module):
-    """A short convolution over positions, initialised to the identity: `y_t = x_t + sum_k w_k * x_{t-k}`, k from 1.
+    """A short convolution over positions, initialised to the identity:
+    `y_t = x_t + sum_k w_k * x_{t-k}`, k from 1.
 
     Args:
         dim: width of the hidden states.
@@ -161,9 +171,11 @@ class ShortConv(nn.Module):
 
         Args:
             x: (batch, positions, dim).
-            cache: holds the inputs of the last positions before x; updated. Without earlier inputs x is padded with zeros.
+            cache: holds the inputs of the last positions before x; updated. Without earlier inputs
+                x is padded with zeros.
         """
-        reach, length = len(self.taps), x.shape[1]
+        reach = len(self.taps)
+        length = x.shape[1]
         if cache is not None and cache.recent is not None:
             padded = torch.cat([cache.recent, x], dim=1)
         else:

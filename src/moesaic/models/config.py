@@ -1,7 +1,9 @@
-"""The configuration of a language model, from which it is built and with which its checkpoints are compared.
+"""The configuration of a language model, from which it is built and with which its checkpoints are
+compared.
 
-`shapes.py` has the fields that decide the time and memory of a step; this module adds those of routing. Torch is only
-imported when a capacity or a loss is made, so `moesaic train --help` does not need it.
+`shapes.py` has the fields that decide the time and memory of a step; this module adds those of
+routing. Torch is only imported when a capacity or a loss is made, so `moesaic train --help` does
+not need it.
 """
 
 from __future__ import annotations
@@ -24,25 +26,28 @@ class MoEConfig(MoEShape):
     """The MoE layers of a model; `MoEShape` has their sizes, activation and capacity."""
 
     router: str = "softmax"
-    """The router: softmax, switch, sigmoid, noisy, cosine, group_limited, gshard, base, expert_choice, hash or topology
-    (docs/layer.md)."""
+    """The router: softmax, switch, sigmoid, noisy, cosine, group_limited, gshard, base,
+    expert_choice, hash or topology (docs/layer.md)."""
     router_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Options of the router, each a name and a value: bias_rate 0.01 (sigmoid), num_groups 8 top_groups 4 (group_limited)."""
+    """Options of the router, each a name and a value: bias_rate 0.01 (sigmoid), num_groups 8
+    top_groups 4 (group_limited)."""
     load_balance: float = 0.01
     """Coefficient of the load-balancing loss; 0 for none."""
     load_balance_level: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
-    """What the load-balancing loss is computed over: a micro-batch, each sequence, or all ranks and micro-batches of a step."""
+    """What the load-balancing loss is computed over: a micro-batch, each sequence, or all ranks and
+    micro-batches of a step."""
     importance: float = 0.0
     """Coefficient of the importance loss; 0 for none."""
     z_loss: float = 0.0
-    """Coefficient of the z-loss, which keeps the router's logits small, such as 0.001; 0 for none."""
+    """Coefficient of the z-loss, which keeps the router's logits small, such as 0.001; 0 for
+    none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.router not in ROUTERS | ON_MESH:
             raise InputError(
-                f"model.moe.router={self.router!r} is unknown: choose one of {', '.join(ROUTERS | ON_MESH)}; options are given "
-                "by router_options"
+                f"model.moe.router={self.router!r} is unknown: choose one of "
+                f"{', '.join(ROUTERS | ON_MESH)}; options are given by router_options"
             )
         for name in ("load_balance", "importance", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -81,7 +86,8 @@ class ModelConfig(ModelShape):
     """A transformer; `ModelShape` has its sizes."""
 
     conv_width: int = 4
-    """Width of the short convolution in front of each block, in positions up to the current one; 1 for no convolution."""
+    """Width of the short convolution in front of each block, in positions up to the current one; 1
+    for no convolution."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The MoE layers."""
 

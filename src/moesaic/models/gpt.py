@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from moesaic.draw import Draw, draw_globally
 from moesaic.experts import EXPERTS, AbstractExperts
+from moesaic.initial_values import Draw, draw_globally
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
@@ -37,12 +37,14 @@ from moesaic.shapes import BlockConfig
 
 
 class GPTOutput(NamedTuple):
-    """The result of a forward pass: a tuple, since FSDP2 before torch 2.12 finds no tensors in a dataclass."""
+    """The result of a forward pass: a tuple, since FSDP2 before torch 2.12 finds no tensors in a
+    dataclass."""
 
     logits: Tensor
     """(batch, positions, vocab_size)."""
     loss: Tensor | None
-    """(): mean cross-entropy in nats per token over the targets that are not -1; None without targets."""
+    """(): mean cross-entropy in nats per token over the targets that are not -1; None without
+    targets."""
     routings: list[Routing]
     """The routing of each MoE layer, in order, detached from autograd and without logits."""
 
@@ -72,7 +74,8 @@ class Dense(nn.Module):
         parameters = dict(self.expert.named_parameters())
         if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             return self.expert(x_TD, None, ends).view(x.shape)
-        # The weights are sharded: each rank computes with its part of the inner width, and the caller sums.
+        # The weights are sharded: each rank computes with its part of the inner width, and the
+        # caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
         if "b2" in parts:
             parts["b2"] = bias_share(parameters["b2"])
@@ -92,8 +95,10 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        dim, block = config.dim, config.block
-        self.post_norm, self.dropout = block.norm == "post_layer", block.dropout
+        dim = config.dim
+        block = config.block
+        self.post_norm = block.norm == "post_layer"
+        self.dropout = block.dropout
         self.conv = ShortConv(dim, config.conv_width) if config.conv_width > 1 else None
         self.attention_norm = make_norm(dim, block)
         self.attention = Attention(dim, config.num_heads, block)
@@ -112,7 +117,8 @@ class TransformerBlock(nn.Module):
     def feed_forward(
         self, x: Tensor, tokens: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Routing | None]:
-        """Apply the feed-forward layer: (batch, positions, dim) -> the same shape; an MoE layer also returns its routing."""
+        """Apply the feed-forward layer: (batch, positions, dim) -> the same shape; an MoE layer
+        also returns its routing."""
         if not isinstance(self.ffn, MoE):
             return self.add(x, self.ffn_norm, self.ffn), None
         routings: list[Routing] = []
@@ -148,19 +154,21 @@ class LearnedPositions(nn.Embedding):
 
 
 def detached_routing(routing: Routing) -> Routing:
-    """Return a routing without graph or logits: FSDP would start its backward pass at every block output that has a graph."""
+    """Return a routing without graph or logits: FSDP would start its backward pass at every block
+    output that has a graph."""
     return replace(routing, weight=routing.weight.detach(), logits=None)
 
 
 class GPT(nn.Module):
     """A language model that predicts the next token.
 
-    Weights are drawn from N(0, 0.02), and matrices that write to the residual stream from N(0, 0.02 / sqrt(2 * num_layers)), as
-    in GPT-2. Routers and experts draw their own weights with these deviations (`init_normal`).
+    Weights are drawn from N(0, 0.02), and matrices that write to the residual stream from N(0, 0.02
+    / sqrt(2 * num_layers)), as in GPT-2. Routers and experts draw their own weights with these
+    deviations (`init_normal`).
 
     Args:
-        config: the configuration of the model.
-        vocab_size: rows of the embedding, which is also the output matrix unless `config.block.tied` is false.
+        vocab_size: rows of the embedding, which is also the output matrix unless
+            `config.block.tied` is false.
     """
 
     block: ClassVar[type[TransformerBlock]] = TransformerBlock
@@ -172,7 +180,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        dim, block = config.dim, config.block
+        dim = config.dim
+        block = config.block
         post_norm = block.norm == "post_layer"
         device = torch.get_default_device()
         with torch.device("meta"):  # each weight is drawn once, below
@@ -208,8 +217,8 @@ class GPT(nn.Module):
             tokens: (batch, positions) int64.
             targets: (batch, positions) int64, -1 where there is nothing to predict.
             mask: (batch, positions) bool, False for padding, which is excluded from routing.
-            caches: a cache per block for decoding; `tokens` continue the cached positions. Activations are then not
-                recomputed.
+            caches: a cache per block for decoding; `tokens` continue the cached positions.
+                Activations are then not recomputed.
         """
         x = embed(self, tokens, 0 if caches is None else caches[0].length)
         x, routings = self.run_blocks(range(len(self.blocks)), x, tokens, mask, caches)
@@ -229,7 +238,8 @@ class GPT(nn.Module):
         caches: list[KeyValueCache] | None = None,
         **block_arguments: Any,
     ) -> tuple[Tensor, list[Routing]]:
-        """Run the blocks with these indices in order. `caches` has one per block of the model; others are passed to blocks."""
+        """Run the blocks with these indices in order. `caches` has one per block of the model;
+        others are passed to blocks."""
         routings: list[Routing] = []
         for index in layers:
             block = self.blocks[index]
@@ -250,7 +260,8 @@ class GPT(nn.Module):
         cache: KeyValueCache | None,
         **block_arguments: Any,
     ) -> tuple[Tensor, Routing | None]:
-        """Run a block, with activation checkpointing if the config asks for it; arguments are those of the block."""
+        """Run a block, with activation checkpointing if the config asks for it; arguments are those
+        of the block."""
         # Recomputation would extend the cache a second time.
         recompute = self.config.checkpoint_activations and cache is None and torch.is_grad_enabled()
         run = partial(checkpoint, block) if recompute else block
@@ -267,11 +278,13 @@ class GPT(nn.Module):
         return token_loss(logits, targets)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters; of weights in NF4, that of the weights, without their scales."""
+        """Return the number of parameters; of weights in NF4, that of the weights, without their
+        scales."""
         return _number_of(self)
 
     def num_active_parameters(self) -> int:
-        """Return the number of parameters that are used for one token: all but those of experts that it is not routed to."""
+        """Return the number of parameters that are used for one token: all but those of experts
+        that it is not routed to."""
         total = self.num_parameters()
         for module in self.modules():
             if isinstance(module, MoE):
@@ -294,7 +307,8 @@ def _number_of(module: nn.Module) -> int:
 
 
 def reset_weights(model: nn.Module, num_layers: int, draw: Draw = draw_globally) -> None:
-    """Set every parameter and buffer of a `GPT`, or of a part of one, to its first value; see `GPT`.
+    """Set every parameter and buffer of a `GPT`, or of a part of one, to its first value; see
+    `GPT`.
 
     Args:
         model: the model, on its device, perhaps sharded.
@@ -343,8 +357,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def flops_per_token(config: ModelConfig, active_parameters: int, length: int) -> float:
     """Return the FLOPs of one token, forward and backward, in a sequence of `length` positions.
 
-    They are six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once, as output matrix) plus
-    12 * num_layers * dim * length / 2 for causal attention.
+    They are six per active parameter (Kaplan et al. 2020, section 2.1; the embedding counts once,
+    as output matrix) plus 12 * num_layers * dim * length / 2 for causal attention.
     """
     return 6.0 * active_parameters + 6.0 * config.num_layers * config.dim * length
 
@@ -378,9 +392,10 @@ def generate(
 ) -> list[list[int]]:
     """Sample `num_tokens` token ids that continue each prompt.
 
-    All prompts advance together by one position at a time, so prompts of different lengths need no padding. Each prompt has its
-    own random generator, so its result does not depend on the rest of the batch while all fit the context. When the context is
-    full, its second half is read again as a new context.
+    All prompts advance together by one position at a time, so prompts of different lengths need no
+    padding. Each prompt has its own random generator, so its result does not depend on the rest of
+    the batch while all fit the context. When the context is full, its second half is read again as
+    a new context.
 
     Args:
         model: a decoder in evaluation mode.
@@ -410,20 +425,21 @@ def generate(
         for row, end, scores, generator in zip(rows, ends, logits, generators):
             if len(row) == length and length < end:
                 row.append(_draw(scores, temperature, top_k, top_p, generator))
-        length, pending = length + 1, 1
+        length = length + 1
+        pending = 1
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
 
 
 def _draw(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator
 ) -> int:
+    """Draw a token from its logits."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    probabilities = ((logits - logits.max()).double() / temperature).softmax(
-        -1
-    )  # small temperatures do not overflow
+    # small temperatures do not overflow
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)
     if top_p < 1:
         sorted_probabilities, order = probabilities.sort(descending=True, stable=True)
         probabilities[order[sorted_probabilities.cumsum(0) - sorted_probabilities >= top_p]] = 0

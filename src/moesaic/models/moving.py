@@ -23,7 +23,8 @@ from moesaic.routing.routing import Routing
 
 
 class MovingBlock(TransformerBlock):
-    """A block with an MoE layer that may move samples to other ranks, together with their residual stream."""
+    """A block with an MoE layer that may move samples to other ranks, together with their residual
+    stream."""
 
     def forward(
         self,
@@ -45,13 +46,13 @@ class MovingBlock(TransformerBlock):
             token_ids=tokens,
             return_routing=True,
         )
-        return y.clone(), detached_routing(
-            routing
-        )  # FSDP's hooks are lost if a view is changed in place
+        # FSDP's hooks are lost if a view is changed in place
+        return y.clone(), detached_routing(routing)
 
 
 class MovingGPT(GPT):
-    """A GPT that moves samples between ranks in training. In evaluation ranks may have different numbers of samples."""
+    """A GPT that moves samples between ranks in training. In evaluation ranks may have different
+    numbers of samples."""
 
     block = MovingBlock
 
@@ -62,7 +63,8 @@ class MovingGPT(GPT):
 
     @property
     def trip(self) -> SampleTrip | None:
-        """The sample movements of the current or last training forward pass; None if samples do not move."""
+        """The sample movements of the current or last training forward pass; None if samples do not
+        move."""
         return self.relocator.trip if self.training and self.relocator is not None else None
 
     def forward(
@@ -80,7 +82,8 @@ class MovingGPT(GPT):
         if self.training and self.relocator is not None:
             if caches is not None:
                 raise InputError(
-                    "sample placement clashes with key-value caches, which stay on their rank: call model.eval() to decode"
+                    "sample placement clashes with key-value caches, which stay on their "
+                    "rank: call model.eval() to decode"
                 )
             layers = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
             orders = [None if layer.on_mesh is None else layer.on_mesh.order for layer in layers]
@@ -99,7 +102,8 @@ class MovingGPT(GPT):
         cache: KeyValueCache | None,
         **block_arguments: Any,
     ) -> tuple[Tensor, Routing | None]:
-        """Run a block on the samples that are currently on this rank; an MoE layer may move them to other ranks."""
+        """Run a block on the samples that are currently on this rank; an MoE layer may move them to
+        other ranks."""
         trip = self.trip
         if trip is not None and isinstance(block.ffn, MoE):
             assert tokens is not None
@@ -111,14 +115,16 @@ class MovingGPT(GPT):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy; see `GPT.loss`.
 
-        A moved sample is weighted as in the mean of its home rank, so the mean over ranks does not change.
+        A moved sample is weighted as in the mean of its home rank, so the mean over ranks does not
+        change.
         """
         trip = self.trip
         if trip is None or trip.homes.same_as(trip.home):
             return super().loss(logits, targets)
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        weights = trip.bring((1 / (targets != -1).sum().to(precise.dtype)).expand(len(targets)))
-        losses = F.cross_entropy(
-            precise, trip.bring(targets).flatten(), ignore_index=-1, reduction="none"
-        )
-        return (losses.view(len(targets), -1).sum(1) * weights).sum()
+        num_predicted = (targets != -1).sum().to(precise.dtype)
+        weights = trip.bring((1 / num_predicted).expand(len(targets)))
+        moved = trip.bring(targets).flatten()
+        losses = F.cross_entropy(precise, moved, ignore_index=-1, reduction="none")
+        of_samples = losses.view(len(targets), -1).sum(1)
+        return (of_samples * weights).sum()

@@ -1,7 +1,8 @@
 """Layers with weights that tensor parallelism may shard, and the logits of a sharded vocabulary.
 
-Each rank computes with its own shard, on plain tensors. The code that shards the weights adds the sums and copies around the
-layers. (DTensor arithmetic would do both, but it is slower on a CPU, and its view rules hang for an empty batch in torch 2.13.)
+Each rank computes with its own shard, on plain tensors. The code that shards the weights adds the
+sums and copies around the layers. (DTensor arithmetic would do both, but it is slower on a CPU, and
+its view rules hang for an empty batch in torch 2.13.)
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 class StackedLinear(nn.Module):
     """`count` linear maps of the same input, computed in one product.
 
-    The weight is stacked, (count, out_features, in_features), so that tensor parallelism can shard its second dimension by
-    heads. Shards of one flat matrix of queries, keys and values would cut across them.
+    The weight is stacked, (count, out_features, in_features), so that tensor parallelism can shard
+    its second dimension by heads. Shards of one flat matrix of queries, keys and values would cut
+    across them.
 
     Args:
         count: the number of maps.
@@ -46,14 +48,16 @@ class StackedLinear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., count, out_features); with a sharded weight, only to this rank's out_features."""
+        """Map (..., in_features) to (..., count, out_features); with a sharded weight, only to this
+        rank's out_features."""
         weight = local_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias).flatten()
         return F.linear(x, weight.flatten(0, 1), bias).unflatten(-1, weight.shape[:2])
 
 
 class RowLinear(nn.Linear):
-    """`nn.Linear`. If the weight is sharded by its inputs, the result is a partial sum that includes a share of the bias."""
+    """`nn.Linear`. If the weight is sharded by its inputs, the result is a partial sum that
+    includes a share of the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else bias_share(self.bias)
@@ -61,10 +65,12 @@ class RowLinear(nn.Linear):
 
 
 class Norm(nn.RMSNorm):
-    """`nn.RMSNorm` that ranks may apply to different positions or heads; its weight gradient is then summed over ranks."""
+    """`nn.RMSNorm` that ranks may apply to different positions or heads; its weight gradient is
+    then summed over ranks."""
 
     different_over: DeviceMesh | None = None
-    """The mesh of ranks that normalise different positions or heads; None if all ranks normalise the same."""
+    """The mesh of ranks that normalise different positions or heads; None if all ranks normalise
+    the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = (
@@ -91,14 +97,16 @@ class LayerNorm(nn.LayerNorm):
 
 
 def bias_share(bias: Tensor) -> Tensor:
-    """Return the part of a bias that a rank adds: an equal share if ranks sum their outputs, else the whole bias."""
+    """Return the part of a bias that a rank adds: an equal share if ranks sum their outputs, else
+    the whole bias."""
     if not isinstance(bias, DTensor):  # the weight is not sharded
         return bias
     return bias.to_local(grad_placements=[Partial()]) / bias.device_mesh.size()
 
 
 def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return `x`, which is the same on all ranks of a mesh; sum its gradient over the ranks, which use it differently."""
+    """Return `x`, which is the same on all ranks of a mesh; sum its gradient over the ranks, which
+    use it differently."""
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
 
@@ -113,7 +121,8 @@ def unembed(x: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         x: (batch, positions, dim), the same on all ranks that share the embedding.
-        weight: (vocab_size, dim); if sharded, a DTensor over one mesh dimension that is sharded by rows.
+        weight: (vocab_size, dim); if sharded, a DTensor over one mesh dimension that is sharded by
+            rows.
 
     Returns:
         (batch, positions, vocab_size), the same on all these ranks.
@@ -127,7 +136,8 @@ def unembed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class GatherVocabulary(torch.autograd.Function):
-    """Gathers the logits of all ranks. All ranks use them identically, so backward takes a rank's own part of the gradient."""
+    """Gathers the logits of all ranks. All ranks use them identically, so backward takes a rank's
+    own part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: DeviceMesh, vocab_size: int) -> Tensor:

@@ -1,7 +1,9 @@
-"""Parm's Algorithm 1, which picks S1 or S2 for a layer, with the errors of the printed one corrected.
+"""Parm's Algorithm 1, which picks S1 or S2 for a layer, with the errors of the printed one
+corrected.
 
-Source: Yin et al. (INFOCOM 2024), section V. It needs the start-up time and rate of three operations. `moesaic profile`
-measures them for groups that are whole nodes or all ranks. Otherwise they come from the simulated cluster.
+Source: Yin et al. (INFOCOM 2024), section V. It needs the start-up time and rate of three
+operations. `moesaic profile` measures them for groups that are whole nodes or all ranks. Otherwise
+they come from the simulated cluster.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moesaic.planner.cluster import ELEMENT_BYTES
+from moesaic.planner.cluster import ELEMENT_BYTES, Dtype
 from moesaic.planner.fit import Fit
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Axis, Grid
@@ -19,21 +21,25 @@ from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Lane, Op, Stage
 
 CHOICES = {"s1": Plan(schedule="s1"), "s2": Plan(schedule="s2", overlap_gather=True)}
-"""The two plans that Algorithm 1 chooses between; S2 overlaps its last all-to-all with the all-gather (SAA)."""
-SMALL, LARGE = 1024, 4096
+"""The two plans that Algorithm 1 chooses between; S2 overlaps its last all-to-all with the
+all-gather (SAA)."""
+SMALL = 1024
+LARGE = 4096
 """Numbers of tokens of the two layers from which each line is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """The input of Algorithm 1 about a cluster: times of operations as lines; `beta` is in seconds per element."""
+    """The input of Algorithm 1 about a cluster: times of operations as lines; `beta` is in seconds
+    per element."""
 
     all_to_all: Fit
     """The all-to-all, as a function of the input elements of a rank."""
     gather: Fit
     """MP-AllGather, as a function of the output elements."""
     overlapped: Fit
-    """SAA, the second all-to-all overlapped with the all-gather, as a function of the input elements of a rank."""
+    """SAA, the second all-to-all overlapped with the all-gather, as a function of the input
+    elements of a rank."""
 
 
 def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
@@ -80,11 +86,12 @@ def choose(simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
 
 
 def measured_operations(collectives: Sequence[Fit], grid: Grid, dtype: str) -> Operations | None:
-    """Return the operations that `moesaic profile` measured; None if it has none for the groups of this mesh.
+    """Return the operations that `moesaic profile` measured; None if it has none for the groups of
+    this mesh.
 
     Args:
-        collectives: as in `ClusterSpec`: there are lines for groups of whole nodes, of one rank per node, and of all
-            ranks.
+        collectives: as in `ClusterSpec`: there are lines for groups of whole nodes, of one rank per
+            node, and of all ranks.
         grid: the mesh.
         dtype: dtype of rows.
     """
@@ -98,8 +105,10 @@ def measured_operations(collectives: Sequence[Fit], grid: Grid, dtype: str) -> O
 
 
 def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
-    """Return the span of the group of rank 0 in the words of `moesaic profile`; "" if it has no word for it."""
-    group, per_node = grid.group(0, axes), grid.ranks_per_node or grid.world
+    """Return the span of the group of rank 0 in the words of `moesaic profile`; "" if it has no
+    word for it."""
+    group = grid.group(0, axes)
+    per_node = grid.ranks_per_node or grid.world
     known = {
         tuple(range(per_node)): "inside",
         tuple(range(0, grid.world, per_node)): "outside",
@@ -109,7 +118,11 @@ def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
 
 
 def operations(
-    simulator: Simulator, grid: Grid, top_k: int, dtype: str = "fp32", capacity_factor: float = 1.2
+    simulator: Simulator,
+    grid: Grid,
+    top_k: int,
+    dtype: Dtype = "fp32",
+    capacity_factor: float = 1.2,
 ) -> Operations:
     """Return the operations of a simulated cluster: lines through the forward times at two sizes.
 
@@ -121,9 +134,15 @@ def operations(
         capacity_factor: rows per expert over the mean.
     """
     layer = Workload(
-        tokens=LARGE, num_experts=grid.ep, top_k=min(top_k, grid.ep), dim=4096, hidden=1024, matrices=2,
-        dtype=dtype, capacity_factor=capacity_factor,  # type: ignore[arg-type]
-    )  # fmt: skip
+        tokens=LARGE,
+        num_experts=grid.ep,
+        top_k=min(top_k, grid.ep),
+        dim=4096,
+        hidden=1024,
+        matrices=2,
+        dtype=dtype,
+        capacity_factor=capacity_factor,
+    )
     small, large = (
         (workload, _spans(simulator, grid, workload))
         for workload in (replace(layer, tokens=SMALL), layer)

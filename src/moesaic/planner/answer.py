@@ -1,7 +1,8 @@
-"""Answers to common questions about a planned step, such as its speed and utilization, what to change first, and costs.
+"""Answers to common questions about a planned step, such as its speed and utilization, what to
+change first, and costs.
 
-Most answers predict the best plan of the search again with one thing changed. If no layout fits the memory, `remedies` finds
-single changes after which one does.
+Most answers predict the best plan of the search again with one thing changed. If no layout fits the
+memory, `remedies` finds single changes after which one does.
 """
 
 from __future__ import annotations
@@ -15,26 +16,21 @@ from typing import Literal
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, layouts, name_of
 from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.job import Job
 from moesaic.planner.loads import memory_under_counts, on_replica, simulate_counts
-from moesaic.planner.memory import FRAGMENTED, GIB, Memory, usable_bytes
-from moesaic.planner.model import Job
-from moesaic.planner.predict import APART
+from moesaic.planner.predicted_plans import APART
+from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layout
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.step_memory import step_memory
 from moesaic.planner.workload import largest_max_vio, skewed_counts
 from moesaic.program.compile import Compiled, compile_plan
 
-SPREADS = {"hopper": (0.77, 1.0), "blackwell": (0.94, 1.14), "": (0.82, 1.08)}
-"""Quartiles of measured over predicted speed of the published steps in docs/ledger.md, each predicted without its own system in
-the fit (`moesaic_lab.ledger.fitting`), widened to include 1: on two generations of GPUs, and on all."""
-
-
-def generation(cluster: ClusterSpec) -> str:
-    """Return the key of `SPREADS` for a cluster's devices, by their data-sheet rate of bfloat16 products."""
-    peak = cluster.device.peak_tflops
-    return "hopper" if 900 < peak < 1000 else "blackwell" if 2000 < peak < 3000 else ""
+SPEED_RATIOS = (0.76, 0.95, 1.13)
+"""First quartile, median and third quartile of measured over predicted speed of the published steps
+in docs/ledger.md, each predicted without its own system in the fit (`moesaic_lab.ledger.held_out`).
+One for all machines: no class of machines has enough sources for its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +38,12 @@ class Speed:
     """The predicted speed of a step."""
 
     tokens_per_second: float
-    """Tokens per second and device."""
+    """Tokens per second and device: the median of its interval."""
     interval: tuple[float, float]
     """Likely range of `tokens_per_second`, by the errors of the ledger's steps."""
     utilization: float
-    """Model FLOPs (6 per active parameter and token, plus scores, without recomputation) over the rate of the data sheet."""
+    """Model FLOPs (6 per active parameter and token, plus scores, without recomputation) over the
+    rate of the data sheet."""
 
     def price(self, per_hour: float) -> float:
         """Return the cost of training on a trillion tokens.
@@ -84,18 +81,16 @@ def speed_of(
         cluster: the cluster.
         devices: number of devices that run the step, those of all pipeline stages included.
         sequences: number of sequences per optimizer step.
-        longer: range of factors by which the step may take longer, for example from `longer_by_narrow_rate`.
+        longer: range of factors by which the step may take longer, for example from
+            `longer_by_narrow_rate`.
     """
-    tokens = sequences * job.model.seq_len
-    tokens_per_second = tokens / step.seconds / devices
-    low, high = SPREADS[generation(cluster)]
+    simulated = sequences * job.model.seq_len / step.seconds / devices
+    low, middle, high = SPEED_RATIOS
+    tokens_per_second = simulated * middle
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
         tokens_per_second=tokens_per_second,
-        interval=(
-            tokens_per_second * min(low / longer[1], 1.0),
-            tokens_per_second * max(high / longer[0], 1.0),
-        ),
+        interval=(simulated * low / longer[1], simulated * high / longer[0]),
         utilization=tokens_per_second * operations_per_token(job, cluster) / peak,
     )
 
@@ -149,7 +144,8 @@ def changes(
 
 
 def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, Memory]:
-    """Predict a plan again under even routing, by the description of a cluster; returns the seconds of a step and the memory.
+    """Predict a plan again under even routing, by the description of a cluster; returns the seconds
+    of a step and the memory.
 
     Args:
         job: the training job.
@@ -181,14 +177,18 @@ class SkewedStep:
 def under_skew(
     job: Job, cluster: ClusterSpec, planned: PlannedStep, max_vio: float
 ) -> SkewedStep | None:
-    """Predict a plan under a MaxVio over ranks: the busiest ep rank's load over the mean load, minus 1.
+    """Predict a plan under a MaxVio over ranks: the busiest ep rank's load over the mean load,
+    minus 1.
 
-    One replica of the experts is simulated and stands for all. With ep = 1 every rank has all experts, and skew costs nothing.
+    One replica of the experts is simulated and stands for all. With ep = 1 every rank has all
+    experts, and skew costs nothing.
 
     Returns:
-        the step; None if one replica has too many ranks to simulate them individually, or allows no such MaxVio.
+        the step; None if one replica has too many ranks to simulate them individually, or allows no
+        such MaxVio.
     """
-    grid, simulator = planned.grid, Simulator(cluster)
+    grid = planned.grid
+    simulator = Simulator(cluster)
     if grid.ep == 1:
         return SkewedStep(longer=1.0, memory=planned.memory)
     compiled = _replica(job, planned, simulator)
@@ -205,7 +205,8 @@ def under_skew(
 
 
 def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
-    """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more than `APART` ranks."""
+    """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more
+    than `APART` ranks."""
     one = on_replica(compile_plan(planned.plan, planned.grid), simulator.cluster)
     return None if one.grid.world > APART else one
 
@@ -213,8 +214,9 @@ def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled |
 def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
     """Yield clusters with one property twice as good, each after a description of the change."""
     kinds: tuple[tuple[Literal["inside", "outside"], str], ...] = (
-        ("outside", "links between nodes"), ("inside", "links inside nodes"),
-    )  # fmt: skip
+        ("outside", "links between nodes"),
+        ("inside", "links inside nodes"),
+    )
     for kind, words in kinds:
         names = [link.name for link in cluster.links if link.carries in (kind, "all")]
         if names and (kind == "inside" or cluster.nodes > 1):
@@ -228,7 +230,8 @@ def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
 MOST_TIMES = 64
 """Largest factor by which the number of devices is increased."""
 Larger = Callable[[int], tuple[Job, ClusterSpec]]
-"""Function of a number of devices that returns the job and a cluster of at least so many devices."""
+"""Function of a number of devices that returns the job and a cluster of at least so many
+devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +255,8 @@ def remedies(
         job: a job that fits no layout.
         cluster: the cluster.
         settings: settings of the search.
-        larger: returns the job and a cluster for a larger number of devices; None if there is no larger cluster.
+        larger: returns the job and a cluster for a larger number of devices; None if there is no
+            larger cluster.
     """
     changes_tried = []
     for what, changed, changed_cluster, changed_settings in _changes(job, cluster, settings):
@@ -315,7 +319,8 @@ def _changes(
 
 
 def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> list[Remedy]:
-    """Return the smallest number of devices, by doubling, on which a layout fits, or the largest number tried; [] if none."""
+    """Return the smallest number of devices, by doubling, on which a layout fits, or the largest
+    number tried; [] if none."""
     times = 2
     tried: list[Remedy] = []
     while times <= MOST_TIMES and not (tried and tried[-1].fits):

@@ -28,12 +28,14 @@ def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarr
     """Return the copies that each rank sends to each expert, (world, num_experts) int64.
 
     Args:
-        program: decides whether the ranks of a tensor-parallel group share its copies evenly or each send all of them.
+        program: decides whether the ranks of a tensor-parallel group share its copies evenly or
+            each send all of them.
         grid: the mesh.
         counts: (dp, num_experts) int64, copies that each data-parallel group sends to each expert.
     """
     ranks = np.arange(grid.world)
-    group_copies, place = counts[ranks // grid.tp], (ranks % grid.tp)[:, None]
+    group_copies = counts[ranks // grid.tp]
+    place = (ranks % grid.tp)[:, None]
     if program.is_redundant:
         return group_copies
     return group_copies * (place + 1) // grid.tp - group_copies * place // grid.tp
@@ -50,18 +52,20 @@ def sizes_of(
 ) -> CallSizes:
     """Return the sizes of a call.
 
-    Ranks of a tensor-parallel group share each run of copies evenly, in contiguous parts. Multicast sends the distinct
-    tokens among the copies for a node or a rank. Their number is estimated, assuming that a token's experts are drawn
-    one after the other.
+    Ranks of a tensor-parallel group share each run of copies evenly, in contiguous parts. Multicast
+    sends the distinct tokens among the copies for a node or a rank. Their number is estimated,
+    assuming that a token's experts are drawn one after the other.
 
     Args:
         program: forward or backward.
         workload: the layer and its tokens.
         grid: the mesh, with etp factored as the plan requires.
-        counts: (dp, num_experts) copies that each data-parallel group sends to each expert; None: even counts.
-        replicated: as in `CallSizes`, for programs with replication; None: no copies are replicated.
-        shapes: of the same grid, experts and chunks (`Compiled.shapes`), to share between calls, since they are most of
-            the cost.
+        counts: (dp, num_experts) copies that each data-parallel group sends to each expert; None:
+            even counts.
+        replicated: as in `CallSizes`, for programs with replication; None: no copies are
+            replicated.
+        shapes: of the same grid, experts and chunks (`Compiled.shapes`), to share between calls,
+            since they are most of the cost.
 
     Raises:
         InputError: if the counts do not fit the mesh.
@@ -70,8 +74,8 @@ def sizes_of(
         counts = uniform_counts(grid.dp, workload)
     if counts.shape != (grid.dp, workload.num_experts):
         raise InputError(
-            f"counts of shape {counts.shape} do not fit {grid.dp} data-parallel groups and {workload.num_experts} experts: "
-            f"give ({grid.dp}, {workload.num_experts})"
+            f"counts of shape {counts.shape} do not fit {grid.dp} data-parallel groups and "
+            f"{workload.num_experts} experts: give ({grid.dp}, {workload.num_experts})"
         )
     place = np.arange(grid.world) % grid.tp
     copies = copies_by_rank(program, grid, counts)
@@ -103,22 +107,24 @@ def sizes_of(
 
 
 def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
-    """Return how many of a group's tokens have an expert on a node under even routing, summed over chunks.
+    """Return how many of a group's tokens have an expert on a node under even routing, summed over
+    chunks.
 
-    With ep ranks in place of nodes, return how many have an expert on an ep rank. A token with k of E experts has one
-    among E / n of them with probability 1 - C(E - E / n, k) / C(E, k). If a token uses only some groups of experts, E
-    counts the experts of these groups, and all choices of groups are equally likely. A chunk has the same share of each
-    expert's copies, in the order of tokens. So the copies of a token are mostly in one chunk, and only around a cut are
-    they on both sides of it.
+    With ep ranks in place of nodes, return how many have an expert on an ep rank. A token with k of
+    E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k). If a token
+    uses only some groups of experts, E counts the experts of these groups, and all choices of
+    groups are equally likely. A chunk has the same share of each expert's copies, in the order of
+    tokens. So the copies of a token are mostly in one chunk, and only around a cut are they on both
+    sides of it.
     """
-    node_copies, known_visits = workload.copies / nodes, dict(workload.visits).get(nodes)
+    node_copies = workload.copies / nodes
+    known_visits = dict(workload.visits).get(nodes)
     if known_visits is not None:
         return min(workload.tokens * known_visits / nodes, node_copies)
-    group_size, experts_per_node = (
-        workload.num_experts // workload.groups,
-        workload.num_experts // nodes,
-    )
-    groups, missed_share = _groups_met(workload, group_size, experts_per_node), 0.0
+    group_size = workload.num_experts // workload.groups
+    experts_per_node = workload.num_experts // nodes
+    groups = _groups_met(workload, group_size, experts_per_node)
+    missed_share = 0.0
     for probability, on_node in groups:
         missed_probability = probability
         for drawn in range(workload.top_k):
@@ -137,16 +143,18 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
 
 
 def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
-    """Return the expected distance between the copies of a token on a node, in standard deviations of one copy's place.
+    """Return the expected distance between the copies of a token on a node, in standard deviations
+    of one copy's place.
 
-    This is the mean, over all tokens, of the expected range of as many normal variables as a token has copies on the
-    node. Tokens with fewer than two copies there count as 0.
+    This is the mean, over all tokens, of the expected range of as many normal variables as a token
+    has copies on the node. Tokens with fewer than two copies there count as 0.
 
     Args:
         workload: the layer and its tokens.
         groups: as returned by `_groups_met`.
     """
-    experts, distance = workload.reachable, 0.0
+    experts = workload.reachable
+    distance = 0.0
     for probability, on_node in groups:
         for copies in range(2, min(workload.top_k, on_node) + 1):
             weight = comb(on_node, copies) * comb(experts - on_node, workload.top_k - copies)
@@ -155,9 +163,11 @@ def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
 
 
 def _width_of_cuts(workload: Workload, chunks: int) -> float:
-    """Return the standard deviation of a copy's place in its expert's run, as a share of the run, summed over the cuts.
+    """Return the standard deviation of a copy's place in its expert's run, as a share of the run,
+    summed over the cuts.
 
-    Of an expert's n copies, x n belong to the first share x of the tokens, with standard deviation sqrt(x (1 - x) n).
+    Of an expert's n copies, x n belong to the first share x of the tokens, with standard deviation
+    sqrt(x (1 - x) n).
     """
     run = max(workload.copies / workload.num_experts, 1.0)
     return sum(sqrt(cut / chunks * (1 - cut / chunks) / run) for cut in range(1, chunks))
@@ -165,7 +175,8 @@ def _width_of_cuts(workload: Workload, chunks: int) -> float:
 
 @cache
 def _normal_range(count: int) -> float:
-    """Return the expected range of `count` independent standard normal variables (Tippett, Biometrika 1925)."""
+    """Return the expected range of `count` independent standard normal variables (Tippett,
+    Biometrika 1925)."""
     x = np.linspace(-8.0, 8.0, 4001)
     below = 0.5 * (1 + np.array([erf(each / sqrt(2)) for each in x.tolist()]))
     return float(np.trapezoid(1 - below**count - (1 - below) ** count, x))
@@ -174,7 +185,8 @@ def _normal_range(count: int) -> float:
 def _groups_met(
     workload: Workload, group_size: int, experts_per_node: int
 ) -> list[tuple[float, int]]:
-    """Return the distribution of the number of experts on a node that a token may choose, as (probability, experts).
+    """Return the distribution of the number of experts on a node that a token may choose, as
+    (probability, experts).
 
     Args:
         workload: the layer and its tokens.
@@ -186,10 +198,8 @@ def _groups_met(
     if experts_per_node < group_size:
         probability = workload.top_groups / workload.groups
         return [(probability, experts_per_node), (1 - probability, 0)]
-    groups_per_node, other_groups = (
-        experts_per_node // group_size,
-        workload.groups - experts_per_node // group_size,
-    )
+    groups_per_node = experts_per_node // group_size
+    other_groups = workload.groups - experts_per_node // group_size
     ways = comb(workload.groups, workload.top_groups)
     return [
         (
@@ -205,7 +215,8 @@ def _groups_met(
 def _node_tokens(
     copies: np.ndarray, workload: Workload, num_sharers: int, nodes: int, chunks: int
 ) -> np.ndarray:
-    """Return the expected visits, (world, nodes, chunks) int64; with ep ranks in place of nodes, the expected stops."""
+    """Return the expected visits, (world, nodes, chunks) int64; with ep ranks in place of nodes,
+    the expected stops."""
     node_copies = copies.reshape(len(copies), nodes, -1).sum(axis=2)
     even_copies = workload.copies / num_sharers / nodes
     unchunked, chunked = (

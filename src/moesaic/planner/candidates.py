@@ -1,4 +1,5 @@
-"""The search space: the meshes that a job fits, and the plans of a space of choices that a mesh can run.
+"""The search space: the meshes that a job fits, and the plans of a space of choices that a mesh can
+run.
 
 The planner ranks these plans, and benchmarks try them.
 """
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.model import Job
+from moesaic.planner.job import Job
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import Compiled, compile_plan
@@ -36,10 +37,12 @@ class Pins:
 
 
 def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
-    """Return the meshes of all devices of a cluster that split a job evenly, without pipeline stages.
+    """Return the meshes of all devices of a cluster that split a job evenly, without pipeline
+    stages.
 
     Raises:
-        InputError: if there are none; the message says why the mesh with the smallest sizes does not fit.
+        InputError: if there are none; the message says why the mesh with the smallest sizes does
+            not fit.
     """
     refusals = {grid: _refusal(job, grid) for grid in _grids(cluster, pins)}
     grids = [grid for grid, refusal in refusals.items() if not refusal]
@@ -63,7 +66,10 @@ def _which_do_not_divide(world: int, pins: Pins) -> str:
     wrong = alone or [name for name in pinned if name != "tp"]
     sizes = " x ".join(f"{name} {pinned[name]}" for name in wrong)
     flags = " and ".join(f"--{name}" for name in wrong)
-    return f": {sizes} does not divide them: choose a divisor, or leave {flags} out and every size is tried"
+    return (
+        f": {sizes} does not divide them: choose a divisor, or leave {flags} out and every size "
+        "is tried"
+    )
 
 
 def name_of(grid: Grid) -> str:
@@ -118,24 +124,28 @@ def _refusal(job: Job, grid: Grid) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The values of each choice of a plan that a search combines. The default has lossless plans only."""
+    """The values of each choice of a plan that a search combines. The default has lossless plans
+    only."""
 
     schedules: tuple[Schedule, ...] = tuple(SCHEDULES)
     fuse: tuple[bool, ...] = (False,)
     """With True, also plans that fuse the movements over ep and etp (baseline and s3)."""
     gather_weights: tuple[int, ...] | None = None
-    """Values of Tutel's r besides etp (no weights move); None for 0 and every divisor of etp below etp."""
+    """Values of Tutel's r besides etp (no weights move); None for 0 and every divisor of etp below
+    etp."""
     chunks: tuple[int, ...] = (1, 2, 4)
     peer_groups: tuple[int, ...] = (1,)
     node_groups: bool = False
-    """Whether to also try one peer group per node, or the fewest peer groups that stay inside nodes."""
+    """Whether to also try one peer group per node, or the fewest peer groups that stay inside
+    nodes."""
     overlap_gather: tuple[bool, ...] = (False, True)
     all_to_alls: tuple[AllToAll, ...] = (
         *(name for name, link in ALL_TO_ALLS.items() if link.is_searched),
         "multicast",
     )
     orders: tuple[Order, ...] = ("optsche", "early", "fifo")
-    """Orders of the tasks of a layer that is cut into chunks; without chunks, only the first one is tried."""
+    """Orders of the tasks of a layer that is cut into chunks; without chunks, only the first one is
+    tried."""
     codecs: tuple[Codec, ...] = ("none",)
     """Codecs of the forward pass. A lossy codec is tried only if it is listed."""
     backward_codecs: tuple[Codec, ...] = ("none",)
@@ -162,14 +172,21 @@ class SearchSpace:
             shards = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
         by_node = (groups_inside_nodes(grid),) if self.node_groups else ()
         return {
-            "schedule": self.schedules, "fuse": self.fuse, "gather_weights": (None, *shards), "chunks": self.chunks,
-            "peer_groups": tuple(dict.fromkeys((*self.peer_groups, *by_node))), "overlap_gather": self.overlap_gather,
-            "all_to_all": self.all_to_alls, "codec": self.codecs, "backward_codec": self.backward_codecs,
+            "schedule": self.schedules,
+            "fuse": self.fuse,
+            "gather_weights": (None, *shards),
+            "chunks": self.chunks,
+            "peer_groups": tuple(dict.fromkeys((*self.peer_groups, *by_node))),
+            "overlap_gather": self.overlap_gather,
+            "all_to_all": self.all_to_alls,
+            "codec": self.codecs,
+            "backward_codec": self.backward_codecs,
             "order": self.orders,
-        }  # fmt: skip
+        }
 
     def plans(self, grid: Grid) -> Iterator[Plan]:
-        """Yield every combination of choices on a mesh, including combinations that do not fit it."""
+        """Yield every combination of choices on a mesh, including combinations that do not fit
+        it."""
         values = self.values(grid)
         for choice in itertools.product(*values.values()):
             plan = Plan(**dict(zip(values, choice)))
@@ -187,7 +204,8 @@ def candidates(grid: Grid, space: SearchSpace | None = None) -> Iterator[Compile
     Raises:
         InputError: if no plan of the space fits; the message says why the last one does not.
     """
-    seen, refusal = set[bytes](), ""
+    seen = set[bytes]()
+    refusal = ""
     for plan in (space or SearchSpace()).plans(grid):
         try:
             compiled = compile_plan(plan, grid)

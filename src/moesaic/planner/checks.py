@@ -1,4 +1,5 @@
-"""Checks of the numbers in descriptions of clusters and workloads. Every error names the field and what would be right."""
+"""Checks of the numbers in descriptions of clusters and workloads. Every error names the field and
+what would be right."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ def check_above_zero(where: str, value: float) -> None:
 
 
 def check_curve(where: str, at: str, share: str, holder: object) -> None:
-    """Raise InputError unless two fields form a curve: ascending positions above 0, and as many shares above 0."""
-    positions, shares = getattr(holder, at), getattr(holder, share)
+    """Raise InputError unless two fields form a curve: ascending positions above 0, and as many
+    shares above 0."""
+    positions = getattr(holder, at)
+    shares = getattr(holder, share)
     if len(positions) != len(shares):
         raise InputError(
-            f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one share for each"
+            f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one "
+            "share for each"
         )
     if any(a >= b for a, b in pairwise(positions)) or (positions and positions[0] <= 0):
         raise InputError(f"{where}{at}={list(positions)}: must be above 0 and ascending")

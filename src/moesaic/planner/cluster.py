@@ -1,9 +1,10 @@
-"""`ClusterSpec`: a cluster's devices, links and hosts, as far as they decide how long a layer takes. Read from TOML.
+"""`ClusterSpec`: a cluster's devices, links and hosts, as far as they decide how long a layer
+takes. Read from TOML.
 
-Links form a tree of levels: those of a device, of its socket, of its node, of its leaf switch. Each link is one
-directed link up and one down. Pairs of devices may have direct links in addition. A message climbs from its source to
-the first switch above both ends and descends to its target. `topology.py` builds the graph. Every error names the field
-and a value that would be right.
+Links form a tree of levels: those of a device, of its socket, of its node, of its leaf switch. Each
+link is one directed link up and one down. Pairs of devices may have direct links in addition. A
+message climbs from its source to the first switch above both ends and descends to its target.
+`topology.py` builds the graph. Every error names the field and a value that would be right.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from moesaic.codecs import codec_spec
-from moesaic.configfile import SUCH_AS, build, read_table, suggestion
-from moesaic.errors import InputError
+from moesaic.configfile import SUCH_AS, build, read_table
+from moesaic.errors import InputError, suggestion
 from moesaic.planner.checks import check_above_zero, check_curve, check_not_negative
 from moesaic.planner.fit import Fit
 
@@ -38,50 +39,59 @@ ELEMENT_BYTES: dict[str, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A level of the tree. Every run of `devices` consecutive devices has one link up and one link down, out of the run."""
+    """A level of the tree. Every run of `devices` consecutive devices has one link up and one link
+    down, out of the run."""
 
     name: str
     """Shown if the link is the bottleneck: nvlink, pcie, nic, leaf."""
     devices: int = field(metadata={SUCH_AS: "1 for a link of each device"})
-    """Consecutive devices behind each of these links: 1 if every device has its own link, all of a node's devices if
-    the node has a single NIC."""
+    """Consecutive devices behind each of these links: 1 if every device has its own link, all of a
+    node's devices if the node has a single NIC."""
     gbps: tuple[float, ...] = field(
         metadata={SUCH_AS: "2484 for NVLink of H100, 120 for PCIe 4, 92 for Ethernet of 100 Gb/s"}
     )
-    """Rate per direction in gigabits per second: one value for all links, one per link of a node, or one per link of
-    the cluster."""
+    """Rate per direction in gigabits per second: one value for all links, one per link of a node,
+    or one per link of the cluster."""
     latency_us: float = 0.0
-    """Latency in microseconds, added once to each movement that uses the link, whatever its number of messages."""
+    """Latency in microseconds, added once to each movement that uses the link, whatever its number
+    of messages."""
     message_us: float = 0.0
-    """Microseconds for which each message occupies the link besides the time of its bytes: a start-up cost that
-    messages pay one after the other."""
+    """Microseconds for which each message occupies the link besides the time of its bytes: a
+    start-up cost that messages pay one after the other."""
     connection_us: float = 0.0
-    """Further microseconds for which each message occupies the link, per connection open on that link. One thread
-    drives all connections of a device and visits each in turn (NCCL, src/proxy.cc, progressOps)."""
+    """Further microseconds for which each message occupies the link, per connection open on that
+    link. One thread drives all connections of a device and visits each in turn (NCCL, src/proxy.cc,
+    progressOps)."""
     connection_gbps: float = 0.0
-    """Highest rate of one connection between two devices, gigabits per second; 0 if a single connection fills the link."""
+    """Highest rate of one connection between two devices, gigabits per second; 0 if a single
+    connection fills the link."""
     fabric: float = 0.0
-    """Exponent with which a fabric slows down as more messages meet: the rate is multiplied by (nodes in use / 2) **
-    -fabric."""
+    """Exponent with which a fabric slows down as more messages meet: the rate is multiplied by
+    (nodes in use / 2) ** -fabric."""
     carries: Literal["all", "inside", "outside"] = "all"
-    """Which messages use the link: those between devices of one node, those between nodes, or both. NVLink and one NIC
-    per device are two levels of one device each, the first "inside" and the second "outside"."""
+    """Which messages use the link: those between devices of one node, those between nodes, or both.
+    NVLink and one NIC per device are two levels of one device each, the first "inside" and the
+    second "outside"."""
     shared: bool = False
-    """The devices of a run share one medium for messages among themselves, both directions together: a bus, a host's
-    loopback interface. The level then has no links out of the run."""
+    """The devices of a run share one medium for messages among themselves, both directions
+    together: a bus, a host's loopback interface. The level then has no links out of the run."""
     sizes: tuple[float, ...] = ()
-    """Bytes that a movement sends over one link, ascending, at which `size_share` is given; () if every size reaches
-    the rate."""
+    """Bytes that a movement sends over one link, ascending, at which `size_share` is given; () if
+    every size reaches the rate."""
     size_share: tuple[float, ...] = ()
-    """Share of `gbps` that a movement of that size reaches, interpolated over the logarithm of the size."""
+    """Share of `gbps` that a movement of that size reaches, interpolated over the logarithm of the
+    size."""
     users: tuple[float, ...] = ()
-    """Numbers of devices that use a shared medium at once, ascending, at which `users_share` is given; () if the
-    devices only divide the rate."""
+    """Numbers of devices that use a shared medium at once, ascending, at which `users_share` is
+    given; () if the devices only divide the rate."""
     users_share: tuple[float, ...] = ()
     """Share of `gbps` that this many devices reach together."""
     adds: bool = False
-    """Whether the switch behind the link sums, as NVLink SHARP does. An all-reduce of more than two devices of a node
-    then sends each value up once and receives each sum once."""
+    """Whether the switch behind the link sums, as NVLink SHARP does. An all-reduce of more than two
+    devices of a node then sends each value up once and receives each sum once."""
+    deepep: bool = False
+    """Whether the link carries DeepEP's and HybridEP's kernels: NVLink inside a node, InfiniBand or
+    another network with GPUDirect RDMA between nodes."""
 
     def __post_init__(self) -> None:
         where = f"cluster link {self.name!r}"
@@ -101,7 +111,8 @@ class Link:
         return self.gbps[unit % len(self.gbps)] * 1e9 / 8
 
     def slowest(self, nodes: int) -> float:
-        """Return the rate of the slowest link of this level while `nodes` nodes are in use, bytes per second."""
+        """Return the rate of the slowest link of this level while `nodes` nodes are in use, bytes
+        per second."""
         return min(self.gbps) * 1e9 / 8 * self.fabric_share(nodes)
 
     def fabric_share(self, nodes: int) -> float:
@@ -111,8 +122,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A direct link between two devices of every node, such as an NVLink bridge. Messages between the two use it in
-    place of the tree."""
+    """A direct link between two devices of every node, such as an NVLink bridge. Messages between
+    the two use it in place of the tree."""
 
     devices: tuple[int, int]
     """The two devices, counted from 0 within the node."""
@@ -151,7 +162,8 @@ class Tflops:
             check_not_negative(f"cluster.device.tflops.{dtype.name}", getattr(self, dtype.name))
         if not any(getattr(self, dtype.name) for dtype in fields(self)):
             raise InputError(
-                "cluster.device.tflops is missing: give the rate of at least one dtype, bf16 = 300 say"
+                "cluster.device.tflops is missing: give the rate of at least one dtype, bf16 "
+                "= 300 say"
             )
 
     def of(self, dtype: str) -> float:
@@ -170,27 +182,30 @@ class Tflops:
 
 
 ScoreKernel = Literal["best", "flash2", "flex"]
-"""Kernel that computes attention scores: the device's fastest, FlashAttention-2, or FlexAttention."""
+"""Kernel that computes attention scores: the device's fastest, FlashAttention-2, or
+FlexAttention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreShares:
-    """Share of `tflops` that attention scores reach, forward and backward together. Only the causal half of each square
-    counts as operations."""
+    """Share of `tflops` that attention scores reach, forward and backward together. Only the causal
+    half of each square counts as operations."""
 
     heads: tuple[float, ...] = (128.0,)
     """Head widths at which shares are given, ascending."""
     best: tuple[float, ...] = (1.0,)
     """Shares of the fastest kernels."""
     flash2: tuple[float, ...] = ()
-    """Shares of FlashAttention-2, which PyTorch's attention chooses first; () if equal to `best`."""
+    """Shares of FlashAttention-2, which PyTorch's attention chooses first; () if equal to
+    `best`."""
     flex: tuple[float, ...] = ()
     """Shares of FlexAttention; () if equal to `best`."""
 
     def __post_init__(self) -> None:
         if not self.heads or list(self.heads) != sorted({*self.heads}) or self.heads[0] <= 0:
             raise InputError(
-                f"cluster.device.scores.heads={list(self.heads)}: give widths above 0 in ascending order, 64 and 128 say"
+                f"cluster.device.scores.heads={list(self.heads)}: give widths above 0 in "
+                "ascending order, 64 and 128 say"
             )
         for kernel in get_args(ScoreKernel):
             shares = getattr(self, kernel)
@@ -198,12 +213,13 @@ class ScoreShares:
                 len(shares) != len(self.heads) or min(shares) <= 0
             ):
                 raise InputError(
-                    f"cluster.device.scores.{kernel}={list(shares)}: give a share above 0 for each of heads={list(self.heads)}"
+                    f"cluster.device.scores.{kernel}={list(shares)}: give a share above 0 for "
+                    f"each of heads={list(self.heads)}"
                 )
 
     def of(self, kernel: ScoreKernel, head_dim: float) -> float:
-        """Return the share for heads of width `head_dim`, interpolated. A width outside `heads` gets the nearest
-        width's share, and 0 the widest's."""
+        """Return the share for heads of width `head_dim`, interpolated. A width outside `heads`
+        gets the nearest width's share, and 0 the widest's."""
         shares = [*zip(self.heads, getattr(self, kernel) or self.best)]
         for (low, low_share), (high, high_share) in pairwise(shares):
             if 0 < head_dim < high:
@@ -234,7 +250,8 @@ class Device:
     """One accelerator, or one process on a CPU."""
 
     tflops: Tflops = field(metadata={SUCH_AS: "{ bf16 = 778 } for H100, { bf16 = 213 } for A100"})
-    """Rates of large matrix products, by dtype: of dense ones, and of grouped ones unless `grouped_tflops` has another."""
+    """Rates of large matrix products, by dtype: of dense ones, and of grouped ones unless
+    `grouped_tflops` has another."""
     memory_gib: float = field(metadata={SUCH_AS: "80 for H100, 24 for RTX 4090"})
     """Memory in GiB."""
     memory_gigabytes_per_second: float = field(
@@ -244,28 +261,34 @@ class Device:
     gemm_rows: tuple[float, ...] = (1, 16, 64, 256, 1024, 4096)
     """Rows per expert at which `gemm_share` is given, ascending."""
     gemm_share: tuple[float, ...] = (0.006, 0.09, 0.3, 0.6, 0.85, 1.0)
-    """Share of `tflops` that a product of that many rows reaches. The default is assumed, not measured: about rows /
-    (rows + 170). `moesaic profile` measures the real curve."""
+    """Share of `tflops` that a product of that many rows reaches. The default is assumed, not
+    measured: about rows / (rows + 170). `moesaic profile` measures the real curve."""
     scores: ScoreShares = field(default_factory=ScoreShares)
     """Speed of attention scores."""
     grouped_tflops: Tflops | None = None
-    """Rates of grouped products, in which each expert multiplies rows of its own; None, or 0 for a dtype: as in `tflops`."""
+    """Rates of grouped products, in which each expert multiplies rows of its own; None, or 0 for a
+    dtype: as in `tflops`."""
     sort_us_per_1000_copies: float = 0.0
     """Microseconds in which a thousand copies of tokens are sorted by expert."""
     router_us: float = 0.0
-    """Microseconds of a router's forward pass besides its product: kernels of top-k, weights, counts and losses."""
+    """Microseconds of a router's forward pass besides its product: kernels of top-k, weights,
+    counts and losses."""
     activation_traffic: float = 0.0
-    """Share of the memory traffic of experts' activations, between one product and the next, that costs extra time: 0
-    if products hide or fuse all of it, 1 if every product and the activation run as separate kernels."""
+    """Share of the memory traffic of experts' activations, between one product and the next, that
+    costs extra time: 0 if products hide or fuse all of it, 1 if every product and the activation
+    run as separate kernels."""
     contention: float = 0.0
-    """Share of the time lost while messages and computation overlap, since both use the same processors and memory."""
+    """Share of the time lost while messages and computation overlap, since both use the same
+    processors and memory."""
     narrow_between: tuple[float, ...] = ()
-    """Lowest and highest factor on the rates of fp8 and mxfp8 products in training, if not measured in training; () if
-    measured."""
+    """Lowest and highest factor on the rates of fp8 and mxfp8 products in training, if not measured
+    in training; () if measured."""
     peak_tflops: float = 0.0
-    """Data-sheet rate of dense bfloat16 products, the reference for utilization; 0 for the rate in `tflops`."""
+    """Data-sheet rate of dense bfloat16 products, the reference for utilization; 0 for the rate in
+    `tflops`."""
     codec_gigabytes_per_second: float | None = None
-    """Rate of encoding or decoding, in bytes of rows; None: a copy that reads rows and writes messages."""
+    """Rate of encoding or decoding, in bytes of rows; None: a copy that reads rows and writes
+    messages."""
     codecs: tuple[CodecRate, ...] = ()
     """Rates of single codecs; the others have the rate above."""
 
@@ -288,7 +311,8 @@ class Device:
             factor <= 0 for factor in self.narrow_between
         ):
             raise InputError(
-                f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers above 0, or none"
+                f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers "
+                "above 0, or none"
             )
         if not self.gemm_rows:
             raise InputError(
@@ -297,7 +321,8 @@ class Device:
         check_curve("cluster.device.", "gemm_rows", "gemm_share", self)
 
     def flops(self, dtype: str, *, grouped: bool = False) -> float:
-        """Return the operations per second of large products in `dtype`: dense ones, or grouped ones.
+        """Return the operations per second of large products in `dtype`: dense ones, or grouped
+        ones.
 
         Raises:
             InputError: if the rate of this dtype is not known.
@@ -306,7 +331,8 @@ class Device:
         return of_experts * 1e12 or self.tflops.of(dtype)
 
     def with_flops(self, flops: float) -> Device:
-        """Return a device whose float32 products all take `flops` operations per second, whatever their rows."""
+        """Return a device whose float32 products all take `flops` operations per second, whatever
+        their rows."""
         rates = Tflops(fp32=flops / 1e12)
         return replace(self, tflops=rates, grouped_tflops=None, gemm_rows=(1.0,), gemm_share=(1.0,))
 
@@ -325,20 +351,23 @@ class Host:
     """The thread of a rank that issues tasks, and its costs."""
 
     runs_compute: bool = False
-    """True on a CPU: the thread that issues movements also computes, and waits for the slots that a task reads."""
+    """True on a CPU: the thread that issues movements also computes, and waits for the slots that a
+    task reads."""
     task_us: float = 0.0
     """Time of the issuing thread per task, in microseconds: a kernel launch, a Python call."""
     message_us: float = 0.0
     """Time of the issuing thread per message that a rank sends or receives, in microseconds."""
     layer_us: float = 0.0
-    """Time of a layer outside its programs, forward and backward together, in microseconds: routing, the exchange of
-    counts, autograd."""
+    """Time of a layer outside its programs, forward and backward together, in microseconds:
+    routing, the exchange of counts, autograd."""
     messages: Literal["together", "in_turn", "eager"] = "together"
-    """together: all messages of a movement share the links at once. in_turn: a rank sends its messages one after the
-    other, and receives one after the other, as ScheMoE (eq. 17) assumes of NCCL. With in_turn, a movement inside nodes
-    has its own communicator and runs concurrently with a movement between nodes (eq. 16: Pipe-A2A). eager: as between
-    processes on CPUs, a message leaves when its sender issues it, whatever the others do, and links are queues. So ranks
-    of a node drift apart, and links that would idle in lockstep do not; up to 16 ranks are simulated separately."""
+    """together: all messages of a movement share the links at once. in_turn: a rank sends its
+    messages one after the other, and receives one after the other, as ScheMoE (eq. 17) assumes of
+    NCCL. With in_turn, a movement inside nodes has its own communicator and runs concurrently with
+    a movement between nodes (eq. 16: Pipe-A2A). eager: as between processes on CPUs, a message
+    leaves when its sender issues it, whatever the others do, and links are queues. So ranks of a
+    node drift apart, and links that would idle in lockstep do not; up to 16 ranks are simulated
+    separately."""
 
     def __post_init__(self) -> None:
         for name in ("task_us", "message_us", "layer_us"):
@@ -354,8 +383,8 @@ class ClusterSpec:
     devices_per_node: int = field(metadata={SUCH_AS: "8"})
     """Devices per machine, or behind one switch of direct links, one rank each."""
     devices_per_host: int = 0
-    """Devices of one host, of which a switch serves several (4 of 72 in an NVL72): a job on several nodes may use equal
-    parts of them that are whole hosts. 0: a node is one host."""
+    """Devices of one host, of which a switch serves several (4 of 72 in an NVL72): a job on several
+    nodes may use equal parts of them that are whole hosts. 0: a node is one host."""
     device: Device = field(
         metadata={SUCH_AS: "[device] with tflops = { bf16 = 778 } and memory_gib = 80 for H100"}
     )
@@ -367,11 +396,12 @@ class ClusterSpec:
     host: Host = field(default_factory=Host)
     """Costs of the issuing thread."""
     speeds: tuple[float, ...] = ()
-    """Compute speeds relative to `device`, one for each device of a node or of the cluster; () if all are equal. If one
-    rank stands for all, the slowest speed counts."""
+    """Compute speeds relative to `device`, one for each device of a node or of the cluster; () if
+    all are equal. If one rank stands for all, the slowest speed counts."""
     collectives: tuple[Fit, ...] = ()
-    """Measured lines of collectives over bytes, counted as nccl-tests does, of exactly this many nodes. The name tells the
-    collective and its span, such as "all_gather inside"; see `moesaic.measure.links`."""
+    """Measured lines of collectives over bytes, counted as nccl-tests does, of exactly this many
+    nodes. The name tells the collective and its span, such as "all_gather inside"; see
+    `moesaic.measure.links`."""
     name: str = "cluster"
     """Shown in tables."""
     description: str = ""
@@ -379,8 +409,8 @@ class ClusterSpec:
     source: str = ""
     """Source of the numbers."""
     measured: tuple[str, ...] = ()
-    """Which numbers were measured rather than read off a data sheet or assumed. Each entry says where, and how far the
-    model is off the data it was fitted to."""
+    """Which numbers were measured rather than read off a data sheet or assumed. Each entry says
+    where, and how far the model is off the data it was fitted to."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices_per_node"):
@@ -389,27 +419,32 @@ class ClusterSpec:
         check_not_negative("cluster.devices_per_host", self.devices_per_host)
         if len(self.speeds) not in (0, self.devices_per_node, self.world):
             raise InputError(
-                f"cluster.speeds has {len(self.speeds)} values: give one for each of a node's {self.devices_per_node} devices, "
-                f"or of all {self.world}"
+                f"cluster.speeds has {len(self.speeds)} values: give one for each of a node's "
+                f"{self.devices_per_node} devices, or of all {self.world}"
             )
         for speed in self.speeds:
             check_above_zero("cluster.speeds", speed)
         for peer in self.peers:
             if max(peer.devices) >= self.devices_per_node:
                 raise InputError(
-                    f"cluster peers: devices={list(peer.devices)}: a node has devices 0 to {self.devices_per_node - 1}"
+                    f"cluster peers: devices={list(peer.devices)}: a node has devices 0 to "
+                    f"{self.devices_per_node - 1}"
                 )
         for link in self.links:
             self._check_link(link)
         if self.devices_per_node > 1 and not self._has_link("inside"):
             raise InputError(
-                f"cluster {self.name}: no link carries messages inside a node of {self.devices_per_node} devices: add one "
-                'with carries = "inside" or "all", devices = 1 and gbps = 2484 for NVLink of H100, 200 for PCIe 4 say'
+                f"cluster {self.name}: no link carries messages inside a node of "
+                f"{self.devices_per_node} devices: add one "
+                'with carries = "inside" or "all", devices = 1 and gbps = 2484 for NVLink of '
+                "H100, 200 for PCIe 4 say"
             )
         if self.nodes > 1 and not self._has_link("outside"):
             raise InputError(
-                f"cluster {self.name}: no link carries messages between its {self.nodes} nodes: add one with devices = "
-                f'{self.devices_per_node}, carries = "outside" or "all", and gbps = 92 for Ethernet of 100 Gb/s say'
+                f"cluster {self.name}: no link carries messages between its {self.nodes} nodes: "
+                "add one with devices = "
+                f'{self.devices_per_node}, carries = "outside" or "all", and gbps = 92 for '
+                "Ethernet of 100 Gb/s say"
             )
 
     @property
@@ -417,19 +452,29 @@ class ClusterSpec:
         """Total number of devices."""
         return self.nodes * self.devices_per_node
 
+    @property
+    def carries_deepep(self) -> bool:
+        """Whether the links that are in use inside nodes and between them carry DeepEP."""
+        used = {"all", "inside"} | ({"outside"} if self.nodes > 1 else set())
+        links = [link for link in self.links if link.carries in used]
+        return bool(links) and all(link.deepep for link in links)
+
     def of_devices(self, count: int) -> ClusterSpec:
-        """Return a cluster of `count` devices: whole nodes, part of one node, or equal parts of nodes of several hosts.
+        """Return a cluster of `count` devices: whole nodes, part of one node, or equal parts of
+        nodes of several hosts.
 
         Raises:
             InputError: if `count` is none of these.
         """
         per_node = self.devices_per_node
         nodes = math.ceil(count / per_node)
-        used, unit = count // max(nodes, 1), self.devices_per_host or per_node
+        used = count // max(nodes, 1)
+        unit = self.devices_per_host or per_node
         if count < 1 or (nodes > 1 and (used * nodes != count or used % unit)):
             near = max(count // per_node, 1) * per_node
             raise InputError(
-                f"{count} devices are not whole nodes of {self.name}, which have {per_node}: try {near}"
+                f"{count} devices are not whole nodes of {self.name}, which have {per_node}: "
+                f"try {near}"
             )
         speeds = self.speeds[: count if len(self.speeds) > per_node else used]
         # In part of a node, fewer devices are behind a link, and some direct links lose an end.
@@ -460,8 +505,9 @@ class ClusterSpec:
 
         Args:
             carries: which links to change.
-            times: one factor for all links, or one per node. A link that several nodes share gets the largest factor of
-                its nodes. Direct links between pairs are equal in all nodes and get the smallest factor.
+            times: one factor for all links, or one per node. A link that several nodes share gets
+                the largest factor of its nodes. Direct links between pairs are equal in all nodes
+                and get the smallest factor.
 
         Raises:
             InputError: if the number of factors is neither 1 nor the number of nodes.
@@ -469,7 +515,8 @@ class ClusterSpec:
         factors = (times,) if isinstance(times, int | float) else tuple(times)
         if len(factors) not in (1, self.nodes):
             raise InputError(
-                f"{len(factors)} links' times for {self.nodes} nodes of {self.name}: give one, or one per node"
+                f"{len(factors)} links' times for {self.nodes} nodes of {self.name}: give "
+                "one, or one per node"
             )
 
         def faster(link: Link) -> Link:
@@ -506,7 +553,8 @@ class ClusterSpec:
         ]
 
     def _check_link(self, link: Link) -> None:
-        where, per_node = f"cluster link {link.name!r}", self.devices_per_node
+        where = f"cluster link {link.name!r}"
+        per_node = self.devices_per_node
         fits = (
             per_node % link.devices == 0
             if link.devices < per_node
@@ -514,13 +562,15 @@ class ClusterSpec:
         )
         if not fits:
             raise InputError(
-                f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: choose a divisor or a multiple"
+                f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: "
+                "choose a divisor or a multiple"
             )
         count = math.ceil(self.world / link.devices)
         per_node_count = per_node // link.devices if link.devices < per_node else 1
         if len(link.gbps) not in (1, count, per_node_count):
             raise InputError(
-                f"{where}: gbps has {len(link.gbps)} values: give one, or one for each of the {count} links"
+                f"{where}: gbps has {len(link.gbps)} values: give one, or one for each of the "
+                f"{count} links"
             )
 
     def _has_link(self, kind: Literal["inside", "outside"]) -> bool:
@@ -542,8 +592,8 @@ class ClusterSpec:
 
 
 CARDS = re.compile(r"(?:([1-9]\d*)x)?([1248])x(\w+)-(?:pcie|(10|25|100)gbe)")
-"""Names of machines with some of the cards of a preset `8xCARD-pcie`: `4x4090-pcie`, and `2x4x4090-25gbe` for two machines of
-four cards with a port of 25 Gb/s each."""
+"""Names of machines with some of the cards of a preset `8xCARD-pcie`: `4x4090-pcie`, and
+`2x4x4090-25gbe` for two machines of four cards with a port of 25 Gb/s each."""
 ETHERNET_SHARE = 0.92
 """Share of a port's rate that messages reach, as in the presets of DGX machines."""
 
@@ -566,7 +616,8 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
         nodes: number of nodes, fewer or more than in the file; None for the file's number.
 
     Raises:
-        InputError: for an unknown preset, a file that does not parse, an unknown field, or an invalid value.
+        InputError: for an unknown preset, a file that does not parse, an unknown field, or an
+            invalid value.
     """
     if name.endswith((".toml", ".json")):
         table = read_table(Path(name))
@@ -589,8 +640,8 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
         return replace(machine, nodes=nodes or int(cards[1] or 1), links=tuple(links))
     else:
         raise InputError(
-            f"cluster {name!r} is unknown{suggestion(name, presets())} (or give cards, 4x4090-pcie or 2x4x4090-25gbe, or a "
-            "path that ends in .toml)"
+            f"cluster {name!r} is unknown{suggestion(name, presets())} (or give cards, "
+            "4x4090-pcie or 2x4x4090-25gbe, or a path that ends in .toml)"
         )
     if nodes not in (None, table.get("nodes")):
         table = table | {"nodes": nodes, "collectives": []}

@@ -1,7 +1,8 @@
 """Compute time of a rank: experts by their rows, copies and codecs by their bytes.
 
-Small matrix products run far below a device's peak. So an expert's time comes from a curve of the share of the peak by
-rows, and is never below the time to read its weights. All other tasks take the time of their bytes.
+Small matrix products run far below a device's peak. So an expert's time comes from a curve of the
+share of the peak by rows, and is never below the time to read its weights. All other tasks take the
+time of their bytes.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ class Rates:
     activation_traffic: float = 0.0
     """As in `Device`."""
     cast_bytes: float = 0.0
-    """Bytes read and written per value that a product reads, if its numbers are narrower than those in memory. Two
-    bytes are read, and one is written by rows and one by columns, for the products of the gradients."""
+    """Bytes read and written per value that a product reads, if its numbers are narrower than those
+    in memory. Two bytes are read, and one is written by rows and one by columns, for the products
+    of the gradients."""
 
     def product_seconds(
         self, rows: np.ndarray, flops_per_row: float, weight_bytes: float, *, grouped: bool = False
     ) -> np.ndarray:
         """Return the seconds of dense products, or of grouped ones of an expert each, (n,).
 
-        The share is interpolated over the logarithm of the rows. Below the first point a product takes as long as at
-        that point; above the last point the share is constant. No product is faster than reading its weights.
+        The share is interpolated over the logarithm of the rows. Below the first point a product
+        takes as long as at that point; above the last point the share is constant. No product is
+        faster than reading its weights.
 
         Args:
             rows: (n,) rows of each product.
@@ -69,10 +72,11 @@ class Rates:
     def traffic_seconds(
         self, rows: np.ndarray, dim: int, units: float, matrices: int, element_bytes: int
     ) -> np.ndarray:
-        """Return the seconds in which experts' activations are read and written between products, (n,).
+        """Return the seconds in which experts' activations are read and written between products,
+        (n,).
 
-        A row is read, each product's result is written, read by the next step and written again, and the last result is
-        written.
+        A row is read, each product's result is written, read by the next step and written again,
+        and the last result is written.
 
         Args:
             rows: (n,) rows of each expert.
@@ -93,7 +97,8 @@ def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
     Raises:
         InputError: if the rate of this dtype is unknown.
     """
-    device, slowest = spec.device, min(spec.speeds, default=1.0)
+    device = spec.device
+    slowest = min(spec.speeds, default=1.0)
     codec = device.codec_gigabytes_per_second
     return Rates(
         flops=device.flops(dtype) * slowest,
@@ -116,12 +121,14 @@ def sort_seconds(spec: ClusterSpec, copies: float) -> float:
 def router_seconds(
     spec: ClusterSpec, tokens: float, dim: int, num_experts: int, element_bytes: int
 ) -> tuple[float, float]:
-    """Return the seconds in which a rank routes its tokens, forward and backward, without sorting the copies.
+    """Return the seconds in which a rank routes its tokens, forward and backward, without sorting
+    the copies.
 
-    Tokens are cast to float32, whose product with the router's matrix gives the scores, as in `moesaic.routing`. Both
-    count twice backward, and the small kernels behind them half.
+    Tokens are cast to float32, whose product with the router's matrix gives the scores, as in
+    `moesaic.routing`. Both count twice backward, and the small kernels behind them half.
     """
-    device, slowest = spec.device, min(spec.speeds, default=1.0)
+    device = spec.device
+    slowest = min(spec.speeds, default=1.0)
     dtype = "fp32" if device.tflops.fp32 else "bf16"
     product = 2.0 * tokens * dim * num_experts / (device.flops(dtype) * slowest)
     cast = tokens * dim * (element_bytes + 4) / (device.memory_gigabytes_per_second * 1e9 * slowest)
@@ -132,10 +139,11 @@ def router_seconds(
 def compute_seconds(
     task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates
 ) -> np.ndarray:
-    """Return the seconds that each actor computes on a task, (actors,); for a movement, the copies before and after it.
+    """Return the seconds that each actor computes on a task, (actors,); for a movement, the copies
+    before and after it.
 
-    On one rank no program runs: the experts' products read tokens in place and write rows in experts' order, so nothing
-    is copied before and behind them.
+    On one rank no program runs: the experts' products read tokens in place and write rows in
+    experts' order, so nothing is copied before and behind them.
 
     Args:
         task: any task.
@@ -188,11 +196,13 @@ def _experts(
 def frozen_seconds(
     rows: np.ndarray, units: float, layer: Workload, rates: Rates, *, is_backward: bool
 ) -> np.ndarray:
-    """Return the seconds that frozen experts take in a pass besides their products, in the shape of `rows`.
+    """Return the seconds that frozen experts take in a pass besides their products, in the shape of
+    `rows`.
 
-    Weights of fewer bits are read and written once in 16 bits. Adapters take their traffic, which exceeds their
-    operations: rows are read, and the result of the second factor is written, read and added
-    (`moesaic.experts.frozen.Product`); backward reads rows and gradients again for the gradients of both factors.
+    Weights of fewer bits are read and written once in 16 bits. Adapters take their traffic, which
+    exceeds their operations: rows are read, and the result of the second factor is written, read
+    and added (`moesaic.experts.frozen.Product`); backward reads rows and gradients again for the
+    gradients of both factors.
 
     Args:
         rows: rows of each expert.
@@ -201,7 +211,8 @@ def frozen_seconds(
         rates: rates of the devices.
         is_backward: whether it is a backward pass.
     """
-    weights, narrow = layer.dim * units * layer.matrices, layer.frozen_bytes < layer.element_bytes
+    weights = layer.dim * units * layer.matrices
+    narrow = layer.frozen_bytes < layer.element_bytes
     moved = (rows > 0) * weights * (layer.frozen_bytes + layer.element_bytes) * narrow
     matrices = layer.matrices
     values = (9 * layer.dim, 3 * matrices + 3) if is_backward else (5 * layer.dim, 4 * matrices - 3)
@@ -213,7 +224,8 @@ def frozen_seconds(
 def _coding(
     task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates
 ) -> np.ndarray:
-    """Return the seconds of encoding rows into messages, or of decoding messages into rows, (actors,)."""
+    """Return the seconds of encoding rows into messages, or of decoding messages into rows,
+    (actors,)."""
     assert task.of is not None
     slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
     rows = volumes.rows(slot.layout)

@@ -1,46 +1,55 @@
-"""Flags of other training systems: reads layouts from them (`--explain`), and writes layouts as flags (`--emit`).
+"""Flags of other training systems: reads layouts from them (`--explain`), and writes layouts as
+flags (`--emit`).
 
 `SYSTEMS` says what each system has. Nothing that it lacks is searched for it or written.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-from moesaic.configfile import suggestion
-from moesaic.errors import InputError
-from moesaic.planner.model import Job
-from moesaic.planner.others import Offers, OthersLayout
+from moesaic.errors import InputError, suggestion
+from moesaic.planner.harmless_flags import HARMLESS, HARMLESS_VALUES
+from moesaic.planner.job import Job
+from moesaic.planner.other_systems import Offers, OthersLayout
 from moesaic.planner.search import PlannedStep
 from moesaic.planner.step import PARTS, Part, Schedule, Sharded
 from moesaic.program.plan import Crossing, Plan
 
 STRATEGIES: dict[str, Sharded] = {
-    "no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters",
-}  # fmt: skip
+    "no_shard": "none",
+    "optim": "optimizer",
+    "optim_grads": "gradients",
+    "optim_grads_params": "parameters",
+}
 """Values of `sharded` by their names in Megatron's FSDP."""
 RECIPES = dict.fromkeys(("delayed", "tensorwise", "blockwise"), "fp8") | {"mxfp8": "mxfp8"}
 """Precisions by the names of Transformer Engine's recipes for scaling."""
 TORCH_SCHEDULES: dict[str, Schedule] = {
-    "1F1B": "1f1b", "Interleaved1F1B": "1f1b", "InterleavedZeroBubble": "zb-h1", "ZBVZeroBubble": "zb-v",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "1f1b",
+    "InterleavedZeroBubble": "zb-h1",
+    "ZBVZeroBubble": "zb-v",
     "DualPipeV": "dualpipev",
-}  # fmt: skip
+}
 """Pipeline schedules by their names in PyTorch."""
 MODES: dict[str, tuple[Part, ...]] = {
     "none": (),
     "full": ("block",),
     "selective": ("layernorm", "moe"),
 }
-"""Recomputed parts by the names of torchtitan's modes. Mode selective keeps the scores and every second dense product, but no
-grouped product, since that is not in `_op_sac_save_list` of torchtitan. Here it counts as if all dense products were kept."""
+"""Recomputed parts by the names of torchtitan's modes. Mode selective keeps the scores and every
+second dense product, but no grouped product, since that is not in `_op_sac_save_list` of
+torchtitan. Here it counts as if all dense products were kept."""
 
 
 class Alone(NamedTuple):
-    """A flag without a value, and the value that it sets; if `yields`, other flags for the same field win over it."""
+    """A flag without a value, and the value that it sets; if `yields`, other flags for the same
+    field win over it."""
 
     value: Any
     yields: bool = False
@@ -63,6 +72,8 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "recompute-activations": ("recompute", Alone(("core_attn",), yields=True)),
     "recompute-granularity": ("recompute", {"full": ("block",), "selective": ("core_attn",)}),
     "recompute-modules": ("recompute", list),
+    "recompute-method": ("recompute_method", {"uniform": "uniform", "block": "block"}),
+    "recompute-num-layers": ("recompute_layers", int),
     "overlap-moe-expert-parallel-comm": ("overlapped", Alone(True)),
     "use-distributed-optimizer": ("sharded", Alone("optimizer", yields=True)),
     "num-distributed-optimizer-instances": ("replicas", int),
@@ -72,19 +83,23 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "overlap-grad-reduce": ("hides_gradients", Alone(True)),
     "cross-entropy-loss-fusion": ("fused_loss", Alone(True)),
     "moe-enable-deepep": ("all_to_all", Alone("deepep", yields=True)),
-    "moe-token-dispatcher-type": (
-        "all_to_all",
-        lambda word: "deepep" if word == "flex" else "linear",
-    ),
+    "moe-token-dispatcher-type": ("all_to_all", {"alltoall": "linear", "flex": "deepep"}),
     "fp8-format": ("precision", lambda word: "fp8"),
     "fp8-recipe": ("precision", RECIPES),
 }
-"""Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each has the field that it sets,
-and a function from its word to the value, a table from words to values, or `list` if it takes several words."""
+"""Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each
+has the field that it sets, and a function from its word to the value, a table from words to values,
+or `list` if it takes several words."""
 APART = ("hides_parameters", "hides_gradients", "fused_loss")
 """Fields that are False in Megatron unless a flag sets them."""
+WHOLE_BLOCKS: tuple[tuple[str, Any], ...] = (
+    ("recompute_method", "uniform"),
+    ("recompute_layers", 1),
+)
+"""Fields of a system that recomputes all blocks, each by itself, or none."""
 RECOMPUTE = "activation-checkpoint:"
-"""What torchtitan 0.3 writes before the name of a mode. It is a subcommand, after which no more flags may follow."""
+"""What torchtitan 0.3 writes before the name of a mode. It is a subcommand, after which no more
+flags may follow."""
 TORCHTITAN: dict[str, tuple[str, Any]] = {
     "parallelism.tensor-parallel-degree": ("tp", int),
     "parallelism.pipeline-parallel-degree": ("pp", int),
@@ -102,7 +117,8 @@ TORCHTITAN: dict[str, tuple[str, Any]] = {
 
 
 def from_flags(flags: str) -> OthersLayout:
-    """Return the layout that flags of Megatron or torchtitan define; other flags are ignored.
+    """Return the layout that flags of Megatron or torchtitan define; `unread_flags` names those
+    that it leaves out.
 
     Raises:
         InputError: if no flag is known, if a flag lacks its value, or if its value is unknown.
@@ -114,102 +130,129 @@ def from_flags(flags: str) -> OthersLayout:
         raise InputError(
             f"--explain: the flags do not parse ({error}): close what is quoted"
         ) from error
-    known, yielding = MEGATRON | TORCHTITAN, dict[str, Any]()
-    named = {
-        place: word.lstrip("-").replace("_", "-")
-        for place, word in enumerate(words)
-        if word.startswith("--")
-    }
-    for place, name in named.items():
-        field, make = known.get(name, ("", None))
+    known = MEGATRON | TORCHTITAN
+    yielding: dict[str, Any] = {}
+    given = _given(words)
+    for flag in given:
+        field, make = known.get(flag.name, ("", None))
         if isinstance(make, Alone):
             (yielding if make.yields else values)[field] = make.value
         elif field:
-            until = min((other for other in named if other > place), default=len(words))
-            values[field] = _flag_value(words[place], words[place + 1 : until], make)
+            values[field] = _flag_value(flag.word, flag.values, make)
     values = yielding | values
+    if "block" not in values.get("recompute", ()):  # these two flags say which blocks
+        values = {
+            field: value for field, value in values.items() if field not in dict(WHOLE_BLOCKS)
+        }
     if not values:
-        first = next(iter(named.values()), "")
+        first = next((flag.name for flag in given), "")
         only = (f"--{first}" if first else "nothing") + suggestion(first, list(known))
         raise InputError(
             f"--explain: found no flag of Megatron or torchtitan that splits a model, only {only}"
         )
-    if any(name in TORCHTITAN for name in named.values()):
-        # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches of a pipeline.
+    if any(flag.name in TORCHTITAN for flag in given):
+        # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches
+        # of a pipeline.
         local = values.get("local_batch", 1)
         micro = local if values.get("pp", 1) == 1 else values.get("micro_batch", 1)
         sharded: Sharded = "parameters" if values.get("pp", 1) == 1 else "gradients"
         return OthersLayout(
             **{"sharded": sharded, **values, "local_batch": local, "micro_batch": micro}
         )
-    # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every rank, does not overlap
-    # parameters and gradients, and computes the loss step by step.
+    # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every
+    # rank, does not overlap parameters and gradients, and computes the loss step by step.
     return OthersLayout(
         **{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values}
     )
 
 
+COMMENT = re.compile(
+    r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?:^|(?<=\s))#[^\n]*""", re.DOTALL | re.MULTILINE
+)
+"""What is quoted or escaped (a group), or a comment, which begins a word and ends with its line."""
+
+
 def _words(flags: str) -> list[str]:
-    """Return the words of flags; `--a=b` is two, and torchtitan's subcommand for recomputation becomes a flag."""
-    words = shlex.split(flags.replace(RECOMPUTE, "--activation-checkpoint.mode "))
-    return [part for word in words for part in word.split("=", 1)]
+    """Return the words of flags as a shell does, without comments.
+
+    `--a=b` is two words, and torchtitan's subcommand for recomputation becomes a flag.
+    """
+    without_comments = COMMENT.sub(lambda match: match[1] or "", flags.replace("\\\n", " "))
+    words = shlex.split(without_comments.replace(RECOMPUTE, "--activation-checkpoint.mode "))
+    return [
+        part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])
+    ]
+
+
+class Given(NamedTuple):
+    """A flag as somebody gave it."""
+
+    word: str
+    """The flag as written."""
+    name: str
+    """Its name with hyphens in place of underscores, without the first ones."""
+    values: list[str]
+    """The words between it and the next flag."""
+
+
+def _given(words: list[str]) -> list[Given]:
+    """Return the flags among words, in their order; one that is given twice appears twice."""
+    given: list[Given] = []
+    for word in words:
+        if word.startswith("--"):
+            given.append(Given(word, word.lstrip("-").replace("_", "-"), []))
+        elif given:
+            given[-1].values.append(word)
+    return given
 
 
 SIZES: dict[str, Callable[[Job], int]] = {
-    "seq-length": lambda job: job.model.seq_len, "training.seq-len": lambda job: job.model.seq_len,
-    "num-layers": lambda job: job.model.num_layers, "hidden-size": lambda job: job.model.dim,
-    "num-experts": lambda job: job.model.moe.num_experts, "moe-router-topk": lambda job: job.model.moe.top_k,
+    "seq-length": lambda job: job.model.seq_len,
+    "training.seq-len": lambda job: job.model.seq_len,
+    "num-layers": lambda job: job.model.num_layers,
+    "hidden-size": lambda job: job.model.dim,
+    "num-experts": lambda job: job.model.moe.num_experts,
+    "moe-router-topk": lambda job: job.model.moe.top_k,
     "moe-ffn-hidden-size": lambda job: job.model.moe.hidden,
-}  # fmt: skip
+}
 """Flags for the sizes of a model, and the function that reads the same size from a job."""
-ASSUMED = (
-    "sequence-parallel", "use-megatron-fsdp", "recompute-method", "recompute-num-layers",
-    "parallelism.data-parallel-shard-degree",
-)  # fmt: skip
-"""Flags that are not read because predictions assume their usual value."""
-MATTERING = (
-    "parallel",
-    "pipeline",
-    "offload",
-    "overlap",
-    "capacity",
-    "dtype",
-    "checkpoint",
-    "recompute",
-    "converters",
-)
-"""Words in names of flags that may change the time or the memory of a step."""
 
 
 def unread_flags(flags: str, job: Job) -> list[str]:
-    """Return the flags that may change the time or the memory of a step but that no prediction reads.
+    """Return the flags that no prediction reads and that are not known to be harmless, each as it
+    was written, once.
 
     Args:
         flags: flags of Megatron or torchtitan.
         job: the training job.
 
     Raises:
-        InputError: if a flag gives a size of the model or a sequence length that is not that of the job.
+        InputError: if a flag gives a size of the model or a sequence length that is not that of the
+            job.
     """
-    words = _words(flags)
-    names = {word: word.lstrip("-").replace("_", "-") for word in words if word.startswith("--")}
-    for word, value in pairwise(words):
-        size = SIZES.get(names.get(word, ""))
+    given = _given(_words(flags))
+    for flag in given:
+        size = SIZES.get(flag.name)
+        value = next(iter(flag.values), "")
         if size is not None and value.isdecimal() and int(value) != size(job):
-            flag = " (--seq-len)" if "seq" in word else ""
+            option = " (--seq-len)" if "seq" in flag.name else ""
             raise InputError(
-                f"--explain: {word} {value}, but the planned model has {size(job)}: make them agree{flag}"
+                f"--explain: {flag.word} {value}, but the planned model has {size(job)}: make "
+                f"them agree{option}"
             )
-    read = {*MEGATRON, *TORCHTITAN, *SIZES, *ASSUMED}
-    return [
-        word
-        for word, name in names.items()
-        if name not in read and any(part in name for part in MATTERING)
-    ]
+    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS}
+    unread = (
+        flag.word
+        for flag in given
+        if flag.name not in known
+        and not (flag.values and flag.values[0] in HARMLESS_VALUES.get(flag.name, ()))
+    )
+    return list(dict.fromkeys(unread))
 
 
 def _flag_value(flag: str, words: list[str], make: Any) -> Any:
-    """Return the value that the words after a flag give; `make` is the second entry of the flag in `MEGATRON`."""
+    """Return the value that the words after a flag give; `make` is the second entry of the flag in
+    `MEGATRON`."""
     if make is list:
         if not words:
             raise InputError(f"--explain: {flag} is empty: name at least one of {', '.join(PARTS)}")
@@ -227,7 +270,8 @@ def _flag_value(flag: str, words: list[str], make: Any) -> Any:
 
 def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
     """Return the layout of other systems that is most similar to one of our plans."""
-    grid, plan = planned.grid, planned.plan
+    grid = planned.grid
+    plan = planned.plan
     return OthersLayout(
         tp=grid.tp,
         ep=grid.ep,
@@ -246,8 +290,8 @@ class System:
     """A training system whose flags are written."""
 
     write: Callable[[Job, OthersLayout, PlannedStep | None], list[str]]
-    """Writes a layout as flags. The last argument is the plan of ours that the layout comes from, or None; flags for its
-    choices are included as far as the system has them."""
+    """Writes a layout as flags. The last argument is the plan of ours that the layout comes from,
+    or None; flags for its choices are included as far as the system has them."""
     version: str = ""
     """The version whose flags are written."""
     offers: Offers = field(default_factory=Offers)
@@ -260,7 +304,8 @@ class System:
     def flags(
         self, name: str, job: Job, layout: OthersLayout, planned: PlannedStep | None = None
     ) -> list[str]:
-        """Return the layout as flags; raises InputError if the system named `name` lacks something of it."""
+        """Return the layout as flags; raises InputError if the system named `name` lacks something
+        of it."""
         if planned is not None and not self.offers.overlaps:  # our chunks have no flag there
             layout = replace(layout, overlapped=False)
         supported: dict[str, tuple[Any, ...]] = {
@@ -272,35 +317,47 @@ class System:
         for choice, values in supported.items():
             if getattr(layout, choice) not in values:
                 raise InputError(
-                    f"--emit {name}: {self.version or name} does not support {choice}={getattr(layout, choice)!r}: choose "
+                    f"--emit {name}: {self.version or name} does not support "
+                    f"{choice}={getattr(layout, choice)!r}: choose "
                     f"{' or '.join(map(repr, values))}, or another system"
                 )
         return self.write(job, layout, planned)
 
 
 PRECISIONS = {
-    "bf16": "", "fp8": "--fp8-format hybrid --fp8-recipe tensorwise", "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
-}  # fmt: skip
+    "bf16": "",
+    "fp8": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+}
 """Flags of precisions in Megatron."""
 
 
 def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
-    moe, model = job.model.moe, job.model
+    moe = job.model.moe
+    model = job.model
     lines = [
         f"--tensor-model-parallel-size {layout.tp}" + " --sequence-parallel" * (layout.tp > 1),
-        f"--pipeline-model-parallel-size {layout.pp}", f"--expert-model-parallel-size {layout.ep}",
-        f"--expert-tensor-parallel-size {layout.etp}", f"--micro-batch-size {layout.micro_batch}",
-        f"--seq-length {model.seq_len}", f"--num-experts {moe.num_experts}", f"--moe-router-topk {moe.top_k}",
-        f"--moe-ffn-hidden-size {moe.hidden}", "--moe-grouped-gemm", "--moe-token-dispatcher-type "
+        f"--pipeline-model-parallel-size {layout.pp}",
+        f"--expert-model-parallel-size {layout.ep}",
+        f"--expert-tensor-parallel-size {layout.etp}",
+        f"--micro-batch-size {layout.micro_batch}",
+        f"--seq-length {model.seq_len}",
+        f"--num-experts {moe.num_experts}",
+        f"--moe-router-topk {moe.top_k}",
+        f"--moe-ffn-hidden-size {moe.hidden}",
+        "--moe-grouped-gemm",
+        "--moe-token-dispatcher-type "
         + ("flex --moe-enable-deepep" if layout.by_deepep else "alltoall"),
         "--bf16",
-    ]  # fmt: skip
+    ]
     numbers = {
-        "global-batch-size": (layout.global_batch, 0), "context-parallel-size": (layout.cp, 1),
-        "num-distributed-optimizer-instances": (layout.replicas, 1), "mtp-num-layers": (layout.mtp, 0),
+        "global-batch-size": (layout.global_batch, 0),
+        "context-parallel-size": (layout.cp, 1),
+        "num-distributed-optimizer-instances": (layout.replicas, 1),
+        "mtp-num-layers": (layout.mtp, 0),
         "num-virtual-stages-per-pipeline-rank": (layout.virtual_pp, 1),
         "num-layers-per-virtual-pipeline-stage": (layout.virtual_layers, 0),
-    }  # fmt: skip
+    }
     lines += [f"--{flag} {number}" for flag, (number, usual) in numbers.items() if number != usual]
     lines += [
         f"--{flag}"
@@ -315,9 +372,11 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
     lines += ["--overlap-moe-expert-parallel-comm"] * layout.overlapped
     lines += ["--grad-reduce-in-bf16"] * (not layout.float32_reduced)
     if "block" in layout.recompute:
-        lines.append(
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        how = (
+            f"--recompute-method {layout.recompute_method} --recompute-num-layers "
+            f"{layout.recompute_layers}"
         )
+        lines.append(f"--recompute-granularity full {how}")
     elif layout.recompute:
         lines.append(
             f"--recompute-granularity selective --recompute-modules {' '.join(layout.recompute)}"
@@ -326,7 +385,10 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
     routing = model.routing
     if routing.get("groups", 1) > 1:
         lines += [
-            f"--moe-router-num-groups {routing['groups']} --moe-router-group-topk {routing['top_groups']}"
+            (
+                f"--moe-router-num-groups {routing['groups']} --moe-router-group-topk "
+                f"{routing['top_groups']}"
+            )
         ]
     return lines
 
@@ -334,11 +396,12 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
 def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     mode = next(mode for mode, parts in MODES.items() if parts == layout.recompute)
     lines = [
-        f"--parallelism.tensor_parallel_degree {layout.tp}", "--parallelism.data_parallel_shard_degree -1",
+        f"--parallelism.tensor_parallel_degree {layout.tp}",
+        "--parallelism.data_parallel_shard_degree -1",
         f"--parallelism.expert_parallel_degree {layout.ep}",
         f"--training.local_batch_size {max(layout.local_batch, layout.micro_batch)}",
         f"--training.seq_len {job.model.seq_len}",
-    ]  # fmt: skip
+    ]
     lines += [f"--training.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
     lines += [f"--parallelism.context_parallel_degree {layout.cp}"] * (layout.cp > 1)
     lines += [f"--parallelism.data_parallel_replicate_degree {layout.replicas}"] * (
@@ -350,9 +413,8 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
             f"--parallelism.pipeline_parallel_schedule {_schedule_name(layout)}",
             f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
         ]
-    lines += ["--training.disable_cuda_graphs"] * (
-        layout.ep > 1 or layout.pp > 1
-    )  # refused with either
+    # refused with either
+    lines += ["--training.disable_cuda_graphs"] * (layout.ep > 1 or layout.pp > 1)
     return [*lines, f"{RECOMPUTE}{mode}"]
 
 
@@ -392,7 +454,8 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
     mesh |= {} if planned is None else {"innermost": planned.grid.innermost}
     mesh |= {"pp": layout.pp, "parts-per-stage": layout.virtual_pp} if layout.pp > 1 else {}
-    lines, default = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
+    lines = [f"--mesh.{name} {value}" for name, value in mesh.items()]
+    default = Plan()
     plan = Plan(all_to_all=layout.all_to_all) if planned is None else planned.plan
     for choice in fields(Plan):
         value = getattr(plan, choice.name)
@@ -409,8 +472,13 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
 PYTORCH = tuple((schedule, 1) for schedule in dict.fromkeys(TORCH_SCHEDULES.values()))
 """Pipeline schedules of PyTorch; the first of them also with several runs per rank."""
 SELECTIVE: tuple[tuple[Part, ...], ...] = (
-    (), ("moe_act",), ("layernorm", "moe_act"), ("layernorm", "mla_up_proj", "moe_act"), ("core_attn",), ("block",),
-)  # fmt: skip
+    (),
+    ("moe_act",),
+    ("layernorm", "moe_act"),
+    ("layernorm", "mla_up_proj", "moe_act"),
+    ("core_attn",),
+    ("block",),
+)
 """Combinations of recomputed parts that are searched for Megatron."""
 SYSTEMS: dict[str, System] = {
     "megatron": System(
@@ -428,21 +496,25 @@ SYSTEMS: dict[str, System] = {
     "torchtitan": System(
         write=_torchtitan,
         version="torchtitan 0.3.0",
-        offers=Offers(schedules=(("1f1b", 2), *PYTORCH), recompute=tuple(MODES.values()), sharded="parameters"),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False)),
+        offers=Offers(
+            schedules=(("1f1b", 2), *PYTORCH), recompute=tuple(MODES.values()), sharded="parameters"
+        ),
+        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), *WHOLE_BLOCKS),
     ),
     "automodel": System(
         write=_automodel,
         version="NeMo Automodel",
         offers=Offers(
-            schedules=(("1f1b", 2), *PYTORCH), all_to_alls=("linear", "deepep"), sharded="parameters"
+            schedules=(("1f1b", 2), *PYTORCH),
+            all_to_alls=("linear", "deepep"),
+            sharded="parameters",
         ),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False)),
+        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), *WHOLE_BLOCKS),
     ),
     "moesaic": System(
         write=_moesaic,
         offers=Offers(sharded="parameters"),
-        lacks=(("cp", 1), ("mtp", 0), ("replicas", 1)),
+        lacks=(("cp", 1), ("mtp", 0), ("replicas", 1), *WHOLE_BLOCKS),
     ),
-}  # fmt: skip
+}
 """Systems by name. To add one, write a function for its flags."""

@@ -1,8 +1,8 @@
 """`Even`: rows and messages of a workload in which every rank does the same.
 
-One actor stands for all ranks, or for the ranks with the same place in every block. The rows that go from one rank to
-another are counted by digits (`symmetry.py`). The all-to-all algorithms' own paths say which ranks their packets pass.
-The cost does not grow with the number of ranks.
+One actor stands for all ranks, or for the ranks with the same place in every block. The rows that
+go from one rank to another are counted by digits (`symmetry.py`). The all-to-all algorithms' own
+paths say which ranks their packets pass. The cost does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from moesaic.planner.call_sizes import chunks_of, node_tokens_per_node
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.hops import HopPaths, check_regular, hop_paths
-from moesaic.planner.movement import AbstractVolumes, Movement, connected, row_bytes
+from moesaic.planner.movement import AbstractVolumes, Movement, connected_components, row_bytes
 from moesaic.planner.symmetry import Digits, Pairs, UnlikeError, box_of, pieces_of_step, steps_of
 from moesaic.planner.topology import Topology, check_fit
 from moesaic.planner.workload import Workload
@@ -32,8 +32,8 @@ MAX_RANKS_APART = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class PieceRows:
-    """Rows of one piece of every flow: the rows that one rank contributes for one expert, before they are cut into
-    chunks."""
+    """Rows of one piece of every flow: the rows that one rank contributes for one expert, before
+    they are cut into chunks."""
 
     copies: float
     tokens: float
@@ -44,14 +44,18 @@ class PieceRows:
     chunks: int
 
     def of(self, layout: Layout) -> float:
-        """Return the rows of one piece of a layout: all chunks of a run together, unless the layout holds one chunk
-        only."""
+        """Return the rows of one piece of a layout: all chunks of a run together, unless the layout
+        holds one chunk only."""
         if isinstance(layout.chunk, str):
             return 0.0  # nothing is replicated if all experts have equal loads
         rows: dict[Flow, float] = {
-            "copies": self.copies, "tokens": self.tokens, "node_tokens": self.node_tokens,
-            "rank_tokens": self.rank_tokens, "weights": self.units, "bias": 1.0,
-        }  # fmt: skip
+            "copies": self.copies,
+            "tokens": self.tokens,
+            "node_tokens": self.node_tokens,
+            "rank_tokens": self.rank_tokens,
+            "weights": self.units,
+            "bias": 1.0,
+        }
         return rows[layout.flow] / (1 if layout.chunk is None else self.chunks)
 
 
@@ -63,14 +67,16 @@ class Even(AbstractVolumes):
         topology: of the cluster, folded.
         layer: the layer of all ranks.
         piece: rows of a piece.
-        paths: cache of the messages of hops, shared with other meshes and layers; new ones are added.
-        digits: returns a mesh's digits, given what `Digits` is given; its results are kept, so that layers share them.
-        apart: distinguish the ranks of a block, since in a step of a peer schedule only some of them send to other
-            nodes.
+        paths: cache of the messages of hops, shared with other meshes and layers; new ones are
+            added.
+        digits: returns a mesh's digits, given what `Digits` is given; its results are kept, so that
+            layers share them.
+        apart: distinguish the ranks of a block, since in a step of a peer schedule only some of
+            them send to other nodes.
 
     Raises:
-        UnlikeError: if the axes, nodes and switches do not nest. `movements` raises it for an all-to-all whose nodes do
-            not all do the same.
+        UnlikeError: if the axes, nodes and switches do not nest. `movements` raises it for an
+            all-to-all whose nodes do not all do the same.
     """
 
     def __init__(
@@ -84,8 +90,13 @@ class Even(AbstractVolumes):
         *,
         apart: bool = False,
     ) -> None:
-        self._apart, self._paths, self._digits = apart, paths, digits
-        self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
+        self._apart = apart
+        self._paths = paths
+        self._digits = digits
+        self.grid = grid
+        self.topology = topology
+        self.layer = layer
+        self.piece = piece
         per_node = topology.spec.devices_per_node
         switch_ranks = (
             link.devices // per_node * topology.ranks_per_node for link in topology.spec.links
@@ -108,7 +119,8 @@ class Even(AbstractVolumes):
 
     def _count_rows(self, layout: Layout) -> np.ndarray:
         digits = self._radix(layout)
-        box, step_digits = box_of(digits, layout), steps_of(digits, layout)
+        box = box_of(digits, layout)
+        step_digits = steps_of(digits, layout)
         pieces_per_expert = digits.product(box.free_origin - step_digits) * digits.product(
             box.free_expert - step_digits
         )
@@ -118,7 +130,15 @@ class Even(AbstractVolumes):
         )
         if layout.step is not None:
             ranks = digits.of(np.arange(self.num_actors))
-            pieces *= pieces_of_step(digits, step_digits, layout.step, box, box, ranks, ranks)
+            pieces *= pieces_of_step(
+                digits,
+                step_digits,
+                step=layout.step,
+                before=box,
+                after=box,
+                source_digits=ranks,
+                target_digits=ranks,
+            )
         return pieces
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
@@ -146,15 +166,16 @@ class Even(AbstractVolumes):
         return self._movements[key]
 
     def sent(self, move: Move) -> list[tuple[int, int, float, float]]:
-        """Return (source, target, rows, number of targets that the target stands for) of a movement before it is
-        lowered."""
+        """Return (source, target, rows, number of targets that the target stands for) of a movement
+        before it is lowered."""
         pairs, rows = self._pair_rows(self._radix(move.source), move)
         return list(
             zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist())
         )
 
     def _pair_rows(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
-        """Return the classes of pairs that exchange rows, and the rows of one pair of each class."""
+        """Return the classes of pairs that exchange rows, and the rows of one pair of each
+        class."""
         pairs = digits.pairs(digits.axes(move.group), steps_of(digits, move.source))
         rows = self._rows_of_pairs(digits, move, pairs)
         sent = rows > 0
@@ -166,7 +187,8 @@ class Even(AbstractVolumes):
         digits = self._radix(move.source)
         if task.op is Op.HOP:
             digits = self._link_digits(task.link, move, digits)
-        group, step_digits = digits.axes(move.group), steps_of(digits, move.source)
+        group = digits.axes(move.group)
+        step_digits = steps_of(digits, move.source)
         pairs, rows = self._pair_rows(digits, move)
         if not len(rows):
             return []
@@ -193,7 +215,8 @@ class Even(AbstractVolumes):
         pairs: Pairs,
         classed: frozenset[int],
     ) -> HopPaths:
-        """Return the messages of a hop, computed once for all meshes whose ranks have the same digits."""
+        """Return the messages of a hop, computed once for all meshes whose ranks have the same
+        digits."""
         ranks = (digits.strides, digits.sizes, pairs.source, pairs.target)
         key = (
             task.link,
@@ -208,14 +231,14 @@ class Even(AbstractVolumes):
         return self._paths[key]
 
     def _link_digits(self, name: str, move: Move, digits: Digits) -> Digits:
-        """Return the digits that distinguish the packets of a movement that an all-to-all treats differently."""
-        link, group, in_steps = (
-            ALL_TO_ALLS[name],
-            digits.axes(move.group),
-            move.source.step is not None,
-        )
+        """Return the digits that distinguish the packets of a movement that an all-to-all treats
+        differently."""
+        link = ALL_TO_ALLS[name]
+        group = digits.axes(move.group)
+        in_steps = move.source.step is not None
         upper = group - digits.local
-        nodes, per_node = digits.product(upper), digits.product(group & digits.local)
+        nodes = digits.product(upper)
+        per_node = digits.product(group & digits.local)
         if (name, nodes, per_node, in_steps) not in self._checked:
             check_regular(link, name, nodes, per_node, in_steps=in_steps)
             self._checked.add((name, nodes, per_node, in_steps))
@@ -229,9 +252,11 @@ class Even(AbstractVolumes):
     def _group_messages(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
     ) -> list[Movement]:
-        """Group messages into movements: one, or, if ranks of a node are distinguished, one per connected set."""
+        """Group messages into movements: one, or, if ranks of a node are distinguished, one per
+        connected set."""
         block = self.topology.block
-        source_places, target_places = source % block, target % block
+        source_places = source % block
+        target_places = target % block
         posts = np.bincount(source_places, messages, block) + np.bincount(
             target_places, messages, block
         )
@@ -239,7 +264,7 @@ class Even(AbstractVolumes):
             load = self.topology.loads(source, target, num_bytes, messages)
             return [Movement((0,), load, np.array([posts.max()]))]
         movements = []
-        for indices in connected(source_places, target_places, block):
+        for indices in connected_components(source_places, target_places, block):
             actors = np.unique([source_places[indices], target_places[indices]])
             load = self.topology.loads(
                 source[indices], target[indices], num_bytes[indices], messages[indices]
@@ -249,8 +274,10 @@ class Even(AbstractVolumes):
 
     def _rows_of_pairs(self, digits: Digits, move: Move, pairs: Pairs) -> np.ndarray:
         """Return the rows that each source sends to one target of its class."""
-        before, after = box_of(digits, move.source), box_of(digits, move.target)
-        source_digits, target_digits = digits.of(pairs.source), digits.of(pairs.target)
+        before = box_of(digits, move.source)
+        after = box_of(digits, move.target)
+        source_digits = digits.of(pairs.source)
+        target_digits = digits.of(pairs.target)
         equal = source_digits == target_digits
         step_digits = steps_of(digits, move.source)
         rows_per_piece = min(self.piece.of(move.source), self.piece.of(move.target))
@@ -268,7 +295,13 @@ class Even(AbstractVolumes):
                     pieces *= equal[:, digit]
         if move.source.step is not None:
             pieces *= pieces_of_step(
-                digits, step_digits, move.source.step, before, after, source_digits, target_digits
+                digits,
+                step_digits,
+                step=move.source.step,
+                before=before,
+                after=after,
+                source_digits=source_digits,
+                target_digits=target_digits,
             )
         if move.reduce:
             return pieces
@@ -323,13 +356,15 @@ class EvenLayers(AbstractEvenLayers):
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self._cluster = cluster
-        self._topology, self._digits = cache(partial(Topology, cluster)), cache(Digits)
+        self._topology = cache(partial(Topology, cluster))
+        self._digits = cache(Digits)
         self._volumes: dict[tuple[Grid, Workload, int, bool, bool], AbstractVolumes] = {}
         self._paths: dict[tuple[object, ...], HopPaths] = {}
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
         apart = any(slot.layout.step is not None for slot in program.slots)
-        chunks, redundant = chunks_of(program), program.is_redundant
+        chunks = chunks_of(program)
+        redundant = program.is_redundant
         key = (grid, workload, chunks, redundant, apart)
         if key not in self._volumes:
             piece = piece_rows(workload, grid, chunks, redundant)
@@ -342,8 +377,8 @@ class EvenLayers(AbstractEvenLayers):
         return self._volumes[key]
 
     def _block_size(self, grid: Grid, apart: bool) -> int:
-        """Return the size of the block of ranks that stands for all: a node, or, if ranks are distinguished, the ranks
-        behind the largest switch."""
+        """Return the size of the block of ranks that stands for all: a node, or, if ranks are
+        distinguished, the ranks behind the largest switch."""
         per_node = check_fit(self._cluster, grid.world, grid.ranks_per_node)
         switch_ranks = [
             link.devices // self._cluster.devices_per_node * per_node

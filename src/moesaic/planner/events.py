@@ -1,19 +1,22 @@
 """Discrete-event simulation of a program: when each task runs on each actor.
 
-The rules of issue are those of `lay_out` in `program/timeline.py`. One thread issues tasks in list order, a lane runs
-its tasks one after the other, and a task waits for the slots that it reads. In addition, a movement starts when all its
-members have reached it, and takes longer while other movements use its links. If no two movements share a link, every
-actor's spans equal those of `lay_out`.
+The rules of issue are those of `lay_out` in `program/timeline.py`. One thread issues tasks in list
+order, a lane runs its tasks one after the other, and a task waits for the slots that it reads. In
+addition, a movement starts when all its members have reached it, and takes longer while other
+movements use its links. If no two movements share a link, every actor's spans equal those of
+`lay_out`.
 
-Movements that share links run max-min fair among their messages, and no link idles that a movement could use. A
-movement is one fluid: its messages advance in proportion, and alone it runs at speed 1, with its slowest link full. If
-a link is oversubscribed, each of its messages gets an equal part, as the connections of one TCP link do, unless its
-movement needs less (progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2). Messages are counted,
-not movements, so the shares do not depend on how messages are grouped into movements.
+Movements that share links run max-min fair among their messages, and no link idles that a movement
+could use. A movement is one fluid: its messages advance in proportion, and alone it runs at speed
+1, with its slowest link full. If a link is oversubscribed, each of its messages gets an equal part,
+as the connections of one TCP link do, unless its movement needs less (progressive filling:
+Bertsekas and Gallager, Data Networks, section 6.5.2). Messages are counted, not movements, so the
+shares do not depend on how messages are grouped into movements.
 
-A separate message (`Movement.sender`) starts when its sender reaches it, and only its receiver waits for it. Its links
-may be queues: each serves messages in order of arrival and forwards a message while it is still coming in. So does the
-shaped link of a machine whose senders hand whole messages to the kernel.
+A separate message (`Movement.sender`) starts when its sender reaches it, and only its receiver
+waits for it. Its links may be queues: each serves messages in order of arrival and forwards a
+message while it is still coming in. So does the shaped link of a machine whose senders hand whole
+messages to the kernel.
 """
 
 from __future__ import annotations
@@ -28,13 +31,17 @@ from moesaic.planner.movement import Movement
 from moesaic.planner.topology import Use
 from moesaic.program.task import Lane, Program
 
-_END, _FLOW, _ARRIVED = 0, 1, 2
-"""Kinds of events: a node ends; a movement's first byte reaches a link; its last byte has arrived."""
+_END = 0
+_FLOW = 1
+_ARRIVED = 2
+"""Kinds of events: a node ends; a movement's first byte reaches a link; its last byte has
+arrived."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Dependencies of a program, equal on all ranks. Node k issues task k; node tasks + k runs it."""
+    """Dependencies of a program, equal on all ranks. Node k issues task k; node tasks + k runs
+    it."""
 
     after: tuple[tuple[int, ...], ...]
     """By node, the nodes that wait for it."""
@@ -120,7 +127,8 @@ class _Links:
     ) -> tuple[set[int], set[int]]:
         """Return the movements on the `changed` links, and those whose speeds depend on theirs.
 
-        Speeds depend on each other through oversubscribed links. A movement without such a link runs at speed 1.
+        Speeds depend on each other through oversubscribed links. A movement without such a link
+        runs at speed 1.
         """
         touched = {number for link in changed for number in self.on.get(link, ())}
         links = [
@@ -161,9 +169,11 @@ class Events:
         *,
         queues: bool = False,
     ) -> None:
-        self._graph, self._movements = graph, movements
+        self._graph = graph
+        self._movements = movements
         self._tasks, self._actors = compute.shape
-        self._issue, self._compute = issue.tolist(), compute.tolist()
+        self._issue = issue.tolist()
+        self._compute = compute.tolist()
         self._parts_started: list[dict[int, list[int]]] = [{} for _ in movements]
         self._awaited: list[dict[int, int]] = [{} for _ in movements]
         for parts_started, awaited, parts in zip(self._parts_started, self._awaited, movements):
@@ -207,7 +217,8 @@ class Events:
                 self._rate(now, changed)
 
     def shared_part(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        """Return the share of its time in which each actor runs tasks of both kinds at once, (actors,), 0 to 1.
+        """Return the share of its time in which each actor runs tasks of both kinds at once,
+        (actors,), 0 to 1.
 
         Args:
             first: (tasks,) whether a task is of the first kind.
@@ -237,7 +248,8 @@ class Events:
             heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
             return
         self.starts[task, actor] = now
-        parts, awaited = self._parts_started[task].get(actor, ()), self._awaited[task].get(actor, 0)
+        parts = self._parts_started[task].get(actor, ())
+        awaited = self._awaited[task].get(actor, 0)
         for part in parts:
             self._missing_starters[task][part] -= 1
             if not self._missing_starters[task][part]:
@@ -250,15 +262,16 @@ class Events:
             heapq.heappush(self._heap, (now + self._compute[task][actor], _END, actor, node))
 
     def _end_wait(self, now: float, actor: int, task: int) -> None:
-        """Record that an actor has reached a movement, or that a message for the actor has arrived. The last of these
-        ends the task."""
+        """Record that an actor has reached a movement, or that a message for the actor has arrived.
+        The last of these ends the task."""
         self._awaited[task][actor] -= 1
         if not self._awaited[task][actor]:
             self._end(now, actor, self._tasks + task)
 
     def _launch(self, now: float, task: int, movement: Movement) -> None:
         load = movement.load
-        number, self._num_flows = self._num_flows, self._num_flows + 1
+        number = self._num_flows
+        self._num_flows = self._num_flows + 1
         self._flows[number] = _Flow(task, movement.waiting, load.use, load.longest)
         copies = max(self._compute[task][member] for member in movement.starters)
         heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
@@ -273,8 +286,9 @@ class Events:
                 self._start(now, actor, waiting_node)
 
     def _enter(self, now: float, number: int, place: int) -> set[int]:
-        """Start a movement on its links, and return the links whose load changed. If links are queues, start it on link
-        number `place` only: its first byte reaches the next link later, and other messages may reach that link before."""
+        """Start a movement on its links, and return the links whose load changed. If links are
+        queues, start it on link number `place` only: its first byte reaches the next link later,
+        and other messages may reach that link before."""
         flow = self._flows[number]
         if self._free is not None:
             if place == len(flow.use):
@@ -286,7 +300,8 @@ class Events:
             flow.through = max(flow.through, self._free[link])
             heapq.heappush(self._heap, (begin, _FLOW, number, place + 1))
             return set()
-        flow.since, flow.speed = now, 1.0
+        flow.since = now
+        flow.speed = 1.0
         self._links.enter(number, flow.use)
         self._push(now, number, flow)
         return set(flow.use)
@@ -325,7 +340,8 @@ class Events:
 
 
 FULL = 1.0 + 1e-9
-"""Demand above which a link is oversubscribed; sums in another order differ by less than the margin."""
+"""Demand above which a link is oversubscribed; sums in another order differ by less than the
+margin."""
 
 
 def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
@@ -383,7 +399,8 @@ class _Contested:
         self._spare = 1.0
         self._level: float | None = None
         self.version = 0
-        """Incremented when a movement's speed is fixed, after which the others may run faster on this link."""
+        """Incremented when a movement's speed is fixed, after which the others may run faster on
+        this link."""
 
     def speed(self, number: int) -> float:
         """Return the speed that this link allows a movement, given the speeds fixed so far."""
@@ -400,8 +417,10 @@ class _Contested:
 
 
 def _level(wants: list[Use], spare: float) -> float:
-    """Return the largest part of a link that any message gets, if each movement gets its demand up to that limit."""
-    unused, messages = max(spare, 0.0), sum(use.messages for use in wants)
+    """Return the largest part of a link that any message gets, if each movement gets its demand up
+    to that limit."""
+    unused = max(spare, 0.0)
+    messages = sum(use.messages for use in wants)
     for use in sorted(wants, key=lambda use: use.part / use.messages):
         equal = unused / messages
         if use.part > equal * use.messages:
@@ -414,7 +433,8 @@ def _level(wants: list[Use], spare: float) -> float:
 def _fill_up(
     uses: Sequence[Mapping[int, Use]], contested_links: list[list[int]], settled: list[float]
 ) -> list[float]:
-    """Distribute what is left on every oversubscribed link to the movements that can use it, slowest first."""
+    """Distribute what is left on every oversubscribed link to the movements that can use it,
+    slowest first."""
     spare: dict[int, float] = {}
     for number, links_used in enumerate(contested_links):
         for link in links_used:

@@ -1,8 +1,10 @@
-"""Memory and speed of a fine-tune of adapters whose base model is frozen, with experts in NF4 or in 16 bits, on small cards.
+"""Memory and speed of a fine-tune of adapters whose base model is frozen, with experts in NF4 or in
+16 bits, on small cards.
 
-It runs as `moesaic.transformers` does: blocks are recomputed, experts are spread over all ranks, FSDP2 shards the rest, and
-adapters are float32. Frozen parameters have neither gradients nor states. Steps are those of `step.py`; beside expert
-parallelism stand two splits of the layers over the ranks, in a pipeline, and one rank at a time as with `device_map`.
+It runs as `moesaic.transformers` does: blocks are recomputed, experts are spread over all ranks,
+FSDP2 shards the rest, and adapters are float32. Frozen parameters have neither gradients nor
+states. Steps are those of `step.py`; beside expert parallelism stand two splits of the layers over
+the ranks, in a pipeline, and one rank at a time as with `device_map`.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from moesaic.planner.answer import speed_of
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.hub import HubShape
-from moesaic.planner.memory import FRAGMENTED, GIB
-from moesaic.planner.model import DataShape, Job
-from moesaic.planner.others import OthersLayout, predict, rank_models
-from moesaic.planner.predict import ENDLESS_GIB
-from moesaic.planner.rates import cluster_of
+from moesaic.planner.job import DataShape, Job
+from moesaic.planner.other_systems import OthersLayout, predict, rank_models
+from moesaic.planner.policy_rates import cluster_of
+from moesaic.planner.predicted_plans import ENDLESS_GIB
+from moesaic.planner.rank_memory import FRAGMENTED, GIB
 from moesaic.planner.search import LOSSLESS, PlannedStep, Settings, search
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel, StepModel
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Codec, Plan
@@ -36,32 +38,36 @@ WEIGHT_BYTES: dict[Method, float] = {
     "qlora-double": 0.5 + (1 + 4 / 256) / 64,
     "lora": 2.0,
 }
-"""Bytes of a frozen weight of experts: a code of 4 bits and its share of a float32 scale for each 64, or of one in 8 bits and
-of a float32 scale for each 256 of those; or 16 bits."""
+"""Bytes of a frozen weight of experts: a code of 4 bits and its share of a float32 scale for each
+64, or of one in 8 bits and of a float32 scale for each 256 of those; or 16 bits."""
 RESERVED = 1.0 * GIB
 """Memory of a device that the framework uses besides tensors."""
 LOGIT_BYTES = 12
-"""Bytes of each logit where the loss needs most: float32 log-probabilities, their gradient, and the logits' (transformers'
-`ForCausalLMLoss` over PyTorch's cross entropy; the logits in 16 bits are free by then)."""
+"""Bytes of each logit where the loss needs most: float32 log-probabilities, their gradient, and the
+logits' (transformers' `ForCausalLMLoss` over PyTorch's cross entropy; the logits in 16 bits are
+free by then)."""
 TOKEN_BYTES = 18
-"""Bytes of each value of a token that a recomputed block keeps, and its gradients: float32 copies for two norms and two
-adapters, 16 bits for the gradient of the residual stream."""
+"""Bytes of each value of a token that a recomputed block keeps, and its gradients: float32 copies
+for two norms and two adapters, 16 bits for the gradient of the residual stream."""
 COPY_VALUES = 5.0
-"""Values of the token's width that backward of frozen experts has for each copy of a token: rows, the results' gradient without
-and with routing weights, the rows' gradient and its adapters' part. Of the hidden width it has the results of each matrix but
-the last and the rows that the last one reads, and the gradients of both (`FrozenExperts.gradients`)."""
+"""Values of the token's width that backward of frozen experts has for each copy of a token: rows,
+the results' gradient without and with routing weights, the rows' gradient and its adapters' part.
+Of the hidden width it has the results of each matrix but the last and the rows that the last one
+reads, and the gradients of both (`FrozenExperts.gradients`)."""
 SENT_VALUES = 3.5
-"""Further values of the token's width for each copy in buffers of the exchange. Measured on two ranks, three seeds."""
+"""Further values of the token's width for each copy in buffers of the exchange. Measured on two
+ranks, three seeds."""
 FACTOR_BYTES = (8, 14)
-"""Bytes of each parameter of a block's adapters while it runs backward, on one rank and on several: copies in 16 bits, their
-gradients, and the same in float32; on several ranks also joined for a call. Measured."""
+"""Bytes of each parameter of a block's adapters while it runs backward, on one rank and on several:
+copies in 16 bits, their gradients, and the same in float32; on several ranks also joined for a
+call. Measured."""
 COPY_BYTES = 58
 """Bytes of indices, routing weights and order of each copy."""
 CODED: tuple[Codec, ...] = ("none", "fp8")
 """Codecs of messages among which "fewer bits on the wire" chooses."""
 LOSS_TOKENS = 256
 """Tokens whose logits exist at once where `moesaic finetune` computes the loss."""
-STEPWISE = ("norms", "rotation")
+STEPWISE = ("norms",)
 """Operations of transformers' blocks that run step by step (`StepModel.stepwise`)."""
 
 
@@ -78,7 +84,8 @@ class FinetuneJob(Job):
     """Tokens whose logits exist at once; None for those of a micro-batch."""
 
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
-        """Return the model of a step in which adapters alone are trained; those of experts are spread over the cluster."""
+        """Return the model of a step in which adapters alone are trained; those of experts are
+        spread over the cluster."""
         whole = super().step_model(cluster, dp)
         of_call: Method = "lora" if self.method == "lora" else "qlora"
         frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[of_call], adapters=True)
@@ -111,15 +118,18 @@ class FinetunePrediction:
     """What a fine-tune needs, and how fast it is if the cluster is known."""
 
     parts: dict[str, float]
-    """Bytes of tensors on the fullest rank at the peak of a step that accumulates gradients, under even routing."""
+    """Bytes of tensors on the fullest rank at the peak of a step that accumulates gradients, under
+    even routing."""
     fits: bool | None
-    """Whether a device holds `bytes`, with fragments and what the framework uses; None if its memory is not given."""
+    """Whether a device holds `bytes`, with fragments and what the framework uses; None if its
+    memory is not given."""
     seconds: float | None = None
     """Seconds of an optimizer step with expert parallelism."""
     tokens_per_second: float | None = None
     """Of all ranks together, with expert parallelism."""
     interval: tuple[float, float] | None = None
-    """Likely range of `tokens_per_second`, by the errors of predicted training steps; no fine-tune is among them."""
+    """Likely range of `tokens_per_second`, by the errors of predicted training steps; no fine-tune
+    is among them."""
     bottleneck: str | None = None
     """The largest of `limits`."""
     limits: dict[str, float] = field(default_factory=dict)
@@ -127,7 +137,8 @@ class FinetunePrediction:
     plan: Plan | None = None
     """The fastest plan of the MoE layers."""
     splits: dict[str, Split] = field(default_factory=dict)
-    """Ways to split the model: over experts, over layers as a pipeline of micro-batches, over layers one rank at a time."""
+    """Ways to split the model: over experts, over layers as a pipeline of micro-batches, over
+    layers one rank at a time."""
 
     @property
     def bytes(self) -> float:
@@ -157,7 +168,8 @@ def predict_finetune(
     accumulation: int = 4,
     codecs: tuple[Codec, ...] = ("none",),
 ) -> FinetunePrediction:
-    """Predict a fine-tune with gradient checkpointing, of adapters on every expert and on queries and values.
+    """Predict a fine-tune with gradient checkpointing, of adapters on every expert and on queries
+    and values.
 
     Args:
         shape: from `read_job` or `read_shape`.
@@ -168,12 +180,14 @@ def predict_finetune(
         method: "qlora" for experts in NF4, "lora" for 16 bits.
         rank: rank of the adapters.
         cluster: the cluster, of as many devices as ranks; None predicts memory only.
-        logits: tokens whose logits exist at once; None for those of a micro-batch, as in transformers.
+        logits: tokens whose logits exist at once; None for those of a micro-batch, as in
+            transformers.
         accumulation: micro-batches of a rank per optimizer step.
         codecs: codecs of messages that the plan may use.
 
     Raises:
-        InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or the cluster.
+        InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or
+            the cluster.
     """
     _check(
         shape,
@@ -217,7 +231,8 @@ def _with_speed(
     memory_bytes: float,
     codecs: tuple[Codec, ...],
 ) -> FinetunePrediction:
-    """Return a prediction of memory with the speed on a cluster, and the other splits of the model."""
+    """Return a prediction of memory with the speed on a cluster, and the other splits of the
+    model."""
     ranks = cluster.world
     best = spread_experts(job, cluster, codecs)
     speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * job.accumulation)
@@ -241,7 +256,9 @@ def _with_speed(
 
 def _check(shape: ModelShape, cluster: ClusterSpec | None, sizes: Mapping[str, int]) -> None:
     """Raise InputError if the sizes of a fine-tune do not fit each other."""
-    ranks, tokens, length = sizes["ranks"], sizes["tokens"], sizes["length"]
+    ranks = sizes["ranks"]
+    tokens = sizes["tokens"]
+    length = sizes["length"]
     if not isinstance(shape, HubShape):
         raise InputError(
             "fine-tuning is planned for models of the Hugging Face hub: give the config.json of one"
@@ -266,7 +283,8 @@ def _check(shape: ModelShape, cluster: ClusterSpec | None, sizes: Mapping[str, i
 def spread_experts(
     job: FinetuneJob, cluster: ClusterSpec, codecs: tuple[Codec, ...] = ("none",)
 ) -> PlannedStep:
-    """Return the fastest step of a fine-tune whose experts are spread over all devices of a cluster, of any memory.
+    """Return the fastest step of a fine-tune whose experts are spread over all devices of a
+    cluster, of any memory.
 
     Raises:
         InputError: if the experts or the sequences do not split over the devices.
@@ -279,7 +297,8 @@ def spread_experts(
 
 
 def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) -> dict[str, Split]:
-    """Return the splits of the layers over all ranks, if there are several ranks and as many layers.
+    """Return the splits of the layers over all ranks, if there are several ranks and as many
+    layers.
 
     Args:
         job: the fine-tune; a micro-batch of the pipeline has the sequences of a rank's micro-batch.
@@ -289,7 +308,8 @@ def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) ->
     ranks = cluster.world
     if not 1 < ranks <= job.model.num_layers:
         return {}
-    sequences, splits = job.batch_size // ranks, {}
+    sequences = job.batch_size // ranks
+    splits = {}
     tokens = sequences * job.model.seq_len
     for name, count in (
         ("layers, micro-batches", ranks * job.accumulation),
@@ -324,9 +344,11 @@ def _fits(num_bytes: float, memory_bytes: float) -> bool:
 
 
 def _adapters(model: StepModel, rank: int) -> tuple[float, float]:
-    """Return the parameters of all blocks' adapters: those of queries and values, and those of all experts."""
+    """Return the parameters of all blocks' adapters: those of queries and values, and those of all
+    experts."""
     layer = model.layer
-    queries, values = model.attention_result or layer.dim, (model.key_values or 2 * layer.dim) / 2
+    queries = model.attention_result or layer.dim
+    values = (model.key_values or 2 * layer.dim) / 2
     of_expert = (layer.dim + (layer.matrices - 1) * layer.hidden) + (layer.hidden + layer.dim)
     attention = rank * (2 * layer.dim + queries + values)
     return model.num_layers * attention, model.moe_layers * layer.num_experts * rank * of_expert
@@ -334,15 +356,19 @@ def _adapters(model: StepModel, rank: int) -> tuple[float, float]:
 
 def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     """Return the bytes of a rank by part, at the peak of a step."""
-    model, grid, layer = cost_model.model, cost_model.grid, cost_model.model.layer
+    model = cost_model.model
+    grid = cost_model.grid
+    layer = cost_model.model.layer
     attention, experts = _adapters(model, job.rank)
-    adapters, is_sharded = attention + experts / grid.ep, grid.dp > 1
+    adapters = attention + experts / grid.ep
+    is_sharded = grid.dp > 1
     logits = (
         job.logits or layer.tokens
     ) * model.vocab * LOGIT_BYTES + is_sharded * model.vocab * layer.dim * 2.0
     blocks = grid.ep * max(model.moe_layers, 1)
     block = (
-        _block_bytes(cost_model, experts / blocks) + is_sharded * 4 * cost_model.block_parameters[0]
+        _peak_block_bytes(cost_model, experts / blocks)
+        + is_sharded * 4 * cost_model.block_parameters[0]
     )
     if job.method == "qlora-double":
         block += model.expert_parameters / blocks * 4 / 64
@@ -359,20 +385,29 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     }
 
 
-def _block_bytes(cost_model: StepCostModel, adapters: float) -> float:
-    """Return the bytes of a block's recomputed activations where its backward pass needs most."""
-    model, layer = cost_model.model, cost_model.model.layer
+def _peak_block_bytes(cost_model: StepCostModel, adapters: float) -> float:
+    """Return the bytes of a block's recomputed activations where its backward pass needs most.
+
+    Args:
+        cost_model: of the fine-tune's step.
+        adapters: parameters of the experts' adapters of one block on this rank.
+    """
+    half = 2  # bytes of a value in 16 bits
+    with_gradient = 2  # a value and its gradient
+    model = cost_model.model
+    layer = cost_model.model.layer
     widths = COPY_VALUES + SENT_VALUES * (cost_model.grid.ep > 1)
     copies = layer.copies * (
-        2 * (widths * layer.dim + 2 * layer.matrices * layer.hidden) + COPY_BYTES
+        half * (widths * layer.dim + with_gradient * layer.matrices * layer.hidden) + COPY_BYTES
     )
-    # Norms of queries and keys keep them in float32.
-    attention = 2 * (model.attention_kept - layer.dim + model.attention_normed)
-    shared = 2 * 2 * layer.matrices * model.shared_hidden
-    dense = (
-        2 * 2 * layer.matrices * model.inner * layer.tokens * (model.moe_layers < model.num_layers)
-    )
-    factors = FACTOR_BYTES[cost_model.grid.ep > 1] * adapters
-    return (
-        layer.tokens * (TOKEN_BYTES * layer.dim + attention + shared) + max(copies, dense) + factors
-    )
+    # Frozen projections do not keep the input of attention. Its adapters do, in float32, which
+    # `TOKEN_BYTES` counts. Norms of queries and keys keep them in float32, 16 bits more.
+    attention = half * (model.attention_kept - layer.dim + model.attention_normed)
+    shared = half * with_gradient * layer.matrices * model.shared_hidden
+    has_dense = model.moe_layers < model.num_layers
+    dense = has_dense * half * with_gradient * layer.matrices * model.inner * layer.tokens
+    bytes_alone, bytes_on_several = FACTOR_BYTES
+    factors = (bytes_on_several if cost_model.grid.ep > 1 else bytes_alone) * adapters
+    # A block has either experts or a dense layer, and one block at a time is recomputed.
+    feed_forward = max(copies, dense)
+    return layer.tokens * (TOKEN_BYTES * layer.dim + attention + shared) + feed_forward + factors

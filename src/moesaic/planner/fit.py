@@ -1,8 +1,8 @@
 """Fits start-up cost and rate to measured times, with relative weights, and refuses to fit noise.
 
-An ordinary fit over sizes from a kilobyte to a hundred megabytes has an R2 above 0.99, but is wrong by up to 78 % below
-256 KiB (measured on the emulated cluster), because only the largest times count. With weights 1 / time, all sizes count
-equally.
+An ordinary fit over sizes from a kilobyte to a hundred megabytes has an R2 above 0.99, but is wrong
+by up to 78 % below 256 KiB (measured on the emulated cluster), because only the largest times
+count. With weights 1 / time, all sizes count equally.
 """
 
 from __future__ import annotations
@@ -51,13 +51,17 @@ class Fit:
         """Reason not to rely on the line; "" if it is reliable."""
         if self.r2 >= MIN_R2:
             return ""
-        return f"{self.what}: the times do not lie on a line over size, r2 {self.r2:.2f}, at least {MIN_R2}"
+        return (
+            f"{self.what}: the times do not lie on a line over size, r2 {self.r2:.2f}, at least "
+            f"{MIN_R2}"
+        )
 
 
 def fit(
     num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what: str = "fit"
 ) -> Fit:
-    """Fit start-up cost and rate, both at least 0, to the medians of repeats. Each size has weight 1 / time.
+    """Fit start-up cost and rate, both at least 0, to the medians of repeats. Each size has weight
+    1 / time.
 
     Args:
         num_bytes: sizes, at least three different ones.
@@ -72,7 +76,8 @@ def fit(
     sizes = np.asarray(num_bytes, dtype=np.float64)
     if len(sizes) != len(seconds) or len(np.unique(sizes)) < 3:
         raise InputError(
-            f"{what}: {len(sizes)} sizes and {len(seconds)} sets of repeats: measure at least 3 sizes"
+            f"{what}: {len(sizes)} sizes and {len(seconds)} sets of repeats: measure at least "
+            "3 sizes"
         )
     times = [np.asarray(repeats, dtype=np.float64) for repeats in seconds]
     if any(
@@ -94,6 +99,11 @@ def fit(
     residual = float(((logs - np.log(np.maximum(predicted, 1e-300))) ** 2).sum())
     r2 = 1 - residual / variation if variation > 0 else (1.0 if residual < 1e-12 else 0.0)
     return Fit(
-        alpha=float(alpha), beta=float(beta), r2=r2, spread=spread, worst=float(errors.max()),
-        residuals=tuple((medians / predicted - 1)[np.argsort(sizes)].tolist()), what=what,
-    )  # fmt: skip
+        alpha=float(alpha),
+        beta=float(beta),
+        r2=r2,
+        spread=spread,
+        worst=float(errors.max()),
+        residuals=tuple((medians / predicted - 1)[np.argsort(sizes)].tolist()),
+        what=what,
+    )

@@ -1,12 +1,13 @@
 """The messages of one hop of an all-to-all, and their number, derived from classes of packets.
 
-The paths come from the algorithms themselves (`program/all_to_all/`), which are asked for one packet of each class.
-Whether other packets of the class take the same leg is checked, not assumed.
+The paths come from the algorithms themselves (`program/all_to_all/`), which are asked for one
+packet of each class. Whether other packets of the class take the same leg is checked, not assumed.
 
-Whether all nodes play the same role in an all-to-all is checked too. For this check, the paths are computed with ranks
-and nodes that can only be compared for equality. They have no number, no order, no index. If a path is computed without
-any of these, it is the same for every two nodes, so a few nodes stand for all of them. If the algorithm uses one of
-them, an error is raised, and every rank is then simulated separately.
+Whether all nodes play the same role in an all-to-all is checked too. For this check, the paths are
+computed with ranks and nodes that can only be compared for equality. They have no number, no order,
+no index. If a path is computed without any of these, it is the same for every two nodes, so a few
+nodes stand for all of them. If the algorithm uses one of them, an error is raised, and every rank
+is then simulated separately.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class HopPaths:
     """The messages of a hop, independent of their bytes."""
 
     message: np.ndarray
-    """(pairs,) int64, number of the message that carries the packets of each class of pairs; -1 if none does."""
+    """(pairs,) int64, number of the message that carries the packets of each class of pairs; -1 if
+    none does."""
     ends: np.ndarray
     """(n, 2) int64, source and target of each message."""
     count: np.ndarray
@@ -54,7 +56,8 @@ def hop_paths(
         pairs: the classes of pairs that exchange packets.
         classed: digits of the group of which a class only says whether they are equal.
     """
-    places, link = GroupPlaces(digits, group), ALL_TO_ALLS[task.link]
+    places = GroupPlaces(digits, group)
+    link = ALL_TO_ALLS[task.link]
     upper = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
@@ -93,11 +96,14 @@ def _num_messages(
     leg: Leg,
     leg_to: Callable[[int], Leg | None],
 ) -> int:
-    """Return the number of messages for the targets of a class: the product over the digits that change the leg."""
+    """Return the number of messages for the targets of a class: the product over the digits that
+    change the leg."""
     count = 1
     for digit in upper:
-        stride, base = int(digits.strides[digit]), int(digits.sizes[digit])
-        mine, theirs = source // stride % base, target // stride % base
+        stride = int(digits.strides[digit])
+        base = int(digits.sizes[digit])
+        mine = source // stride % base
+        theirs = target // stride % base
         if mine != theirs and base > 2:
             third = next(value for value in range(base) if value not in (mine, theirs))
             if leg_to(target + (third - theirs) * stride) != leg:
@@ -116,8 +122,10 @@ def _num_sharers(
     """Return the number of nodes whose packets for a target share a leg."""
     offsets = [(0, 1)]
     for digit in upper:
-        stride, base = int(digits.strides[digit]), int(digits.sizes[digit])
-        mine, theirs = source // stride % base, target // stride % base
+        stride = int(digits.strides[digit])
+        base = int(digits.sizes[digit])
+        mine = source // stride % base
+        theirs = target // stride % base
         values = {mine: 1, theirs: 1}
         third = next((value for value in range(base) if value not in values), None)
         if third is not None:
@@ -157,7 +165,8 @@ class _Node(_Comparable):
 
     def __init__(self, group: int, place: int) -> None:
         super().__init__(group, place)
-        self.group, self.place = group, place
+        self.group = group
+        self.place = place
 
 
 class _Rank(_Comparable):
@@ -165,7 +174,8 @@ class _Rank(_Comparable):
 
     def __init__(self, node: _Node, local: int) -> None:
         super().__init__(node.group, node.place, local)
-        self.node, self.local = node, local
+        self.node = node
+        self.local = local
 
 
 class _Number:
@@ -212,15 +222,16 @@ class _AnyPlaces(NodeMap):
 def check_regular(
     link: AbstractAllToAll, name: str, nodes: int, per_node: int, *, in_steps: bool = False
 ) -> None:
-    """Raise UnlikeError unless a packet's path depends only on which nodes, and groups of nodes, are equal.
+    """Raise UnlikeError unless a packet's path depends only on which nodes, and groups of nodes,
+    are equal.
 
     Args:
         link: the all-to-all.
         name: its name, for the error.
         nodes: nodes on which a group of ranks lies.
         per_node: ranks of the group on each node.
-        in_steps: only some pairs of ranks exchange packets in each movement. All nodes must then also play the same
-            role, so no message may hold packets that have crossed nodes before.
+        in_steps: only some pairs of ranks exchange packets in each movement. All nodes must then
+            also play the same role, so no message may hold packets that have crossed nodes before.
     """
     size = link.nodes_per_group(nodes)
     places = _AnyPlaces(nodes, size)
@@ -233,9 +244,8 @@ def check_regular(
                     _check_legs(
                         link, hops, nodes, link.path(places, cast(Any, source), cast(Any, target))
                     )
-    except (
-        Exception
-    ) as error:  # A link that is truly broken raises again where every rank is simulated apart.
+    except Exception as error:
+        # A link that is truly broken raises again where every rank is simulated apart.
         raise _unlike_error(name) from error
     hops_read = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
     if in_steps and (link.hops_by_node or any(hop.lane is Lane.INTER for hop in hops_read)):
@@ -243,7 +253,8 @@ def check_regular(
 
 
 def _target_nodes(nodes: int, size: int) -> list[_Node]:
-    """Return one node of each class that a target's node can belong to, seen from the source's node."""
+    """Return one node of each class that a target's node can belong to, seen from the source's
+    node."""
     place_choices, group_choices = ([0, 1] if count > 1 else [0] for count in (size, nodes // size))
     return [_Node(group, place) for group, place in itertools.product(group_choices, place_choices)]
 

@@ -1,8 +1,10 @@
-"""Reads the sizes that planning needs from the `config.json` of a Hugging Face model, by a table of common field names.
+"""Reads the sizes that planning needs from the `config.json` of a Hugging Face model, by a table of
+common field names.
 
-A model family with the usual names needs no code here. A field is read, or listed as harmless, or has a value that is no size,
-or the model is refused: wrong sizes would look as good as right ones. Norms, biases, convolutions of linear attention and
-layers for multi-token prediction are not counted.
+A model family with the usual names needs no code here. A field is read, or listed as harmless, or
+has a value that is no size, or the model is refused: wrong sizes would look as good as right ones.
+Norms, biases, convolutions of linear attention and layers for multi-token prediction are not
+counted.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moesaic.errors import InputError
+from moesaic.planner.hub_attention import INDEXER, LINEAR, LOW_RANKS, QUERY_RANK, attention_fields
 from moesaic.shapes import MOST, ModelShape, MoEShape
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -22,113 +25,192 @@ NAMES: dict[str, tuple[str, ...]] = {
     "num_heads": ("num_attention_heads_per_layer", "num_attention_heads", "n_heads"),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": (
-        "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k",
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "experts_per_token",
+        "moe_topk",
+        "moe_top_k",
+        "moe_k",
         "top_k_experts",
     ),
     "hidden": (
-        "moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size", "ffn_hidden_size",
+        "moe_intermediate_size",
+        "expert_ffn_hidden_size",
+        "moe_ffn_hidden_size",
+        "intermediate_size",
+        "ffn_hidden_size",
     ),
-    "dense_hidden": ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size", "ffn_hidden_size"),
+    "dense_hidden": (
+        "intermediate_size_mlp",
+        "dense_intermediate_size",
+        "intermediate_size",
+        "ffn_hidden_size",
+    ),
     "vocab": ("vocab_size",),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
     "head_dim": ("head_dim", "attention_head_dim"),
     "shared_hidden": (
-        "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
         "share_expert_dim",
     ),
-    "shared_experts": ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
+    "shared_experts": (
+        "n_shared_experts",
+        "num_shared_experts",
+        "num_shared_expert",
+        "moe_num_shared_experts",
+    ),
     "first_dense": (
-        "first_k_dense_replace", "moe_layer_start_index", "moe_first_k_dense_replace", "num_dense_layers",
+        "first_k_dense_replace",
+        "moe_layer_start_index",
+        "moe_first_k_dense_replace",
+        "num_dense_layers",
     ),
     "last_sparse": ("moe_layer_end_index",),
-    "every": ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step", "moe_layer_interval"),
+    "every": (
+        "decoder_sparse_step",
+        "moe_layer_freq",
+        "interleave_moe_layer_step",
+        "moe_layer_interval",
+    ),
     "full_every": ("full_attention_interval",),
     "window_every": ("sliding_window_pattern", "global_attn_every_n_layers"),
     "groups": ("n_group", "num_expert_group"),
     "top_groups": ("topk_group", "topk_groups", "num_limited_groups"),
-}  # fmt: skip
-"""Names in configurations for each size that planning reads; the first name that a configuration has counts."""
+}
+"""Names in configurations for each size that planning reads; the first name that a configuration
+has counts."""
 NEEDED = {
-    "dim": 4096, "num_layers": 32, "num_heads": 32, "num_experts": 8, "top_k": 2, "hidden": 14336, "vocab": 32000,
-}  # fmt: skip
+    "dim": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_experts": 8,
+    "top_k": 2,
+    "hidden": 14336,
+    "vocab": 32000,
+}
 """Required sizes, with those of Mixtral 8x7B as examples for messages."""
 LEAST = {**dict.fromkeys((*NEEDED, "kv_heads", "head_dim"), 1), "last_sparse": -1}
 """Smallest values of sizes; 0 for others."""
 YOURSELF = "write the sizes as [model] and [model.moe] of a training configuration"
 """What to do about a model that cannot be read."""
+UNEXPECTED = (
+    f"a field has an unexpected type ({{}}), so the model is of an unknown architecture: correct "
+    f"it, or {YOURSELF}"
+)
+"""What is said of a field that has no value of its kind."""
 GATED = {"attn_output_gate": True, "use_qk_norm": True}
-"""Fields of a model whose attention has a gate as wide as its queries, and norms of queries and keys."""
+"""Fields of a model whose attention has a gate as wide as its queries, and norms of queries and
+keys."""
 IMPLIED: dict[str, dict[str, Any]] = {
-    "llama4_text": {"n_shared_experts": 1}, "hunyuan_v1_moe": {"num_shared_expert": 1}, "qwen3_moe": {"use_qk_norm": True},
+    "llama4_text": {"n_shared_experts": 1},
+    "hunyuan_v1_moe": {"num_shared_expert": 1},
+    "qwen3_moe": {"use_qk_norm": True},
+    "minimax_m3_vl_text": {"use_qk_norm": True},
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "afmoe", "beam"), GATED),
-}  # fmt: skip
+}
 """Properties of model families that their configurations have no field for."""
 UNREADABLE = {
-    "doge": "experts of one row each", "jetmoe": "experts in its attention", "minimax": "lightning attention",
-    "longcat_flash": "two attentions and two dense layers in a block", "mimo_v2_flash": "other heads in its windows",
+    "doge": "experts of one row each",
+    "jetmoe": "experts in its attention",
+    "minimax": "lightning attention",
+    "longcat_flash": "two attentions and two dense layers in a block",
+    "mimo_v2_flash": "other heads in its windows",
     "openai_privacy_filter": "attention in both directions",
-}  # fmt: skip
+}
 """Model families with layers that planning cannot predict and that no field tells of."""
 NESTED = ("ffn_config", "attn_config")
 """Fields whose tables hold sizes of the model, as in DBRX."""
-LOW_RANKS = {
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "kv_lora_rank": 512,
+BLOCK_INDEXER = {
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
 }
-QUERY_RANK = {"q_lora_rank": 1536}
-"""Sizes of low-rank (latent) attention, with those of DeepSeek-V3 as examples for messages; queries may have whole rank."""
-LINEAR = {
-    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
-}  # fmt: skip
-"""Sizes of linear attention (gated delta nets), with those of Qwen3-Next."""
-INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-"""Sizes of the indexer that chooses the keys of a query, with those of DeepSeek-V3.2."""
+"""Fields of MiniMax-M3's `sparse_attention_config`, as published, and their names in
+transformers."""
 KINDS: dict[str, tuple[Any, ...]] = {
     "layer_types": (
-        "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention",
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "indexed_attention",
+        "linear_attention",
     ),
-    "mlp_layer_types": ("sparse", "dense"), "moe_layer_freq": (1, 0), "indexer_types": ("full", "shared"),
-    "is_moe_layer": (True, False), "attn_type_list": (1,),
-}  # fmt: skip
+    "mlp_layer_types": ("sparse", "dense"),
+    "moe_layer_freq": (1, 0),
+    "indexer_types": ("full", "shared"),
+    "is_moe_layer": (True, False),
+    "attn_type_list": (1,),
+}
 """Fields with an entry per layer, and the entries that planning can predict."""
 READ = {
-    "model_type", "tie_word_embeddings", "mlp_hidden_act", "moe_layers", "mlp_only_layers", "attn_output_gate", "use_qk_norm",
-    "sliding_window", "attention_chunk_size", "kv_lora_rank", *LINEAR, "linear_conv_kernel_dim", *INDEXER, *KINDS,
+    "model_type",
+    "tie_word_embeddings",
+    "mlp_hidden_act",
+    "moe_layers",
+    "mlp_only_layers",
+    "attn_output_gate",
+    "use_qk_norm",
+    "sliding_window",
+    "attention_chunk_size",
+    "kv_lora_rank",
+    *LINEAR,
+    "linear_conv_kernel_dim",
+    *INDEXER,
+    *KINDS,
     *(name for names in NAMES.values() for name in names),
-}  # fmt: skip
+}
 """Fields that are read, besides those of `LOW_RANKS`."""
 HARMLESS = re.compile(
     # what the file is, and how it is stored and loaded
-    "architectures|auto_map|.*name_or_path|.*_version|(.*_)?dtype|quantization.*|compression_config|_.*|attn_implementation|"
-    "(vision|audio)_config|pretraining_tp|ep_size|tensor_parallel.*|fuse_.*|cache_.*|for_llm_compressor|"
+    "architectures|auto_map|.*name_or_path|.*_version|(.*_)?dtype|quantization.*|"
+    "compression_config|_.*|attn_implementation|"
+    "(vision|audio)_config|pretraining_tp|ep_size|tensor_parallel.*|fuse_.*|cache_.*|"
+    "for_llm_compressor|"
     # tokens and generation
-    ".*(token|image|video|audio|bos|eo[sd]|pad|start|end|sep|init|newline)_(ids?|index)|(id2label|label2id|problem_type|prefix)|"
-    "task_specific_params|tokenizer_class|use_cache|return_dict.*|is_decoder|num_(beams|beam_groups|return_sequences)|top_k|"
-    "output_(attentions|hidden_states|router_logits)|(org|unpadded)_vocab.*|num_(logits_to_keep|media_embeds)|pool_type|dense_list|"
+    ".*(token|image|video|audio|bos|eo[sd]|pad|start|end|sep|init|newline)_(ids?|index)|(id2label|"
+    "label2id|problem_type|prefix)|"
+    "task_specific_params|tokenizer_class|use_cache|return_dict.*|is_decoder|num_(beams|"
+    "beam_groups|return_sequences)|top_k|"
+    "output_(attentions|hidden_states|router_logits)|(org|unpadded)_vocab.*|num_(logits_to_keep|"
+    "media_embeds)|pool_type|dense_list|"
     "chunk_size_feed_forward|(max|min)_.*|seq_length|model_max_length|"
     # positions
-    "(original_max|initial)_.*|(rope|yarn)_(theta|scaling|parameters|type|factor|interleave)|rotary_(dim|pct|base|emb.*)|"
-    ".*rope_interleave|no_rope_layer.*|layer_rope_theta|use_(rope|rotary).*|position_embedding_type|partial_rotary.*|qk_head_dim|"
+    "(original_max|initial)_.*|(rope|yarn)_(theta|scaling|parameters|type|factor|interleave)|"
+    "rotary_(dim|pct|base|emb.*)|"
+    ".*rope_interleave|no_rope_layer.*|layer_rope_theta|use_(rope|rotary).*|"
+    "position_embedding_type|partial_rotary.*|qk_head_dim|"
     # norms, biases, activations and factors
-    ".*act_fn|hidden_act(ivation)?|activation_function|moe_gate_act|.*_bias|norm_.*|.*_norm(_type)?|.*_(layer|rms)norm|"
-    ".*_(scale|scaling|scalar|multiplier|softcap|softcapping|theta|eps|std|limit|dropout)|swiglu_.*|mup_enabled|gating=(True|per-head)|"
-    ".*_(scaling|alpha|beta)_factor|attn_temperature.*|logits?_scal.*|clip_qkv|use_(sliding_window|attention_sinks|flash.*)|"
+    ".*act_fn|hidden_act(ivation)?|activation_function|moe_gate_act|.*_bias|norm_.*|.*_norm(_type)"
+    "?|.*_(layer|rms)norm|"
+    ".*_(scale|scaling|scalar|multiplier|softcap|softcapping|theta|eps|std|limit|dropout)|"
+    "swiglu_.*|mup_enabled|gating=(True|per-head)|"
+    ".*_(scaling|alpha|beta)_factor|attn_temperature.*|logits?_scal.*|clip_qkv|"
+    "use_(sliding_window|attention_sinks|flash.*)|"
     # routing and its losses
-    "score_func.*|scoring_func|expert_selection_fn|topk_method|seq_aux|.*_coeff?|.*_loss.*|.*jitter.*|moe_(renormalize|gate|capacity)|"
-    "moe_router_(enable|use|score|topk|load|type|logit).*|moe_(drop|random|token_drop|apply|norm|use_aux).*|enable_moe_fp32_combine|"
+    "score_func.*|scoring_func|expert_selection_fn|topk_method|seq_aux|.*_coeff?|.*_loss.*|"
+    ".*jitter.*|moe_(renormalize|gate|capacity)|"
+    "moe_router_(enable|use|score|topk|load|type|logit).*|moe_(drop|random|token_drop|apply|norm|"
+    "use_aux).*|enable_moe_fp32_combine|"
     "use_mixed_mlp_moe|shared_expert_combination_strategy|shared_moe_mode|cla_share_factor|"
     # layers that predict further tokens, which are not counted
     "(use_|num_)?mtp(_.*)?|num_nextn_predict_layers"
 )
-"""Names of fields, or of fields with values, that change neither the number nor the sizes of matrices."""
+"""Names of fields, or of fields with values, that change neither the number nor the sizes of
+matrices."""
+BLOCKS_CHOSEN = "minimax_m3_sparse"
+"""The entry of `layer_types` for layers whose indexer chooses blocks of keys."""
 SPELT_OUT = re.compile(
-    ".*sliding_window_pattern|global_attn_every_n_layers|full_attention_interval|index_(block_size|topk_blocks|local_blocks)"
+    ".*sliding_window_pattern|global_attn_every_n_layers|full_attention_interval|"
+    "index_(block_size|topk_blocks|local_blocks)"
 )
 """Names of fields that are ignored if `layer_types` is given, since it says the same."""
 PLAIN = {"relu2": "relu", "gelu": "gelu"}
-"""Values of `mlp_hidden_act` of experts with two matrices (no gate), and our activations with equal cost."""
+"""Values of `mlp_hidden_act` of experts with two matrices (no gate), and our activations with equal
+cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +220,11 @@ class HubShape(ModelShape):
     dense_layers: tuple[int, ...] = ()
     """Numbers of the blocks without an MoE layer."""
     attention: Mapping[str, float] = field(default_factory=dict)
-    """Fields of `StepModel` about attention that do not depend on the sequence length; means over blocks."""
+    """Fields of `StepModel` about attention that do not depend on the sequence length; means over
+    blocks."""
     score_width: float = 0.0
-    """Columns of queries and of values over all heads, times the mean context length over half the sequence length; the mean
-    over blocks."""
+    """Columns of queries and of values over all heads, times the mean context length over half the
+    sequence length; the mean over blocks."""
     tied: bool = False
     """Whether one matrix is both the embedding and the output."""
     groups: int = 1
@@ -184,7 +267,8 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
         seq_len: tokens per training sequence.
 
     Raises:
-        InputError: if the model has no experts, lacks a size, or has layers that planning cannot predict.
+        InputError: if the model has no experts, lacks a size, or has layers that planning cannot
+            predict.
     """
     table = next(
         (
@@ -198,43 +282,132 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
     for name in NESTED:
         if isinstance(table.get(name), dict):
             table = {**table.pop(name), **table}
+    try:
+        table = _indexers_spelt_out(table)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{source}: {UNEXPECTED.format(error)}") from error
     if table.get("layer_types"):
         table = {name: value for name, value in table.items() if not SPELT_OUT.fullmatch(name)}
+    _refuse_dense(table, source)
     _refuse_unread(table, source)
     sizes = _sizes(table, source)
-    hidden, activation = sizes["hidden"], str(table.get("mlp_hidden_act", ""))
+    hidden = sizes["hidden"]
+    activation = str(table.get("mlp_hidden_act", ""))
     shared = sizes.get("shared_hidden", sizes.get("shared_experts", 0) * hidden)
     try:
         kinds = _kinds(table, sizes)
         return HubShape(
-            dim=sizes["dim"], num_layers=sizes["num_layers"], num_heads=sizes["num_heads"], seq_len=seq_len,
-            dense_hidden=sizes.get("dense_hidden"), dense_layers=_dense_layers(table, sizes, kinds),
-            **_attention(table, sizes, kinds, seq_len), tied=bool(table.get("tie_word_embeddings", False)),
-            vocab=sizes["vocab"], groups=sizes.get("groups", 1), top_groups=sizes.get("top_groups", 1),
+            dim=sizes["dim"],
+            num_layers=sizes["num_layers"],
+            num_heads=sizes["num_heads"],
+            seq_len=seq_len,
+            dense_hidden=sizes.get("dense_hidden"),
+            dense_layers=_dense_layers(table, sizes, kinds),
+            **attention_fields(table, sizes, kinds, seq_len),
+            tied=bool(table.get("tie_word_embeddings", False)),
+            vocab=sizes["vocab"],
+            groups=sizes.get("groups", 1),
+            top_groups=sizes.get("top_groups", 1),
             moe=MoEShape(
-                num_experts=sizes["num_experts"], top_k=sizes["top_k"], hidden=hidden, shared_hidden=shared,
+                num_experts=sizes["num_experts"],
+                top_k=sizes["top_k"],
+                hidden=hidden,
+                shared_hidden=shared,
                 experts=PLAIN.get(activation, "swiglu"),  # type: ignore[arg-type]
             ),
-        )  # fmt: skip
+        )
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"{source}: a field has an unexpected type ({error}), so the model is of an unknown architecture: correct it, "
-            f"or {YOURSELF}"
-        ) from error
+        raise InputError(f"{source}: {UNEXPECTED.format(error)}") from error
     except OverflowError as error:
         raise InputError(
             f"{source}: a size is larger than that of any model: correct it"
         ) from error
 
 
+def _indexers_spelt_out(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with sparse-attention schedules written out, one entry per layer,
+    and blocks of keys counted as keys, as transformers reads published fields."""
+    return _with_keys_of_blocks(_with_indexer_types(table))
+
+
+def _with_indexer_types(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the schedule of GLM-5.2: the layers that run an indexer; the
+    others reuse the keys that the last one chose."""
+    # {"num_hidden_layers": 6, "index_topk_freq": 3, "index_skip_topk_offset": 2}, or
+    # {"num_hidden_layers": 6, "index_topk_pattern": "FFSSFS"}, becomes
+    # {"num_hidden_layers": 6,
+    #  "indexer_types": ["full", "full", "shared", "shared", "full", "shared"]}.
+    table = dict(table)
+    layers = table.get("num_hidden_layers")
+    schedule = [
+        table.pop(name, None)
+        for name in ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
+    ]
+    pattern, every, offset = schedule
+    if not table.get("indexer_types") and isinstance(layers, int) and (pattern or every):
+        first = 2 if offset is None else int(offset)
+        step = max(int(every or 1), 1)
+        runs = [letter in ("F", "full") for letter in pattern or ()] or [
+            max(layer - first + 1, 0) % step == 0 for layer in range(layers)
+        ]
+        table["indexer_types"] = ["full" if each else "shared" for each in runs]
+    return table
+
+
+def _with_keys_of_blocks(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the indexers of MiniMax-M3, which choose blocks of keys, as
+    indexers that choose as many keys."""
+    # {"sparse_attention_config": {"sparse_block_size": 128, "sparse_topk_blocks": 16,
+    #                              "sparse_attention_freq": [0, 1]}} becomes
+    # {"index_block_size": 128, "index_topk_blocks": 16,
+    #  "layer_types": ["full_attention", "indexed_attention"], "index_topk": 2048}.
+    table = dict(table)
+    blocks = table.pop("sparse_attention_config", None)
+    if isinstance(blocks, dict):
+        table |= {
+            ours: blocks[theirs] for theirs, ours in BLOCK_INDEXER.items() if theirs in blocks
+        }
+        if not table.get("layer_types") and blocks.get("sparse_attention_freq"):
+            kinds = {True: BLOCKS_CHOSEN, False: "full_attention"}
+            table["layer_types"] = [kinds[bool(each)] for each in blocks["sparse_attention_freq"]]
+    if BLOCKS_CHOSEN in (table.get("layer_types") or ()):
+        table["layer_types"] = [
+            "indexed_attention" if kind == BLOCKS_CHOSEN else kind for kind in table["layer_types"]
+        ]
+        table["index_topk"] = int(table.get("index_topk_blocks", 16)) * int(
+            table.get("index_block_size", 128)
+        )
+    return table
+
+
+def _refuse_dense(table: Mapping[str, Any], source: str) -> None:
+    """Raise InputError if a configuration has the sizes of a model, and no experts."""
+    if str(table.get("model_type")) in UNREADABLE:
+        return
+    if not all(_has(table, size) for size in ("dim", "num_layers", "num_heads")):
+        return
+    if not _has(table, "num_experts"):
+        raise InputError(
+            f"{source}: is dense, with none of {', '.join(NAMES['num_experts'])}, so the model has "
+            f"no experts to plan for: name a model with experts, or {YOURSELF}"
+        )
+
+
+def _has(table: Mapping[str, Any], size: str) -> bool:
+    """Return whether a configuration gives a size, other than as 0, under any of its names."""
+    return any(_gives_size(table, name) and table[name] != 0 for name in NAMES[size])
+
+
 def _refuse_unread(table: Mapping[str, Any], source: str) -> None:
-    """Raise InputError if a field that is not read may change sizes: a whole number, a word, a list, a table or true."""
+    """Raise InputError if a field that is not read may change sizes: a whole number, a word, a
+    list, a table or true."""
     kind = str(table.get("model_type"))
     if kind in UNREADABLE:
         raise InputError(
-            f"{source}: model_type {kind} has {UNREADABLE[kind]}, which planning cannot predict: {YOURSELF}"
+            f"{source}: model_type {kind} has {UNREADABLE[kind]}, which planning cannot "
+            f"predict: {YOURSELF}"
         )
     read = READ.union(LOW_RANKS, QUERY_RANK) if table.get("kv_lora_rank") else READ
     unread = [
@@ -246,16 +419,17 @@ def _refuse_unread(table: Mapping[str, Any], source: str) -> None:
     if unread:
         more = f" and {len(unread) - 4} more" if len(unread) > 4 else ""
         raise InputError(
-            f"{source}: planning does not read {', '.join(unread[:4])}{more}, which may change the sizes of layers: delete "
-            f"fields that do not, or {YOURSELF}"
+            f"{source}: planning does not read {', '.join(unread[:4])}{more}, which may change "
+            f"the sizes of layers: delete fields that do not, or {YOURSELF}"
         )
 
 
 def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
-    """Return the integer sizes of a configuration by our names; lists of equal numbers count as one, null and false as none."""
+    """Return the integer sizes of a configuration by our names; lists of equal numbers count as
+    one, null and false as none."""
     sizes: dict[str, int] = {}
     for ours, theirs in NAMES.items():
-        name = next((name for name in theirs if _is_size(table, name)), None)
+        name = next((name for name in theirs if _gives_size(table, name)), None)
         if name is None:
             continue
         value, least, most = table[name], LEAST.get(ours, 0), MOST.get(ours, math.inf)
@@ -263,7 +437,8 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool):
             raise InputError(
-                f"{source}: {name}={value!r}: planning reads a whole number, the same for all layers: correct it, or {YOURSELF}"
+                f"{source}: {name}={value!r}: planning reads a whole number, the same for all "
+                f"layers: correct it, or {YOURSELF}"
             )
         if not least <= value <= most:
             bound = f"at least {least}" if value < least else f"at most {most}"
@@ -271,20 +446,20 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
         sizes[ours] = value
     for ours in NEEDED:
         if ours not in sizes:
-            what = (
-                "the model has no experts to plan for"
-                if ours == "num_experts"
-                else "the model is of an unknown architecture"
-            )
             raise InputError(
-                f"{source}: has none of {', '.join(NAMES[ours])}, so {what}: add one, for example {NAMES[ours][0]} = "
-                f"{NEEDED[ours]} as in Mixtral 8x7B, or {YOURSELF}"
+                f"{source}: has none of {', '.join(NAMES[ours])}, so the model is of an unknown "
+                f"architecture: add one, for example {NAMES[ours][0]} = {NEEDED[ours]} as in "
+                f"Mixtral 8x7B, or {YOURSELF}"
             )
     return sizes
 
 
-def _is_size(table: Mapping[str, Any], name: str) -> bool:
-    """Return whether a configuration has a field, other than as null, false or a list with an entry per layer."""
+def _gives_size(table: Mapping[str, Any], name: str) -> bool:
+    """Return whether a configuration gives a size under a name.
+
+    null, false and [] mean that it is absent. A list under a name of `KINDS` is a schedule with an
+    entry per layer, which `_kinds` reads. 0 counts as given.
+    """
     value = table.get(name)
     return (
         value is not None
@@ -295,8 +470,10 @@ def _is_size(table: Mapping[str, Any], name: str) -> bool:
 
 
 def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list[Any]]:
-    """Return the entries per layer of the fields of `KINDS`, which are valid; `layer_types` is derived if it is not given."""
-    layers, kinds = sizes["num_layers"], {}
+    """Return the entries per layer of the fields of `KINDS`, which are valid; `layer_types` is
+    derived if it is not given."""
+    layers = sizes["num_layers"]
+    kinds = {}
     for name, known in KINDS.items():
         if not table.get(name) or (name in NAMES["every"] and not isinstance(table[name], list)):
             continue
@@ -304,7 +481,8 @@ def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list
         for kind in kinds[name]:
             if kind not in known:
                 raise InputError(
-                    f"{name} has {kind!r}, but planning reads only {', '.join(map(str, known))}: {YOURSELF}"
+                    f"{name} has {kind!r}, but planning reads only "
+                    f"{', '.join(map(str, known))}: {YOURSELF}"
                 )
         if len(kinds[name]) < layers:
             raise InputError(
@@ -328,11 +506,9 @@ def _dense_layers(
         InputError: if no block has an MoE layer.
     """
     blocks = range(sizes["num_layers"])
-    listed, first, every = (
-        table.get("mlp_only_layers") or (),
-        sizes.get("first_dense", 0),
-        max(sizes.get("every", 1), 1),
-    )
+    listed = table.get("mlp_only_layers") or ()
+    first = sizes.get("first_dense", 0)
+    every = max(sizes.get("every", 1), 1)
     last = sizes.get("last_sparse", -1)
     if isinstance(table.get("moe_layers"), list):
         dense = tuple(sorted({*blocks} - {*table["moe_layers"]}))
@@ -350,107 +526,7 @@ def _dense_layers(
         )
     if len(dense) == len(blocks):
         raise InputError(
-            "no block has an MoE layer, so there is nothing to plan: correct the fields that say which have one"
+            "no block has an MoE layer, so there is nothing to plan: correct the fields that "
+            "say which have one"
         )
     return dense
-
-
-def _attention(
-    table: Mapping[str, Any], sizes: Mapping[str, int], kinds: Mapping[str, list[Any]], seq_len: int
-) -> dict[str, Any]:
-    """Return the fields `attention` and `score_width` of `HubShape`."""
-    dim, heads, layers = sizes["dim"], sizes["num_heads"], sizes["num_layers"]
-    up = up_kept = query = 0.0
-    if table.get("kv_lora_rank") is not None:
-        nope, rope, value, rank = _needed(table, "low-rank attention", LOW_RANKS)
-        query = (
-            _needed(table, "low-rank attention", QUERY_RANK)[0] if table.get("q_lora_rank") else 0
-        )
-        up = heads * (nope + rope) * query + rank * heads * (nope + value)
-        full = (
-            up
-            + (dim * query or heads * (nope + rope) * dim)
-            + dim * (rank + rope)
-            + heads * value * dim
-        )
-        width = float(heads * (nope + rope + value))
-        # Each of the two low ranks counts before and after its norm; queries and keys both have the parts nope and rope.
-        up_kept = float(heads * (2 * (nope + rope) + value))
-        kept = dim + 2 * query + 2 * rank + rope + up_kept + heads * value
-        key_values = float(heads * (nope + rope + value))
-        copied = 2 * up_kept
-        head_dim, normed, rotated, result = (
-            nope + rope,
-            query + rank,
-            (heads + 1) * rope,
-            heads * value,
-        )
-    else:
-        head_dim, kv_heads = sizes.get("head_dim", dim // heads), sizes.get("kv_heads", heads)
-        gates, normed = (
-            2 if table.get("attn_output_gate") else 1,
-            2 if table.get("use_qk_norm") else 1,
-        )
-        full = (1 + gates) * dim * heads * head_dim + 2 * dim * kv_heads * head_dim
-        width = 2.0 * heads * head_dim
-        kept = (
-            dim
-            + normed * (heads + kv_heads) * head_dim
-            + kv_heads * head_dim
-            + gates * heads * head_dim
-        )
-        key_values = 2.0 * kv_heads * head_dim
-        copied = 2.0 * normed * (heads + kv_heads) * head_dim
-        rotated, result = (heads + kv_heads) * head_dim, heads * head_dim
-        normed = (normed - 1) * rotated
-    parameters, widths = _by_kind(
-        table, kinds, seq_len, full=full, width=width, dim=dim, query=query or dim
-    )
-    attention = {
-        "attention_parameters": parameters / layers, "attention_kept": kept, "key_values": key_values,
-        "attention_up_kept": up_kept, "attention_up": up, "attention_copied": copied, "head_dim": head_dim,
-        "attention_normed": normed, "attention_rotated": rotated, "attention_result": result,
-    }  # fmt: skip
-    return {"attention": attention, "score_width": widths / layers}
-
-
-def _by_kind(
-    table: Mapping[str, Any], kinds: Mapping[str, list[Any]], seq_len: int, *, full: float, width: float, dim: int,
-    query: float,
-) -> tuple[float, float]:  # fmt: skip
-    """Return the parameters and the score width of attention, summed over layers; `full` and `width` are those of one."""
-    layer_types = kinds["layer_types"]
-    linear, indexed = layer_types.count("linear_attention"), layer_types.count("indexed_attention")
-    sliding = layer_types.count("sliding_attention") + layer_types.count("chunked_attention")
-    whole = len(layer_types) - linear - indexed - sliding
-    window = int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len)
-    parameters, widths = (
-        (len(layer_types) - linear) * full,
-        (whole + sliding * _visible(window, seq_len)) * width,
-    )
-    if linear:  # the cost of its scores is negligible in comparison
-        keys, key_dim, values, value_dim = _needed(table, "linear attention", LINEAR)
-        parameters += linear * dim * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)
-    if indexed:
-        index_heads, index_dim, top_k = _needed(table, "an indexer", INDEXER)
-        indexers = indexed - kinds.get("indexer_types", []).count("shared")
-        parameters += indexers * (query * index_heads * index_dim + dim * (index_dim + index_heads))
-        widths += indexed * _visible(top_k, seq_len) * width + indexers * index_heads * index_dim
-    return parameters, widths
-
-
-def _visible(window: int, seq_len: int) -> float:
-    """Return the share of the context that a query sees of a window; the first queries see fewer keys than it has."""
-    window = min(window, seq_len)
-    return (window - window**2 / (2 * seq_len)) / (seq_len / 2)
-
-
-def _needed(table: Mapping[str, Any], what: str, examples: Mapping[str, int]) -> list[int]:
-    """Return the sizes of a kind of attention that `examples` names; raises InputError if one is missing or invalid."""
-    for name, example in examples.items():
-        value = table.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise InputError(
-                f"{name}={value!r}: {what} needs a whole number of at least 1: add it, for example {example}"
-            )
-    return [table[name] for name in examples]

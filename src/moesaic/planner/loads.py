@@ -1,4 +1,5 @@
-"""Plans under uneven loads: fits counts to a layout, and predicts the time and memory of plans under counts."""
+"""Plans under uneven loads: fits counts to a layout, and predicts the time and memory of plans
+under counts."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from moesaic.errors import InputError
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.even import MAX_RANKS_APART
-from moesaic.planner.memory import Memory, of_calls
-from moesaic.planner.rates import costs_of
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated
+from moesaic.planner.policy_rates import costs_of
+from moesaic.planner.rank_memory import Memory, of_calls
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import Simulated
 from moesaic.planner.workload import (
     Workload,
     imbalance,
@@ -37,11 +38,13 @@ from moesaic.traces.trace import Trace
 def simulate_counts(
     simulator: Simulator, compiled: Compiled, layer: Workload, counts: np.ndarray
 ) -> tuple[Simulated, Simulated]:
-    """Simulate a plan under counts, with every rank individually; returns the forward and the backward pass.
+    """Simulate a plan under counts, with every rank individually; returns the forward and the
+    backward pass.
 
     Args:
         simulator: simulator of the cluster.
-        compiled: the compiled plan. If it replicates, its policy decides from the counts, as in a call.
+        compiled: the compiled plan. If it replicates, its policy decides from the counts, as in a
+            call.
         layer: the workload.
         counts: (dp, num_experts), as `fit_counts` returns them.
 
@@ -80,11 +83,13 @@ def memory_under_counts(
     layer: Workload,
     tables: Sequence[np.ndarray],
 ) -> Memory:
-    """Return the memory of a rank in a step whose layers have the counts of some tables, each like those of `simulate_counts`.
+    """Return the memory of a rank in a step whose layers have the counts of some tables, each like
+    those of `simulate_counts`.
 
     In each call the rank with the most rows counts.
     """
-    budget, calls = compiled.plan.memory_budget, []
+    budget = compiled.plan.memory_budget
+    calls = []
     for counts in tables:
         runs, replicated = decided(simulator, compiled, layer, counts)
         shapes = runs.shapes(layer.num_experts)
@@ -100,9 +105,11 @@ def memory_under_counts(
 def memory_under_skew(
     memory_of: MemoryOf, simulator: Simulator, compiled: Compiled, layer: Workload, max_vio: float
 ) -> Memory:
-    """Return the memory of a rank if the experts of one ep rank get 1 + `max_vio` times the mean load in every layer.
+    """Return the memory of a rank if the experts of one ep rank get 1 + `max_vio` times the mean
+    load in every layer.
 
-    A layout that allows no such skew has the largest that it allows. One replica of the experts stands for all.
+    A layout that allows no such skew has the largest that it allows. One replica of the experts
+    stands for all.
     """
     grid = compiled.grid
     most = min(max_vio, largest_max_vio(grid.ep, layer))
@@ -123,8 +130,8 @@ def simulate_even(
 ) -> tuple[Simulated, Simulated]:
     """Simulate a plan under even routing; returns the forward and the backward pass.
 
-    One rank stands for all ranks that do the same work. If the policy of the plan replicates anything, every rank is simulated
-    individually.
+    One rank stands for all ranks that do the same work. If the policy of the plan replicates
+    anything, every rank is simulated individually.
 
     Args:
         simulator: simulator of the cluster.
@@ -132,7 +139,8 @@ def simulate_even(
         layer: the workload.
 
     Raises:
-        InputError: as `simulate_counts`, and if the policy replicates anything on more than `MAX_RANKS_APART` ranks.
+        InputError: as `simulate_counts`, and if the policy replicates anything on more than
+            `MAX_RANKS_APART` ranks.
     """
     counts = uniform_counts(compiled.grid.dp, layer) if compiled.replicates else None
     runs, replicated = (
@@ -142,8 +150,9 @@ def simulate_even(
         return simulator.passes(runs.forward, runs.backward, layer, runs.grid)
     if compiled.grid.world > MAX_RANKS_APART:
         raise InputError(
-            f"replication={compiled.plan.replication} is decided under even routing too, so every rank is simulated, on at "
-            f"most {MAX_RANKS_APART} ranks, but the mesh has {compiled.grid.world}: choose another policy, or none"
+            f"replication={compiled.plan.replication} is decided under even routing too, so every "
+            f"rank is simulated, on at most {MAX_RANKS_APART} ranks, but the mesh has "
+            f"{compiled.grid.world}: choose another policy, or none"
         )
     return simulate_counts(simulator, compiled, layer, counts)
 
@@ -151,7 +160,8 @@ def simulate_even(
 def decided(
     simulator: Simulator, compiled: Compiled, layer: Workload, counts: np.ndarray
 ) -> tuple[Compiled, Replications | None]:
-    """Return the decision of the policy of a plan for a call; the arguments are those of `simulate_counts`.
+    """Return the decision of the policy of a plan for a call; the arguments are those of
+    `simulate_counts`.
 
     Returns:
         the compiled plan that runs, and the replicated rows, or None if there are none.
@@ -163,19 +173,21 @@ def decided(
     )
     programs = programs_of(compiled, policy)
     chooser = policy.start({name: each.plan for name, each in programs.items()})
-    grid, copies = compiled.grid, copies_by_rank(compiled.forward, compiled.grid, counts)
+    grid = compiled.grid
+    copies = copies_by_rank(compiled.forward, compiled.grid, counts)
     load = CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
     decision = chooser.choose(load)
     return programs[decision.program], decision.replicated
 
 
 def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
-    """Return counts for another number of data-parallel groups and tokens, with the same shares of the experts.
+    """Return counts for another number of data-parallel groups and tokens, with the same shares of
+    the experts.
 
     Args:
         counts: (old number of groups, num_experts).
-        groups: new number of groups. A divisor or multiple of the old number keeps the shares of each group; with other
-            numbers every group gets the mean shares.
+        groups: new number of groups. A divisor or multiple of the old number keeps the shares of
+            each group; with other numbers every group gets the mean shares.
         layer: the workload, which has the number of copies that a group sends.
 
     Raises:
@@ -183,8 +195,8 @@ def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
     """
     if counts.ndim != 2 or counts.shape[1] != layer.num_experts or not counts.sum() > 0:
         raise InputError(
-            f"counts of shape {counts.shape} with {int(counts.sum())} copies do not fit {layer.num_experts} experts: give "
-            f"a row per group and a column for each expert"
+            f"counts of shape {counts.shape} with {int(counts.sum())} copies do not fit "
+            f"{layer.num_experts} experts: give a row per group and a column for each expert"
         )
     num_groups = len(counts)
     if num_groups % groups == 0:
@@ -203,9 +215,11 @@ def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
 
 
 def typical_counts(trace: Trace, count: int) -> list[np.ndarray]:
-    """Return the counts of calls of a trace at even quantiles of the imbalance, (groups, num_experts) each.
+    """Return the counts of calls of a trace at even quantiles of the imbalance, (groups,
+    num_experts) each.
 
-    Counts of several layers or steps are never summed, since their busiest experts differ and the sum would be more even.
+    Counts of several layers or steps are never summed, since their busiest experts differ and the
+    sum would be more even.
 
     Args:
         trace: the trace.

@@ -1,8 +1,9 @@
-"""A program's tasks as the simulator sees them: movements with loads on links, and rows to compute on.
+"""A program's tasks as the simulator sees them: movements with loads on links, and rows to compute
+on.
 
-`AbstractVolumes` has two subclasses. `Even` (`even.py`) serves workloads in which all ranks do the same, with one actor
-for all. `Counted` serves a matrix of counts, with one actor per rank, and matches what the interpreter would send to
-the row.
+`AbstractVolumes` has two subclasses. `Even` (`even.py`) serves workloads in which all ranks do the
+same, with one actor for all. `Counted` serves a matrix of counts, with one actor per rank, and
+matches what the interpreter would send to the row.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from moesaic.program.sizes import CallSizes, MovedRows
 from moesaic.program.task import INDEX_BYTES, Kind, Layout, Op, Program, Slot, Task
 
 RANKS_APART = 16
-"""Number of ranks up to which each is simulated separately if messages are eager; beyond it, one rank stands for all."""
+"""Number of ranks up to which each is simulated separately if messages are eager; beyond it, one
+rank stands for all."""
 
 
 @dataclass(frozen=True)
 class Movement:
-    """Messages that start and end together: a connected part of a task's messages, or one message by itself."""
+    """Messages that start and end together: a connected part of a task's messages, or one message
+    by itself."""
 
     actors: tuple[int, ...]
     """Actors that send or receive any of the messages, ascending."""
@@ -39,8 +42,9 @@ class Movement:
     posts: np.ndarray
     """(actors,) number of sends and receives that each actor posts."""
     sender: int | None = None
-    """Sender of a message that leaves when the sender reaches the task, and for which only its receiver waits; the
-    links of `load` are then in path order. None: all actors start the movement together and wait for its end."""
+    """Sender of a message that leaves when the sender reaches the task, and for which only its
+    receiver waits; the links of `load` are then in path order. None: all actors start the movement
+    together and wait for its end."""
 
     @property
     def starters(self) -> tuple[int, ...]:
@@ -61,7 +65,8 @@ class AbstractVolumes(ABC):
 
     @cached_property
     def movements_known(self) -> dict[int, tuple[Program, list[list[Movement]]]]:
-        """The movements of each program so far, by its identity, which the program beside them keeps from other ones."""
+        """The movements of each program so far, by its identity, which the program beside them
+        keeps from other ones."""
         return {}
 
     @cached_property
@@ -86,11 +91,13 @@ class AbstractVolumes(ABC):
 
     @abstractmethod
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
-        """Return the rows of each expert that each actor runs, zeros included, (actors, experts) float64."""
+        """Return the rows of each expert that each actor runs, zeros included, (actors, experts)
+        float64."""
 
     @abstractmethod
     def shards(self, weights: Layout) -> float:
-        """Return the share of an expert's hidden width that a rank computes with weights of this layout, 0 to 1."""
+        """Return the share of an expert's hidden width that a rank computes with weights of this
+        layout, 0 to 1."""
 
     @abstractmethod
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
@@ -133,7 +140,8 @@ def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
         codec: a codec's name; "" or "none" for none.
         rows: rows of the message.
         dim: columns.
-        element_bytes: bytes of a row's elements; 2 stands for bfloat16 (float16 rows under fp16 would need no scale).
+        element_bytes: bytes of a row's elements; 2 stands for bfloat16 (float16 rows under fp16
+            would need no scale).
 
     Raises:
         InputError: if there is no such codec, or it does not support such elements.
@@ -143,13 +151,15 @@ def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
         return rows * dim * element_bytes
     if element_bytes not in DTYPES:
         raise InputError(
-            f"codec {codec} does not support elements of {element_bytes} bytes: use codec none for them"
+            f"codec {codec} does not support elements of {element_bytes} bytes: use codec "
+            "none for them"
         )
     return spec.num_bytes(rows, dim, DTYPES[element_bytes])
 
 
 def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Movement]]:
-    """Return the movements of each task of a program; an empty list for a task that moves nothing."""
+    """Return the movements of each task of a program; an empty list for a task that moves
+    nothing."""
     known = volumes.movements_known
     if id(program) not in known:
         slots = {slot.name: slot for slot in program.slots}
@@ -164,8 +174,12 @@ def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Moveme
     return known[id(program)][1]
 
 
-def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[np.ndarray]:
+def connected_components(
+    source: np.ndarray, target: np.ndarray, num_actors: int
+) -> list[np.ndarray]:
     """Return the messages of each connected set of actors, as indices into the arguments.
+
+    Each set becomes one `Movement`: its actors wait for each other, and for no others.
 
     Args:
         source: (n,) actors.
@@ -174,10 +188,9 @@ def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[n
     """
     if not len(source):
         return []
-    smallest, before = (
-        np.arange(num_actors),
-        np.arange(0),
-    )  # of the actors known to be connected with each
+    # the smallest actor known to be connected with each; halve the paths until nothing changes
+    smallest = np.arange(num_actors)
+    before = np.arange(0)
     while not np.array_equal(smallest, before):
         before = smallest.copy()
         np.minimum.at(smallest, source, before[target])
@@ -205,7 +218,10 @@ class Counted(AbstractVolumes):
         layer: Workload,
         legs: Callable[[AbstractAllToAll, Grid, tuple[Axis, ...]], dict[int, np.ndarray]],
     ) -> None:
-        self.sizes, self.topology, self.layer, self._legs = sizes, topology, layer, legs
+        self.sizes = sizes
+        self.topology = topology
+        self.layer = layer
+        self._legs = legs
         self._rows: dict[Layout, np.ndarray] = {}
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
 
@@ -226,7 +242,8 @@ class Counted(AbstractVolumes):
         return pieces / len(self.sizes.shapes.experts(weights, 0)) / self.sizes.grid.etp
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
-        """Return the movements of a move or hop: one per connected set of ranks, or one per message that is eager."""
+        """Return the movements of a move or hop: one per connected set of ranks, or one per message
+        that is eager."""
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._movements:
@@ -238,7 +255,8 @@ class Counted(AbstractVolumes):
 
     def _split(self, moved: MovedRows, slot: Slot, codec: str) -> list[Movement]:
         """Split rows that go from rank to rank into movements."""
-        source, target = moved.source, moved.target
+        source = moved.source
+        target = moved.target
         if not len(source):
             return []
         amounts, inverse = np.unique(moved.rows, return_inverse=True)
@@ -252,7 +270,7 @@ class Counted(AbstractVolumes):
             target, minlength=self.num_actors
         )
         movements = []
-        for indices in connected(source, target, self.num_actors):
+        for indices in connected_components(source, target, self.num_actors):
             actors = np.unique([source[indices], target[indices]])
             load = self.topology.loads(
                 source[indices], target[indices], num_bytes[indices], ones[indices]
@@ -265,7 +283,8 @@ class Counted(AbstractVolumes):
     def _messages(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray
     ) -> list[Movement]:
-        """Return one movement per pair of ranks. All rows of a task from one rank to another form one message."""
+        """Return one movement per pair of ranks. All rows of a task from one rank to another form
+        one message."""
         bytes_between: dict[tuple[int, int], float] = {}
         for pair, size in zip(zip(source.tolist(), target.tolist()), num_bytes.tolist()):
             bytes_between[pair] = bytes_between.get(pair, 0.0) + size

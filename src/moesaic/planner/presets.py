@@ -1,7 +1,8 @@
-"""Preset models: small ones that `moesaic train --preset` trains in minutes, and models of papers in their published sizes.
+"""Preset models: small ones that `moesaic train --preset` trains in minutes, and models of papers
+in their published sizes.
 
-If a paper does not give a size, a comment says which one is used; docs/papers.md compares the numbers of parameters with the
-published ones.
+If a paper does not give a size, a comment says which one is used; docs/papers.md compares the
+numbers of parameters with the published ones.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.configfile import read_table, suggestion
-from moesaic.errors import InputError
+from moesaic.configfile import read_table
+from moesaic.errors import InputError, suggestion
 from moesaic.planner.hub import is_hub_config, read_shape
-from moesaic.planner.model import DataShape, Job, job_of
+from moesaic.planner.job import DataShape, Job, job_of
 from moesaic.shapes import BlockConfig, ModelShape, MoEShape
 
 GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
@@ -21,22 +22,35 @@ GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
 BERT = BlockConfig(
     kind="encoder", norm="post_layer", norm_eps=1e-12, positions="learned", bias=True
 )
-"""BERT's block; the model has neither segments nor a pooler, and no layer in front of the output matrix."""
+"""BERT's block; the model has neither segments nor a pooler, and no layer in front of the output
+matrix."""
 TRANSFORMER = BlockConfig(
     kind="encoder_decoder", norm="post_layer", positions="learned", tied=False
 )
 """The first Transformer's block; positions are learned as in its ablation."""
-GPT2_VOCAB, BERT_VOCAB = 50_257, 30_522
+GPT2_VOCAB = 50_257
+BERT_VOCAB = 30_522
 
 
 def _job(
-    dim: int, num_layers: int, num_heads: int, seq_len: int, vocab: int, moe: MoEShape, block: BlockConfig,
+    dim: int,
+    num_layers: int,
+    num_heads: int,
+    seq_len: int,
+    vocab: int,
+    moe: MoEShape,
+    block: BlockConfig,
     batch_size: int = 16,
-) -> Job:  # fmt: skip
+) -> Job:
     shape = ModelShape(
-        dim=dim, num_layers=num_layers, num_heads=num_heads, seq_len=seq_len, block=block, moe=moe,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        seq_len=seq_len,
+        block=block,
+        moe=moe,
         checkpoint_activations=dim >= 768,
-    )  # fmt: skip
+    )
     return Job(batch_size=batch_size, model=shape, data=DataShape(vocab_size=vocab))
 
 
@@ -57,23 +71,57 @@ def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) ->
 def _ours() -> dict[str, Job]:
     """Return small models that train in seconds or minutes, and one for a GPU."""
     modern = BlockConfig()
-    small = _job(768, 12, 12, 1024, 16_384, _gated(8, 2, 1024), modern)
+    small = _job(
+        dim=768,
+        num_layers=12,
+        num_heads=12,
+        seq_len=1024,
+        vocab=16_384,
+        moe=_gated(8, 2, 1024),
+        block=modern,
+    )
     return {
-        "demo": _job(128, 4, 4, 256, 256, _gated(64, 2, 64), modern, 8),
-        "gpt-tiny": _job(32, 2, 2, 64, 256, _gated(4, 2, 32), modern, 4),
-        # With more blocks or longer sequences attention learns to copy at some point, and experts contribute nothing to that.
+        "demo": _job(
+            dim=128,
+            num_layers=4,
+            num_heads=4,
+            seq_len=256,
+            vocab=256,
+            moe=_gated(64, 2, 64),
+            block=modern,
+            batch_size=8,
+        ),
+        "gpt-tiny": _job(
+            dim=32,
+            num_layers=2,
+            num_heads=2,
+            seq_len=64,
+            vocab=256,
+            moe=_gated(4, 2, 32),
+            block=modern,
+            batch_size=4,
+        ),
+        # With more blocks or longer sequences attention learns to copy at some point, and experts
+        # contribute nothing to that.
         "bert-tiny": _job(
-            32, 1, 4, 16, 256, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder"), 128
+            dim=32,
+            num_layers=1,
+            num_heads=4,
+            seq_len=16,
+            vocab=256,
+            moe=_gated(16, 1, 16, shared_hidden=16),
+            block=BlockConfig(kind="encoder"),
+            batch_size=128,
         ),
         "seq2seq-tiny": _job(
-            32,
-            2,
-            4,
-            32,
-            1024,
-            _gated(16, 1, 16, shared_hidden=16),
-            BlockConfig(kind="encoder_decoder"),
-            64,
+            dim=32,
+            num_layers=2,
+            num_heads=4,
+            seq_len=32,
+            vocab=1024,
+            moe=_gated(16, 1, 16, shared_hidden=16),
+            block=BlockConfig(kind="encoder_decoder"),
+            batch_size=64,
         ),
         "gpt-small": replace(small, accumulation=4),
     }
@@ -82,48 +130,144 @@ def _ours() -> dict[str, Job]:
 def _papers() -> dict[str, Job]:
     """Return the models of the five papers."""
     jobs = {
-        # Parm: k is not given in the paper; E is that of its testbed B (2 on A), f the smaller of its sweep's two.
-        "parm-bert-base": _job(768, 12, 12, 512, BERT_VOCAB, _plain(8, 2, 3072, factor=1.2), BERT),
-        "parm-gpt2": _job(768, 12, 12, 1024, GPT2_VOCAB, _plain(8, 2, 3072, factor=1.2), GPT2),
-        # ScheMoE: vocabularies are not given; these reproduce its numbers of parameters (Megatron pads GPT-2's to 51,200).
-        "transformer-moe": _job(
-            512, 24, 8, 256, 51_200, _plain(8, 1, 2048, factor=1.0), TRANSFORMER
+        # Parm: k is not given in the paper; E is that of its testbed B (2 on A), f the smaller of
+        # its sweep's two.
+        "parm-bert-base": _job(
+            dim=768,
+            num_layers=12,
+            num_heads=12,
+            seq_len=512,
+            vocab=BERT_VOCAB,
+            moe=_plain(8, 2, 3072, factor=1.2),
+            block=BERT,
         ),
-        "gpt2-tiny-moe": _job(64, 4, 4, 256, GPT2_VOCAB, _plain(32, 2, 64, factor=1.0), GPT2, 4),
-        "bert-large-moe": _job(1024, 24, 16, 512, 37_000, _plain(32, 1, 4096, factor=1.0), BERT),
+        "parm-gpt2": _job(
+            dim=768,
+            num_layers=12,
+            num_heads=12,
+            seq_len=1024,
+            vocab=GPT2_VOCAB,
+            moe=_plain(8, 2, 3072, factor=1.2),
+            block=GPT2,
+        ),
+        # ScheMoE: vocabularies are not given; these reproduce its numbers of parameters (Megatron
+        # pads GPT-2's to 51,200).
+        "transformer-moe": _job(
+            dim=512,
+            num_layers=24,
+            num_heads=8,
+            seq_len=256,
+            vocab=51_200,
+            moe=_plain(8, 1, 2048, factor=1.0),
+            block=TRANSFORMER,
+        ),
+        "gpt2-tiny-moe": _job(
+            dim=64,
+            num_layers=4,
+            num_heads=4,
+            seq_len=256,
+            vocab=GPT2_VOCAB,
+            moe=_plain(32, 2, 64, factor=1.0),
+            block=GPT2,
+            batch_size=4,
+        ),
+        "bert-large-moe": _job(
+            dim=1024,
+            num_layers=24,
+            num_heads=16,
+            seq_len=512,
+            vocab=37_000,
+            moe=_plain(32, 1, 4096, factor=1.0),
+            block=BERT,
+        ),
     }
     for layers in (12, 16, 20, 24):
-        # The paper's counts grow by 8 D^2 per layer: the mean attention of an encoder and a decoder, plus one dense layer.
+        # The paper's counts grow by 8 D^2 per layer: the mean attention of an encoder and a
+        # decoder, plus one dense layer.
         moe = _plain(32, 1, 512, shared_hidden=512, factor=1.0)
-        jobs[f"ct-moe-{layers}"] = _job(512, layers, 8, 62, GPT2_VOCAB, moe, TRANSFORMER, 136)
+        jobs[f"ct-moe-{layers}"] = _job(
+            dim=512,
+            num_layers=layers,
+            num_heads=8,
+            seq_len=62,
+            vocab=GPT2_VOCAB,
+            moe=moe,
+            block=TRANSFORMER,
+            batch_size=136,
+        )
     for name, layers, experts, dim, block in (
-        ("gpt-s", 12, 16, 1024, GPT2), ("gpt-base", 12, 16, 2048, GPT2), ("gpt-l", 12, 16, 4096, GPT2),
-        ("bert-deep", 24, 16, 1024, BERT), ("bert-deep-l", 24, 16, 4096, BERT),
-        ("bert-wide", 12, 64, 1024, BERT), ("bert-wide-l", 12, 64, 2048, BERT),
-    ):  # fmt: skip
+        ("gpt-s", 12, 16, 1024, GPT2),
+        ("gpt-base", 12, 16, 2048, GPT2),
+        ("gpt-l", 12, 16, 4096, GPT2),
+        ("bert-deep", 24, 16, 1024, BERT),
+        ("bert-deep-l", 24, 16, 4096, BERT),
+        ("bert-wide", 12, 64, 1024, BERT),
+        ("bert-wide-l", 12, 64, 2048, BERT),
+    ):
         vocab, length = (GPT2_VOCAB, 1024) if block is GPT2 else (BERT_VOCAB, 512)
         jobs[f"fastermoe-{name}"] = _job(
-            dim, layers, dim // 64, length, vocab, _plain(experts, 2, 2 * dim), block
+            dim=dim,
+            num_layers=layers,
+            num_heads=dim // 64,
+            seq_len=length,
+            vocab=vocab,
+            moe=_plain(experts, 2, 2 * dim),
+            block=block,
         )
     # NetMoE: GPT-2's depths, E of 16 devices; the largest has GPT-3's depth at this width.
     for name, layers, heads, dim in (
-        ("s", 12, 12, 768), ("m", 24, 16, 1024), ("l", 36, 20, 1280), ("xl", 48, 25, 1600), ("xxl", 32, 32, 4096),
-    ):  # fmt: skip
+        ("s", 12, 12, 768),
+        ("m", 24, 16, 1024),
+        ("l", 36, 20, 1280),
+        ("xl", 48, 25, 1600),
+        ("xxl", 32, 32, 4096),
+    ):
         jobs[f"netmoe-gpt-{name}"] = _job(
-            dim, layers, heads, 1024, GPT2_VOCAB, _plain(32, 2, 4 * dim), GPT2
+            dim=dim,
+            num_layers=layers,
+            num_heads=heads,
+            seq_len=1024,
+            vocab=GPT2_VOCAB,
+            moe=_plain(32, 2, 4 * dim),
+            block=GPT2,
         )
     return jobs
 
 
 def _hub() -> dict[str, Job]:
-    """Return Hugging Face models that our block can build; others train in transformers with our layer."""
+    """Return Hugging Face models that our block can build; others train in transformers with our
+    layer."""
     olmoe = BlockConfig(qk_norm=True, tied=False)
     mixtral = BlockConfig(kv_heads=8, tied=False, rope_theta=1e6)
     qwen = BlockConfig(kv_heads=4, head_dim=128, qk_norm=True, tied=False, rope_theta=1e6)
     return {
-        "mixtral-8x7b": _job(4096, 32, 32, 4096, 32_000, _gated(8, 2, 14_336), mixtral),
-        "olmoe-1b-7b": _job(2048, 16, 16, 4096, 50_304, _gated(64, 8, 1024), olmoe),
-        "qwen3-30b-a3b": _job(2048, 48, 32, 4096, 151_936, _gated(128, 8, 768), qwen),
+        "mixtral-8x7b": _job(
+            dim=4096,
+            num_layers=32,
+            num_heads=32,
+            seq_len=4096,
+            vocab=32_000,
+            moe=_gated(8, 2, 14_336),
+            block=mixtral,
+        ),
+        "olmoe-1b-7b": _job(
+            dim=2048,
+            num_layers=16,
+            num_heads=16,
+            seq_len=4096,
+            vocab=50_304,
+            moe=_gated(64, 8, 1024),
+            block=olmoe,
+        ),
+        "qwen3-30b-a3b": _job(
+            dim=2048,
+            num_layers=48,
+            num_heads=32,
+            seq_len=4096,
+            vocab=151_936,
+            moe=_gated(128, 8, 768),
+            block=qwen,
+        ),
     }
 
 
@@ -131,39 +275,90 @@ PRESETS: dict[str, Job] = {**_ours(), **_papers(), **_hub()}
 """The sparse models of `moesaic train --preset`, by name."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {
-        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "vocab_size": 32000, "tie_word_embeddings": False,
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
     },
     "olmoe-1b-7b": {
-        "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
         "vocab_size": 50304,
     },
     "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "vocab_size": 151936, "tie_word_embeddings": False, "sliding_window": None,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
     },
     "gpt-oss-120b": {
-        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
-        "experts_per_token": 4, "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088,
-        "tie_word_embeddings": False, "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "experts_per_token": 4,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+        "tie_word_embeddings": False,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
     "deepseek-v3": {
-        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_attention_heads": 128,
-        "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "vocab_size": 129280, "tie_word_embeddings": False,
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "vocab_size": 129280,
+        "tie_word_embeddings": False,
         "num_nextn_predict_layers": 1,
-    }
-}  # fmt: skip
-"""The `config.json` of Hugging Face models that are planned by name. Their batch fits the cluster; that of `moesaic train
---preset` is small. Models that are not in `PRESETS` train in transformers with our layer, since our block lacks latent
-attention (DeepSeek-V3) and attention sinks (gpt-oss)."""
+    },
+}
+"""The `config.json` of Hugging Face models that are planned by name. Their batch fits the cluster;
+that of `moesaic train --preset` is small. Models that are not in `PRESETS` train in transformers
+with our layer, since our block lacks latent attention (DeepSeek-V3) and attention sinks
+(gpt-oss)."""
 
 
 TOKENS = 1 << 22
@@ -174,21 +369,23 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     """Return the job of a preset or a file.
 
     Args:
-        name: a preset, the path of a training configuration (TOML, or the JSON of a run folder), or the path of the
-            `config.json` of a Hugging Face model. Fields that change neither time nor memory are ignored. A Hugging Face
-            model has the default precision, one sequence per rank and micro-batch, and about `TOKENS` tokens per step.
+        name: a preset, the path of a training configuration (TOML, or the JSON of a run folder), or
+            the path of the `config.json` of a Hugging Face model. Fields that change neither time
+            nor memory are ignored. A Hugging Face model has the default precision, one sequence per
+            rank and micro-batch, and about `TOKENS` tokens per step.
         seq_len: tokens per sequence; for Hugging Face models only.
         world: number of ranks; for Hugging Face models only.
 
     Raises:
-        InputError: if the preset is unknown, the file does not parse or has no known field, a field is misspelt, or a value
-            is invalid.
+        InputError: if the preset is unknown, the file does not parse or has no known field, a field
+            is misspelt, or a value is invalid.
     """
     if name in PRESETS and name not in CONFIGS:
         return PRESETS[name]
     if name not in CONFIGS and not name.endswith((".toml", ".json")):
         raise InputError(
-            f"model {name!r} is unknown{suggestion(name, [*{**PRESETS, **CONFIGS}])} (or give a path to .toml or .json)"
+            f"model {name!r} is unknown{suggestion(name, [*{**PRESETS, **CONFIGS}])} (or give "
+            "a path to .toml or .json)"
         )
     table = CONFIGS[name] if name in CONFIGS else read_table(Path(name))
     if is_hub_config(table):
@@ -204,8 +401,8 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     job = job_of(table, f"model {name}")
     if not any(field in known for field in table):
         raise InputError(
-            f"model {name}: planning reads the fields {', '.join(known)}, and the file has none of them: "
-            "write the sizes as [model] and [model.moe], as a run folder's config.json has them, or give a config.json of the "
-            "Hugging Face hub"
+            f"model {name}: planning reads the fields {', '.join(known)}, and the file has none "
+            "of them: write the sizes as [model] and [model.moe], as a run folder's config.json "
+            "has them, or give a config.json of the Hugging Face hub"
         )
     return job

@@ -1,9 +1,12 @@
-"""The search for the layout and the plan with the shortest simulated step that fits the memory of a device.
+"""The search for the layout and the plan with the shortest simulated step that fits the memory of a
+device.
 
-The floor of a layout is a cheap lower bound on the step time of all plans on it. Layouts with a floor above the best step so
-far are left out. On the others a few plans of every schedule are simulated. On the most promising layouts, single choices of
-the best plan of each schedule are changed as long as the step gets shorter. On the best of these, two choices are changed at
-once, since many choices help only together. Trying every combination (`exhaustive`) takes minutes instead of seconds.
+The floor of a layout is a cheap lower bound on the step time of all plans on it. Layouts with a
+floor above the best step so far are left out. On the others a few plans of every schedule are
+simulated. On the most promising layouts, single choices of the best plan of each schedule are
+changed as long as the step gets shorter. On the best of these, two choices are changed at once,
+since many choices help only together. Trying every combination (`exhaustive`) takes minutes instead
+of seconds.
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, SearchSpace, layouts, name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.even import MAX_RANKS_APART
+from moesaic.planner.job import Job
 from moesaic.planner.loads import (
     fit_counts,
     memory_under_counts,
     memory_under_skew,
     simulate_counts,
 )
-from moesaic.planner.memory import FRAGMENTED, GIB, Memory, usable_bytes
-from moesaic.planner.model import Job
 from moesaic.planner.movement import coded_bytes
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import Estimate, StepCostModel, mean_of
 from moesaic.planner.step_memory import least_bytes, step_memory
-from moesaic.planner.timing import Simulated
+from moesaic.planner.task_times import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
@@ -56,7 +59,8 @@ COMPRESSION = float(
 PAIRED = 2
 """Number of layouts on which two choices are changed at once."""
 PAIRED_SHARE = 0.2
-"""The share of `Settings.give_up` beyond 1 by which a choice may slow a plan and still be combined with a second one."""
+"""The share of `Settings.give_up` beyond 1 by which a choice may slow a plan and still be combined
+with a second one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,8 @@ class PlannedStep:
     estimate: Estimate
     memory: Memory
     bound_seconds: float
-    """Step time of a perfect plan on this layout: the time of its computing or of its busiest link, whichever is longer."""
+    """Step time of a perfect plan on this layout: the time of its computing or of its busiest link,
+    whichever is longer."""
 
     @property
     def seconds(self) -> float:
@@ -86,9 +91,11 @@ class EpResults:
     best: PlannedStep | None
     """The best simulated plan that fits the memory; None if there is none."""
     is_too_large: bool
-    """Whether no layout fits the memory: by its parameters alone, or with any plan that was simulated."""
+    """Whether no layout fits the memory: by its parameters alone, or with any plan that was
+    simulated."""
     is_searched: bool
-    """Whether these layouts were searched as far as with ep pinned; else `best` may be far from their best plan."""
+    """Whether these layouts were searched as far as with ep pinned; else `best` may be far from
+    their best plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +134,8 @@ class TooLargeError(InputError):
 
     def __init__(self, message: str, job: Job, grid: Grid) -> None:
         super().__init__(message)
-        self.job, self.grid = job, grid
+        self.job = job
+        self.grid = grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,16 +151,19 @@ class Settings:
     refine: int = 6
     """Number of layouts on which choices are changed."""
     finished_eps: int = 0
-    """Number of further sizes of ep, those with the fastest plans so far, that are searched as if they were pinned."""
+    """Number of further sizes of ep, those with the fastest plans so far, that are searched as if
+    they were pinned."""
     exhaustive: bool = False
     """Try every combination on these layouts instead."""
     give_up: float = math.inf
-    """Ratio of step times above which a plan is hopeless. A layout gets no further start after one that is this many times
-    slower than the best step so far. Choices are changed only from schedules within this ratio of the best one on the layout,
-    and in pairs only if neither alone makes a plan slower by more than a fifth of it.
-    Smaller values search faster and may miss a plan."""
+    """Ratio of step times above which a plan is hopeless. A layout gets no further start after one
+    that is this many times slower than the best step so far. Choices are changed only from
+    schedules within this ratio of the best one on the layout, and in pairs only if neither alone
+    makes a plan slower by more than a fifth of it. Smaller values search faster and may miss a
+    plan."""
     reserve_gib: float = 1.0
-    """Memory set aside for the framework, in addition to allocator fragmentation (`planner/memory.py`)."""
+    """Memory set aside for the framework, in addition to allocator fragmentation
+    (`planner/rank_memory.py`)."""
     max_vio: float = 0.0
     """A plan must also fit if one ep rank's load is 1 + this times the mean in every layer."""
 
@@ -181,10 +192,13 @@ def search(
         job: the training job.
         cluster: the cluster; the job uses all of its devices.
         settings: settings of the search; None for the defaults.
-        counts: tables of copies, (groups, num_experts) each: a row per data-parallel group, a column per expert. The best
-            plans are ranked again by their mean time under the tables. Empty for even routing.
-        simulator: a simulator of this cluster that keeps what it computes for the caller; None for a new one.
-        progress: called from time to time with (current activity, number of items done, number of items).
+        counts: tables of copies, (groups, num_experts) each: a row per data-parallel group, a
+            column per expert. The best plans are ranked again by their mean time under the tables.
+            Empty for even routing.
+        simulator: a simulator of this cluster that keeps what it computes for the caller; None for
+            a new one.
+        progress: called from time to time with (current activity, number of items done, number of
+            items).
 
     Raises:
         InputError: if no layout splits the job, or if no plan of the space fits a layout.
@@ -205,7 +219,10 @@ class _Search:
         settings: Settings,
         progress: Callable[[str, int, int], None],
     ) -> None:
-        self.job, self.simulator, self.settings, self.progress = job, simulator, settings, progress
+        self.job = job
+        self.simulator = simulator
+        self.settings = settings
+        self.progress = progress
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
         self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
@@ -248,7 +265,8 @@ class _Search:
         )
 
     def _finish_eps(self, fitting: list[StepCostModel]) -> set[int]:
-        """Search the best sizes of ep as if each was pinned, on its two best layouts; returns these sizes."""
+        """Search the best sizes of ep as if each was pinned, on its two best layouts; returns these
+        sizes."""
         best: dict[int, tuple[bool, float]] = {}
         for planned in filter(None, self.tried.values()):
             best[planned.grid.ep] = min(
@@ -298,7 +316,8 @@ class _Search:
         return usable_bytes(self.cluster, self.settings.reserve_gib)
 
     def _promising_layouts(self, cost_models: list[StepCostModel]) -> list[StepCostModel]:
-        """Simulate a few plans on every layout with a floor below the best step so far; returns these layouts, best first."""
+        """Simulate a few plans on every layout with a floor below the best step so far; returns
+        these layouts, best first."""
         compression = self.settings.compression
         best = math.inf
         judged: list[tuple[tuple[bool, float], int, StepCostModel]] = []
@@ -306,7 +325,8 @@ class _Search:
             sorted(cost_models, key=lambda cost_model: cost_model.floor(compression=compression))
         ):
             self.progress("judging layouts", number, len(cost_models))
-            # Layouts with whole experts on every rank are always simulated, since users ask when those pay off.
+            # Layouts with whole experts on every rank are always simulated, since users ask when
+            # those pay off.
             if (
                 cost_model.floor(compression=compression) > best
                 and cost_model.grid.ep * cost_model.grid.etp > 1
@@ -324,7 +344,8 @@ class _Search:
         return [cost_model for _, _, cost_model in sorted(judged, key=lambda item: item[:2])]
 
     def _simulate_starts(self, cost_model: StepCostModel, best: float) -> Iterator[PlannedStep]:
-        """Simulate the starting plans of a layout; stops after a plan that is hopeless compared with the best step so far."""
+        """Simulate the starting plans of a layout; stops after a plan that is hopeless compared
+        with the best step so far."""
         for plan in self._starting_plans(cost_model.grid):
             planned = self._simulate(cost_model, plan)
             if planned is not None:
@@ -335,7 +356,8 @@ class _Search:
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
         space = self.settings.space
         first = {name: values[0] for name, values in space.values(grid).items()}
-        # Every layout is tried with the all-to-alls that are best on some links, and with multicast.
+        # Every layout is tried with the all-to-alls that are best on some links, and with
+        # multicast.
         links = [
             each
             for each in space.all_to_alls
@@ -371,7 +393,8 @@ class _Search:
             self._climb(cost_model, planned, choices=2)
 
     def _climb_from_starts(self, cost_model: StepCostModel) -> PlannedStep:
-        """Return the best plan that single changes reach from the best plan of each schedule on a layout."""
+        """Return the best plan that single changes reach from the best plan of each schedule on a
+        layout."""
         starts: dict[str, PlannedStep] = {}
         simulated = (
             each
@@ -389,18 +412,17 @@ class _Search:
     def _climb(
         self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1
     ) -> PlannedStep:
-        """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices.
+        """Return the plan that steepest descent reaches from `best`; each step changes at most
+        `choices` choices.
 
-        A choice that made a plan too slow to change a second one is not tried again on the way. If two choices may change,
-        all are tried at its end.
+        A choice that made a plan too slow to change a second one is not tried again on the way. If
+        two choices may change, all are tried at its end.
         """
         avoided: set[tuple[str, Any]] = set()
         changed = 1
         while changed <= choices:
-            grid, near = (
-                cost_model.grid,
-                best.seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE),
-            )
+            grid = cost_model.grid
+            near = best.seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
             keep = (
                 partial(self._may_pair, grid, near, best.plan)
                 if changed > 1
@@ -416,7 +438,8 @@ class _Search:
                     for plan in slow
                     for name in changes_of(plan, best.plan)
                 )
-                best, changed = step, 1
+                best = step
+                changed = 1
             elif avoided and choices > 1:
                 avoided.clear()
             else:
@@ -424,7 +447,8 @@ class _Search:
         return best
 
     def _may_pair(self, grid: Grid, near: float, plan: Plan, name: str, value: Any) -> bool:
-        """Return whether a plan with another choice is near enough, or unknown, to change a second one."""
+        """Return whether a plan with another choice is near enough, or unknown, to change a second
+        one."""
         planned = self.tried.get((grid, replace(plan, **{name: value})))
         return planned is None or planned.seconds <= near
 
@@ -432,7 +456,8 @@ class _Search:
         return planned.memory.total > self._usable_bytes, planned.seconds
 
     def _simulate(self, cost_model: StepCostModel, plan: Plan) -> PlannedStep | None:
-        """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit the layout."""
+        """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit
+        the layout."""
         key = (cost_model.grid, plan)
         if key not in self.tried:
             try:
@@ -468,7 +493,8 @@ class _Search:
         return self.times[key]
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
-        """Return all plans that fit the memory, best first; with counts, only the best under even routing, ranked again."""
+        """Return all plans that fit the memory, best first; with counts, only the best under even
+        routing, ranked again."""
         fitting = [
             planned
             for planned in self.tried.values()
@@ -480,8 +506,8 @@ class _Search:
             return fitting if self.settings.max_vio == 0 else list(self._that_fit_skew(fitting))
         if self.cluster.world > MAX_RANKS_APART:
             raise InputError(
-                f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without them, or use at most "
-                f"{MAX_RANKS_APART} ranks"
+                f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without "
+                f"them, or use at most {MAX_RANKS_APART} ranks"
             )
         loaded = (replace(each, memory=self._loaded(each, counts)) for each in fitting)
         best = list(
@@ -504,8 +530,10 @@ class _Search:
         return sorted(reranked, key=lambda planned: planned.seconds)
 
     def _that_fit_skew(self, ranking: list[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yield the plans that fit under the MaxVio of the settings; only the best, and the best of each ep, are examined."""
-        kept, sizes_of_ep = 0, set[int]()
+        """Yield the plans that fit under the MaxVio of the settings; only the best, and the best of
+        each ep, are examined."""
+        kept = 0
+        sizes_of_ep = set[int]()
         for planned in ranking:
             if kept < self.settings.keep or planned.grid.ep not in sizes_of_ep:
                 if not self._fits(self._loaded(planned, ())):
@@ -515,15 +543,14 @@ class _Search:
             yield planned
 
     def _loaded(self, planned: PlannedStep, counts: Sequence[np.ndarray]) -> Memory:
-        """Return the memory of a plan under counts, or without any under the MaxVio of the settings."""
+        """Return the memory of a plan under counts, or without any under the MaxVio of the
+        settings."""
         compiled = compile_plan(planned.plan, planned.grid)
         key = planned.grid, compiled.digest
         if key not in self.loaded:
             cost_model = self._cost_model(planned.grid)
-            layer, of_plan = (
-                cost_model.model.layer,
-                (partial(step_memory, cost_model), self.simulator, compiled),
-            )
+            layer = cost_model.model.layer
+            of_plan = (partial(step_memory, cost_model), self.simulator, compiled)
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             self.loaded[key] = (
                 memory_under_counts(*of_plan, layer, tables)
@@ -539,14 +566,16 @@ class _Search:
         return StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator)
 
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
-        device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
+        device = self.cluster.device.memory_gib
+        reserve = self.settings.reserve_gib
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
         recomputed = ", even with blocks recomputed" * self.job.model.checkpoint_activations
         under = " under the given loads" * bool(self.loaded)
         return TooLargeError(
-            f"the model fits no layout of {self.cluster.world} ranks{recomputed}{under}: the smallest, {name_of(grid)}, needs "
-            f"{num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} "
-            f"more than a device of {self.cluster.name} has ({device:g})",
+            f"the model fits no layout of {self.cluster.world} ranks{recomputed}{under}: the "
+            f"smallest, {name_of(grid)}, needs {num_bytes / GIB:.1f} GiB, plus "
+            f"{FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more than "
+            f"a device of {self.cluster.name} has ({device:g})",
             self.job,
             grid,
         )
@@ -555,9 +584,11 @@ class _Search:
 def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
     """Return the layout that needs the fewest bytes per rank, and these bytes.
 
-    The layouts have the simplest plan, since others need more: they cut into chunks or gather weights.
+    The layouts have the simplest plan, since others need more: they cut into chunks or gather
+    weights.
     """
-    best, least = cost_models[0].grid, math.inf
+    best = cost_models[0].grid
+    least = math.inf
     # Which axis is innermost changes no size, so one layout stands for both.
     sizes = {(each.grid.tp, each.grid.ep, each.grid.etp): each for each in reversed(cost_models)}
     for cost_model in sorted(sizes.values(), key=least_bytes):
@@ -568,7 +599,8 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
             cost_model, compiled.forward, compiled.backward, compiled.grid
         ).total
         if num_bytes < least:
-            best, least = cost_model.grid, num_bytes
+            best = cost_model.grid
+            least = num_bytes
     return best, least
 
 
@@ -609,7 +641,8 @@ def changes_of(plan: Plan, other: Plan) -> list[str]:
 
 
 def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
-    """Return the schedules of a space; only one if tp and etp are 1, under which all schedules are equal."""
+    """Return the schedules of a space; only one if tp and etp are 1, under which all schedules are
+    equal."""
     if grid.tp == grid.etp == 1:
         default = Plan().schedule
         return (default,) if default in space.schedules else space.schedules[:1]
@@ -617,7 +650,8 @@ def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
 
 
 def _without_duplicates(ranking: list[PlannedStep]) -> list[PlannedStep]:
-    """Return the ranking with one plan per layout and step time: the plan with the fewest choices that are not the default."""
+    """Return the ranking with one plan per layout and step time: the plan with the fewest choices
+    that are not the default."""
     plainest: dict[tuple[Grid, str], PlannedStep] = {}
     for planned in ranking:
         key = (planned.grid, f"{planned.seconds:.6g}")

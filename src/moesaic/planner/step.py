@@ -1,9 +1,11 @@
-"""The time of a training step as one closed form: ours, or that of another system (docs/planning.md prints the formula).
+"""The time of a training step as one closed form: ours, or that of another system (docs/planning.md
+prints the formula).
 
-A step is the sum of its terms: products by their rows, traffic, scores of attention, MoE layers, and a cost of every MoE layer
-and micro-batch that grows with the experts of a rank; times the micro-batches; plus the bubble of the pipeline, parameters and
-gradients that move while nothing else runs, and the optimizer. MoE layers of our plans are simulated (`simulate.py`), those of
-other systems follow from their collectives (`layer_passes`). The docstring of each term names its source.
+A step is the sum of its terms: products by their rows, traffic, scores of attention, MoE layers,
+and a cost of every MoE layer and micro-batch that grows with the experts of a rank; times the
+micro-batches; plus the bubble of the pipeline, parameters and gradients that move while nothing
+else runs, and the optimizer. MoE layers of our plans are simulated (`simulator.py`), those of other
+systems follow from their collectives (`layer_passes`). The docstring of each term names its source.
 """
 
 from __future__ import annotations
@@ -19,21 +21,19 @@ from moesaic.errors import InputError
 from moesaic.planner.call_sizes import node_tokens_per_node
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, Link, ScoreKernel
 from moesaic.planner.compute import frozen_seconds, rates_of
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated
-from moesaic.planner.topology import check_fit, one_node
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.task_times import Simulated
+from moesaic.planner.topology import Load, check_fit, one_node
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 
-LAUNCHES = (1.2e-3, 0.04e-3)
-"""Seconds of an MoE layer and micro-batch, forward and backward, in launches, counts, sorting and the router; and more for each
-expert of a rank. Fitted to the published steps of docs/ledger.md (`moesaic_lab.ledger.fitting`), equal for all systems."""
+LAUNCHES = (1.3e-3, 0.04e-3)
+"""Seconds of an MoE layer and micro-batch, forward and backward, in launches, counts, sorting and
+the router; and more for each expert of a rank. Fitted to the published steps of docs/ledger.md
+(`moesaic_lab.ledger.fitting`), equal for all systems."""
 NARROW_LAUNCHES = 2.0
-"""Factor on the seconds of each expert with fp8 products: each expert's rows are cast by a kernel of their own, forward and
-backward (Transformer Engine, `GroupedLinear`)."""
-NARROW_ROWS = {"fp8": 16, "mxfp8": 32}
-"""Multiples to which each expert's rows are padded for narrow products (Transformer Engine, `Fp8Padding`)."""
-
+"""Factor on the seconds of each expert with fp8 products: each expert's rows are cast by a kernel
+of their own, forward and backward (Transformer Engine, `GroupedLinear`)."""
 Part = Literal[
     "block", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"
 ]
@@ -43,36 +43,28 @@ Sharded = Literal["parameters", "gradients", "optimizer", "none"]
 """As in `StepModel.sharded`."""
 Schedule = Literal["1f1b", "zb-h1", "zb-v", "dualpipev"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-"""Pipeline schedules: 1F1B, interleaved if a rank has several runs of layers (Narayanan et al. 2021), ZB-H1 and ZB-V (Qi et al.
-2023), DualPipeV (DeepSeek's DualPipe), which overlaps forward with backward passes."""
+"""Pipeline schedules: 1F1B, interleaved if a rank has several runs of layers (Narayanan et al.
+2021), ZB-H1 and ZB-V (Qi et al. 2023), DualPipeV (DeepSeek's DualPipe), which overlaps forward with
+backward passes."""
 
 STEPWISE: dict[str, tuple[float, float]] = {
-    # transformers' RMSNorm: cast 6, square 8, mean 4, product 8, cast 6, weights 4; its gradient 92; fused 4 and 8.
+    # transformers' RMSNorm: cast 6, square 8, mean 4, product 8, cast 6, weights 4; its gradient
+    # 92; fused 4 and 8.
     "norms": (32, 84),
-    # transformers' apply_rotary_pos_emb: products 8, turned halves 6, sum 6; its gradient 28; fused 4 and 8.
-    "rotation": (16, 20),
-    # Automodel's, on a float32 copy: casts 12, four products of halves 16, two sums of halves 12, joined 8; 52 back.
-    "float32_rotation": (44, 44),
-    # Automodel's of DeepSeek: a float32 copy 6, the complex product 8, cast 6; the same back; nothing fused is counted.
-    "complex_rotation": (20, 20),
-    # Automodel's FlexAttention: the result times a float32 factor per head 6, cast 6; 34 back.
-    "sinks": (12, 34),
-    # transformers' act_fn(gate) * up: 4 and 6 of a hidden value; back 12, 6, and 8 to join halves; fused 6 and 12.
-    "activation": (4, 14),
-    # transformers' grouped_mm_experts_forward: rows of tokens, sorted, weighted, sorted back 4 each, summed 2; back 34.
-    "permutation": (12, 24),
-    # Automodel's GroupedExpertsDeepEP._apply_bias of the first product's results: sums 4, joined 4; back 2 and 4.
+    # Automodel's GroupedExpertsDeepEP._apply_bias of the first product's results: sums 4, joined 4;
+    # back 2 and 4.
     "first_bias": (8, 6),
-    # The same and Megatron's TEGroupedMLP._apply_bias of the last one's, whose weights are float32: products 4, sums 10,
-    # joined 8, cast 6; back 6, 6, 12, 12 and 4.
+    # The same and Megatron's TEGroupedMLP._apply_bias of the last one's, whose weights are float32:
+    # products 4, sums 10, joined 8, cast 6; back 6, 6, 12, 12 and 4.
     "last_bias": (28, 40),
     # PyTorch's cross entropy is counted by its bytes per logit (`StepModel.loss_bytes`).
     "loss": (0, 0),
 }
-"""Operations that a system runs step by step in eager PyTorch: bytes that they move per value of two bytes beyond one fused
-kernel, forward and backward, counted in the sources named here. Their values are, in this order: those of a block's norms and
-of norms of queries and keys; queries and keys that are rotated; results of attention; hidden values of experts; copies of
-tokens; both halves of experts' first results; copies of tokens again."""
+"""Operations that a system runs step by step in eager PyTorch: bytes that they move per value of
+two bytes beyond one fused kernel, forward and backward, counted in the sources named here. Their
+values are, in this order: those of a block's norms and of norms of queries and keys; both halves of
+experts' first results; copies of tokens. Others that were counted (rotations, sinks, activations,
+permutations) changed no prediction of a source left out (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,37 +86,47 @@ class StepModel:
     vocab: int = 0
     """Vocabulary of the embedding and the output; 0 leaves both out."""
     embeddings: int = 2
-    """Number of matrices vocab x dim: embedding and output; 1 if they are tied or the rank has one."""
+    """Number of matrices vocab x dim: embedding and output; 1 if they are tied or the rank has
+    one."""
     outputs: int = 1
-    """How many times the output is computed per token: once, plus once per further token that is predicted."""
+    """How many times the output is computed per token: once, plus once per further token that is
+    predicted."""
     micro_batches: int = 1
     """Micro-batches per optimizer step."""
     recomputed: tuple[Part, ...] = ()
     """What backward recomputes; "block": each block keeps its input only."""
+    recomputed_blocks: int | None = None
+    """Blocks of which `recomputed` says "block"; None for all. The others keep everything."""
+    recomputed_together: int = 1
+    """Consecutive blocks that are recomputed as one: of these, only the first one's input is
+    kept."""
     attention_parameters: float = 0.0
     """Parameters of a block's attention, mean over blocks; 0 for four matrices dim x dim."""
     score_operations: float = 0.0
-    """Operations per token and block of the scores, mean over blocks; 0 for heads as wide as a token, causal."""
+    """Operations per token and block of the scores, mean over blocks; 0 for heads as wide as a
+    token, causal."""
     key_values: float = 0.0
     """Values per token of a block's keys and values; 0 for twice a token's width."""
     shares_sequence: int = 1
     """Ranks that share each sequence and pass keys and values round (context parallelism)."""
     attention_kept: float = 0.0
-    """Values per token that attention keeps, input included; 0 for 5.5 widths (Korthikanti et al. 2022, section 4.1)."""
+    """Values per token that attention keeps, input included; 0 for 5.5 widths (Korthikanti et al.
+    2022, section 4.1)."""
     attention_up_kept: float = 0.0
-    """Of `attention_kept`: results of the up-projections of low-rank attention, which `mla_up_proj` recomputes."""
+    """Of `attention_kept`: results of the up-projections of low-rank attention, which `mla_up_proj`
+    recomputes."""
     attention_copied: float = 0.0
-    """Values per token that norms, rotations and joins between projections and scores read and write."""
+    """Values per token that norms, rotations and joins between projections and scores read and
+    write."""
     attention_up: float = 0.0
     """Parameters of a block's up-projections of low-rank attention."""
     attention_normed: float = 0.0
     """Values per token and block that norms inside attention read."""
-    attention_rotated: float = 0.0
-    """Values per token and block of queries and keys that are rotated."""
     attention_result: float = 0.0
     """Values per token and block of the result of attention; 0 for a token's width."""
     head_dim: float = 0.0
-    """Width of a head's queries; 0 for the largest width for which the cluster gives the speed of scores."""
+    """Width of a head's queries; 0 for the largest width for which the cluster gives the speed of
+    scores."""
     score_kernel: ScoreKernel = "best"
     """Kernel that computes the scores."""
     stepwise: tuple[str, ...] = ()
@@ -132,11 +134,14 @@ class StepModel:
     launches: tuple[float, float] = LAUNCHES
     """Seconds of an MoE layer and micro-batch, and more for each expert of a rank."""
     loss_bytes: int = 36
-    """Bytes of the loss per logit. PyTorch's of a float32 copy: the copy and its gradient 6 each, log-softmax 20, zeros 4."""
+    """Bytes of the loss per logit. PyTorch's of a float32 copy: the copy and its gradient 6 each,
+    log-softmax 20, zeros 4."""
     sequence_parallel: bool = False
-    """Tensor parallelism uses a reduce-scatter and an all-gather, between which ranks work on parts of the positions."""
+    """Tensor parallelism uses a reduce-scatter and an all-gather, between which ranks work on parts
+    of the positions."""
     keeps_activated: bool = False
-    """Feed-forward layers also keep the results of their activation, as they do unless a product recomputes them."""
+    """Feed-forward layers also keep the results of their activation, as they do unless a product
+    recomputes them."""
     parameter_bytes: int = 4
     """Bytes of a parameter, of its gradient, and of each of Adam's two moments."""
     gradient_bytes: int = 0
@@ -144,16 +149,20 @@ class StepModel:
     gathered_bytes: int = 0
     """Bytes of a sharded parameter while it is gathered; 0 for `parameter_bytes`."""
     sharded: Sharded = "parameters"
-    """What is sharded over data-parallel ranks: everything (FSDP2, ZeRO-3); gradients and optimizer, gradients reduced in every
-    micro-batch (ZeRO-2); the optimizer's master and moments (ZeRO-1); nothing. But for the first, parameters are whole."""
+    """What is sharded over data-parallel ranks: everything (FSDP2, ZeRO-3); gradients and
+    optimizer, gradients reduced in every micro-batch (ZeRO-2); the optimizer's master and moments
+    (ZeRO-1); nothing. But for the first, parameters are whole."""
     replicas: int = 1
-    """Number of copies of each shard, which all-reduce their gradients: HSDP, or instances of a distributed optimizer."""
+    """Number of copies of each shard, which all-reduce their gradients: HSDP, or instances of a
+    distributed optimizer."""
     hides_parameters: bool = True
     """Parameters gathered once per step hide behind the first forward pass."""
     hides_gradients: bool = True
     """Gradients reduced once per step hide behind the last backward pass."""
     overlapped: bool = False
     """All-to-alls overlap with the computation of another micro-batch."""
+    graphs: bool = False
+    """A whole step is one CUDA graph, in which nothing is launched from the host."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule."""
     stages: int = 1
@@ -163,11 +172,11 @@ class StepModel:
     alive: float = 1.0
     """Micro-batches whose activations the rank keeps at once."""
     adapters: tuple[float, float] = (0.0, 0.0)
-    """Parameters of adapters on a rank, which are then all that is trained: those that all ranks have, and those of its
-    experts."""
+    """Parameters of adapters on a rank, which are then all that is trained: those that all ranks
+    have, and those of its experts."""
 
     def __post_init__(self) -> None:
-        for name in (
+        at_least_one = (
             "num_layers",
             "seq_len",
             "micro_batches",
@@ -175,7 +184,9 @@ class StepModel:
             "replicas",
             "stages",
             "runs",
-        ):
+            "recomputed_together",
+        )
+        for name in at_least_one:
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
         for name in ("dense_hidden", "vocab", "shared_hidden"):
@@ -191,8 +202,8 @@ class StepModel:
                     raise InputError(f"model.{name}={word!r}: choose of {', '.join(known)}")
         if self.layer.tokens % self.seq_len:
             raise InputError(
-                f"model.layer.tokens={self.layer.tokens} are not whole sequences of model.seq_len={self.seq_len}: choose a "
-                "multiple"
+                f"model.layer.tokens={self.layer.tokens} are not whole sequences of "
+                f"model.seq_len={self.seq_len}: choose a multiple"
             )
 
     @property
@@ -236,7 +247,8 @@ class StepModel:
 
     @property
     def shared_parameters(self) -> int:
-        """Parameters of all shared experts, which every rank of a tensor-parallel group holds in full."""
+        """Parameters of all shared experts, which every rank of a tensor-parallel group holds in
+        full."""
         return self.shared_hidden * self.layer.matrices * self.layer.dim * self.moe_layers
 
     @property
@@ -251,19 +263,28 @@ class StepModel:
 
     @property
     def narrow_bytes(self) -> float:
-        """Bytes of a value that narrow products read, including its share of a scale; 0 if products are not narrow."""
+        """Bytes of a value that narrow products read, including its share of a scale; 0 if products
+        are not narrow."""
         products = self.layer.products
         if products is None or ELEMENT_BYTES[products] >= self.layer.element_bytes:
             return 0.0
         return ELEMENT_BYTES[products] * (1 + (1 / 32 if products == "mxfp8" else 0.0))
 
-    def recomputes(self, *parts: Part) -> bool:
-        """Return whether backward recomputes any of some parts."""
-        return any(part in self.recomputed for part in ("block", *parts))
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the blocks that backward recomputes as a whole."""
+        if "block" not in self.recomputed:
+            return 0.0
+        return 1.0 if self.recomputed_blocks is None else self.recomputed_blocks / self.num_layers
+
+    def recomputes(self, *parts: Part) -> float:
+        """Return the share of the blocks in which backward recomputes any of some parts."""
+        return 1.0 if any(part in self.recomputed for part in parts) else self.recomputed_share
 
 
 class LayerPass(NamedTuple):
-    """A pass of an MoE layer by the closed form: its movements follow each other and its computation."""
+    """A pass of an MoE layer by the closed form: its movements follow each other and its
+    computation."""
 
     compute_seconds: float
     communication_seconds: float
@@ -277,6 +298,17 @@ class LayerPass(NamedTuple):
 
 Passes = Simulated | LayerPass
 """What the closed form reads of a forward or backward pass of an MoE layer."""
+
+
+class Moving(NamedTuple):
+    """Parameters or gradients that move between data-parallel ranks."""
+
+    times: int
+    """How often per step."""
+    seconds: float
+    """Seconds of each time, without overlap."""
+    behind: Literal["forward", "backward", "nothing"]
+    """The pass behind which they move."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +345,8 @@ class Estimate:
     parts: dict[str, float]
     """Seconds by part; the parts sum to `seconds`."""
     limits: dict[str, float]
-    """Lower bounds on the seconds of a step, one per resource: computation, a link, gathering parameters."""
+    """Lower bounds on the seconds of a step, one per resource: computation, a link, gathering
+    parameters."""
 
     @property
     def bottleneck(self) -> str:
@@ -340,16 +373,17 @@ def bubble_seconds(
 ) -> float:
     """Return the seconds in which a rank of a pipeline waits per step.
 
-    1F1B waits for (p - 1)(F + B + W) / v (Narayanan et al. 2021, section 2.2), ZB-H1 for (p - 1)(F + B - W) and ZB-V for
-    (p - 1)(F + B - 2 W) (Qi et al. 2023, table 2), DualPipeV for half of (p - 1)(FB + B + W - 3 W), since its chunks are
-    half of a rank's layers and FB, a forward pass beside a backward pass, is taken as their sum (DeepSeek-V3, table 2).
+    1F1B waits for (p - 1)(F + B + W) / v (Narayanan et al. 2021, section 2.2), ZB-H1 for (p -
+    1)(F + B - W) and ZB-V for (p - 1)(F + B - 2 W) (Qi et al. 2023, table 2), DualPipeV for half of
+    (p - 1)(FB + B + W - 3 W), since its chunks are half of a rank's layers and FB, a forward pass
+    beside a backward pass, is taken as their sum (DeepSeek-V3, table 2).
 
     Args:
         schedule: the schedule.
         stages: p, ranks of the pipeline.
         runs: v, runs of layers per rank; ZB-V and DualPipeV have two whatever it says.
-        forward, inputs, weights: F, B and W, seconds of a micro-batch on a rank: forward pass, backward pass for inputs,
-            backward pass for weights.
+        forward, inputs, weights: F, B and W, seconds of a micro-batch on a rank: forward pass,
+            backward pass for inputs, backward pass for weights.
     """
     waits = {
         "1f1b": (forward + inputs + weights) / runs,
@@ -363,8 +397,9 @@ def bubble_seconds(
 def alive_micro_batches(schedule: Schedule, stages: int, runs: int, count: int, rank: int) -> float:
     """Return the micro-batches whose activations a rank of a pipeline keeps at once.
 
-    1F1B: p - rank; interleaved: the warm-up of Megatron, ((v - 1) p + 2 (p - rank) - 1) / v (Narayanan et al. 2021); ZB-H1 and
-    ZB-V: p (Qi et al. 2023); DualPipeV: p + 1/2 (DeepSeek's DualPipe, README).
+    1F1B: p - rank; interleaved: the warm-up of Megatron, ((v - 1) p + 2 (p - rank) - 1) / v
+    (Narayanan et al. 2021); ZB-H1 and ZB-V: p (Qi et al. 2023); DualPipeV: p + 1/2 (DeepSeek's
+    DualPipe, README).
     """
     kept = {
         "1f1b": stages - rank
@@ -390,29 +425,29 @@ class StepCostModel:
     """
 
     def __init__(self, model: StepModel, grid: Grid, simulator: Simulator) -> None:
-        self.model, self.grid, self.simulator, self.cluster = (
-            model,
-            grid,
-            simulator,
-            simulator.cluster,
-        )
+        self.model = model
+        self.grid = grid
+        self.simulator = simulator
+        self.cluster = simulator.cluster
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
         if grid.dp % model.replicas or grid.edp % model.replicas:
             raise InputError(
-                f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel groups and {grid.edp} replicas "
-                "of the experts: choose a divisor of both"
+                f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel "
+                f"groups and {grid.edp} replicas of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
         self.forward = self._block_seconds()
         self.routing = self.cluster.host.layer_us * 1e-6
-        """Seconds of an MoE layer outside its programs, forward and backward, if measured. A recomputed forward pass
-        replays its routing, which counts nothing."""
+        """Seconds of an MoE layer outside its programs, forward and backward, if measured. A
+        recomputed forward pass replays its routing, which counts nothing."""
         self.launches = self._launch_seconds()
-        """Seconds of an MoE layer and micro-batch that grow with the experts of a rank, forward and backward."""
+        """Seconds of an MoE layer and micro-batch that grow with the experts of a rank, forward and
+        backward."""
 
     @property
-    def forward_passes(self) -> int:
-        """Forward passes of an MoE layer per micro-batch: 2 if backward recomputes."""
+    def forward_passes(self) -> float:
+        """Forward passes of an MoE layer per micro-batch, mean over layers: 2 if backward
+        recomputes all of them."""
         return 1 + self.model.recomputes("moe")
 
     def estimate(
@@ -423,15 +458,17 @@ class StepCostModel:
         Args:
             forward: the forward pass of an MoE layer.
             backward: its backward pass.
-            mean_busy: `busy_seconds`, mean over the ranks of the pipeline, which fill and drain it; None: as long as this rank.
+            mean_busy: `busy_seconds`, mean over the ranks of the pipeline, which fill and drain it;
+                None: as long as this rank.
         """
-        count, layers = self.model.micro_batches, self.model.moe_layers
+        count = self.model.micro_batches
+        layers = self.model.moe_layers
         parts = {name: count * seconds for name, seconds in self._parts(forward, backward).items()}
         busy = sum(parts.values())
         parts["pipeline"] = self._bubble(forward, backward, busy / count, mean_busy or busy / count)
         parts["parameters"] = sum(
-            times * max(moved - self._hidden(passes, backward if passes == 2 else forward), 0.0)
-            for times, moved, passes in self._movements
+            moved.times * self._exposed_seconds(moved, forward, backward)
+            for moved in self._movements
         )
         parts["optimizer"] = self.optimizer_seconds
         experts = layers * (
@@ -460,7 +497,7 @@ class StepCostModel:
         """Return the seconds of a micro-batch by part."""
         moe = {
             "moe forward": self.forward_passes * forward.seconds,
-            "moe backward": backward.seconds + self._activation_recomputed,
+            "moe backward": backward.seconds,
         }
         saved = self._overlap_saves(forward, backward) / (forward.seconds + backward.seconds)
         moe["moe forward"] -= saved * forward.seconds
@@ -473,9 +510,10 @@ class StepCostModel:
         }
 
     def _overlap_saves(self, forward: Passes, backward: Passes) -> float:
-        """Return the seconds per MoE layer that are saved if its all-to-alls overlap with the computation of another
-        micro-batch: both take the longer of the two, plus the share of the shorter that contention costs (`Device.contention`;
-        the overlap is that of DeepSeek-V3, section 3.2.1, and of Megatron's combined 1F1B)."""
+        """Return the seconds per MoE layer that are saved if its all-to-alls overlap with the
+        computation of another micro-batch: both take the longer of the two, plus the share of the
+        shorter that contention costs (`Device.contention`; the overlap is that of DeepSeek-V3,
+        section 3.2.1, and of Megatron's combined 1F1B)."""
         if not self.model.overlapped:
             return 0.0
         attention = 3 * self.forward.attention
@@ -485,11 +523,14 @@ class StepCostModel:
         return max(attention + forward.seconds + backward.seconds - both, 0.0)
 
     def _bubble(self, forward: Passes, backward: Passes, busy: float, mean_busy: float) -> float:
-        """Return the seconds per step in which the pipeline fills and drains, its messages included."""
-        model, seconds = self.model, self.forward
+        """Return the seconds per step in which the pipeline fills and drains, its messages
+        included."""
+        model = self.model
+        seconds = self.forward
         if model.stages == 1:
             return 0.0
-        dense, sparse = model.num_layers - model.moe_layers, model.moe_layers
+        dense = model.num_layers - model.moe_layers
+        sparse = model.moe_layers
         ends = model.outputs * seconds.unembed
         ahead = model.num_layers * seconds.attention + dense * seconds.dense + ends
         ahead += sparse * (seconds.shared + forward.seconds + (self.routing + self.launches) / 3)
@@ -504,8 +545,10 @@ class StepCostModel:
 
     @property
     def _hop_seconds(self) -> float:
-        """Seconds in which all ranks of a stage send a micro-batch's tokens to the ranks of the next stage."""
-        model, world = self.model, self.grid.world
+        """Seconds in which all ranks of a stage send a micro-batch's tokens to the ranks of the
+        next stage."""
+        model = self.model
+        world = self.grid.world
         ways = self.grid.tp if model.sequence_parallel else 1
         num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes / ways
         inside = world < self.cluster.devices_per_node
@@ -524,10 +567,13 @@ class StepCostModel:
     @cached_property
     def around(self) -> dict[str, float]:
         """Seconds of a micro-batch outside the programs of MoE layers, by part."""
-        model, seconds = self.model, self.forward
-        layers, sparse = model.num_layers, model.moe_layers
+        model = self.model
+        seconds = self.forward
+        layers = model.num_layers
+        sparse = model.moe_layers
         frozen = model.is_frozen  # frozen weights have no gradients
-        attention, dense = 3 * seconds.attention, (3 + model.recomputes("mlp")) * seconds.dense
+        attention = 3 * seconds.attention
+        dense = (3 + model.recomputes("mlp")) * seconds.dense
         return {
             "attention": layers
             * (attention + self._attention_recomputed - frozen * seconds.projections),
@@ -546,9 +592,10 @@ class StepCostModel:
 
     @property
     def _attention_recomputed(self) -> float:
-        """Seconds per block for which backward recomputes attention and norms."""
-        if self.model.recomputes():
-            return self.forward.attention
+        """Seconds per block, mean over blocks, for which backward recomputes attention and
+        norms."""
+        if "block" in self.model.recomputed:
+            return self.model.recomputed_share * self.forward.attention
         seconds_by_part = {
             "core_attn": self.forward.scores,
             "mla_up_proj": self.forward.up,
@@ -559,37 +606,32 @@ class StepCostModel:
         )
 
     def _launch_seconds(self) -> float:
-        """Return the seconds of an MoE layer and micro-batch in launches, counts, sorting and the router (`LAUNCHES`).
+        """Return the seconds of an MoE layer and micro-batch in launches, counts, sorting and the
+        router (`LAUNCHES`).
 
-        A machine whose layers were measured, or that computes on the issuing thread, has them in its own numbers.
+        A machine whose layers were measured, or that computes on the issuing thread, has them in
+        its own numbers. A CUDA graph of the whole step has none.
         """
-        if self.routing or self.cluster.host.runs_compute:
+        if self.routing or self.cluster.host.runs_compute or self.model.graphs:
             return 0.0
-        (of_layer, of_expert), experts = (
-            self.model.launches,
-            self.model.layer.num_experts / self.grid.ep,
-        )
+        (of_layer, of_expert) = self.model.launches
+        experts = self.model.layer.num_experts / self.grid.ep
         return of_layer + of_expert * experts * (
             NARROW_LAUNCHES if self.model.narrow_bytes else 1.0
         )
 
     def _stepwise_seconds(self) -> float:
-        """Return the seconds of a micro-batch that unfused operations take beyond fused ones (`STEPWISE`)."""
-        model, grid, layer = self.model, self.grid, self.model.layer
-        tokens, copies = layer.tokens / grid.tp, grid.dp * layer.copies / (grid.ep * grid.edp)
-        rotated = tokens * model.attention_rotated
-        blocks, sparse = (
-            (model.num_layers, 1 + model.recomputes()),
-            (model.moe_layers, self.forward_passes),
-        )
+        """Return the seconds of a micro-batch that unfused operations take beyond fused ones
+        (`STEPWISE`)."""
+        model = self.model
+        grid = self.grid
+        layer = self.model.layer
+        tokens = layer.tokens / grid.tp
+        copies = grid.dp * layer.copies / (grid.ep * grid.edp)
+        blocks = (model.num_layers, 1 + model.recomputes())
+        sparse = (model.moe_layers, self.forward_passes)
         values = {
             "norms": (blocks, tokens * (2 * layer.dim + model.attention_normed)),
-            **dict.fromkeys(
-                ("rotation", "float32_rotation", "complex_rotation"), (blocks, rotated)
-            ),
-            "sinks": (blocks, tokens * (model.attention_result or layer.dim)),
-            "activation": (sparse, self.activated_values),
-            "permutation": (sparse, copies * layer.dim),
             "first_bias": (sparse, (layer.matrices - 1) * self.activated_values),
             "last_bias": (sparse, copies * layer.dim),
             "loss": (blocks, 0.0),
@@ -604,17 +646,21 @@ class StepCostModel:
     def _block_seconds(self) -> ForwardSeconds:
         """Return the seconds of one forward pass of each part of a block.
 
-        Products take their operations over the rate that their rows reach (`compute.py`), norms and residuals ten accesses of a
-        token, scores their operations over the rate of the attention kernel (`Device.scores`). A layer that is split over tp
-        ends in an all-reduce (Megatron-LM, Shoeybi et al. 2019). Keys and values of the other parts of a sequence pass behind
-        the scores, once forward and once backward with their gradients (ring attention, Liu et al. 2023).
+        Products take their operations over the rate that their rows reach (`compute.py`), norms and
+        residuals ten accesses of a token, scores their operations over the rate of the attention
+        kernel (`Device.scores`). A layer that is split over tp ends in an all-reduce (Megatron-LM,
+        Shoeybi et al. 2019). Keys and values of the other parts of a sequence pass behind the
+        scores, once forward and once backward with their gradients (ring attention, Liu et al.
+        2023).
         """
-        model, grid, layer = self.model, self.grid, self.model.layer
-        tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
-        rates, rows = (
-            rates_of(self.cluster, layer.products or layer.dtype),
-            np.array([float(tokens)]),
-        )
+        model = self.model
+        grid = self.grid
+        layer = self.model.layer
+        tokens = layer.tokens
+        dim = layer.dim
+        size = layer.element_bytes
+        rates = rates_of(self.cluster, layer.products or layer.dtype)
+        rows = np.array([float(tokens)])
         values = tokens * dim * size
         over_tp = (
             reduce_seconds(self.cluster, grid, values, 1, grid.tp)
@@ -623,18 +669,16 @@ class StepCostModel:
         )
 
         def product(weights: float, num_parts: int, read: float) -> float:
-            """Return the seconds of products with some parameters; `read` values of each row are cast if products are
-            narrower."""
+            """Return the seconds of products with some parameters; `read` values of each row are
+            cast if products are narrower."""
             seconds = rates.product_seconds(
                 rows, 2 * weights / num_parts, weights * size / num_parts
             )
             return float(seconds[0]) + tokens * read * rates.cast_bytes / num_parts / rates.memory
 
-        inner, hidden, logits = (
-            layer.matrices * dim * model.inner,
-            model.shared_hidden,
-            model.vocab / grid.tp,
-        )
+        inner = layer.matrices * dim * model.inner
+        hidden = model.shared_hidden
+        logits = model.vocab / grid.tp
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
         between = tokens * model.attention_copied * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
@@ -648,10 +692,8 @@ class StepCostModel:
         )
         loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
         output = float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0])
-        projections, dense = (
-            product(model.attention, grid.tp, 2 * dim),
-            product(inner, grid.tp, dim + model.inner),
-        )
+        projections = product(model.attention, grid.tp, 2 * dim)
+        dense = product(inner, grid.tp, dim + model.inner)
         return ForwardSeconds(
             attention=projections + scores + copies + between + over_tp,
             projections=projections,
@@ -666,68 +708,139 @@ class StepCostModel:
         )
 
     @cached_property
-    def _movements(self) -> tuple[tuple[float, float, int], ...]:
-        """What moves of parameters and gradients: times per step, seconds without overlap, and what it hides behind, a
-        forward pass (1), a backward pass (2) or nothing (0).
+    def _movements(self) -> tuple[Moving, ...]:
+        """What moves of parameters and gradients.
 
-        With FSDP2 every block is gathered before its passes, and its gradients are scattered after them, behind the other
-        blocks of the pass; those of embedding and output are not hidden. Else gradients are reduced behind the last
-        micro-batch's backward pass (sharded gradients behind each) and parameters gathered behind the first forward pass, if
-        the system hides them; with nothing sharded, an all-gather of the gradients replaces the one of the parameters. Of a
-        frozen model the gradients of the adapters that all ranks have are reduced, in float32, at the end.
+        With FSDP2 every block is gathered before its passes, and its gradients are scattered after
+        them, behind the other blocks of the pass; those of embedding and output are not hidden.
+        Else gradients are reduced behind the last micro-batch's backward pass (sharded gradients
+        behind each) and parameters gathered behind the first forward pass, if the system hides
+        them; with nothing sharded, an all-gather of the gradients replaces the one of the
+        parameters. Of a frozen model the gradients of the adapters that all ranks have are reduced,
+        in float32, at the end.
         """
-        model, (dense, experts) = self.model, self._unit_seconds
+        model = self.model
+        (dense, experts) = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         root = self.root_parameters * self._gradient_bytes
         ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self._num_shards[0]) / 2
-        count, gathered, is_trained = model.micro_batches, self._gather_ratio, not model.is_frozen
+        count = model.micro_batches
+        gathered = self._gather_ratio
+        is_trained = not model.is_frozen
         if model.gathers_per_block:
-            return (
-                (count, (2 * gathered + is_trained) * ends, 0),
-                (count, gathered * units, 1),
-                (count, (gathered + is_trained) * units + is_trained * self._copy_seconds, 2),
-                (
-                    1,
-                    reduce_seconds(
-                        self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world
-                    ),
-                    0,
-                ),
+            adapters = reduce_seconds(
+                self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world
             )
-        whole, units = model.sharded == "none", units + ends
+            scattered = is_trained * (units + self._copy_seconds)
+            return (
+                Moving(count, (2 * gathered + is_trained) * ends, "nothing"),
+                Moving(count, gathered * units, "forward"),
+                Moving(count, gathered * units + scattered, "backward"),
+                Moving(1, adapters, "nothing"),
+            )
+        whole = model.sharded == "none"
+        units = units + ends
         narrow = model.layer.element_bytes / self._gradient_bytes
-        times = count if model.sharded == "gradients" else 1
+        reduced = (2.0 if whole else 1.0) * units + self._copy_seconds
         return (
-            (1, 0.0 if whole else narrow * units, 1 * model.hides_parameters),
-            (
-                times,
-                (2.0 if whole else 1.0) * units + self._copy_seconds,
-                2 * model.hides_gradients,
+            Moving(
+                1,
+                0.0 if whole else narrow * units,
+                "forward" if model.hides_parameters else "nothing",
+            ),
+            Moving(
+                count if model.sharded == "gradients" else 1,
+                reduced,
+                "backward" if model.hides_gradients else "nothing",
             ),
         )
 
-    def _hidden(self, passes: int, run: Passes) -> float:
-        """Return the seconds of a pass that leave the links idle, behind which parameters or gradients move.
+    @cached_property
+    def _moving_shares(self) -> dict[str, float]:
+        """By level of links, the share of the seconds in which parameters and gradients move behind
+        a pass for which they keep the level busy."""
+        dense, experts = self.block_parameters
+        root = 0.0 if self.model.gathers_per_block else self.root_parameters
+        moved = [
+            (self.model.num_layers, dense, self._strides[0], self._num_shards[0]),
+            (self.model.moe_layers, experts, self._strides[1], self._num_shards[1]),
+            (1, root, self._strides[0], self._num_shards[0]),
+        ]
+        names = one_node(self.cluster, self.grid.world, self.grid.ranks_per_node).names
+        busy: dict[str, float] = {}
+        total = 0.0
+        for count, parameters, stride, shards in moved:
+            if shards == 1 or not count * parameters:
+                continue
+            num_bytes = parameters * self._gradient_bytes
+            load = _reduce_load(self.cluster, self.grid, num_bytes, stride, shards)
+            total += count * load.alone / 2
+            slowest: dict[str, float] = {}
+            for link, seconds in zip(load.links, load.seconds):
+                level = self._level(names[int(link)])
+                slowest[level] = max(slowest.get(level, 0.0), float(seconds) / 2)
+            for level, seconds in slowest.items():
+                busy[level] = busy.get(level, 0.0) + count * seconds
+        return {level: seconds / total for level, seconds in busy.items()}
 
-        On a CPU nothing is hidden, since one thread issues everything.
+    def _level(self, name: str) -> str:
+        """Return the name of the level of the cluster to which a directed link belongs."""
+        levels = [link.name for link in self.cluster.links if name.startswith(link.name)]
+        return max(levels, key=len, default=name)
+
+    def _busy(self, run: Passes, level: str) -> float:
+        """Return the seconds for which a pass of an MoE layer keeps a level of links busy."""
+        busy = (each for name, each in run.link_seconds.items() if self._level(name) == level)
+        return max(busy, default=0.0)
+
+    def _exposed_seconds(self, moved: Moving, forward: Passes, backward: Passes) -> float:
+        """Return the part of a transfer that its pass does not hide.
+
+        That is the maximum, over the transfer alone and each level of links (its share of the
+        transfer plus the pass's own traffic), minus the seconds of the pass; at least 0. What is
+        recomputed belongs to the backward pass. On a CPU nothing is hidden, since one thread issues
+        everything.
         """
-        if self.cluster.host.runs_compute or passes == 0:
-            return 0.0
-        idle = max(run.seconds - run.communication_seconds, 0.0)
-        return (
-            passes * self.model.num_layers * self.forward.attention + self.model.moe_layers * idle
+        if self.cluster.host.runs_compute or moved.behind == "nothing":
+            return moved.seconds
+        recomputed_forwards = self.model.recomputes("moe") if moved.behind == "backward" else 0.0
+        run = backward if moved.behind == "backward" else forward
+        layers = self.model.moe_layers
+        pass_seconds = self._around_moves(moved.behind) + layers * (
+            run.seconds + recomputed_forwards * forward.seconds
         )
+        level_seconds = [
+            moved.seconds * share
+            + layers * (self._busy(run, level) + recomputed_forwards * self._busy(forward, level))
+            for level, share in self._moving_shares.items()
+        ]
+        return max(0.0, *(each - pass_seconds for each in (moved.seconds, *level_seconds)))
+
+    def _around_moves(self, behind: str) -> float:
+        """Return the seconds of a pass outside the programs of MoE layers, behind which parameters
+        or gradients move; what is recomputed belongs to the backward pass."""
+        model = self.model
+        dense = (model.num_layers - model.moe_layers) * self.forward.dense
+        shared = model.moe_layers * self.forward.shared
+        ahead = model.num_layers * self.forward.attention + dense + shared
+        if behind == "forward":
+            return ahead
+        again = model.num_layers * self._attention_recomputed + model.recomputes("mlp") * dense
+        again += model.recomputes("moe", "shared_experts") * shared
+        return 2 * ahead + again
 
     @cached_property
     def optimizer_seconds(self) -> float:
         """Seconds in which an optimizer step reads and writes memory.
 
-        For the parameters that a rank steps, gradients are read for their norm, read and written to clip them, and read
-        together with parameters and two moments, which are written. If products read separate copies of the parameters,
-        these are written from the masters. Whole gradients then lie in a buffer, which is averaged, checked for
-        non-finite numbers, and zeroed (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
+        For the parameters that a rank steps, gradients are read for their norm, read and written to
+        clip them, and read together with parameters and two moments, which are written. If products
+        read separate copies of the parameters, these are written from the masters. Whole gradients
+        then lie in a buffer, which is averaged, checked for non-finite numbers, and zeroed
+        (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
         """
-        size, stepped = self.model.parameter_bytes, self.stepped_parameters
+        size = self.model.parameter_bytes
+        stepped = self.stepped_parameters
         moved = stepped * 10 * size
         if not self.model.gathers_per_block:
             moved += (
@@ -738,18 +851,9 @@ class StepCostModel:
     @property
     def activated_values(self) -> float:
         """Values of a rank's experts between activation and last matrix, in one MoE layer."""
-        layer, grid = self.model.layer, self.grid
+        layer = self.model.layer
+        grid = self.grid
         return grid.dp * layer.copies / (grid.ep * grid.edp) * layer.hidden / grid.etp
-
-    @property
-    def _activation_recomputed(self) -> float:
-        """Seconds of recomputing only the activation of an MoE layer: for SwiGLU two values are read and one is written."""
-        values = self.activated_values * (
-            "moe_act" in self.model.recomputed and self.forward_passes == 1
-        )
-        return (
-            self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
-        )
 
     @cached_property
     def compute_bound(self) -> float:
@@ -760,12 +864,13 @@ class StepCostModel:
     @property
     def _moving_seconds(self) -> float:
         """Seconds per step in which parameters and gradients move, without overlap."""
-        return sum(times * moved for times, moved, _ in self._movements)
+        return sum(moved.times * moved.seconds for moved in self._movements)
 
     @cached_property
     def link_bound(self) -> float:
-        """Seconds of the busiest link of a step if every token crossed the link once for all experts behind it, or the
-        weights did if they are fewer bytes; or of moving parameters and gradients, if that takes longer."""
+        """Seconds of the busiest link of a step if every token crossed the link once for all
+        experts behind it, or the weights did if they are fewer bytes; or of moving parameters and
+        gradients, if that takes longer."""
         passes = self.model.micro_batches * 2 * (self.forward_passes + 1) * self.model.moe_layers
         return max(
             [self._moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)]
@@ -774,13 +879,14 @@ class StepCostModel:
     def floor(self, *, compression: float = 1.0) -> float:
         """Return a lower bound on the seconds of any plan on this layout.
 
-        It sums the computation outside MoE layers, and for each pass through them the largest of computing, crossing a link,
-        and gathering parameters behind the pass.
+        It sums the computation outside MoE layers, and for each pass through them the largest of
+        computing, crossing a link, and gathering parameters behind the pass.
 
         Args:
             compression: bytes of a row over the bytes that a codec sends for it.
         """
-        model, crossing = self.model, 0.0
+        model = self.model
+        crossing = 0.0
         compute = model.moe_layers * self._expert_seconds
         if not model.overlapped:
             crossing = (
@@ -790,21 +896,17 @@ class StepCostModel:
                 / compression
             )
         dense, experts = self._unit_seconds
-        units, attention = (
-            model.num_layers * dense + model.moe_layers * experts,
-            model.num_layers * self.forward.attention,
-        )
+        units = model.num_layers * dense + model.moe_layers * experts
         gathering = [
-            (moves * units - passes * attention) * model.gathers_per_block
-            for passes, moves in (
-                (1, self._gather_ratio),
-                (2, self._gather_ratio + (not model.is_frozen)),
+            (moves * units - self._around_moves(behind)) * model.gathers_per_block
+            for behind, moves in (
+                ("forward", self._gather_ratio),
+                ("backward", self._gather_ratio + (not model.is_frozen)),
             )
         ]
-        passes = (self.forward_passes - 1) * max(compute, crossing)
-        passes += max(compute, crossing, gathering[0]) + max(
-            model.layer.backward_products * compute, crossing, gathering[1]
-        )
+        recomputed = (self.forward_passes - 1) * max(compute, crossing)
+        backward = recomputed + max(model.layer.backward_products * compute, crossing)
+        passes = max(compute, crossing, gathering[0]) + max(backward, gathering[1])
         return self._outside_seconds + model.micro_batches * passes
 
     @property
@@ -823,7 +925,8 @@ class StepCostModel:
     @property
     def whole_parameters(self) -> float:
         """Parameters of a rank before sharding over data-parallel ranks."""
-        model, experts = self.model, self.model.expert_parameters / (self.grid.ep * self.grid.etp)
+        model = self.model
+        experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
         return model.dense_parameters / self.grid.tp + model.shared_parameters + experts
 
     @property
@@ -843,7 +946,8 @@ class StepCostModel:
 
     @property
     def block_parameters(self) -> tuple[float, float]:
-        """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and experts'."""
+        """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and
+        experts'."""
         model = self.model
         dense = (
             model.dense_parameters - model.embeddings * model.vocab * model.layer.dim
@@ -898,7 +1002,8 @@ class StepCostModel:
     @cached_property
     def _expert_seconds(self) -> float:
         """Seconds of one forward pass of a rank's experts, each in one product."""
-        layer, grid = self.model.layer, self.grid
+        layer = self.model.layer
+        grid = self.grid
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
         rates = rates_of(self.cluster, layer.products or layer.dtype)
@@ -910,16 +1015,20 @@ class StepCostModel:
         """Levels that every message out of a run of devices crosses."""
         crosses = self.grid.world > self.cluster.devices_per_node
         return [
-            link for link in self.cluster.links
-            if not link.shared and link.carries != "inside" and link.devices <= self.cluster.devices_per_node
+            link
+            for link in self.cluster.links
+            if not link.shared
+            and link.carries != "inside"
+            and link.devices <= self.cluster.devices_per_node
             and (crosses or link.carries == "all")
             and not (self.cluster.peers and link.devices < self.cluster.devices_per_node)
-        ]  # fmt: skip
+        ]
 
     def _crossing_seconds(self, link: Link) -> float:
-        """Return the seconds for which a link is busy in one direction if each token crosses it once, or the experts'
-        weights do."""
-        layer, grid = self.model.layer, self.grid
+        """Return the seconds for which a link is busy in one direction if each token crosses it
+        once, or the experts' weights do."""
+        layer = self.model.layer
+        grid = self.grid
         # A link that only carries messages out of a node counts for the whole node, evenly.
         devices = self.cluster.devices_per_node if link.carries == "outside" else link.devices
         runs = grid.ep * grid.etp // devices
@@ -935,11 +1044,13 @@ class StepCostModel:
 def layer_passes(
     cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: bool
 ) -> tuple[LayerPass, LayerPass]:
-    """Return the forward and the backward pass of an MoE layer of another system under even routing.
+    """Return the forward and the backward pass of an MoE layer of another system under even
+    routing.
 
-    Experts take their products and their activations' traffic (`compute.py`), twice as long backward. Their rows are sorted
-    before and after each all-to-all (Megatron's dispatchers). DeepEP and HybridEP send a token once to a node and once to each
-    rank there, both at the same time, and need no sorting before and after.
+    Experts take their products and their activations' traffic (`compute.py`), twice as long
+    backward. Their rows are sorted before and after each all-to-all (Megatron's dispatchers).
+    DeepEP and HybridEP send a token once to a node and once to each rank there, both at the same
+    time, and need no sorting before and after.
 
     Args:
         cluster: the cluster.
@@ -949,9 +1060,10 @@ def layer_passes(
     """
     experts = layer.num_experts // grid.ep
     rows = grid.dp * layer.copies / layer.num_experts / grid.edp
-    padded = rows + NARROW_ROWS.get(layer.products or "", 0) / 2
-    rates, per_expert = rates_of(cluster, layer.products or layer.dtype), np.array([padded])
-    work, units = layer.matrices * layer.dim * layer.hidden / grid.etp, layer.hidden / grid.etp
+    rates = rates_of(cluster, layer.products or layer.dtype)
+    per_expert = np.array([rows])
+    work = layer.matrices * layer.dim * layer.hidden / grid.etp
+    units = layer.hidden / grid.etp
     seconds = rates.product_seconds(per_expert, 2.0 * work, work * layer.weight_bytes, grouped=True)
     seconds += rates.traffic_seconds(
         per_expert, layer.dim, units, layer.matrices, layer.element_bytes
@@ -965,7 +1077,8 @@ def layer_passes(
         if layer.frozen_bytes
         else [0.0, 0.0]
     )
-    products, moves = float(seconds[0]) * experts, 2 if deepep or grid.ep == 1 else 4
+    products = float(seconds[0]) * experts
+    moves = 2 if deepep or grid.ep == 1 else 4
     copies = moves * 2 * rows * experts * layer.dim * layer.element_bytes / rates.memory
     links, latency = _all_to_all(cluster, grid, layer, deepep)
     moving = max(links.values(), default=0.0) + latency
@@ -980,7 +1093,8 @@ def _all_to_all(
     cluster: ClusterSpec, grid: Grid, layer: Workload, deepep: bool
 ) -> tuple[dict[str, float], float]:
     """Return the seconds for which each link is busy with an all-to-all, and its latency."""
-    group, per_node = grid.ep * grid.etp, grid.ranks_per_node or grid.world
+    group = grid.ep * grid.etp
+    per_node = grid.ranks_per_node or grid.world
     if group == 1:
         return {}, 0.0
     topology = one_node(cluster, grid.world, grid.ranks_per_node)
@@ -991,7 +1105,8 @@ def _all_to_all(
     row = layer.dim * layer.element_bytes / grid.tp
     sent = np.full(len(source), layer.copies / grid.ep * row)
     if deepep:
-        nodes, inside = max(group // per_node, 1), min(group, per_node)
+        nodes = max(group // per_node, 1)
+        inside = min(group, per_node)
         sent = np.where(
             target // per_node != source // per_node,
             node_tokens_per_node(layer, nodes, 1) / inside * row,
@@ -1008,10 +1123,11 @@ def _all_to_all(
 def reduce_seconds(
     cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int
 ) -> float:
-    """Return the seconds of an all-reduce in every group of ranks that are `stride` apart, all groups at once.
+    """Return the seconds of an all-reduce in every group of ranks that are `stride` apart, all
+    groups at once.
 
-    It consists of a reduce-scatter inside nodes, an all-reduce between ranks of equal place, and an all-gather inside
-    nodes, all three overlapping.
+    It consists of a reduce-scatter inside nodes, an all-reduce between ranks of equal place, and an
+    all-gather inside nodes, all three overlapping.
 
     Args:
         cluster: gives the links.
@@ -1022,6 +1138,14 @@ def reduce_seconds(
     """
     if ranks == 1 or num_bytes == 0:
         return 0.0
+    return _reduce_load(cluster, grid, num_bytes, stride, ranks).alone
+
+
+@lru_cache(maxsize=4096)
+def _reduce_load(
+    cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int
+) -> Load:
+    """Return the load on the links of the all-reduces of `reduce_seconds`; at least two ranks."""
     per_node = grid.ranks_per_node or grid.world
     topology = one_node(cluster, grid.world, grid.ranks_per_node)
     inside = min(ranks, max(1, per_node // stride))
@@ -1044,14 +1168,15 @@ def reduce_seconds(
         np.concatenate(targets),
         np.repeat(sent, per_node),
         np.repeat(messages, per_node),
-    ).alone
+    )
 
 
 def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks: int) -> float:
-    """Return the seconds of an all-reduce in every group of consecutive ranks, by rings or in a switch that sums.
+    """Return the seconds of an all-reduce in every group of consecutive ranks, by rings or in a
+    switch that sums.
 
-    With a switch, each rank sends its values once and its share of the sums once to all ranks, and receives as much. A
-    sum comes down before it goes up again, so the latency counts twice.
+    With a switch, each rank sends its values once and its share of the sums once to all ranks, and
+    receives as much. A sum comes down before it goes up again, so the latency counts twice.
 
     Args:
         cluster: gives the links.
@@ -1059,14 +1184,13 @@ def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks
         num_bytes: bytes of one rank's values.
         ranks: ranks of a group.
     """
-    by_rings, per_node = (
-        reduce_seconds(cluster, grid, num_bytes, 1, ranks),
-        grid.ranks_per_node or grid.world,
-    )
+    by_rings = reduce_seconds(cluster, grid, num_bytes, 1, ranks)
+    per_node = grid.ranks_per_node or grid.world
     if not 2 < ranks <= per_node or num_bytes == 0 or not any(link.adds for link in cluster.links):
         return by_rings
     devices = np.arange(per_node)
-    sent, messages = np.full(per_node, (1 + 1 / ranks) * num_bytes), np.full(per_node, 2.0)
+    sent = np.full(per_node, (1 + 1 / ranks) * num_bytes)
+    messages = np.full(per_node, 2.0)
     topology = one_node(cluster, grid.world, grid.ranks_per_node)
     load = topology.loads(devices, devices // ranks * ranks + (devices + 1) % ranks, sent, messages)
     return min(by_rings, load.alone + load.latency)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.planner.memory import Memory, layer_memory
+from moesaic.planner.rank_memory import Memory, layer_memory
 from moesaic.planner.step import StepCostModel
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
@@ -20,31 +20,35 @@ def step_memory(
 ) -> Memory:
     """Return the memory of a rank.
 
-    Besides its feed-forward layer, a block keeps what attention keeps and the inputs of two norms (Korthikanti et
-    al. 2022, section 4.1, with fused scores). A recomputed part keeps only its input. Narrow products read weights
-    by rows and by columns, which takes two copies besides the wide ones. They keep their inputs by columns only, in
-    place of wide values that nothing else needs (Transformer Engine, "FP8 weight caching" and "Handling
-    transposes").
+    Besides its feed-forward layer, a block keeps what attention keeps and the inputs of two norms
+    (Korthikanti et al. 2022, section 4.1, with fused scores). A recomputed part keeps only its
+    input. Narrow products read weights by rows and by columns, which takes two copies besides the
+    wide ones. They keep their inputs by columns only, in place of wide values that nothing else
+    needs (Transformer Engine, "FP8 weight caching" and "Handling transposes").
 
     Args:
         forward: the lowered program of an MoE layer.
         backward: the lowered program of its gradients.
         grid: the layout, with etp factored as the plan requires.
         memory_budget: most bytes that a layer may hold.
-        sizes: of a call of the forward program; the rank with the most rows counts. None: even routing.
+        sizes: of a call of the forward program; the rank with the most rows counts. None: even
+            routing.
     """
     volumes = cost_model.simulator.volumes(forward, cost_model.model.layer, grid, sizes=sizes)
     return rank_memory(cost_model, *layer_memory(forward, backward, volumes, memory_budget))
 
 
 def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) -> Memory:
-    """Return the memory of a rank, from the bytes that one of its MoE layers keeps, and needs besides while it runs."""
-    model, grid = cost_model.model, cost_model.grid
+    """Return the memory of a rank, from the bytes that one of its MoE layers keeps, and needs
+    besides while it runs."""
+    model = cost_model.model
+    grid = cost_model.grid
     layer = model.layer
     activations = _kept_bytes(cost_model, kept_bytes)
     narrow = 2 * model.narrow_bytes
     logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
-    size, held_parameters = model.parameter_bytes, cost_model.held_parameters
+    size = model.parameter_bytes
+    held_parameters = cost_model.held_parameters
     if not model.gathers_per_block:
         whole_parameters = cost_model.whole_parameters
         return Memory(
@@ -63,7 +67,7 @@ def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) ->
         )
     dense, experts = cost_model.block_parameters
     cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
-    kept_casts = 1 if model.recomputes() else model.moe_layers
+    kept_casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
     gathered = dense * (grid.dp > model.replicas) + experts * (grid.edp > model.replicas)
     return Memory(
         weights=held_parameters * size,
@@ -81,10 +85,14 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> float:
     Args:
         moe_bytes: bytes that one MoE layer's program keeps.
     """
-    model, grid = cost_model.model, cost_model.grid
-    layer, recomputed = model.layer, model.recomputed
-    row, dim = layer.tokens * layer.element_bytes / grid.tp, layer.dim
-    # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows, activations' results.
+    model = cost_model.model
+    grid = cost_model.grid
+    layer = model.layer
+    recomputed = model.recomputed
+    row = layer.tokens * layer.element_bytes / grid.tp
+    dim = layer.dim
+    # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows,
+    # activations' results.
     read = model.narrow_bytes / layer.element_bytes or 1.0
     attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * (
         "mla_up_proj" in recomputed
@@ -115,15 +123,18 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> float:
     )
     sparse = dim * row if "moe" in recomputed else moe_bytes + activated + shared
     recomputed_norms = dim * row * ("layernorm" in recomputed)
-    if "block" in recomputed:
-        return model.alive * model.num_layers * dim * row + around + max(sparse, dense)
     dense_layers = model.num_layers - model.moe_layers
     blocks = (
         model.num_layers * (around - recomputed_norms)
         + model.moe_layers * sparse
         + dense_layers * dense
     )
-    return model.alive * blocks
+    if "block" not in recomputed:
+        return model.alive * blocks
+    share = model.recomputed_share
+    together = model.recomputed_together
+    inputs = share * model.num_layers / together * dim * row
+    return model.alive * (inputs + (1 - share) * blocks) + together * (around + max(sparse, dense))
 
 
 def _multiplied_parameters(cost_model: StepCostModel) -> float:
@@ -137,8 +148,10 @@ def _multiplied_parameters(cost_model: StepCostModel) -> float:
 
 
 def least_bytes(cost_model: StepCostModel) -> float:
-    """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual stream."""
-    model, grid = cost_model.model, cost_model.grid
+    """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual
+    stream."""
+    model = cost_model.model
+    grid = cost_model.grid
     stream = model.layer.tokens * model.layer.dim * model.layer.element_bytes / grid.tp
     size = model.parameter_bytes
     if not model.gathers_per_block:

@@ -1,10 +1,12 @@
-"""`Digits` and `Box`: ranks as mixed-radix numbers, to count what one rank sends without listing all ranks.
+"""`Digits` and `Box`: ranks as mixed-radix numbers, to count what one rank sends without listing
+all ranks.
 
-Every axis of a mesh, every node and every switch cuts the ranks into equal runs. If these runs nest, they are the
-digits of the rank's number in a mixed radix. Each axis is then a set of digits. The pieces that a layout holds on a
-rank form a box: some digits are fixed to the rank's, the others are free. The number of pieces that two ranks share is
-a product over digits and depends only on which digits of the two are equal. So peers fall into classes, and a movement
-among 100,000 ranks costs as much as one among a hundred. The steps of a peer schedule tie the origin's digits of ep to
+Every axis of a mesh, every node and every switch cuts the ranks into equal runs. If these runs
+nest, they are the digits of the rank's number in a mixed radix. Each axis is then a set of digits.
+The pieces that a layout holds on a rank form a box: some digits are fixed to the rank's, the others
+are free. The number of pieces that two ranks share is a product over digits and depends only on
+which digits of the two are equal. So peers fall into classes, and a movement among 100,000 ranks
+costs as much as one among a hundred. The steps of a peer schedule tie the origin's digits of ep to
 the expert's; those are counted by differences.
 """
 
@@ -38,7 +40,8 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Classes of (source, target) pairs. Sources are the ranks of the first block; a target stands for others like it."""
+    """Classes of (source, target) pairs. Sources are the ranks of the first block; a target stands
+    for others like it."""
 
     source: np.ndarray
     """(n,) ranks."""
@@ -53,8 +56,10 @@ class Digits:
 
     Args:
         grid: the mesh.
-        cuts: lengths of further runs of ranks to distinguish, such as those behind a switch or those of a step.
-        block: size of the block of ranks that stands for all blocks, in whole nodes; None: one node.
+        cuts: lengths of further runs of ranks to distinguish, such as those behind a switch or
+            those of a step.
+        block: size of the block of ranks that stands for all blocks, in whole nodes; None: one
+            node.
 
     Raises:
         UnlikeError: if the runs do not nest.
@@ -126,8 +131,10 @@ class Digits:
             group: digits in which members of a group differ.
             listed: further digits to list value by value.
         """
-        sources, inside = np.arange(self.block), self.within(1, self.block)
-        offsets, counts = [], []
+        sources = np.arange(self.block)
+        inside = self.within(1, self.block)
+        offsets = []
+        counts = []
         choices = []
         for digit in sorted(group):
             size = int(self.sizes[digit])
@@ -154,7 +161,8 @@ class Digits:
 
 @dataclass(frozen=True)
 class Box:
-    """The pieces of a layout on a rank: the digits of origin and of expert, and which of them are free."""
+    """The pieces of a layout on a rank: the digits of origin and of expert, and which of them are
+    free."""
 
     origin: frozenset[int]
     expert: frozenset[int]
@@ -197,17 +205,19 @@ def pieces_of_step(
     source_digits: np.ndarray,
     target_digits: np.ndarray,
 ) -> np.ndarray:
-    """Return, for each pair, the number of (group of the origin, group of the expert's home) combinations among its
-    rows."""
+    """Return, for each pair, the number of (group of the origin, group of the expert's home)
+    combinations among its rows."""
     order = sorted(ahead)
     radix = np.concatenate([[1], np.cumprod(digits.sizes[order])[:-1]]).astype(np.int64)
     possible = np.ones(len(source_digits), dtype=bool)
-    bases, offsets = [], []
+    bases = []
+    offsets = []
     for free_before, free_after in (
         (before.free_origin, after.free_origin),
         (before.free_expert, after.free_expert),
     ):
-        base, offset = np.zeros(len(source_digits), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        base = np.zeros(len(source_digits), dtype=np.int64)
+        offset = np.zeros(1, dtype=np.int64)
         for digit, weight in zip(order, radix):
             if digit in free_before and digit in free_after:
                 offset = (offset[:, None] + weight * np.arange(digits.sizes[digit])).reshape(-1)
@@ -270,9 +280,11 @@ class GroupPlaces(NodeMap):
 
     def _radix(self, digits: list[int]) -> list[tuple[int, int, int]]:
         """Return (stride among ranks, size, stride among the members) of each digit."""
-        radix, member_stride = [], 1
+        radix = []
+        member_stride = 1
         for digit in digits:
-            stride, size = int(self._digits.strides[digit]), int(self._digits.sizes[digit])
+            stride = int(self._digits.strides[digit])
+            size = int(self._digits.sizes[digit])
             radix.append((stride, size, member_stride))
             member_stride *= size
         return radix

@@ -1,12 +1,13 @@
 """`Topology`: a cluster's links as a graph, and the load that messages put on them.
 
-Every directed link has a number. `loads` routes messages and adds up, per link, the seconds for which the link is busy:
-bytes over its rate, plus its start-up cost per message. A movement alone takes the seconds of its slowest link
-(FasterMoE, PPoPP 2022, eq. 2: the largest traffic over bandwidth), plus the latency of its longest path.
+Every directed link has a number. `loads` routes messages and adds up, per link, the seconds for
+which the link is busy: bytes over its rate, plus its start-up cost per message. A movement alone
+takes the seconds of its slowest link (FasterMoE, PPoPP 2022, eq. 2: the largest traffic over
+bandwidth), plus the latency of its longest path.
 
-A folded topology has only the links of one block of ranks: a node, or all nodes behind a switch. It serves workloads in
-which all blocks do the same. A message then counts at the places of its two ranks within their blocks, and a link above
-the block carries the messages of all blocks below it.
+A folded topology has only the links of one block of ranks: a node, or all nodes behind a switch. It
+serves workloads in which all blocks do the same. A message then counts at the places of its two
+ranks within their blocks, and a link above the block carries the messages of all blocks below it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.planner.cluster import ClusterSpec, Link
+from moesaic.planner.cluster import ClusterSpec, Link, Peer
 
 
 class Use(NamedTuple):
@@ -60,14 +61,84 @@ class Load:
         return dict(zip(self.links.tolist(), map(Use, parts, self.messages.tolist())))
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Messages between devices; the entries of all arrays are those of `Topology.loads`."""
+
+    devices: tuple[np.ndarray, np.ndarray]
+    """The devices that send, and those that receive."""
+    num_bytes: np.ndarray
+    messages: np.ndarray
+    devices_per_node: int
+
+    @cached_property
+    def nodes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes that send, and those that receive."""
+        source, target = self.devices
+        return source // self.devices_per_node, target // self.devices_per_node
+
+    @cached_property
+    def inside(self) -> np.ndarray:
+        """Whether messages stay inside a node."""
+        return self.nodes[0] == self.nodes[1]
+
+    def between(self, first: int, second: int) -> np.ndarray:
+        """Return whether messages go from the first to the second device of one node."""
+        source, target = (each % self.devices_per_node for each in self.devices)
+        return self.inside & (source == first) & (target == second)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What messages do to links, summed up link by link."""
+
+    seconds: np.ndarray
+    """(links,) seconds for which a link is used."""
+    messages: np.ndarray
+    """(links,) messages on a link."""
+    latency: np.ndarray
+    """(entries,) latency of an entry's path."""
+    slowest: np.ndarray
+    """(entries,) seconds of an entry's slowest link."""
+
+    @classmethod
+    def of(cls, num_links: int, num_entries: int) -> Route:
+        """Return the route of no messages."""
+        links = (np.zeros(num_links), np.zeros(num_links))
+        return cls(*links, np.zeros(num_entries), np.zeros(num_entries))
+
+    def add(
+        self,
+        entries: np.ndarray,
+        links: np.ndarray,
+        seconds: np.ndarray,
+        messages: np.ndarray,
+        *,
+        times: float = 1,
+    ) -> None:
+        """Add entries to their links, `times` over; the other arrays have one number for each."""
+        np.add.at(self.seconds, links, seconds * times)
+        np.add.at(self.messages, links, messages * times)
+        self.slowest[entries] = np.maximum(self.slowest[entries], seconds)
+
+
+def _users(links: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return the number of devices that use the link of each entry."""
+    units, inverse = np.unique(links, return_inverse=True)
+    counts = [len({*source[links == unit], *target[links == unit]}) for unit in units]
+    return np.array(counts)[inverse]
+
+
 class Topology:
     """The links of a cluster, and the device of each rank.
 
     Args:
         spec: the cluster.
         world: number of ranks in use.
-        ranks_per_node: ranks on each node, which use its first devices; None: all ranks are on one node.
-        block: keep only the links of one block of this many consecutive ranks (whole nodes); None keeps all links.
+        ranks_per_node: ranks on each node, which use its first devices; None: all ranks are on one
+            node.
+        block: keep only the links of one block of this many consecutive ranks (whole nodes); None
+            keeps all links.
 
     Raises:
         InputError: if the ranks do not fit the cluster.
@@ -76,7 +147,8 @@ class Topology:
     def __init__(
         self, spec: ClusterSpec, world: int, ranks_per_node: int | None, *, block: int | None = None
     ) -> None:
-        self.spec, self.world = spec, world
+        self.spec = spec
+        self.world = world
         self.ranks_per_node = check_fit(spec, world, ranks_per_node)
         self.block = world if block is None else block
         assert self.block % self.ranks_per_node == 0, "a block is whole nodes"
@@ -118,7 +190,8 @@ class Topology:
 
     @property
     def num_links(self) -> int:
-        """Number of directed links, including the ports of ranks if a rank sends its messages one after the other."""
+        """Number of directed links, including the ports of ranks if a rank sends its messages one
+        after the other."""
         return len(self.names)
 
     def loads(
@@ -134,7 +207,9 @@ class Topology:
         """
         if not len(source):
             return Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
-        (seconds, on_link), latency, slowest = self._route(source, target, num_bytes, messages)
+        route = self._route(source, target, num_bytes, messages)
+        seconds = route.seconds
+        on_link = route.messages
         if self._ports < len(self.names):
             # Movements that stay inside nodes use separate ports.
             source_nodes, target_nodes = (
@@ -143,82 +218,69 @@ class Topology:
             first_port = self._ports + (0 if (source_nodes != target_nodes).any() else 2)
             for side, ends in ((0, source), (1, target)):
                 ports = first_port + 4 * (ends % self.block) + side
-                seconds += np.bincount(ports, weights=slowest, minlength=len(seconds))
+                seconds += np.bincount(ports, weights=route.slowest, minlength=len(seconds))
                 on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)
-        return Load(links, seconds[links], on_link[links], float(latency.max()))
+        return Load(links, seconds[links], on_link[links], float(route.latency.max()))
 
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (2, links) seconds and messages, the latency of each entry's path, and the seconds of its slowest link."""
-        total = np.zeros((2, len(self.names)))
-        latency, slowest = np.zeros(len(source)), np.zeros(len(source))
-        source_devices, target_devices = self.devices_of(source), self.devices_of(target)
-        nodes = (
-            source_devices // self.spec.devices_per_node,
-            target_devices // self.spec.devices_per_node,
-        )
-        inside = nodes[0] == nodes[1]
+    ) -> Route:
+        """Return what messages do to all links: those with a link of their own take it, the others
+        the tree."""
+        devices = (self.devices_of(source), self.devices_of(target))
+        moved = Moved(devices, num_bytes, messages, self.spec.devices_per_node)
+        route = Route.of(len(self.names), len(source))
         on_tree = np.ones(len(source), dtype=bool)
         for number, peer in enumerate(self.spec.peers):
-            for direction, (first_end, second_end) in enumerate((peer.devices, peer.devices[::-1])):
-                on_peer = (
-                    inside
-                    & (source_devices % self.spec.devices_per_node == first_end)
-                    & (target_devices % self.spec.devices_per_node == second_end)
-                )
-                first = self._peers + nodes[0][on_peer] % self._nodes * 2 * len(self.spec.peers)
-                seconds = (
-                    num_bytes[on_peer] * 8e-9 / peer.gbps
-                    + messages[on_peer] * peer.message_us * 1e-6
-                )
-                at = first + 2 * number + direction + np.zeros(int(on_peer.sum()), dtype=np.int64)
-                np.add.at(total[0], at, seconds)
-                np.add.at(total[1], at, messages[on_peer])
-                latency[on_peer] += peer.latency_us * 1e-6
-                slowest[on_peer] = np.maximum(slowest[on_peer], seconds)
+            for direction, ends in enumerate((peer.devices, peer.devices[::-1])):
+                on_peer = moved.between(*ends)
+                self._add_peer(route, moved, on_peer, peer, 2 * number + direction)
                 on_tree &= ~on_peer
         for link, first in self._levels:
-            used = on_tree & self._uses(link, source_devices, target_devices, inside)
-            if not used.any():
-                continue
-            num_blocks = self._num_blocks(link)
-            for side, devices in enumerate(
-                (source_devices[used],)
-                if link.shared
-                else (source_devices[used], target_devices[used])
-            ):
-                at = first + self._unit_of(link, devices) * (1 if link.shared else 2) + side
-                byte_seconds = self.seconds_per_byte[at]
-                if link.sizes:
-                    link_bytes = np.bincount(at, weights=num_bytes[used] * num_blocks)
-                    byte_seconds = byte_seconds / np.interp(
-                        np.log(link_bytes[at]), np.log(link.sizes), link.size_share
-                    )
-                if link.users:
-                    units, inverse = np.unique(at, return_inverse=True)
-                    num_users = np.array(
-                        [
-                            len(
-                                {
-                                    *source_devices[used][at == one_link],
-                                    *target_devices[used][at == one_link],
-                                }
-                            )
-                            for one_link in units
-                        ]
-                    )[inverse]
-                    byte_seconds = byte_seconds / np.interp(num_users, link.users, link.users_share)
-                byte_seconds, message_seconds = _by_connections(
-                    link, at, byte_seconds, messages[used] * num_blocks
-                )
-                seconds = num_bytes[used] * byte_seconds + messages[used] * message_seconds
-                np.add.at(total[0], at, seconds * num_blocks)
-                np.add.at(total[1], at, messages[used] * num_blocks)
-                slowest[used] = np.maximum(slowest[used], seconds)
-            latency[used] += link.latency_us * 1e-6
-        return total, latency, slowest
+            used = on_tree & self._messages_on(link, *devices, moved.inside)
+            if used.any():
+                self._add_level(route, moved, used, link, first)
+        return route
+
+    def _add_peer(
+        self, route: Route, moved: Moved, on_peer: np.ndarray, peer: Peer, number: int
+    ) -> None:
+        """Add the messages that take the own link of two devices; `number` is its place in a
+        node."""
+        num_bytes = moved.num_bytes[on_peer]
+        messages = moved.messages[on_peer]
+        seconds = num_bytes * 8e-9 / peer.gbps + messages * peer.message_us * 1e-6
+        node = moved.nodes[0][on_peer] % self._nodes
+        links = self._peers + node * 2 * len(self.spec.peers) + number
+        route.add(on_peer, links, seconds, messages)
+        route.latency[on_peer] += peer.latency_us * 1e-6
+
+    def _add_level(
+        self, route: Route, moved: Moved, used: np.ndarray, link: Link, first: int
+    ) -> None:
+        """Add the messages that use a level of the tree, whose links are numbered from `first`."""
+        num_blocks = self._num_blocks(link)
+        devices = [each[used] for each in moved.devices]
+        num_bytes = moved.num_bytes[used]
+        messages = moved.messages[used]
+        sides = 1 if link.shared else 2
+        for side in range(sides):
+            at = first + self._unit_of(link, devices[side]) * sides + side
+            byte_seconds = self.seconds_per_byte[at]
+            if link.sizes:
+                link_bytes = np.bincount(at, weights=num_bytes * num_blocks)
+                share = np.interp(np.log(link_bytes[at]), np.log(link.sizes), link.size_share)
+                byte_seconds = byte_seconds / share
+            if link.users:
+                num_users = _users(at, *devices)
+                byte_seconds = byte_seconds / np.interp(num_users, link.users, link.users_share)
+            byte_seconds, message_seconds = _slowed_by_connections(
+                link, at, byte_seconds, messages * num_blocks
+            )
+            seconds = num_bytes * byte_seconds + messages * message_seconds
+            route.add(used, at, seconds, messages, times=num_blocks)
+        route.latency[used] += link.latency_us * 1e-6
 
     def devices_of(self, ranks: np.ndarray) -> np.ndarray:
         """Return the device of the cluster that each rank uses."""
@@ -226,14 +288,28 @@ class Topology:
             ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
         )
 
-    def _uses(
+    def _messages_on(
         self, link: Link, source_devices: np.ndarray, target_devices: np.ndarray, inside: np.ndarray
     ) -> np.ndarray:
+        """Return which messages use a level, (n,) bool.
+
+        These are the messages between different runs of `link.devices` devices, or on a shared
+        medium those within a run; if the link carries only messages inside nodes, or only those
+        between nodes, only such.
+
+        Args:
+            link: the level.
+            source_devices: (n,) the devices that send.
+            target_devices: (n,) the devices that receive.
+            inside: (n,) whether messages stay inside a node.
+        """
         differ = source_devices // link.devices != target_devices // link.devices
         used = ~differ if link.shared else differ
         if link.carries == "inside":
-            return used & inside
-        return used & ~inside if link.carries == "outside" else used
+            used = used & inside
+        if link.carries == "outside":
+            used = used & ~inside
+        return used
 
     def _unit_of(self, link: Link, devices: np.ndarray) -> np.ndarray:
         """Return the number of the level's link that each device is behind."""
@@ -258,25 +334,29 @@ class Topology:
         return min(link.gbps[unit :: self._num_units(link)]) * 1e9 / 8 * share
 
 
-def _by_connections(
+def _slowed_by_connections(
     link: Link, at: np.ndarray, byte_seconds: np.ndarray, messages: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds per byte and per message, (n,) both, given the connections that are open on each link.
+    """Return the seconds per byte and per message, (n,) both, given the connections that are open
+    on each link.
+
+    A link's rate is at most its connections times `connection_gbps`. Each open connection adds
+    `connection_us` to every message.
 
     Args:
         link: the level.
-        at: (n,) numbers of the links in use.
+        at: (n,) number of each entry's link; may repeat.
         byte_seconds: (n,) seconds per byte at the link's rate.
-        messages: (n,) messages on each link, each on a connection of its own.
+        messages: (n,) messages of each entry, each on a connection of its own.
     """
     message_seconds = np.full(len(at), link.message_us * 1e-6)
     if not link.connection_us and not link.connection_gbps:
         return byte_seconds, message_seconds
     _, inverse = np.unique(at, return_inverse=True)
-    count = np.maximum(np.bincount(inverse, weights=messages), 1)[inverse]
+    connections = np.maximum(np.bincount(inverse, weights=messages), 1)[inverse]
     if link.connection_gbps:
-        byte_seconds = np.maximum(byte_seconds, 8e-9 / (count * link.connection_gbps))
-    return byte_seconds, message_seconds + count * link.connection_us * 1e-6
+        byte_seconds = np.maximum(byte_seconds, 8e-9 / (connections * link.connection_gbps))
+    return byte_seconds, message_seconds + connections * link.connection_us * 1e-6
 
 
 @lru_cache(maxsize=64)
@@ -294,12 +374,14 @@ def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:
     per_node = world if ranks_per_node is None else ranks_per_node
     if per_node > spec.devices_per_node:
         raise InputError(
-            f"mesh.ranks_per_node={per_node} does not fit cluster {spec.name}, whose nodes have {spec.devices_per_node} "
-            f"devices: set ranks_per_node to at most {spec.devices_per_node}"
+            f"mesh.ranks_per_node={per_node} does not fit cluster {spec.name}, whose nodes have "
+            f"{spec.devices_per_node} devices: set ranks_per_node to at most "
+            f"{spec.devices_per_node}"
         )
     if world // per_node > spec.nodes:
         raise InputError(
-            f"a mesh of {world} ranks, {per_node} per node, does not fit the {spec.nodes} nodes of cluster {spec.name}: use "
-            f"at most {spec.nodes * per_node} ranks, or a cluster of {world // per_node} nodes"
+            f"a mesh of {world} ranks, {per_node} per node, does not fit the {spec.nodes} nodes "
+            f"of cluster {spec.name}: use at most {spec.nodes * per_node} ranks, or a cluster of "
+            f"{world // per_node} nodes"
         )
     return per_node

@@ -1,8 +1,9 @@
-"""`Workload`: the sizes of an MoE layer and its tokens; and seeded routing counts, even or skewed, to try plans on.
+"""`Workload`: the sizes of an MoE layer and its tokens; and seeded routing counts, even or skewed,
+to try plans on.
 
-Routing is random in every real run, and a plan that is best under even counts may not be best under skewed ones. Counts
-say how many copies each data-parallel group sends to each expert. Per-sample counts also say which sample uses which
-expert, which sample placement (NetMoE) exploits.
+Routing is random in every real run, and a plan that is best under even counts may not be best under
+skewed ones. Counts say how many copies each data-parallel group sends to each expert. Per-sample
+counts also say which sample uses which expert, which sample placement (NetMoE) exploits.
 """
 
 from __future__ import annotations
@@ -41,18 +42,20 @@ class Workload:
     products: Dtype | None = None
     """Dtype of products if their inputs are cast to narrower numbers; None: `dtype`."""
     frozen_bytes: float = 0.0
-    """Bytes of a weight of experts that are not trained, its share of scales included; 0 if they are trained."""
+    """Bytes of a weight of experts that are not trained, its share of scales included; 0 if they
+    are trained."""
     adapters: bool = False
     """Whether experts that are not trained have adapters of low rank."""
     capacity_factor: float = 1.0
-    """Rows per expert over the mean load. All of them are sent and computed whether filled or not, as padding layers do."""
+    """Rows per expert over the mean load. All of them are sent and computed whether filled or not,
+    as padding layers do."""
     groups: int = 1
     """Number of groups of consecutive experts; a token's experts are in `top_groups` of them."""
     top_groups: int = 1
     """Number of groups that contain a token's experts."""
     visits: tuple[tuple[int, float], ...] = ()
-    """Known visits as (n, mean): the mean number of n nodes, or n ep ranks, on which a token has an expert, a token
-    counted once per chunk. For other n the mean is estimated."""
+    """Known visits as (n, mean): the mean number of n nodes, or n ep ranks, on which a token has an
+    expert, a token counted once per chunk. For other n the mean is estimated."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -79,8 +82,9 @@ class Workload:
             or self.top_k > self.reachable
         ):
             raise InputError(
-                f"workload.groups={self.groups}, top_groups={self.top_groups}: groups must divide num_experts="
-                f"{self.num_experts}, and top_groups of them hold top_k={self.top_k} experts"
+                f"workload.groups={self.groups}, top_groups={self.top_groups}: groups must divide "
+                f"num_experts={self.num_experts}, and top_groups of them hold top_k={self.top_k} "
+                "experts"
             )
         if self.dtype not in ELEMENT_BYTES:
             raise InputError(
@@ -104,7 +108,8 @@ class Workload:
 
     @property
     def backward_products(self) -> int:
-        """Products of backward for each one of forward: for the rows' gradient, and the weights' if they are trained."""
+        """Products of backward for each one of forward: for the rows' gradient, and the weights' if
+        they are trained."""
         return 1 if self.frozen_bytes else 2
 
     @property
@@ -124,13 +129,14 @@ def uniform_counts(groups: int, workload: Workload) -> np.ndarray:
 
 
 def largest_max_vio(ep: int, workload: Workload) -> float:
-    """Return the largest MaxVio over ranks: all copies go to one ep rank, or one copy of each token to each of its experts."""
+    """Return the largest MaxVio over ranks: all copies go to one ep rank, or one copy of each token
+    to each of its experts."""
     return min(ep, workload.num_experts / workload.top_k) - 1
 
 
 def skewed_counts(groups: int, workload: Workload, *, ep: int, max_vio: float) -> np.ndarray:
-    """Return counts in which the experts of the first ep rank get 1 + `max_vio` times their share, evenly, and the others the
-    rest, evenly; equal in all groups.
+    """Return counts in which the experts of the first ep rank get 1 + `max_vio` times their share,
+    evenly, and the others the rest, evenly; equal in all groups.
 
     Args:
         max_vio: at most `largest_max_vio`.
@@ -142,7 +148,8 @@ def skewed_counts(groups: int, workload: Workload, *, ep: int, max_vio: float) -
 
 
 def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) -> np.ndarray:
-    """Return counts in which the i-th busiest expert's share is proportional to 1 / i^exponent, equal in all groups.
+    """Return counts in which the i-th busiest expert's share is proportional to 1 / i^exponent,
+    equal in all groups.
 
     Args:
         groups: data-parallel groups.
@@ -159,15 +166,15 @@ def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) 
 def dirichlet_counts(
     groups: int, workload: Workload, *, concentration: float, seed: int
 ) -> np.ndarray:
-    """Return counts whose shares are drawn from a Dirichlet distribution for each group; their mean over groups is
-    even.
+    """Return counts whose shares are drawn from a Dirichlet distribution for each group; their mean
+    over groups is even.
 
     Args:
-        groups: data-parallel groups, or samples of `workload.tokens` tokens, each of which prefers its own experts
-            (NetMoE).
+        groups: data-parallel groups, or samples of `workload.tokens` tokens, each of which prefers
+            its own experts (NetMoE).
         workload: of each group.
-        concentration: per expert. Large values are even, 1 is uniform over all shares, small values leave each group a
-            few experts.
+        concentration: per expert. Large values are even, 1 is uniform over all shares, small values
+            leave each group a few experts.
         seed: for the draw.
     """
     check_above_zero("concentration", concentration)
@@ -181,7 +188,8 @@ def read_counts(path: Path) -> np.ndarray:
     """Read recorded counts, (groups, num_experts) int64, from an .npy or .csv file.
 
     Raises:
-        InputError: if the file is missing, of another type, or contains anything but whole numbers of at least 0.
+        InputError: if the file is missing, of another type, or contains anything but whole numbers
+            of at least 0.
     """
     if path.suffix not in (".npy", ".csv"):
         raise InputError(f"counts {path}: unknown kind of file, use .npy or .csv")
@@ -207,7 +215,8 @@ def read_counts(path: Path) -> np.ndarray:
         or (table != np.floor(table)).any()
     ):
         raise InputError(
-            f"counts {path}: must be a table of whole numbers of at least 0: a row per group, a column per expert"
+            f"counts {path}: must be a table of whole numbers of at least 0: a row per group, "
+            "a column per expert"
         )
     return table.astype(np.int64)
 
@@ -219,7 +228,8 @@ def imbalance(counts: np.ndarray) -> float:
 
 
 def _rounded(shares: np.ndarray, workload: Workload) -> np.ndarray:
-    """Return whole counts near shares of the copies; each row sums to all copies (largest remainders)."""
+    """Return whole counts near shares of the copies; each row sums to all copies (largest
+    remainders)."""
     total = round(workload.copies)
     exact = shares * total
     counts = np.floor(exact).astype(np.int64)

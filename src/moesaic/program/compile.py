@@ -1,4 +1,5 @@
-"""Compiles a plan into a forward and a backward program: build, passes, transpose, lowering, order."""
+"""Compiles a plan into a forward and a backward program: build, passes, transpose, lowering,
+order."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ import numpy as np
 from moesaic.codecs import codec_spec
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
-from moesaic.program.bundles import side_by_side
+from moesaic.program.call_memory import HeldBytes
 from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.grid import Grid
-from moesaic.program.held import HeldBytes
+from moesaic.program.joined_messages import side_by_side
 from moesaic.program.layouts import LayoutIndex
 from moesaic.program.order import ORDERS
 from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
@@ -43,22 +44,26 @@ class Compiled:
 
     plan: Plan
     grid: Grid
-    """The mesh, with etp factored into the visited and the gathered part if the plan gathers weights."""
+    """The mesh, with etp factored into the visited and the gathered part if the plan gathers
+    weights."""
     logical: Program
     """The forward program before lowering, from which the backward program is derived."""
     forward: Program
     backward: Program
     again: Program | None = None
-    """The part of the forward program that recomputes a slice before its backward program; None without a memory budget."""
+    """The part of the forward program that recomputes a slice before its backward program; None
+    without a memory budget."""
 
     @cached_property
     def is_multicast(self) -> bool:
-        """Whether the plan sends tokens by multicast, so that the program needs the visits of tokens to nodes."""
+        """Whether the plan sends tokens by multicast, so that the program needs the visits of
+        tokens to nodes."""
         return self.plan.crossing is Crossing.MULTICAST
 
     @cached_property
     def routes_slices(self) -> bool:
-        """Whether each of several ranks of a tensor-parallel group routes a slice of the tokens of the group."""
+        """Whether each of several ranks of a tensor-parallel group routes a slice of the tokens of
+        the group."""
         return self.logical.routes_slices and self.grid.tp > 1
 
     @cached_property
@@ -73,7 +78,8 @@ class Compiled:
 
     @property
     def capacity_multiple(self) -> int:
-        """The multiple to which a padded capacity is rounded up, so that its rows split evenly over tp, shards and chunks."""
+        """The multiple to which a padded capacity is rounded up, so that its rows split evenly over
+        tp, shards and chunks."""
         blocks = max(
             codec_spec(codec).rows_per_block
             for codec in (self.plan.codec, self.plan.backward_codec)
@@ -83,9 +89,11 @@ class Compiled:
 
     @cached_property
     def digest(self) -> bytes:
-        """Hash of 16 bytes that is equal on two ranks if and only if they run the same programs on the same mesh."""
+        """Hash of 16 bytes that is equal on two ranks if and only if they run the same programs on
+        the same mesh."""
         text = f"{self.grid}\n{to_text(self.forward)}\n{to_text(self.backward)}"
-        text += f"{self.plan.replication} {self.plan.memory_budget}"  # each call decides by these which rows run where
+        # each call decides by these which rows run where
+        text += f"{self.plan.replication} {self.plan.memory_budget}"
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def shapes(self, num_experts: int) -> LayoutIndex:
@@ -101,8 +109,10 @@ class Compiled:
         node_tokens: np.ndarray | None = None,
         replicated: Replications | None = None,
     ) -> CallSizes:
-        """Return the rows of every slot and movement in a call of a layer; the arguments are those of `CallSizes`."""
-        chunks, shapes = self.plan.chunks, self.shapes(copies.shape[1])
+        """Return the rows of every slot and movement in a call of a layer; the arguments are those
+        of `CallSizes`."""
+        chunks = self.plan.chunks
+        shapes = self.shapes(copies.shape[1])
         return CallSizes(
             self.grid,
             copies,
@@ -119,7 +129,8 @@ class Compiled:
         return self._held(self.shapes(num_experts), experts)
 
     def under(self, plan: Plan) -> Compiled:
-        """Return the programs of another plan for the same mesh and the same parameters of experts; the result is cached.
+        """Return the programs of another plan for the same mesh and the same parameters of experts;
+        the result is cached.
 
         Raises:
             InputError: as `compile_plan` does.
@@ -149,15 +160,15 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     """Compile a plan for a mesh.
 
     Args:
-        plan: the plan.
-        grid: the mesh.
         bias: whether the experts also have parameters that all of their shards share.
 
     Raises:
-        InputError: if the plan does not fit the mesh, or if two of its choices clash; the message names both.
+        InputError: if the plan does not fit the mesh, or if two of its choices clash; the message
+            names both.
     """
     _check_deepep(plan, grid)
-    # What follows the transpose changes nothing before it, so plans that differ there share both programs.
+    # What follows the transpose changes nothing before it, so plans that differ there share both
+    # programs.
     usual = Plan(all_to_all=plan.all_to_all if plan.crossing is not Crossing.LINK else "linear")
     logical, transposed, grid = _logical(
         replace(
@@ -188,7 +199,8 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
 
 
 def moving(compiled: Compiled) -> Compiled:
-    """Return the same programs with every result delivered to the next home of its sample (`passes/relocate`).
+    """Return the same programs with every result delivered to the next home of its sample
+    (`passes/relocate`).
 
     Args:
         compiled: a compiled plan without sample placement.
@@ -199,12 +211,13 @@ def moving(compiled: Compiled) -> Compiled:
     plan = compiled.plan
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
-            "sample placement clashes with plan.all_to_all=deepep, whose kernels return results to the senders: choose linear"
+            "sample placement clashes with plan.all_to_all=deepep, whose kernels return "
+            "results to the senders: choose linear"
         )
     if plan.memory_budget is not None:
         raise InputError(
-            f"sample placement clashes with memory_budget={plan.memory_budget}, whose slices cut samples: leave "
-            "memory_budget unset"
+            f"sample placement clashes with memory_budget={plan.memory_budget}, whose slices cut "
+            "samples: leave memory_budget unset"
         )
     logical, forward, backward = map(
         relocate, (compiled.logical, compiled.forward, compiled.backward)
@@ -215,36 +228,41 @@ def moving(compiled: Compiled) -> Compiled:
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:
-    """Raise InputError if a plan with DeepEP has another choice or a mesh that DeepEP does not support."""
+    """Raise InputError if a plan with DeepEP has another choice or a mesh that DeepEP does not
+    support."""
     if plan.crossing is not Crossing.DEEPEP:
         return
     for name, usual in vars(Plan(all_to_all=plan.all_to_all, order=plan.order)).items():
         if getattr(plan, name) != usual:
             raise InputError(
-                f"plan.{name}={getattr(plan, name)} clashes with plan.all_to_all=deepep, which moves whole tokens by its own "
-                f"kernels: leave it at {usual}, or choose multicast"
+                f"plan.{name}={getattr(plan, name)} clashes with plan.all_to_all=deepep, which "
+                f"moves whole tokens by its own kernels: leave it at {usual}, or choose multicast"
             )
     if grid.tp > 1 or grid.etp > 1:
         raise InputError(
-            f"plan.all_to_all=deepep needs mesh.tp=1 and mesh.etp=1, got {grid.tp} and {grid.etp}: choose multicast"
+            f"plan.all_to_all=deepep needs mesh.tp=1 and mesh.etp=1, got {grid.tp} and "
+            f"{grid.etp}: choose multicast"
         )
 
 
 @lru_cache(maxsize=256)
 def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid]:
-    """Return the forward program after the passes that come before the transpose, its transpose, and the grid."""
+    """Return the forward program after the passes that come before the transpose, its transpose,
+    and the grid."""
     program = SCHEDULES[plan.schedule](bias)
     validate_schedule(program)
     if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
         raise InputError(
-            f"plan.schedule={plan.schedule} needs mesh.tp and mesh.etp over the same ranks, got {grid.tp} and {grid.etp} with "
-            f"{grid.innermost} innermost: choose equal ones with etp innermost, or the schedule s3"
+            f"plan.schedule={plan.schedule} needs mesh.tp and mesh.etp over the same ranks, got "
+            f"{grid.tp} and {grid.etp} with {grid.innermost} innermost: choose equal ones with "
+            "etp innermost, or the schedule s3"
         )
     fused = fuse_ep_etp(program) if plan.fuse else program
     if grid.tp > 1 and not plan.is_lossless and _rounds_apart(fused):
         raise InputError(
-            f"a codec clashes with plan.schedule={plan.schedule}: each rank of a tensor group sends its own copy of a row, and "
-            "only those that cross are rounded, so the copies would differ: choose s1, s2 or s3, or codec none"
+            f"a codec clashes with plan.schedule={plan.schedule}: each rank of a tensor group "
+            "sends its own copy of a row, and only those that cross are rounded, so the copies "
+            "would differ: choose s1, s2 or s3, or codec none"
         )
     program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
     if plan.gather_weights is not None:
@@ -259,7 +277,8 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid
 
 
 def _rounds_apart(program: Program) -> bool:
-    """Return whether ranks that must agree on a row receive it in separate messages, only some of which a codec rounds."""
+    """Return whether ranks that must agree on a row receive it in separate messages, only some of
+    which a codec rounds."""
     ends = [(task, program.slot(task.writes[0])) for task in program.moves() if "ep" in task.group]
     agreeing = [
         any(slot.on(axis) is State.IDENTICAL for axis in task.group)

@@ -1,9 +1,9 @@
 """Ranks and their coordinates, in several views of one world. Needs neither torch nor processes.
 
-The dense view is `(dp, tp)` with tp innermost. The sparse view is `(edp, ep, etp)` with edp outermost; `innermost` says
-whether etp or ep changes fastest. Two more views split the sparse one. `etp = etp_outer * etp_inner` is for plans that
-gather a part of the weights. `(node, local)` splits one replica of the experts by node, for plans that use the links
-inside a node separately.
+The dense view is `(dp, tp)` with tp innermost. The sparse view is `(edp, ep, etp)` with edp
+outermost; `innermost` says whether etp or ep changes fastest. Two more views split the sparse one.
+`etp = etp_outer * etp_inner` is for plans that gather a part of the weights. `(node, local)` splits
+one replica of the experts by node, for plans that use the links inside a node separately.
 """
 
 from __future__ import annotations
@@ -41,36 +41,40 @@ class Grid:
     ep: int = 1
     """Expert parallelism: the number of ranks over which the experts are split."""
     etp: int = 1
-    """Expert-tensor parallelism: the number of ranks over which each expert's hidden width is split."""
+    """Expert-tensor parallelism: the number of ranks over which each expert's hidden width is
+    split."""
     innermost: Literal["etp", "ep"] = "etp"
     """The sparse axis along which neighbours have consecutive ranks."""
     ranks_per_node: int | None = None
     """The number of consecutive ranks that share a node. None: all ranks are on one node."""
     etp_inner: int = 1
-    """The part of etp over which a plan gathers weights (Tutel's etp / r). etp_outer is the remaining factor."""
+    """The part of etp over which a plan gathers weights (Tutel's etp / r). etp_outer is the
+    remaining factor."""
 
     def __post_init__(self) -> None:
         for name in ("world", "tp", "ep", "etp", "etp_inner"):
             check_size(name, getattr(self, name))
         if self.world % self.tp:
             raise InputError(
-                f"mesh.tp={self.tp} does not divide the {self.world} ranks: choose a divisor of {self.world}"
+                f"mesh.tp={self.tp} does not divide the {self.world} ranks: choose a divisor "
+                f"of {self.world}"
             )
         if self.world % (self.ep * self.etp):
             raise InputError(
-                f"mesh.ep={self.ep} times mesh.etp={self.etp} does not divide the {self.world} ranks: "
-                f"choose ep * etp as a divisor of {self.world}"
+                f"mesh.ep={self.ep} times mesh.etp={self.etp} does not divide the {self.world} "
+                f"ranks: choose ep * etp as a divisor of {self.world}"
             )
         if self.etp % self.etp_inner:
             raise InputError(
-                f"mesh.etp={self.etp} does not split into parts of {self.etp_inner}: choose a divisor"
+                f"mesh.etp={self.etp} does not split into parts of {self.etp_inner}: choose a "
+                "divisor"
             )
         if self.ranks_per_node is not None and (
             self.ranks_per_node < 1 or self.world % self.ranks_per_node
         ):
             raise InputError(
-                f"mesh.ranks_per_node={self.ranks_per_node} does not divide the {self.world} ranks: "
-                f"choose a divisor of {self.world}"
+                f"mesh.ranks_per_node={self.ranks_per_node} does not divide the {self.world} "
+                f"ranks: choose a divisor of {self.world}"
             )
 
     @property
@@ -90,23 +94,27 @@ class Grid:
 
     @property
     def shares_tp_and_etp(self) -> bool:
-        """Whether tensor-parallel groups and expert-shard groups consist of the same ranks, as TED needs."""
+        """Whether tensor-parallel groups and expert-shard groups consist of the same ranks, as TED
+        needs."""
         return self.tp == self.etp and (self.etp == 1 or self.spans["etp"][0] == 1)
 
     @property
     def nodes_per_replica(self) -> int:
-        """Number of nodes over which one replica of the experts is spread. 0 if the spread is uneven."""
-        replica, per_node = self.ep * self.etp, self.ranks_per_node or self.world
+        """Number of nodes over which one replica of the experts is spread. 0 if the spread is
+        uneven."""
+        replica = self.ep * self.etp
+        per_node = self.ranks_per_node or self.world
         if replica % per_node == 0:
             return replica // per_node
         return int(per_node % replica == 0)
 
     @property
     def cast_levels(self) -> tuple[int, ...]:
-        """The number of destinations at each level at which multicast sends a token once: nodes, then ep ranks.
+        """The number of destinations at each level at which multicast sends a token once: nodes,
+        then ep ranks.
 
-        Only ep ranks if each replica of the experts is on one node or has one ep rank per node, since the two levels
-        coincide then.
+        Only ep ranks if each replica of the experts is on one node or has one ep rank per node,
+        since the two levels coincide then.
         """
         return (
             (self.nodes_per_replica, self.ep)
@@ -146,8 +154,8 @@ class Grid:
         return rank - max(first, rank - self.local_of(rank))
 
     def group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-        """Return the ranks, ascending, that have the same coordinates as `rank` on all other axes of the view,
-        including `rank`.
+        """Return the ranks, ascending, that have the same coordinates as `rank` on all other axes
+        of the view, including `rank`.
 
         Args:
             rank: a member of the group.
@@ -159,13 +167,16 @@ class Grid:
         return self._groups[(rank, axes)]
 
     def kinds_of_groups(self, axes: tuple[Axis, ...]) -> list[tuple[int, ...]]:
-        """Return the groups over some axes of one view from which all others follow by a shift of whole nodes.
+        """Return the groups over some axes of one view from which all others follow by a shift of
+        whole nodes.
 
-        Tensor-parallel groups and replicas of the experts are runs of consecutive ranks, so their position on the nodes
-        repeats after `period` ranks. Groups over dp or edp reach further, so all of them are returned.
+        Tensor-parallel groups and replicas of the experts are runs of consecutive ranks, so their
+        position on the nodes repeats after `period` ranks. Groups over dp or edp reach further, so
+        all of them are returned.
         """
         reaches_far = not {"dp", "edp"}.isdisjoint(axes)
-        groups, seen = [], set[int]()
+        groups = []
+        seen = set[int]()
         for rank in range(self.world if reaches_far else self.period):
             if rank not in seen:
                 groups.append(self.group(rank, axes))
@@ -174,22 +185,26 @@ class Grid:
 
     @property
     def period(self) -> int:
-        """Number of ranks after which tensor-parallel groups, replicas of the experts and nodes start at the same rank
-        again."""
+        """Number of ranks after which tensor-parallel groups, replicas of the experts and nodes
+        start at the same rank again."""
         return lcm(self.tp, self.ep * self.etp, self.ranks_per_node or self.world)
 
     @cached_property
     def spans(self) -> dict[Axis, tuple[int, int]]:
-        """For each axis that does not refer to nodes: the rank difference between neighbours, and that difference times
-        the axis's size."""
+        """For each axis that does not refer to nodes: the rank difference between neighbours, and
+        that difference times the axis's size."""
         inner_size = self.etp if self.innermost == "etp" else self.ep
         etp_stride, ep_stride = (1, inner_size) if self.innermost == "etp" else (inner_size, 1)
         outer_stride = etp_stride * self.etp_inner
         return {
-            "dp": (self.tp, self.world), "tp": (1, self.tp), "edp": (self.ep * self.etp, self.world),
-            "ep": (ep_stride, ep_stride * self.ep), "etp": (etp_stride, etp_stride * self.etp),
-            "etp_outer": (outer_stride, etp_stride * self.etp), "etp_inner": (etp_stride, outer_stride),
-        }  # fmt: skip
+            "dp": (self.tp, self.world),
+            "tp": (1, self.tp),
+            "edp": (self.ep * self.etp, self.world),
+            "ep": (ep_stride, ep_stride * self.ep),
+            "etp": (etp_stride, etp_stride * self.etp),
+            "etp_outer": (outer_stride, etp_stride * self.etp),
+            "etp_inner": (etp_stride, outer_stride),
+        }
 
     @cached_property
     def _groups(self) -> dict[tuple[int, tuple[Axis, ...]], tuple[int, ...]]:
@@ -216,14 +231,16 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """A level of links: the groups of ranks that share a link, and the limit on the copies that leave a group."""
+    """A level of links: the groups of ranks that share a link, and the limit on the copies that
+    leave a group."""
 
     name: str
     """Name in messages, such as node or leaf."""
     group: tuple[int, ...]
     """The number of each rank's group."""
     share: float
-    """Share of a rank's copies, 0 to 1, that may leave its group; the number of copies is rounded down."""
+    """Share of a rank's copies, 0 to 1, that may leave its group; the number of copies is rounded
+    down."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:

@@ -1,7 +1,9 @@
-"""The pieces of which every slot consists, and the pieces that a movement sends where, before any count is known.
+"""The pieces of which every slot consists, and the pieces that a movement sends where, before any
+count is known.
 
-A piece is (origin, expert, chunk): the rows that one rank contributes for one expert, or a chunk of them. Every layout
-is a list of whole pieces, so a movement is a matching of pieces between two layouts. `sizes.py` adds the numbers of rows.
+A piece is (origin, expert, chunk): the rows that one rank contributes for one expert, or a chunk of
+them. Every layout is a list of whole pieces, so a movement is a matching of pieces between two
+layouts. `sizes.py` adds the numbers of rows.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ class Move:
     group: tuple[Axis, ...]
     """Axes over which ranks exchange."""
     reduce: bool
-    """Whether the target sums the pieces of all ranks that hold them. If False, the target uses its own piece, or the
-    piece of the lowest rank that holds one."""
+    """Whether the target sums the pieces of all ranks that hold them. If False, the target uses its
+    own piece, or the piece of the lowest rank that holds one."""
 
     @property
     def is_for_helpers(self) -> bool:
-        """Whether the movement brings something to ranks that help with replicated experts, which depends on counts."""
+        """Whether the movement brings something to ranks that help with replicated experts, which
+        depends on counts."""
         return not {self.source.chunk, self.target.chunk}.isdisjoint(HELPERS)
 
     @cached_property
@@ -46,7 +49,8 @@ class Move:
         return hash((self.source, self.target, self.group, self.reduce))
 
     def __hash__(self) -> int:
-        """Return the cached hash: a movement is looked up several times in every call of a layer."""
+        """Return the cached hash: a movement is looked up several times in every call of a
+        layer."""
         return self._hash
 
 
@@ -63,7 +67,8 @@ def move_of(task: Task, slots: Mapping[str, Slot]) -> Move:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces that a slot holds, in the order of its rows: by expert, then origin, then chunk."""
+    """The pieces that a slot holds, in the order of its rows: by expert, then origin, then
+    chunk."""
 
     number: np.ndarray
     """(n,) int64: identifies each piece, identically on all ranks."""
@@ -76,7 +81,8 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Matched:
-    """The pieces that a rank sends to, or receives from, its peers in a movement, peer after peer."""
+    """The pieces that a rank sends to, or receives from, its peers in a movement, peer after
+    peer."""
 
     peers: tuple[int, ...]
     """The peers with at least one piece, ascending; they may include the rank itself."""
@@ -91,10 +97,30 @@ class Matched:
         return np.array_equal(self.places, np.arange(len(self.places)))
 
 
+class _HeldNumbers(NamedTuple):
+    """The origins, experts or chunks of some pieces, and which of these each rank holds."""
+
+    held: np.ndarray
+    """(ranks, n) bool."""
+    number: np.ndarray
+    """(pieces,) int64: the number of each piece."""
+
+    def num_candidates(self, piece: np.ndarray) -> int:
+        """Return how many pairs `holders` returns."""
+        return int(self.held.sum(0)[self.number[piece]].sum())
+
+    def holders(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pairs (rank, piece) in which the rank holds the piece's number."""
+        ranks_per_number = self.held.sum(0)
+        counts = ranks_per_number[self.number[piece]]
+        starts = (np.cumsum(ranks_per_number) - ranks_per_number)[self.number[piece]]
+        return np.nonzero(self.held.T)[1][runs(starts, counts)], np.repeat(piece, counts)
+
+
 @dataclass(frozen=True)
 class Held:
-    """The pieces that slots of a layout hold on each rank: each combination of its origins, experts and chunks, if in
-    `inside`."""
+    """The pieces that slots of a layout hold on each rank: each combination of its origins, experts
+    and chunks, if in `inside`."""
 
     origins: np.ndarray
     """(ranks, origins) bool."""
@@ -110,7 +136,8 @@ class Held:
     def by(
         self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rank, position among the given pieces) of every rank that holds one of them, (pairs,) int64 each.
+        """Return (rank, position among the given pieces) of every rank that holds one of them,
+        (pairs,) int64 each.
 
         Args:
             origin, expert, chunk: (n,) each, of the given pieces.
@@ -120,49 +147,53 @@ class Held:
             if self.inside is None
             else np.flatnonzero(self.inside[origin, expert])
         )
-        axes = [(self.origins, origin), (self.experts, expert), (self.chunks, chunk)]
-        for table, number in axes:
-            is_held = np.logical_or.reduce(table, axis=0)
+        axes = {
+            "origin": _HeldNumbers(self.origins, origin),
+            "expert": _HeldNumbers(self.experts, expert),
+            "chunk": _HeldNumbers(self.chunks, chunk),
+        }
+        for axis in axes.values():
+            is_held = np.logical_or.reduce(axis.held, axis=0)
             if not is_held.all():
-                piece = piece[is_held[number[piece]]]
+                piece = piece[is_held[axis.number[piece]]]
         if self.homes is not None:
             rank = self.homes[origin[piece], chunk[piece]]
-        elif self._kinds is not None:  # look up by origin and set of experts together
-            kind_of_rank, kind_of_expert, num_kinds = self._kinds
-            ranks = np.argsort(kind_of_rank, kind="stable")
-            origin_held, order = np.nonzero(self.origins[ranks].T)
-            ranks = ranks[order]
-            holders = np.bincount(
-                origin_held * num_kinds + kind_of_rank[ranks],
-                minlength=self.origins.shape[1] * num_kinds,
-            )
-            pair = origin[piece] * num_kinds + kind_of_expert[expert[piece]]
-            selected = runs((np.cumsum(holders) - holders)[pair], holders[pair])
-            rank, piece, axes = ranks[selected], np.repeat(piece, holders[pair]), axes[2:]
-        else:  # look up on the axis that leaves the fewest candidate ranks
-            ranks_per_index = [table.sum(0) for table, _ in axes]
-            counts = [count[number[piece]] for count, (_, number) in zip(ranks_per_index, axes)]
-            smallest = min(range(3), key=lambda axis: int(counts[axis].sum()))
-            table, number = axes.pop(smallest)
-            starts = (np.cumsum(ranks_per_index[smallest]) - ranks_per_index[smallest])[
-                number[piece]
-            ]
-            rank, piece = (
-                np.nonzero(table.T)[1][runs(starts, counts[smallest])],
-                np.repeat(piece, counts[smallest]),
-            )
-        for table, number in axes:
-            if table.all():
+        elif self._kinds is not None:
+            rank, piece = self._by_origin_and_kind(axes.pop("origin"), axes.pop("expert"), piece)
+        else:
+            fewest = min(axes, key=lambda name: axes[name].num_candidates(piece))
+            rank, piece = axes.pop(fewest).holders(piece)
+        for axis in axes.values():
+            if axis.held.all():
                 continue
-            holds = table.ravel()[rank * table.shape[1] + number[piece]]
+            holds = axis.held.ravel()[rank * axis.held.shape[1] + axis.number[piece]]
             if not holds.all():
-                rank, piece = rank[holds], piece[holds]
+                rank = rank[holds]
+                piece = piece[holds]
         return rank, piece
+
+    def _by_origin_and_kind(
+        self, origins: _HeldNumbers, experts: _HeldNumbers, piece: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pairs (rank, piece) in which the rank holds the piece's origin, and the set of
+        experts that the piece's expert is in."""
+        assert self._kinds is not None
+        kind_of_rank, kind_of_expert, num_kinds = self._kinds
+        ranks = np.argsort(kind_of_rank, kind="stable")
+        origin_held, order = np.nonzero(self.origins[ranks].T)
+        ranks = ranks[order]
+        holders = np.bincount(
+            origin_held * num_kinds + kind_of_rank[ranks],
+            minlength=self.origins.shape[1] * num_kinds,
+        )
+        pair = origins.number[piece] * num_kinds + kind_of_expert[experts.number[piece]]
+        selected = runs((np.cumsum(holders) - holders)[pair], holders[pair])
+        return ranks[selected], np.repeat(piece, holders[pair])
 
     @cached_property
     def _kinds(self) -> tuple[np.ndarray, np.ndarray, int] | None:
-        """The set of experts that each rank holds, (ranks,), and the one that contains each expert, (experts,), as numbers; and
-        the number of sets.
+        """The set of experts that each rank holds, (ranks,), and the one that contains each expert,
+        (experts,), as numbers; and the number of sets.
 
         None if an expert belongs to several sets.
         """
@@ -171,18 +202,20 @@ class Held:
 
     @cached_property
     def _distinct_sets(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The different sets of experts and of chunks that ranks hold, (sets, experts or chunks) bool, with the number of each
-        rank's set, (ranks,)."""
+        """The different sets of experts and of chunks that ranks hold, (sets, experts or chunks)
+        bool, with the number of each rank's set, (ranks,)."""
         return [distinct_rows(self.experts), distinct_rows(self.chunks)]
 
     def sums(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of rows that each rank holds, (ranks,) float64 with whole numbers. Not defined if pieces
-        have `homes`.
+        """Return the number of rows that each rank holds, (ranks,) float64 with whole numbers. Not
+        defined if pieces have `homes`.
 
-        Ranks with equal experts and chunks share one sum per origin, which is then added up over each rank's origins.
+        Ranks with equal experts and chunks share one sum per origin, which is then added up over
+        each rank's origins.
 
         Args:
-            rows: (origins, experts, chunks) int64: rows of every piece; chunks at the end may be left out.
+            rows: (origins, experts, chunks) int64: rows of every piece; chunks at the end may be
+                left out.
         """
         assert self.homes is None, "pieces that have homes are held one by one"
         table = (
@@ -201,7 +234,8 @@ class Held:
 
 
 def distinct_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different rows of a bool table and the number of each row among them, as `np.unique` of axis 0 does."""
+    """Return the different rows of a bool table and the number of each row among them, as
+    `np.unique` of axis 0 does."""
     packed = np.packbits(table, axis=1)
     _, first, number = np.unique(
         packed.view(f"S{packed.shape[1]}").ravel(), return_index=True, return_inverse=True
@@ -213,14 +247,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def memoised(method: Method) -> Method:
-    """Keep a method's results in `self.results`, by name and arguments."""
+    """Keep a method's results in `self.results`, by its name and its arguments."""
     name = method.__name__
 
     @wraps(method)
-    def look_up(self: Any, *arguments: Any) -> Any:
-        key = (name, *arguments)
+    def look_up(self: Any, *arguments: Any, **options: Any) -> Any:
+        key = (name, *arguments, *options.items())
         if key not in self.results:
-            self.results[key] = method(self, *arguments)
+            self.results[key] = method(self, *arguments, **options)
         return self.results[key]
 
     return look_up  # type: ignore[return-value]
@@ -231,7 +265,8 @@ class AbstractLayoutIndex(ABC):
 
     Args:
         num_chunks: number of parts into which each run of copies is cut.
-        replicates: whether each run has one more chunk per ep rank, after these parts, which that rank computes.
+        replicates: whether each run has one more chunk per ep rank, after these parts, which that
+            rank computes.
 
     Raises:
         InputError: if the experts cannot be split over ep.
@@ -240,14 +275,13 @@ class AbstractLayoutIndex(ABC):
     def __init__(self, grid: Grid, num_experts: int, num_chunks: int, *, replicates: bool) -> None:
         if num_experts % grid.ep:
             raise InputError(
-                f"num_experts={num_experts} does not split over mesh.ep={grid.ep}: choose ep as a divisor of it"
+                f"num_experts={num_experts} does not split over mesh.ep={grid.ep}: choose ep "
+                "as a divisor of it"
             )
-        self.grid, self.num_experts, self.num_chunks, self.replicates = (
-            grid,
-            num_experts,
-            num_chunks,
-            replicates,
-        )
+        self.grid = grid
+        self.num_experts = num_experts
+        self.num_chunks = num_chunks
+        self.replicates = replicates
         self._all_chunks = num_chunks + grid.ep * replicates
         self._base = max(num_experts, grid.nodes_per_replica)
         self.results: dict[tuple[Any, ...], Any] = {}
@@ -275,7 +309,8 @@ class AbstractLayoutIndex(ABC):
 
     @abstractmethod
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
-        """Return by how many rows the tokens of each piece stand later in their slot than at their origin, (pieces,) int64.
+        """Return by how many rows the tokens of each piece stand later in their slot than at their
+        origin, (pieces,) int64.
 
         None if they stand where the tokens of their origin start.
         """
@@ -287,7 +322,8 @@ class AbstractLayoutIndex(ABC):
         return range(first, first + num_local)
 
     def node_experts(self, rank: int) -> range:
-        """Return the experts of which a shard is stored on a rank's node, within the rank's replica of the experts."""
+        """Return the experts of which a shard is stored on a rank's node, within the rank's replica
+        of the experts."""
         grid = self.grid
         mates = (
             peer
@@ -300,18 +336,16 @@ class AbstractLayoutIndex(ABC):
         )
 
     def experts(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the second index of a layout's pieces: experts, nodes (node_tokens), ep ranks (rank_tokens), or 0
-        (tokens)."""
+        """Return the second index of a layout's pieces: experts, nodes (node_tokens), ep ranks
+        (rank_tokens), or 0 (tokens)."""
         if layout.flow == "node_tokens" and layout.experts == "node":
             return np.array([self.grid.coordinate(rank, "node")])
         if layout.flow == "rank_tokens" and layout.experts != "all":
             experts = self.experts(replace(layout, flow="copies"), rank)
             return np.unique(experts // (self.num_experts // self.grid.ep))
         if layout.chunk == "near":
-            node, shard = (
-                self.grid.group(rank, ("node",)),
-                partial(self.grid.coordinate, axis="etp"),
-            )
+            node = self.grid.group(rank, ("node",))
+            shard = partial(self.grid.coordinate, axis="etp")
             return np.unique(
                 [self.local_experts(mate) for mate in node if shard(mate) == shard(rank)]
             )
@@ -331,7 +365,8 @@ class AbstractLayoutIndex(ABC):
     @memoised
     def stays(self, move: Move, rank: int) -> bool:
         """Return whether a movement leaves all rows of a rank where they are, for any counts."""
-        sent, received = self.sent(move, rank), self.received(move, rank)
+        sent = self.sent(move, rank)
+        received = self.received(move, rank)
         counts = [len(self.pieces(layout, rank).number) for layout in (move.source, move.target)]
         all_stay = sent.peers == received.peers == (rank,) and counts == [
             len(sent.places),
@@ -345,8 +380,10 @@ class LayoutIndex(AbstractLayoutIndex):
 
     Args:
         num_chunks: number of parts into which each run of copies is cut.
-        replicates: whether each run has one more chunk per ep rank, after these parts, which that rank computes.
-        parts: number of chunks of the program, which share the `num_chunks` parts evenly. None: one part per chunk.
+        replicates: whether each run has one more chunk per ep rank, after these parts, which that
+            rank computes.
+        parts: number of chunks of the program, which share the `num_chunks` parts evenly. None: one
+            part per chunk.
 
     Raises:
         InputError: if the experts cannot be split over ep.
@@ -375,14 +412,17 @@ class LayoutIndex(AbstractLayoutIndex):
         expert, origin, chunk = (values.reshape(-1) for values in grids)
         if layout.step is not None:
             inside = self._ahead(origin, expert, layout.step[1]) == layout.step[0]
-            expert, origin, chunk = expert[inside], origin[inside], chunk[inside]
+            expert = expert[inside]
+            origin = origin[inside]
+            chunk = chunk[inside]
         number = self.number(origin, expert, chunk)
         return Pieces(number, origin, expert, chunk, np.argsort(number, kind="stable"))
 
     @memoised
     def held(self, layout: Layout) -> Held:
         """Return which pieces slots of a layout hold on each rank."""
-        flow, size = FLOWS[layout.flow], self.grid.size
+        flow = FLOWS[layout.flow]
+        size = self.grid.size
         widths = (
             self.grid.world if flow.origins is None else prod(map(size, flow.origins)),
             self.num_experts if flow.is_per_expert else prod(map(size, flow.homes)),
@@ -409,7 +449,8 @@ class LayoutIndex(AbstractLayoutIndex):
         return None
 
     def matched(self, move: Move, rank: int) -> tuple[Matched, Matched]:
-        """Return the pieces that a rank sends and receives, computed for all ranks that exchange with it at once."""
+        """Return the pieces that a rank sends and receives, computed for all ranks that exchange
+        with it at once."""
         if (move, rank) not in self._matched:
             members = self.grid.group(rank, move.group)
             found = self._exchanged(move, members)
@@ -432,25 +473,26 @@ class LayoutIndex(AbstractLayoutIndex):
             np.concatenate([np.arange(len(piece_numbers)) for piece_numbers in lists])
             for lists in (held_numbers, wanted_numbers)
         )
-        number, wanted = np.concatenate(held_numbers), np.concatenate(wanted_numbers)
+        number = np.concatenate(held_numbers)
+        wanted = np.concatenate(wanted_numbers)
         # Sorted by piece, then rank: the lowest rank that holds a piece comes first.
         keys = number * len(members) + holder
         order = np.argsort(keys, kind="stable")
-        keys, number, holder, source_place = (
-            keys[order],
-            number[order],
-            holder[order],
-            source_place[order],
-        )
+        keys = keys[order]
+        number = number[order]
+        holder = holder[order]
+        source_place = source_place[order]
         first, end = (np.searchsorted(number, wanted, side=side) for side in ("left", "right"))
         missing = np.unique(target[first == end]).tolist()
         assert not missing, (
-            f"ranks {[members[index] for index in missing]} want pieces that no rank of their group holds"
+            f"ranks {[members[index] for index in missing]} want pieces that no rank of their "
+            "group holds"
         )
         if move.reduce:
             count = end - first
             position = runs(first, count)
-            target, target_place = np.repeat(target, count), np.repeat(target_place, count)
+            target = np.repeat(target, count)
+            target_place = np.repeat(target_place, count)
         elif len(keys):  # the target's own piece, else the lowest rank's
             own_position = np.minimum(
                 np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1
@@ -478,7 +520,8 @@ class LayoutIndex(AbstractLayoutIndex):
         return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
-        grid, origins = self.grid, FLOWS[layout.flow].origins
+        grid = self.grid
+        origins = FLOWS[layout.flow].origins
         peers = grid.group(rank, layout.spread)
         if origins is not None:
             peers = tuple(grid.coordinate(peer, origins[0]) for peer in peers) if origins else (0,)
@@ -487,7 +530,8 @@ class LayoutIndex(AbstractLayoutIndex):
         return np.array(sorted({*peers}))
 
     def _ahead(self, origin: np.ndarray, expert: np.ndarray, groups: int) -> np.ndarray:
-        """Return by how many of the `groups` groups of ep ranks each expert's home follows the origin, cyclically."""
+        """Return by how many of the `groups` groups of ep ranks each expert's home follows the
+        origin, cyclically."""
         ranks_per_group = self.grid.ep // groups
         ep_rank = np.array([self.grid.coordinate(rank, "ep") for rank in range(self.grid.world)])
         home = expert // (self.num_experts // self.grid.ep)
@@ -495,7 +539,8 @@ class LayoutIndex(AbstractLayoutIndex):
 
 
 class _Exchanged(NamedTuple):
-    """The pieces that the ranks of a group exchange, (n,) each. Ranks are positions in the group."""
+    """The pieces that the ranks of a group exchange, (n,) each. Ranks are positions in the
+    group."""
 
     source: np.ndarray
     target: np.ndarray
@@ -508,7 +553,8 @@ class _Exchanged(NamedTuple):
 def _by_member(
     members: tuple[int, ...], own: np.ndarray, peer: np.ndarray, places: np.ndarray
 ) -> list[Matched]:
-    """Return the exchanged pieces of each member of a group, peer after peer, from the member and the peer of each piece."""
+    """Return the exchanged pieces of each member of a group, peer after peer, from the member and
+    the peer of each piece."""
     order = np.lexsort((peer, own))
     cuts = np.searchsorted(own[order], np.arange(len(members) + 1))
     found = []
@@ -525,14 +571,16 @@ def _by_member(
 
 
 def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the numbers start, ..., start + count - 1 of all runs, one run after the other, (sum of counts,) int64."""
+    """Return the numbers start, ..., start + count - 1 of all runs, one run after the other, (sum
+    of counts,) int64."""
     if len(counts) and (counts == counts[0]).all():
         return (starts[:, None] + np.arange(counts[0])).ravel()
     return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
 
 
 def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
-    """Return the position of each wanted piece among the held ones, -1 for pieces that are not held."""
+    """Return the position of each wanted piece among the held ones, -1 for pieces that are not
+    held."""
     if not len(held.number):
         return np.full(len(wanted), -1)
     position = np.searchsorted(held.number, wanted, sorter=held.sorter)

@@ -1,4 +1,5 @@
-"""`Plan`: every choice that changes how an MoE layer runs on a mesh. Only lossy codecs change what the layer computes."""
+"""`Plan`: every choice that changes how an MoE layer runs on a mesh. Only lossy codecs change what
+the layer computes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Crossing(Enum):
 _OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
 
 MOST_CHUNKS = 256
-"""Largest `chunks`: smaller chunks are not worth a message, and ordering the tasks takes quadratic time in their number."""
+"""Largest `chunks`: smaller chunks are not worth a message, and ordering the tasks takes quadratic
+time in their number."""
 
 NO_REPLICATION = "none"
 """The name that stands for no replication policy."""
@@ -49,32 +51,38 @@ class StaticPlan:
     """The choices of a plan that do not depend on the routing of a call."""
 
     schedule: Schedule = "s1"
-    """Where tensor parallelism pauses around the layer: baseline (Parm's eq. 1), ted (DeepSpeed), s1 (before the router), s2
-    (after the router), or s3 (like s2, but the expert shards all-gather the rows over the links between them)."""
+    """Where tensor parallelism pauses around the layer: baseline (Parm's eq. 1), ted (DeepSpeed),
+    s1 (before the router), s2 (after the router), or s3 (like s2, but the expert shards all-gather
+    the rows over the links between them)."""
     fuse: bool = False
     """Fuse the two or three movements over ep and etp of baseline and s3 into one."""
     gather_weights: int | None = None
-    """Tutel's r: number of shards of an expert that a token visits; the other ranks of etp gather weights instead. 0: all
-    weights are gathered where the tokens are. None: r = etp, so no weights move."""
+    """Tutel's r: number of shards of an expert that a token visits; the other ranks of etp gather
+    weights instead. 0: all weights are gathered where the tokens are. None: r = etp, so no weights
+    move."""
     chunks: int = 1
-    """Number of chunks of the copies of each expert; one chunk is sent while another is computed."""
+    """Number of chunks of the copies of each expert; one chunk is sent while another is
+    computed."""
     peer_groups: int = 1
-    """Number of groups of ep ranks that exchange one after the other (FasterMoE's smart schedule)."""
+    """Number of groups of ep ranks that exchange one after the other (FasterMoE's smart
+    schedule)."""
     overlap_gather: bool = False
-    """Overlap the all-gather over tp with the all-to-all, phase by phase (Parm's SAA; for s2 and s3)."""
+    """Overlap the all-gather over tp with the all-to-all, phase by phase (Parm's SAA; for s2 and
+    s3)."""
     all_to_all: AllToAll = "linear"
-    """All-to-all over ep. linear: direct; hier1d: through one rank per node; hier2d: inside nodes, then between nodes (2DH);
-    pipelined: inside and between nodes at the same time; hier3d: over groups of nodes; naive: 2DH without aligning;
-    sequential: to one rank after the other; multicast: a token is sent once to each node, and there once to each rank;
-    deepep: DeepEP kernels, if installed (GPUs, s1, tp and etp 1, no other option of the plan)."""
+    """All-to-all over ep. linear: direct; hier1d: through one rank per node; hier2d: inside nodes,
+    then between nodes (2DH); pipelined: inside and between nodes at the same time; hier3d: over
+    groups of nodes; naive: 2DH without aligning; sequential: to one rank after the other;
+    multicast: a token is sent once to each node, and there once to each rank; deepep: DeepEP
+    kernels, if installed (GPUs, s1, tp and etp 1, no other option of the plan)."""
     codec: Codec = NO_CODEC
-    """Codec of rows that cross ep in the forward pass: none, bf16, fp16, int8, fp8, or zfp with its bits per value (zfp:12);
-    docs/codecs.md gives the error of each."""
+    """Codec of rows that cross ep in the forward pass: none, bf16, fp16, int8, fp8, or zfp with its
+    bits per value (zfp:12); docs/codecs.md gives the error of each."""
     backward_codec: Codec = NO_CODEC
     """Codec of gradients that cross ep in the backward pass."""
     order: Order = "optsche"
-    """Order of tasks. optsche: ScheMoE's, all dispatches first, then expert by expert; early: each movement as early as
-    possible; fifo: chunk after chunk."""
+    """Order of tasks. optsche: ScheMoE's, all dispatches first, then expert by expert; early: each
+    movement as early as possible; fifo: chunk after chunk."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
@@ -86,7 +94,8 @@ class StaticPlan:
         for name, known in names.items():
             if getattr(self, name) not in known:
                 raise InputError(
-                    f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}"
+                    f"plan.{name}={getattr(self, name)!r} is unknown: choose one of "
+                    f"{', '.join(known)}"
                 )
         for name in ("codec", "backward_codec"):
             if not getattr(self, name):
@@ -108,7 +117,7 @@ class StaticPlan:
     @property
     def program(self) -> Program:
         """The forward program that the schedule builds, before any pass."""
-        return SCHEDULES[self.schedule](False)
+        return SCHEDULES[self.schedule]()
 
     @property
     def crossing(self) -> Crossing:
@@ -117,30 +126,35 @@ class StaticPlan:
 
     @property
     def link(self) -> str:
-        """The algorithm in `ALL_TO_ALLS` for movements over ep; linear (no change) if `all_to_all` names none of them."""
+        """The algorithm in `ALL_TO_ALLS` for movements over ep; linear (no change) if `all_to_all`
+        names none of them."""
         return self.all_to_all if self.crossing is Crossing.LINK else "linear"
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the plan computes exactly what the plain layer computes, up to the order of sums."""
+        """Whether the plan computes exactly what the plain layer computes, up to the order of
+        sums."""
         return codec_spec(self.codec).is_lossless and codec_spec(self.backward_codec).is_lossless
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(StaticPlan):
-    """Every choice that changes how an MoE layer runs on a mesh, including its reaction to skewed routing."""
+    """Every choice that changes how an MoE layer runs on a mesh, including its reaction to skewed
+    routing."""
 
     replication: str = NO_REPLICATION
-    """Policy that decides in each call which copies are computed on other ranks than the homes of their experts
-    (docs/balance.md). none; shadow: weights of hot experts are sent to the ranks that hold their copies; published: shadow
-    with FasterMoE's own rule; spill: copies that overload a rank are computed by idle ranks; eplb: DeepSeek's rule; arbiter:
-    the fastest of all these, another gather_weights and the smart schedule, by a cost model. The name is looked up when a
-    layer runs the plan (`named.py`)."""
+    """Policy that decides in each call which copies are computed on other ranks than the homes of
+    their experts (docs/balance.md). none; shadow: weights of hot experts are sent to the ranks that
+    hold their copies; published: shadow with FasterMoE's own rule; spill: copies that overload a
+    rank are computed by idle ranks; eplb: DeepSeek's rule; arbiter: the fastest of all these,
+    another gather_weights and the smart schedule, by a cost model. The name is looked up when a
+    layer runs the plan (`policies.py`)."""
     memory_budget: int | None = None
-    """Largest number of bytes that one call of a layer holds on a rank, forward and backward, under any routing. It counts
-    rows, messages, memory of the experts and their gradients; not parameters, input or router. Copies beyond the budget go
-    to helper ranks if the plan replicates. Otherwise the call runs in slices: as many as fit are kept for backward, the others
-    are recomputed. None: no limit."""
+    """Largest number of bytes that one call of a layer holds on a rank, forward and backward, under
+    any routing. It counts rows, messages, memory of the experts and their gradients; not
+    parameters, input or router. Copies beyond the budget go to helper ranks if the plan replicates.
+    Otherwise the call runs in slices: as many as fit are kept for backward, the others are
+    recomputed. None: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,7 +167,8 @@ class Plan(StaticPlan):
 
 
 def plan_in_words(plan: Plan) -> str:
-    """Return a plan in words: schedule, all-to-all, and every other choice that is not the default."""
+    """Return a plan in words: schedule, all-to-all, and every other choice that is not the
+    default."""
     words: list[str] = [plan.schedule, plan.all_to_all]
     words += [f"{plan.chunks} chunks"] * (plan.chunks > 1) + ["fused"] * plan.fuse
     words += [] if plan.gather_weights is None else [f"r = {plan.gather_weights}"]
@@ -168,25 +183,31 @@ def plan_in_words(plan: Plan) -> str:
 
 
 def check_budget(where: str, memory_budget: int | None) -> None:
-    """Raise InputError if a memory budget, a field of the configuration section `where`, is below 1 byte per rank."""
+    """Raise InputError if a memory budget, a field of the configuration section `where`, is below 1
+    byte per rank."""
     if memory_budget is not None and memory_budget < 1:
         raise InputError(
-            f"{where}.memory_budget={memory_budget}: choose bytes per rank, at least 1, or leave it unset for no limit"
+            f"{where}.memory_budget={memory_budget}: choose bytes per rank, at least 1, or "
+            "leave it unset for no limit"
         )
 
 
 def _check_kinds(plan: StaticPlan) -> None:
-    """Raise InputError if a field has a value of a wrong type; NumPy integers are converted to int."""
+    """Raise InputError if a field has a value of a wrong type; NumPy integers are converted to
+    int."""
     for field in fields(plan):
         value = getattr(plan, field.name)
         if field.type == "bool":
-            fits, expected = isinstance(value, bool), "True or False"
+            fits = isinstance(value, bool)
+            expected = "True or False"
         elif field.type in ("int", "int | None"):
             whole = isinstance(value, Integral) and not isinstance(value, bool)
-            fits, expected = whole or (value is None and field.type != "int"), "a whole number"
+            fits = whole or (value is None and field.type != "int")
+            expected = "a whole number"
             if whole:
                 object.__setattr__(plan, field.name, int(value))
         else:
-            fits, expected = isinstance(value, str), "a name, as text"
+            fits = isinstance(value, str)
+            expected = "a name, as text"
         if not fits:
             raise InputError(f"plan.{field.name}={value!r}: must be {expected}")

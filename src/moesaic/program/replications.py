@@ -1,6 +1,8 @@
-"""Which copies of a call are computed elsewhere than at the home of their expert, as a sparse table.
+"""Which copies of a call are computed elsewhere than at the home of their expert, as a sparse
+table.
 
-Few of all combinations of origin, expert and helper occur: at 64 ranks a dense table takes longer to fill than a decision.
+Few of all combinations of origin, expert and helper occur: at 64 ranks a dense table takes longer
+to fill than a decision.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import numpy as np
 
 
 class Replications(NamedTuple):
-    """A sparse table of replicated copies. Several entries may have the same origin, expert and helper."""
+    """A sparse table of replicated copies. Several entries may have the same origin, expert and
+    helper."""
 
     origin: np.ndarray
-    """(n,) int64: the rank from which the copies come; in tables of one replica of the experts, the place of ep."""
+    """(n,) int64: the rank from which the copies come; in tables of one replica of the experts, the
+    place of ep."""
     expert: np.ndarray
     """(n,) int64: the expert of the copies."""
     helper: np.ndarray

@@ -1,8 +1,10 @@
-"""Computes which rows a slot holds on a rank, and which rows a movement sends where. All sizes come from this module.
+"""Computes which rows a slot holds on a rank, and which rows a movement sends where. All sizes come
+from this module.
 
-`layouts.py` knows the pieces of every slot and movement. `CallSizes` adds the number of rows of each piece, from the number
-of copies that each origin sends to each expert. Every rank has all counts, so it derives the sizes of all other ranks without
-further communication. Executor, loopback and simulator share this code.
+`layouts.py` knows the pieces of every slot and movement. `CallSizes` adds the number of rows of
+each piece, from the number of copies that each origin sends to each expert. Every rank has all
+counts, so it derives the sizes of all other ranks without further communication. Executor, loopback
+and simulator share this code.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,8 +57,8 @@ class Runs:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """(runs,) int64: what to add to a position in the concatenated runs to get its row. With `is_constant`, the row
-        itself."""
+        """(runs,) int64: what to add to a position in the concatenated runs to get its row. With
+        `is_constant`, the row itself."""
         return self.starts if self.is_constant else self.starts - (self.sizes.cumsum() - self.sizes)
 
     def are_all_of(self, num_rows: int) -> bool:
@@ -66,7 +68,8 @@ class Runs:
 
 @dataclass(frozen=True)
 class MovedRows:
-    """The number of rows that each rank sends to each other rank in a movement. Rows that stay on a rank are not counted."""
+    """The number of rows that each rank sends to each other rank in a movement. Rows that stay on a
+    rank are not counted."""
 
     world: int
     source: np.ndarray
@@ -76,10 +79,12 @@ class MovedRows:
     """(n,) int64, above 0."""
 
     def between(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Return the number of rows sent from `source[i]` to `target[i]` for each pair of ranks, (pairs,) int64."""
+        """Return the number of rows sent from `source[i]` to `target[i]` for each pair of ranks,
+        (pairs,) int64."""
         if not len(self.rows):
             return np.zeros(len(source), dtype=np.int64)
-        pairs, wanted_pairs = self.source * self.world + self.target, source * self.world + target
+        pairs = self.source * self.world + self.target
+        wanted_pairs = source * self.world + target
         position = np.minimum(np.searchsorted(pairs, wanted_pairs), len(pairs) - 1)
         return np.where(pairs[position] == wanted_pairs, self.rows[position], 0)
 
@@ -87,8 +92,8 @@ class MovedRows:
         """Return the rows that each rank sends in one hop.
 
         Args:
-            legs: (4, packets): source and target of each packet, then source and target of its leg, as `legs_by_hop`
-                returns them.
+            legs: (4, packets): source and target of each packet, then source and target of its leg,
+                as `legs_by_hop` returns them.
         """
         return moved_rows(
             self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1])
@@ -106,7 +111,8 @@ def _stands_at(ascending: np.ndarray, position: np.ndarray, wanted: np.ndarray) 
 def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     """Return rows summed by pair of ranks. A pair is source * world + target."""
     is_sent = (rows > 0) & (pairs % (world + 1) != 0)
-    pairs, rows = pairs[is_sent], rows[is_sent]
+    pairs = pairs[is_sent]
+    rows = rows[is_sent]
     if world * world <= 8 * len(pairs):  # a table of all pairs is smaller than sorting these
         table = np.bincount(pairs, weights=rows, minlength=world * world)
         distinct = np.flatnonzero(table)
@@ -131,6 +137,15 @@ class Splits:
     """Whether these are all rows of the slot, in the slot's order."""
 
 
+class _FlowPieces(NamedTuple):
+    """Pieces of a flow with their rows, (n,) int64 each."""
+
+    origin: np.ndarray
+    expert: np.ndarray
+    chunk: np.ndarray
+    rows: np.ndarray
+
+
 class CallSizes:
     """The rows of every slot and movement in one call of a layer.
 
@@ -138,13 +153,16 @@ class CallSizes:
         copies: (world, num_experts) int64: copies that each origin sends to each expert.
         tokens: (world,) int64: tokens that belong to each origin.
         num_chunks: number of parts into which each run of copies is cut.
-        node_tokens: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens that each origin sends to
-            each node, then to each ep rank; only for multicast programs.
+        node_tokens: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens that each
+            origin sends to each node, then to each ep rank; only for multicast programs.
         units: rows into which one shard of an expert is packed when weights are moved.
-        replicated: of each run, the copies that each ep rank computes for the expert's home; only for programs that
-            replicate. The first copies of a run stay with the home. None: all of them do.
-        shapes: the pieces for the same grid, experts and chunks, shared between calls. None: computed here.
-        parts: (world, num_experts, num_chunks) int64: copies in each part of each run. None: equal parts.
+        replicated: of each run, the copies that each ep rank computes for the expert's home; only
+            for programs that replicate. The first copies of a run stay with the home. None: all of
+            them do.
+        shapes: the pieces for the same grid, experts and chunks, shared between calls. None:
+            computed here.
+        parts: (world, num_experts, num_chunks) int64: copies in each part of each run. None: equal
+            parts.
 
     Raises:
         InputError: if the experts cannot be split over ep, or the counts do not fit the mesh.
@@ -168,7 +186,8 @@ class CallSizes:
                 f"counts of shape {copies.shape} and {tokens.shape} do not fit {grid.world} ranks: "
                 f"give ({grid.world}, num_experts) and ({grid.world},)"
             )
-        self.grid, self.num_chunks = grid, num_chunks
+        self.grid = grid
+        self.num_chunks = num_chunks
         self.shapes: AbstractLayoutIndex = shapes or LayoutIndex(
             grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None
         )
@@ -201,11 +220,9 @@ class CallSizes:
         """Return the experts of which a rank computes replicated copies, (num_experts,) bool."""
         mates = self.grid.group(rank, ("ep", "etp"))
         origins = sorted({origin for mate in mates for origin in self.grid.group(mate, ("tp",))})
-        helper, origin, expert = (
-            self._replicated.helper,
-            self._replicated.origin,
-            self._replicated.expert,
-        )
+        helper = self._replicated.helper
+        origin = self._replicated.origin
+        expert = self._replicated.expert
         helped = np.zeros(self.num_experts, dtype=bool)
         helped[expert[(helper == self.grid.coordinate(rank, "ep")) & np.isin(origin, origins)]] = (
             True
@@ -213,7 +230,8 @@ class CallSizes:
         return helped
 
     def held(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the experts of which a slot of this layout has rows or weights on a rank, ascending."""
+        """Return the experts of which a slot of this layout has rows or weights on a rank,
+        ascending."""
         if layout.chunk == "here":
             return np.flatnonzero(self.helped(rank))
         experts = self.shapes.experts(layout, rank)
@@ -224,13 +242,14 @@ class CallSizes:
         )
 
     def _needs_weights(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the experts whose weights replicated copies need on the rank ("here") or its node ("near"),
-        (num_experts,) bool."""
+        """Return the experts whose weights replicated copies need on the rank ("here") or its node
+        ("near"), (num_experts,) bool."""
         return self.helped(rank) if layout.chunk == "here" else self._helped_on_node(rank)
 
     @memoised
     def _helped_on_node(self, rank: int) -> np.ndarray:
-        """Return the experts of which ranks with this one's shards on its node compute replicated copies."""
+        """Return the experts of which ranks with this one's shards on its node compute replicated
+        copies."""
         shard = self.grid.coordinate(rank, "etp")
         mates = [
             mate
@@ -241,7 +260,8 @@ class CallSizes:
         return on_node
 
     def num_held(self, layout: Layout, rank: int) -> int:
-        """Return the number of experts of which a slot of this layout has rows or weights on a rank."""
+        """Return the number of experts of which a slot of this layout has rows or weights on a
+        rank."""
         return len(self.held(layout, rank))
 
     def num_rows(self, layout: Layout, rank: int) -> int:
@@ -258,13 +278,13 @@ class CallSizes:
         ):
             return held.sums(self._rows[layout.flow]).astype(np.int64)
         rank, piece = self._held_by(layout)
-        return np.bincount(rank, self._pieces(layout.flow)[3][piece], self.grid.world).astype(
-            np.int64
-        )
+        rows = self._pieces(layout.flow).rows[piece]
+        return np.bincount(rank, rows, self.grid.world).astype(np.int64)
 
     @memoised
     def offsets(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return where each piece of a slot starts, and where the last one ends, (pieces + 1,) int64."""
+        """Return where each piece of a slot starts, and where the last one ends, (pieces + 1,)
+        int64."""
         pieces = self.shapes.pieces(layout, rank)
         offsets = np.zeros(len(pieces.number) + 1, dtype=np.int64)
         rows = self._rows_of(layout, pieces)
@@ -282,31 +302,35 @@ class CallSizes:
         return per_expert[self.held(layout, rank)]
 
     def rows_per_expert_of_ranks(self, layout: Layout) -> np.ndarray:
-        """Return the rows of each expert in slots of copies, (world, experts) int64, starting with each rank's first expert.
+        """Return the rows of each expert in slots of copies, (world, experts) int64, starting with
+        each rank's first expert.
 
         Ranks that have fewer experts than others have zeros at the end.
         """
         experts = self.shapes.held(layout).experts
-        first, num_experts = experts.argmax(1), experts.shape[1]
+        first = experts.argmax(1)
+        num_experts = experts.shape[1]
         width = int((num_experts - experts[:, ::-1].argmax(1) - first).max())
-        rank, piece = self._held_by(layout, True)
-        _, expert, _, rows = self._pieces(layout.flow, True)
-        table = np.bincount(
-            rank * width + expert[piece] - first[rank], rows[piece], self.grid.world * width
-        )
+        rank, piece = self._held_by(layout, by_expert=True)
+        pieces = self._pieces(layout.flow, by_expert=True)
+        cell = rank * width + pieces.expert[piece] - first[rank]
+        table = np.bincount(cell, pieces.rows[piece], self.grid.world * width)
         return table.astype(np.int64).reshape(self.grid.world, width)
 
     @memoised
     def ends(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return one past the last row of each expert in a slot of copies, (experts of the layout,) int64."""
+        """Return one past the last row of each expert in a slot of copies, (experts of the layout,)
+        int64."""
         return self.rows_per_expert(layout, rank).cumsum()
 
     @memoised
     def token_bases(self, tokens: Layout, copies: Layout, rank: int) -> Runs:
-        """Return where the tokens of each copy's origin start in a slot of tokens, node_tokens or rank_tokens.
+        """Return where the tokens of each copy's origin start in a slot of tokens, node_tokens or
+        rank_tokens.
 
-        A tensor-parallel group that routes all its tokens together numbers them together, so its copies start at 0. The
-        tokens sent to a node or to an ep rank are numbered per origin and chunk.
+        A tensor-parallel group that routes all its tokens together numbers them together, so its
+        copies start at 0. The tokens sent to a node or to an ep rank are numbered per origin and
+        chunk.
         """
         return Runs(
             self._find_bases(tokens, copies, rank),
@@ -337,8 +361,10 @@ class CallSizes:
         return moved_rows(self.grid.world, *self._exchanged(move))
 
     def _exchanged(self, move: Move) -> tuple[np.ndarray, np.ndarray]:
-        """Return one entry per piece that is sent: source * world + target, and its rows, (n,) int64 each."""
-        world, rows = self.grid.world, self._pieces(move.source.flow)[3]
+        """Return one entry per piece that is sent: source * world + target, and its rows, (n,)
+        int64 each."""
+        world = self.grid.world
+        rows = self._pieces(move.source.flow).rows
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
         (holder, held), (target, wanted) = (
             self._held_by(layout) for layout in (move.source, move.target)
@@ -350,9 +376,12 @@ class CallSizes:
         if not move.reduce:  # the target's own piece, else the lowest rank's
             own = wanted_keys * world + target
             foreign = ~_stands_at(held_by_rank, np.searchsorted(held_by_rank, own), own)
-            target, wanted, wanted_keys = target[foreign], wanted[foreign], wanted_keys[foreign]
+            target = target[foreign]
+            wanted = wanted[foreign]
+            wanted_keys = wanted_keys[foreign]
             lowest = np.flatnonzero(np.diff(held_keys, prepend=-1))
-            held_keys, holder = held_keys[lowest], holder[lowest]
+            held_keys = held_keys[lowest]
+            holder = holder[lowest]
         first = np.searchsorted(held_keys, wanted_keys)
         if move.reduce:
             end = np.searchsorted(held_keys, wanted_keys, side="right")
@@ -360,8 +389,8 @@ class CallSizes:
             end = first + _stands_at(held_keys, first, wanted_keys)
         # Replicated weights that no rank needs are not sent.
         assert move.is_for_helpers or (first < end).all(), (
-            f"a movement over {'+'.join(move.group)} wants pieces that no rank of the group holds: from {move.source} to "
-            f"{move.target}"
+            f"a movement over {'+'.join(move.group)} wants pieces that no rank of the group "
+            f"holds: from {move.source} to {move.target}"
         )
         count = end - first
         return holder[runs(first, count)] * world + np.repeat(target, count), np.repeat(
@@ -369,13 +398,12 @@ class CallSizes:
         )
 
     @memoised
-    def _pieces(
-        self, flow: Flow, by_expert: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return origin, expert, chunk and rows of all pieces of a flow that have rows, (n,) each.
+    def _pieces(self, flow: Flow, *, by_expert: bool = False) -> _FlowPieces:
+        """Return all pieces of a flow that have rows.
 
-        The experts of one home are held together, so they are merged under their first expert. They are kept apart with
-        `by_expert`, and for weights and bias, of which ranks may hold those of single experts.
+        The experts of one home are held together, so they are merged under their first expert. They
+        are kept apart with `by_expert`, and for weights and bias, of which ranks may hold those of
+        single experts.
         """
         experts_per_home = 1
         if FLOWS[flow].is_per_expert and not by_expert and flow not in ("weights", "bias"):
@@ -384,7 +412,7 @@ class CallSizes:
         if experts_per_home > 1:
             merged = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
         origin, home, chunk = np.nonzero(merged)
-        found = origin, home * experts_per_home, chunk, merged[origin, home, chunk]
+        found = _FlowPieces(origin, home * experts_per_home, chunk, merged[origin, home, chunk])
         if flow == "copies" and not self._replicated.is_empty:
             origin, expert, helper, amount = self._replicated
             helped = (
@@ -393,7 +421,7 @@ class CallSizes:
                 self.num_chunks + helper,
                 amount,
             )
-            return tuple(np.concatenate([found, helped], axis=1))
+            return _FlowPieces(*np.concatenate([found, helped], axis=1))
         return found
 
     def _may_be_replicated(self, layout: Layout) -> bool:
@@ -415,16 +443,20 @@ class CallSizes:
         return of_pieces
 
     @memoised
-    def _held_by(self, layout: Layout, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return which ranks hold which of `_pieces`, as pairs (rank, position in `_pieces`), (pairs,) int64 each."""
-        origin, expert, chunk, _ = self._pieces(layout.flow, by_expert)
-        rank, piece = self.shapes.held(layout).by(origin, expert, chunk)
+    def _held_by(self, layout: Layout, *, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return which ranks hold which of `_pieces`, as pairs (rank, position in `_pieces`),
+        (pairs,) int64 each."""
+        pieces = (
+            self._pieces(layout.flow, by_expert=True) if by_expert else self._pieces(layout.flow)
+        )
+        rank, piece = self.shapes.held(layout).by(pieces.origin, pieces.expert, pieces.chunk)
         if layout.is_on_demand:
             tables = np.stack(
                 [self._needs_weights(layout, member) for member in range(self.grid.world)]
             )
-            is_needed = tables[rank, expert[piece]]
-            rank, piece = rank[is_needed], piece[is_needed]
+            is_needed = tables[rank, pieces.expert[piece]]
+            rank = rank[is_needed]
+            piece = piece[is_needed]
         return rank, piece
 
     def num_moved(self, move: Move, source: int, target: int) -> int:
@@ -433,7 +465,8 @@ class CallSizes:
         return incoming.counts[incoming.peers.index(source)] if source in incoming.peers else 0
 
     def _splits(self, mine: Layout, theirs: Layout, matched: Matched, rank: int) -> Splits:
-        """Return the rows of matched pieces. A helper gets weights only of the experts of which it computes copies."""
+        """Return the rows of matched pieces. A helper gets weights only of the experts of which it
+        computes copies."""
         offsets = self.offsets(mine, rank)
         sizes = np.diff(offsets)[matched.places]
         if theirs.is_on_demand:
@@ -449,10 +482,8 @@ class CallSizes:
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         """Return the base of each piece of the copies; see `token_bases`."""
-        copy_pieces, later = (
-            self.shapes.pieces(copies, rank),
-            self.shapes.tokens_later(copies, rank),
-        )
+        copy_pieces = self.shapes.pieces(copies, rank)
+        later = self.shapes.tokens_later(copies, rank)
         if later is not None:
             return later
         token_pieces = self.shapes.pieces(tokens, rank)

@@ -1,8 +1,9 @@
-"""`Slot`, `Task` and `Program` describe what a layer does, as data: no tensors, no process groups, no callables.
+"""`Slot`, `Task` and `Program` describe what a layer does, as data: no tensors, no process groups,
+no callables.
 
-A program does not depend on the rank: all ranks run the same one. A group is a tuple of axes. Row counts follow from a
-slot's layout, which `sizes.py` evaluates per rank. Each slot has a state per axis, from which the backward program is
-derived (`transpose.py`).
+A program does not depend on the rank: all ranks run the same one. A group is a tuple of axes. Row
+counts follow from a slot's layout, which `sizes.py` evaluates per rank. Each slot has a state per
+axis, from which the backward program is derived (`transpose.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from moesaic.program.grid import Axis
 
 Flow = Literal["copies", "tokens", "node_tokens", "rank_tokens", "weights", "bias"]
 ONCE: tuple[Flow, ...] = ("node_tokens", "rank_tokens")
-"""Flows in which a token is sent to a destination once, however many of its copies are computed there."""
+"""Flows in which a token is sent to a destination once, however many of its copies are computed
+there."""
 Which = Literal["all", "rank", "node"]
 NamedChunk = Literal["replicated", "here", "near"]
 HELPERS: tuple[NamedChunk, ...] = ("near", "here")
-"""Chunks that only ranks hold which help with replicated experts, or which pass on what helpers need."""
+"""Chunks that only ranks hold which help with replicated experts, or which pass on what helpers
+need."""
 Chunk = int | NamedChunk
 
 INDEX_BYTES = 4
@@ -36,7 +39,8 @@ class State(str, Enum):
     PARTIAL = "P"
     """The value is the sum over the ranks."""
     IDENTICAL = "I"
-    """All ranks have the same values and use them in the same way, so their cotangents are identical too."""
+    """All ranks have the same values and use them in the same way, so their cotangents are
+    identical too."""
 
     @property
     def dual(self) -> State:
@@ -54,25 +58,29 @@ class Kind(str, Enum):
     LANE = "lane"
     """(rows, 1): one scalar per row, the routing weight, sent in float32 or a wider type."""
     INDEX = "index"
-    """(rows, 1) integers: for each copy, the position of its token among its origin's tokens. An index has no cotangent
-    and takes `INDEX_BYTES` per row in messages."""
+    """(rows, 1) integers: for each copy, the position of its token among its origin's tokens. An
+    index has no cotangent and takes `INDEX_BYTES` per row in messages."""
     WEIGHT = "weight"
     """Parameters of the experts in the layout of their module. Movements pack them into rows."""
     PACKETS = "packets"
-    """Messages in transit, each with its origin and destination. Only lowered programs have such slots."""
+    """Messages in transit, each with its origin and destination. Only lowered programs have such
+    slots."""
 
 
 class Op(str, Enum):
-    """What a task does. All movements are one operation, since they differ only in states and layouts."""
+    """What a task does. All movements are one operation, since they differ only in states and
+    layouts."""
 
     PERMUTE = "permute"
     """tokens, index -> rows: copy each token to its rows."""
     COMBINE = "combine"
     """rows, index -> tokens: sum the rows of each token. The transpose of permute."""
     MOVE = "move"
-    """Move rows to another layout over a group of ranks; sum them if the source is partial and the target is not."""
+    """Move rows to another layout over a group of ranks; sum them if the source is partial and the
+    target is not."""
     SCALE = "scale"
-    """Multiply by the size of the group raised to `power`. The transpose uses `dual_power` instead."""
+    """Multiply by the size of the group raised to `power`. The transpose uses `dual_power`
+    instead."""
     ADD = "add"
     """Sum slots of equal layout."""
     TAKE = "take"
@@ -80,15 +88,18 @@ class Op(str, Enum):
     JOIN = "join"
     """Concatenate chunks into one slot. The transpose of take."""
     EXPERT = "expert"
-    """rows, gates, weights -> rows: run the rank's experts and multiply each result by its routing weight."""
+    """rows, gates, weights -> rows: run the rank's experts and multiply each result by its routing
+    weight."""
     EXPERT_GRAD = "expert_grad"
     """cotangent, rows, gates, weights -> the cotangents of rows, gates and weights."""
     PACK = "pack"
-    """rows -> packets: sort the rows of a movement into messages and encode them. Only in lowered programs."""
+    """rows -> packets: sort the rows of a movement into messages and encode them. Only in lowered
+    programs."""
     HOP = "hop"
     """packets -> packets: one round of messages of an all-to-all. Only in lowered programs."""
     UNPACK = "unpack"
-    """packets -> rows: decode the messages and sum them if the movement sums. Only in lowered programs."""
+    """packets -> rows: decode the messages and sum them if the movement sums. Only in lowered
+    programs."""
 
 
 class Lane(str, Enum):
@@ -113,11 +124,13 @@ class FlowSpec(NamedTuple):
     """How the pieces of a flow are indexed."""
 
     origins: tuple[Axis, ...] | None
-    """Axes whose coordinate is the origin of a run. None: the origin is a rank. (): there is one origin."""
+    """Axes whose coordinate is the origin of a run. None: the origin is a rank. (): there is one
+    origin."""
     homes: tuple[Axis, ...]
     """Axes whose coordinates, within one replica of the experts, give the destination of a run."""
     is_per_expert: bool
-    """Whether each expert at a destination has its own run. If False, there is one run per destination."""
+    """Whether each expert at a destination has its own run. If False, there is one run per
+    destination."""
     is_cut: bool
     """Whether runs are cut into chunks."""
 
@@ -130,17 +143,17 @@ FLOWS: dict[Flow, FlowSpec] = {
     "weights": FlowSpec(("etp",), ("ep",), is_per_expert=True, is_cut=False),
     "bias": FlowSpec((), ("ep",), is_per_expert=True, is_cut=False),
 }
-"""The one definition of each flow, used for pieces per rank (`program/sizes.py`) and for pieces counted by symmetry
-(`planner/symmetry.py`)."""
+"""The one definition of each flow, used for pieces per rank (`program/sizes.py`) and for pieces
+counted by symmetry (`planner/symmetry.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Which rows a slot holds on a rank, and in which order.
 
-    The rows that one rank (the origin) contributes for one expert are a run. A run may be cut into chunks. A piece is
-    (origin, expert, chunk). A layout is a list of whole pieces, sorted by expert, then origin, then chunk. A movement
-    matches the pieces of two layouts.
+    The rows that one rank (the origin) contributes for one expert are a run. A run may be cut into
+    chunks. A piece is (origin, expert, chunk). A layout is a list of whole pieces, sorted by
+    expert, then origin, then chunk. A movement matches the pieces of two layouts.
     """
 
     flow: Flow = "copies"
@@ -149,23 +162,25 @@ class Layout:
     - copies: token copies, one per chosen expert.
     - tokens: the tokens themselves, one run per origin.
     - node_tokens: each token once per node on which it has a copy; the node stands for the expert.
-    - rank_tokens: each token once per ep rank on which it has a copy; the ep rank stands for the expert.
+    - rank_tokens: each token once per ep rank on which it has a copy; the ep rank stands for the
+      expert.
     - weights: hidden units of experts; the etp rank is the origin.
     - bias: the parameters that all shards of an expert share, one row per expert."""
     spread: tuple[Axis, ...] = ()
-    """Sparse axes: all ranks of the group over these axes are origins. (): only the rank itself is."""
+    """Sparse axes: all ranks of the group over these axes are origins. (): only the rank itself
+    is."""
     whole_tp: bool = False
     """Whether each origin stands for all ranks of its tensor-parallel group."""
     experts: Which = "all"
     """Which experts: those stored on the rank ("rank"), those on its node ("node"), or all."""
     chunk: Chunk | None = None
-    """None: all chunks. A number: only this chunk of each run. "replicated": the chunks after the numbered ones, one
-    for each ep rank that computes replicated copies. "here": of those, the one that this rank computes. "near", for
-    weights only: those that replicated copies on the rank's node need, of experts whose home is this rank's counterpart
-    on some node."""
+    """None: all chunks. A number: only this chunk of each run. "replicated": the chunks after the
+    numbered ones, one for each ep rank that computes replicated copies. "here": of those, the one
+    that this rank computes. "near", for weights only: those that replicated copies on the rank's
+    node need, of experts whose home is this rank's counterpart on some node."""
     step: tuple[int, int] | None = None
-    """(j, n): the ep ranks form n groups, and only runs are included whose expert lives j groups after their origin.
-    None: all runs."""
+    """(j, n): the ep ranks form n groups, and only runs are included whose expert lives j groups
+    after their origin. None: all runs."""
 
     @property
     def is_on_demand(self) -> bool:
@@ -199,16 +214,19 @@ class Task:
     stage: Stage
     lane: Lane = Lane.COMPUTE
     group: tuple[Axis, ...] = ()
-    """For a move: the axes over which ranks exchange. For a scale: the axes that give the group size."""
+    """For a move: the axes over which ranks exchange. For a scale: the axes that give the group
+    size."""
     link: str = ""
     """For a lowered movement: the name of its algorithm in `ALL_TO_ALLS`."""
     codec: str = ""
-    """For a pack, unpack, or a move by a kernel that encodes rows in transit: the name of the codec, "" for none."""
+    """For a pack, unpack, or a move by a kernel that encodes rows in transit: the name of the
+    codec, "" for none."""
     hop: int = 0
     """For a hop: its number within the all-to-all."""
     of: tuple[str, str] | None = None
-    """For a pack, hop or unpack: the source and target slots of the whole movement. Also set for a move by a kernel
-    that needs no copies before and after it: the source and target slots of this move."""
+    """For a pack, hop or unpack: the source and target slots of the whole movement. Also set for a
+    move by a kernel that needs no copies before and after it: the source and target slots of this
+    move."""
     power: int = 0
     """For a scale: the exponent of the group size."""
     dual_power: int = 0
@@ -217,7 +235,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Tasks in an order in which they may be issued, the slots they read and write, and the inputs and outputs."""
+    """Tasks in an order in which they may be issued, the slots they read and write, and the inputs
+    and outputs."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -226,12 +245,14 @@ class Program:
     outputs: tuple[str, ...]
 
     def __hash__(self) -> int:
-        """Hash the name and the number of tasks only: layers look programs up in every call, and few share a name."""
+        """Hash the name and the number of tasks only: layers look programs up in every call, and
+        few share a name."""
         return hash((self.name, len(self.tasks)))
 
     @property
     def routes_slices(self) -> bool:
-        """Whether each rank of a tensor-parallel group routes a slice of its tokens, as under S1 (forward programs only)."""
+        """Whether each rank of a tensor-parallel group routes a slice of its tokens, as under S1
+        (forward programs only)."""
         return (
             self.slot("x").on("tp") is State.IDENTICAL
             and self.slot("gates").on("tp") is State.SHARDED
@@ -239,7 +260,8 @@ class Program:
 
     @property
     def is_redundant(self) -> bool:
-        """Whether each rank of a tensor-parallel group sends all tokens of the group, as under the baseline."""
+        """Whether each rank of a tensor-parallel group sends all tokens of the group, as under the
+        baseline."""
         indices = [slot for slot in map(self.slot, self.inputs) if slot.kind is Kind.INDEX]
         return any(
             slot.on("tp") is State.IDENTICAL and not slot.layout.whole_tp for slot in indices
@@ -247,7 +269,8 @@ class Program:
 
     @property
     def delivers_at_once(self) -> bool:
-        """Whether one movement over ep and etp sends rows to all shards of their experts, and one returns the sums."""
+        """Whether one movement over ep and etp sends rows to all shards of their experts, and one
+        returns the sums."""
         rows = [
             task
             for task in self.moves()
@@ -263,5 +286,6 @@ class Program:
         raise KeyError(name)
 
     def moves(self) -> tuple[Task, ...]:
-        """Return the tasks that move data between ranks, including those whose group has one rank on this mesh."""
+        """Return the tasks that move data between ranks, including those whose group has one rank
+        on this mesh."""
         return tuple(task for task in self.tasks if task.op is Op.MOVE)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from moesaic.program.placed import Placed
+from moesaic.program.sample_layouts import Placed
 from moesaic.program.task import Layout, Op, Program, Task
 
 VERSION = 1
 """Version of the text format."""
 NAMES = (
-    "A task is called after the slot that it writes. h.0: chunk 0 of h; h~1: its peer group 1; h@0: the first hop of its "
-    "all-to-all; h': its gradient; h/sums: its sums, before they are gathered."
+    "A task is called after the slot that it writes. h.0: chunk 0 of h; h~1: its peer group 1; "
+    "h@0: the first hop of its all-to-all; h': its gradient; h/sums: its sums, before they are "
+    "gathered."
 )
 """What the names of slots and tasks mean."""
 
@@ -25,15 +26,16 @@ def to_text(program: Program) -> str:
     for slot in program.slots:
         states = " ".join(f"{axis}:{state.value}" for axis, state in slot.state) or "-"
         lines.append(
-            f"slot  {slot.name:<{width}}  {slot.kind.value:<6}  {states:<12}  {_layout_text(slot.layout)}"
+            f"slot  {slot.name:<{width}}  {slot.kind.value:<6}  {states:<12}  "
+            f"{_layout_text(slot.layout)}"
         )
     named = max(len(task.name) for task in program.tasks)
     for task in program.tasks:
         arrow = f"{' '.join(task.reads)} -> {' '.join(task.writes)}"
         group = "+".join(task.group) or "-"
         lines.append(
-            f"task  {task.name:<{named}}  {task.op.value:<11}  {task.stage.value:<8}  {task.lane.value:<7}  {group:<6}  "
-            f"{arrow}{_extras_text(task)}"
+            f"task  {task.name:<{named}}  {task.op.value:<11}  {task.stage.value:<8}  "
+            f"{task.lane.value:<7}  {group:<6}  {arrow}{_extras_text(task)}"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,5 @@
-"""Computes when each task of a program runs, given the duration of each task: the program laid out on its lanes.
+"""Computes when each task of a program runs, given the duration of each task: the program laid out
+on its lanes.
 
 A single rule decides (`place`). Contention between lanes, launch costs
 and the sizes behind the durations belong to the cost model.
@@ -20,8 +21,8 @@ MOVING = (Lane.INTRA, Lane.INTER)
 """Lanes of communication."""
 
 Free = tuple[float, float, float, float]
-"""Times at which each resource is free again: the issuing thread, the compute stream, the links inside a node, the
-links between nodes."""
+"""Times at which each resource is free again: the issuing thread, the compute stream, the links
+inside a node, the links between nodes."""
 IDLE: Free = (0.0, 0.0, 0.0, 0.0)
 THREAD = 0
 """Index of the issuing thread in `Free`."""
@@ -61,7 +62,8 @@ class Timeline:
 
     @property
     def busy(self) -> dict[Lane, float]:
-        """Fraction of the makespan during which each lane is busy. Lanes without tasks are left out."""
+        """Fraction of the makespan during which each lane is busy. Lanes without tasks are left
+        out."""
         total = self.makespan or 1.0
         spans_by_lane = {lane: self.on(lane) for lane in LANES}
         return {lane: _length(spans) / total for lane, spans in spans_by_lane.items() if spans}
@@ -73,7 +75,8 @@ class Timeline:
 
     @property
     def overlap(self) -> float:
-        """Fraction of the communication time during which the compute lane is busy; 1 if communication takes no time."""
+        """Fraction of the communication time during which the compute lane is busy; 1 if
+        communication takes no time."""
         total = self.communication
         if total == 0:
             return 1.0
@@ -90,24 +93,26 @@ class Timeline:
 def lay_out(
     program: Program, seconds: Mapping[str, float], *, host_runs_compute: bool = False
 ) -> Timeline:
-    """Return the timeline of a program as its executor runs it: one thread issues the tasks in list order.
+    """Return the timeline of a program as its executor runs it: one thread issues the tasks in list
+    order.
 
-    Each lane runs its tasks one after the other, in list order. A task starts when its lane is free and all tasks whose
-    output it reads have ended.
+    Each lane runs its tasks one after the other, in list order. A task starts when its lane is free
+    and all tasks whose output it reads have ended.
 
     Args:
         program: the program, in the order of issue.
         seconds: duration of each task by name; other names are ignored.
-        host_runs_compute: True for CPUs: the issuing thread runs compute tasks, and before each task waits for
-            everything it reads, including movements. False for CUDA: streams wait instead, and only tasks of the host
-            lane hold up the thread.
+        host_runs_compute: True for CPUs: the issuing thread runs compute tasks, and before each
+            task waits for everything it reads, including movements. False for CUDA: streams wait
+            instead, and only tasks of the host lane hold up the thread.
 
     Raises:
         InputError: if the duration of a task is missing, negative or not finite.
     """
     slots = {slot.name: slot for slot in program.slots}
     ends: dict[str, float] = dict.fromkeys(program.inputs, 0.0)
-    free, spans = IDLE, []
+    free = IDLE
+    spans = []
     for task, length in zip(program.tasks, durations(program, seconds)):
         ready = max((ends[name] for name in task.reads), default=0.0)
         free, start = place(free, task.lane, length, ready, host_runs_compute)
@@ -124,7 +129,6 @@ def place(
 
     Args:
         free: when the resources are free after the tasks before it.
-        lane: lane of the task.
         seconds: duration of the task.
         ready: when everything that the task reads is available.
         host_runs_compute: see `lay_out`.
@@ -153,11 +157,13 @@ def durations(program: Program, seconds: Mapping[str, float]) -> list[float]:
         length = seconds.get(task.name)
         if length is None:
             raise InputError(
-                f"durations of {program.name}: task {task.name} has none: give the seconds of every task of the program"
+                f"durations of {program.name}: task {task.name} has none: give the seconds of "
+                "every task of the program"
             )
         if not (length >= 0 and math.isfinite(length)):
             raise InputError(
-                f"durations of {program.name}: task {task.name} takes {length} s: give a finite number of at least 0"
+                f"durations of {program.name}: task {task.name} takes {length} s: give a "
+                "finite number of at least 0"
             )
         lengths.append(float(length))
     return lengths
@@ -171,7 +177,8 @@ def chunk_of(task: Task, slots: Mapping[str, Slot]) -> int | None:
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the timeline as a Chrome trace to be saved as JSON, with one row per lane and times in microseconds.
+    """Return the timeline as a Chrome trace to be saved as JSON, with one row per lane and times in
+    microseconds.
 
     chrome://tracing and ui.perfetto.dev open such files.
     """

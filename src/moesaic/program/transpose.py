@@ -1,10 +1,12 @@
 """Derives the backward program: each slot becomes its cotangent, in the dual state.
 
-The cotangent of a value that is replicated and used differently is partial, and vice versa. Sharded and identical
-values keep their state. An all-gather whose incoming gradient is partial thus becomes a reduce-scatter. If its gradient
-is identical on all ranks, it becomes a slice that moves no bytes. The states alone decide this.
+The cotangent of a value that is replicated and used differently is partial, and vice versa. Sharded
+and identical values keep their state. An all-gather whose incoming gradient is partial thus becomes
+a reduce-scatter. If its gradient is identical on all ranks, it becomes a slice that moves no bytes.
+The states alone decide this.
 
-`up_to_experts` returns the part of a forward program to recompute when only the inputs of the experts are needed.
+`up_to_experts` returns the part of a forward program to recompute when only the inputs of the
+experts are needed.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ _STAGE = {Stage.DISPATCH: Stage.COMBINE, Stage.COMBINE: Stage.DISPATCH, Stage.EX
 
 
 def transpose(program: Program) -> Program:
-    """Return the backward program, which reads the cotangents of the outputs and writes those of the inputs.
+    """Return the backward program, which reads the cotangents of the outputs and writes those of
+    the inputs.
 
-    It also reads the forward values in `saved`: indices and the inputs of the experts. Weights that were gathered are
-    not kept; the backward program gathers them again. A slot with several readers gets one cotangent per reader and a
-    task that adds them.
+    It also reads the forward values in `saved`: indices and the inputs of the experts. Weights that
+    were gathered are not kept; the backward program gathers them again. A slot with several readers
+    gets one cotangent per reader and a task that adds them.
     """
     transposition = _Transposition(program)
     for task in _fetches(program):
@@ -55,7 +58,8 @@ def transpose(program: Program) -> Program:
 
 
 class _Transposition:
-    """A backward program under construction. Shares of a cotangent are collected until every reader has contributed."""
+    """A backward program under construction. Shares of a cotangent are collected until every reader
+    has contributed."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -91,8 +95,8 @@ class _Transposition:
                 self._sum(name, _STAGE[task.stage])
 
     def _share(self, name: str) -> str:
-        """Add and return the slot for one reader's share of a cotangent. With a single reader, this is the cotangent
-        itself."""
+        """Add and return the slot for one reader's share of a cotangent. With a single reader, this
+        is the cotangent itself."""
         slot = dual(self.program.slot(name))
         if self._readers[name] > 1:
             shares = self._shares.setdefault(name, [])
@@ -124,7 +128,8 @@ def saved(program: Program) -> tuple[str, ...]:
 
 
 def _fetches(program: Program) -> list[Task]:
-    """Return the tasks that fetch weights from the ranks that store them, in order, except those for replicated copies.
+    """Return the tasks that fetch weights from the ranks that store them, in order, except those
+    for replicated copies.
 
     The weights of replicated copies are fetched once and kept for the backward pass.
     """
@@ -156,7 +161,8 @@ def _flows(program: Program, name: str) -> bool:
 
 
 def up_to_experts(program: Program, wanted: Collection[str]) -> Program:
-    """Return the program reduced to the experts and the slots in `wanted`: the dispatch without the combine.
+    """Return the program reduced to the experts and the slots in `wanted`: the dispatch without the
+    combine.
 
     All ranks drop the same tasks, so the remaining messages still match.
 
@@ -164,7 +170,8 @@ def up_to_experts(program: Program, wanted: Collection[str]) -> Program:
         program: a forward program, in the order in which it runs.
         wanted: names of the slots that the backward program reads.
     """
-    slots, tasks = set(wanted), []
+    slots = set(wanted)
+    tasks = []
     for task in reversed(program.tasks):
         if task.op is Op.EXPERT or slots.intersection(task.writes):
             tasks.append(task)

@@ -1,5 +1,5 @@
-"""Checks that every program must pass, whatever pass produced it. A violation is a bug in a pass and names the task and
-slot."""
+"""Checks that every program must pass, whatever pass produced it. A violation is a bug in a pass
+and names the task and slot."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _CHANGES: dict[tuple[State, State], str] = {
     (State.PARTIAL, State.IDENTICAL): "all_reduce",
     (State.PARTIAL, State.REPLICATED): "all_reduce",
 }
-"""Allowed changes of state on an axis of a movement's group, with the name of the collective that performs each. The
-table contains the transpose of each entry, which is why the backward program can be derived."""
+"""Allowed changes of state on an axis of a movement's group, with the name of the collective that
+performs each. The table contains the transpose of each entry, which is why the backward program can
+be derived."""
 
 
 class ProgramError(Exception):
@@ -31,9 +32,9 @@ def validate(program: Program) -> None:
     """Check a program.
 
     Raises:
-        ProgramError: if tasks depend on each other in a cycle; a slot is unknown, written twice or read before it is
-            written; an output is never written; no collective performs a movement's change of state; or the experts'
-            output is not partial.
+        ProgramError: if tasks depend on each other in a cycle; a slot is unknown, written twice or
+            read before it is written; an output is never written; no collective performs a
+            movement's change of state; or the experts' output is not partial.
     """
     known = {slot.name for slot in program.slots}
     written = set(program.inputs)
@@ -73,7 +74,8 @@ def validate(program: Program) -> None:
     for name in program.outputs:
         if name not in written:
             raise ProgramError(
-                f"output {name} is never written: let a task write it, or take it out of the outputs"
+                f"output {name} is never written: let a task write it, or take it out of the "
+                "outputs"
             )
 
 
@@ -81,8 +83,9 @@ def validate_schedule(program: Program) -> None:
     """Check what a schedule builds, before any pass changes it.
 
     Raises:
-        ProgramError: if `validate` refuses it; a movement names an unknown axis, or its states and layouts do not change
-            together; a slot is never read; or the output is not laid out like the input.
+        ProgramError: if `validate` refuses it; a movement names an unknown axis, or its states and
+            layouts do not change together; a slot is never read; or the output is not laid out like
+            the input.
     """
     if not isinstance(program, Program):
         raise ProgramError(f"a schedule returned {program!r}: return build.build(...)")
@@ -104,7 +107,8 @@ def validate_schedule(program: Program) -> None:
         if name not in {*read, *program.outputs}
     ):
         raise ProgramError(f"{where}: nothing reads {name}: read it, or take its task out")
-    x, y = program.slot("x"), program.slot(program.outputs[0])
+    x = program.slot("x")
+    y = program.slot(program.outputs[0])
     if (x.kind, x.layout, x.state) != (y.kind, y.layout, y.state):
         states = [
             ", ".join(f"{axis} {state.name}" for axis, state in slot.state) or "sharded"
@@ -117,25 +121,28 @@ def validate_schedule(program: Program) -> None:
 
 
 def _check_layouts(program: Program, task: Task, where: str) -> None:
-    """Raise ProgramError if a movement changes a state but not the rows, or `whole_tp` but no state."""
-    source, target = program.slot(task.reads[0]), program.slot(task.writes[0])
+    """Raise ProgramError if a movement changes a state but not the rows, or `whole_tp` but no
+    state."""
+    source = program.slot(task.reads[0])
+    target = program.slot(task.writes[0])
     if source.layout == target.layout:
         word = collective(program, task.name)
         if {"gather", "slice", "reduce_scatter"}.intersection(word.split("+")):
             raise ProgramError(
-                f"{where}: task {task.name} is a {word}, but {source.name} and {target.name} both have "
-                f"{_layout(source)}: change the layout too"
+                f"{where}: task {task.name} is a {word}, but {source.name} and {target.name} both "
+                f"have {_layout(source)}: change the layout too"
             )
     elif source.layout.whole_tp != target.layout.whole_tp and source.state == target.state:
         raise ProgramError(
-            f"{where}: task {task.name} goes from {_layout(source)} to {_layout(target)} without a change of state: "
-            "give the states that change"
+            f"{where}: task {task.name} goes from {_layout(source)} to {_layout(target)} without "
+            "a change of state: give the states that change"
         )
 
 
 def _layout(slot: Slot) -> str:
     """Return a slot's layout as code, without fields that have their defaults."""
-    usual, layout = Layout(), slot.layout
+    usual = Layout()
+    layout = slot.layout
     names = [
         field.name
         for field in fields(Layout)
@@ -162,8 +169,10 @@ def _cycle(program: Program, start: Task) -> tuple[str, ...]:
 
 
 def _check_expert(program: Program, task: Task) -> None:
-    """Raise ProgramError unless the experts' output is partial on exactly the axes on which their rows are replicated."""
-    rows, out = program.slot(task.reads[0]), program.slot(task.writes[0])
+    """Raise ProgramError unless the experts' output is partial on exactly the axes on which their
+    rows are replicated."""
+    rows = program.slot(task.reads[0])
+    out = program.slot(task.writes[0])
     seen = {axis for axis, state in rows.state if state is State.REPLICATED}
     partial = {axis for axis, state in out.state if state is State.PARTIAL}
     if seen != partial:
@@ -174,7 +183,8 @@ def _check_expert(program: Program, task: Task) -> None:
 
 
 def reduces(source: Slot, target: Slot) -> bool:
-    """Return whether a movement sums: the source is partial on an axis on which the target is not."""
+    """Return whether a movement sums: the source is partial on an axis on which the target is
+    not."""
     return any(
         state is State.PARTIAL and target.on(axis) is not State.PARTIAL
         for axis, state in source.state
@@ -184,14 +194,16 @@ def reduces(source: Slot, target: Slot) -> bool:
 def collective(program: Program, task_name: str) -> str:
     """Return the name of the collective that a movement performs.
 
-    One of exchange, gather, slice, share, reduce_scatter, all_reduce and keep, or several joined by "+". An exchange
-    and a gather in one is deliver; an exchange and a reduce-scatter in one is collect.
+    One of exchange, gather, slice, share, reduce_scatter, all_reduce and keep, or several joined by
+    "+". An exchange and a gather in one is deliver; an exchange and a reduce-scatter in one is
+    collect.
 
     Raises:
         ProgramError: if no collective performs its change of states.
     """
     task = next(task for task in program.tasks if task.name == task_name)
-    source, target = program.slot(task.reads[0]), program.slot(task.writes[0])
+    source = program.slot(task.reads[0])
+    target = program.slot(task.writes[0])
     words = set()
     axes = {axis for axis, _ in (*source.state, *target.state)} | set(task.group)
     for axis in sorted(axes):
@@ -203,7 +215,10 @@ def collective(program: Program, task_name: str) -> str:
         if (before, after) not in _CHANGES:
             allowed = ", ".join(sorted(to.value for at, to in _CHANGES if at is before))
             raise ProgramError(
-                f"task {task_name}: no collective takes {axis} from {before.value} to {after.value}: "
+                (
+                    f"task {task_name}: no collective takes {axis} from {before.value} to "
+                    f"{after.value}: "
+                )
                 + (
                     f"let {target.name} be {allowed}"
                     if allowed

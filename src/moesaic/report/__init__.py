@@ -1,1 +1,2 @@
-"""HTML reports: on runs (`page`, from `summary`, `charts` and `balance`), plans (`plan_page`) and programs (`gantt`)."""
+"""HTML reports: on runs (`page`, from `summary`, `charts` and `balance`), plans (`plan_page`) and
+programs (`gantt`)."""

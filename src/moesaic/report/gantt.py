@@ -1,8 +1,10 @@
-"""Draws Gantt charts of programs and of whole training steps, and writes a page with several of them.
+"""Draws Gantt charts of programs and of whole training steps, and writes a page with several of
+them.
 
-A program's chart has a row per lane and a bar per task, coloured by chunk. A step's chart has every block of the first
-micro-batch, forward and backward, then the rest of the step, in the order in which a rank runs them. An MoE layer's
-communication overlaps its computation as in its programs' timelines; parts without overlap follow each other.
+A program's chart has a row per lane and a bar per task, coloured by chunk. A step's chart has every
+block of the first micro-batch, forward and backward, then the rest of the step, in the order in
+which a rank runs them. An MoE layer's communication overlaps its computation as in its programs'
+timelines; parts without overlap follow each other.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import plotly.graph_objects as go
 
 from moesaic.errors import InputError
-from moesaic.planner.model import Job
+from moesaic.planner.job import Job
 from moesaic.planner.search import PlannedStep
 from moesaic.program.task import Lane
 from moesaic.program.text import NAMES
@@ -55,8 +57,8 @@ def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
     """Draw a timeline: a row per lane, and a bar per task, coloured by chunk.
 
     Args:
-        timeline: the timeline.
-        until: end of the time axis in seconds, to give several charts one scale; None for the timeline's end.
+        until: end of the time axis in seconds, to give several charts one scale; None for the
+            timeline's end.
     """
     chunks = sorted(
         {span.chunk for span in timeline.spans}, key=lambda chunk: (chunk is not None, chunk or 0)
@@ -101,7 +103,10 @@ def _draw(
             base=[rounded(bar.start / length) for bar in own],
             text=[html.escape(bar.what, quote=False) for bar in own],
             customdata=[[bar.kind, rounded(bar.end / length)] for bar in own],
-            hovertemplate="%{text}<br>%{customdata[0]} %{base:.4g} to %{customdata[1]:.4g}, takes %{x:.4g}<extra></extra>",
+            hovertemplate=(
+                "%{text}<br>%{customdata[0]} %{base:.4g} to %{customdata[1]:.4g}, takes "
+                "%{x:.4g}<extra></extra>"
+            ),
             insidetextfont={"size": 11},
             showlegend=True,
             **text,
@@ -121,13 +126,13 @@ def _draw(
 
 
 def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
-    """Write a page with several charts, such as forward and backward, on one time scale, and return its path.
+    """Write a page with several charts, such as forward and backward, on one time scale, and return
+    its path.
 
     The page is self-contained and loads nothing.
 
     Args:
         timelines: the timelines by title, in the order in which to show them.
-        path: the file to write.
 
     Raises:
         InputError: there is no timeline, or the file cannot be written.
@@ -150,7 +155,8 @@ def unit_of(seconds: float) -> tuple[str, float]:
 
 
 def in_words(timeline: Timeline) -> str:
-    """Return a one-line summary of a timeline: its length, how busy the lanes are, and how much communication is hidden."""
+    """Return a one-line summary of a timeline: its length, how busy the lanes are, and how much
+    communication is hidden."""
     unit, length = unit_of(timeline.makespan)
     busy = ", ".join(f"{lane.value} {share:.0%}" for lane, share in timeline.busy.items())
     line = f"{timeline.program}: {timeline.makespan / length:.4g} {unit}"
@@ -168,21 +174,25 @@ ROWS = {
     Lane.INTER: "between nodes",
 }
 """Lane -> its row in a step's chart."""
-COMPUTING, WAITING = ROWS[Lane.COMPUTE], "waiting"
+COMPUTING = ROWS[Lane.COMPUTE]
+WAITING = "waiting"
 FURTHER = "further micro-batches"
 
 
 def bars_of(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> list[Bar]:
-    """Return the bars of a step: the first micro-batch block by block, all others as one bar, then the optimizer.
+    """Return the bars of a step: the first micro-batch block by block, all others as one bar, then
+    the optimizer.
 
     Args:
         job: the training job.
         best: the plan, with the predicted times of a step's parts.
         timelines: the timelines of the MoE layers' programs, "forward" and "backward".
     """
-    all_bars, count = list(_micro_batch(job, best, timelines)), job.accumulation
+    all_bars = list(_micro_batch(job, best, timelines))
+    count = job.accumulation
     seconds_each = all_bars[-1].end
-    end, optimizer = count * seconds_each, best.estimate.parts.get("optimizer", 0.0)
+    end = count * seconds_each
+    optimizer = best.estimate.parts.get("optimizer", 0.0)
     if count > 1:
         all_bars.append(
             Bar(COMPUTING, FURTHER, f"{count - 1} more like the first", seconds_each, end)
@@ -194,15 +204,22 @@ def bars_of(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> l
 
 def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
     """Yield the bars of the first micro-batch, in the order in which a rank runs them."""
-    model, now = job.model, 0.0
+    model = job.model
+    now = 0.0
     sparse = sum(map(model.is_sparse, range(model.num_layers)))
-    # A backward pass takes twice as long as a forward pass. Under activation checkpointing, the forward pass runs again.
+    # A backward pass takes twice as long as a forward pass. Under activation checkpointing, the
+    # forward pass runs again.
     forwards = 1 + int(model.checkpoint_activations)
     shares = {
-        "attention": (2 + forwards) * model.num_layers, "dense": (2 + forwards) * max(model.num_layers - sparse, 1),
-        "shared experts": (2 + forwards) * sparse, "parameters": 2 * model.num_layers, "routing": sparse,
-        "moe forward": forwards * sparse, "moe backward": sparse, "unembed": 1,
-    }  # fmt: skip
+        "attention": (2 + forwards) * model.num_layers,
+        "dense": (2 + forwards) * max(model.num_layers - sparse, 1),
+        "shared experts": (2 + forwards) * sparse,
+        "parameters": 2 * model.num_layers,
+        "routing": sparse,
+        "moe forward": forwards * sparse,
+        "moe backward": sparse,
+        "unembed": 1,
+    }
     parts = defaultdict(float, best.estimate.parts)
     parts["routing"] += parts["small kernels"] + parts["launches"]
     for part, what, times in _order(job):
@@ -250,7 +267,8 @@ def _order(job: Job) -> Iterator[tuple[str, str, int]]:
 
 
 def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
-    """Yield (row, start, end) of each interval in which a row of a program is busy. Adjoining spans are merged."""
+    """Yield (row, start, end) of each interval in which a row of a program is busy. Adjoining spans
+    are merged."""
     for row in dict.fromkeys(ROWS.values()):
         merged: list[list[float]] = []
         for start, end in sorted(
@@ -264,7 +282,8 @@ def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
 
 
 def step_gantt(all_bars: Sequence[Bar]) -> go.Figure:
-    """Draw the bars of a step. The axis first shows the first micro-batch; a double click shows the whole step."""
+    """Draw the bars of a step. The axis first shows the first micro-batch; a double click shows the
+    whole step."""
     until = max(bar.end for bar in all_bars if bar.part not in (FURTHER, "optimizer"))
     rows = [
         row

@@ -1,13 +1,16 @@
-"""Writes the HTML report about runs: summary, charts, decisions of balancing and planner, configuration.
+"""Writes the HTML report about runs: summary, charts, decisions of balancing and planner,
+configuration.
 
-Some charts compare runs: loss, speed, optimisation, and balance as the mean over the layers. Others show one run's MoE layers.
-A chart leaves out runs that lack its number; the page leaves out empty charts. Pages are self-contained: they load nothing.
+Some charts compare runs: loss, speed, optimisation, and balance as the mean over the layers. Others
+show one run's MoE layers. A chart leaves out runs that lack its number; the page leaves out empty
+charts. Pages are self-contained: they load nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,32 +45,96 @@ from moesaic.report.summary import (
     read_runs,
 )
 
-OVER_STEPS: tuple[tuple[str, str, str, str, dict[str, str]], ...] = (
-    ("Throughput", "Training tokens per second since the previous line of metrics.", "tokens/s", "tokens_per_second",
-     {"tickformat": "~s"}),
-    ("MFU", "The model's FLOPs over the matmul peak measured at the start.", "MFU (% of matmul peak)", "mfu",
-     {"tickformat": "~%"}),
-    ("Gradient norm", "Over all parameters, before clipping.", "gradient norm", "grad_norm", {}),
-    ("Learning rate", "Linear warm-up, then the decay.", "learning rate", "lr", {"exponentformat": "power"}),
-)  # fmt: skip
-"""(title, caption, axis title, number, axis options) of the charts about speed and optimisation."""
-OF_LAYERS: tuple[tuple[str, str, str, str, dict[str, str]], ...] = (
-    ("MaxVio", "Largest load over mean load, minus 1; 0 is balanced.", "MaxVio", "max_violation", {}),
-    ("Dead experts", "Chosen by no token since the previous line.", "dead experts", "dead_experts", {}),
-    ("Dropped copies", "For lack of capacity.", "dropped (% of copies)", "dropped_share", {"tickformat": "~%"}),
-    ("Load entropy", "1: balanced; 0: one expert gets all tokens.", "entropy of the load", "entropy",
-     {"rangemode": "normal"}),
-    ("Needed capacity factor", "The smallest that drops nothing.", "capacity factor", "needed_capacity_factor",
-     {"rangemode": "normal"}),
-)  # fmt: skip
-"""The same of the charts about the balance of MoE layers."""
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart of one number of the metrics over steps."""
+
+    title: str
+    caption: str
+    y_title: str
+    number: str
+    """Name of the number in the metrics."""
+    y_axis: dict[str, str] = field(default_factory=dict)
+    """Options of the y axis, as plotly calls them."""
+
+
+OVER_STEPS = (
+    Chart(
+        title="Throughput",
+        caption="Training tokens per second since the previous line of metrics.",
+        y_title="tokens/s",
+        number="tokens_per_second",
+        y_axis={"tickformat": "~s"},
+    ),
+    Chart(
+        title="MFU",
+        caption="The model's FLOPs over the matmul peak measured at the start.",
+        y_title="MFU (% of matmul peak)",
+        number="mfu",
+        y_axis={"tickformat": "~%"},
+    ),
+    Chart(
+        title="Gradient norm",
+        caption="Over all parameters, before clipping.",
+        y_title="gradient norm",
+        number="grad_norm",
+    ),
+    Chart(
+        title="Learning rate",
+        caption="Linear warm-up, then the decay.",
+        y_title="learning rate",
+        number="lr",
+        y_axis={"exponentformat": "power"},
+    ),
+)
+"""The charts about speed and optimisation."""
+OF_LAYERS = (
+    Chart(
+        title="MaxVio",
+        caption="Largest load over mean load, minus 1; 0 is balanced.",
+        y_title="MaxVio",
+        number="max_violation",
+    ),
+    Chart(
+        title="Dead experts",
+        caption="Chosen by no token since the previous line.",
+        y_title="dead experts",
+        number="dead_experts",
+    ),
+    Chart(
+        title="Dropped copies",
+        caption="For lack of capacity.",
+        y_title="dropped (% of copies)",
+        number="dropped_share",
+        y_axis={"tickformat": "~%"},
+    ),
+    Chart(
+        title="Load entropy",
+        caption="1: balanced; 0: one expert gets all tokens.",
+        y_title="entropy of the load",
+        number="entropy",
+        y_axis={"rangemode": "normal"},
+    ),
+    Chart(
+        title="Needed capacity factor",
+        caption="The smallest that drops nothing.",
+        y_title="capacity factor",
+        number="needed_capacity_factor",
+        y_axis={"rangemode": "normal"},
+    ),
+)
+"""The charts about the balance of MoE layers."""
 MOST_NAMED = 12
 """Largest number of layers that a legend names."""
 MEBIBYTE = 2**20
 BYTES = {
-    "token_bytes_alone": "tokens, left alone", "token_bytes": "tokens", "weight_bytes": "weights of experts",
-    "sample_bytes_across": "samples, between nodes", "sample_bytes_inside": "samples, inside nodes",
-}  # fmt: skip
+    "token_bytes_alone": "tokens, left alone",
+    "token_bytes": "tokens",
+    "weight_bytes": "weights of experts",
+    "sample_bytes_across": "samples, between nodes",
+    "sample_bytes_inside": "samples, inside nodes",
+}
 """Number -> name of the bytes that a call of a layer moves."""
 SHOWN = 40
 """Largest number of decisions about plans in the table; the last ones are shown."""
@@ -77,7 +144,6 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report about the runs and return its path.
 
     Args:
-        run_folders: the runs' folders.
         out: the file to write; None for report.html in the first run's folder.
 
     Raises:
@@ -144,9 +210,12 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
     chart = figure(
         STEP, f"loss (nats/{'byte' if is_of_bytes else 'token'})", height=340, legend=True
     )
-    firsts, every, validations = [], [], []
+    firsts = []
+    every = []
+    validations = []
     for index, run in enumerate(runs):
-        loss, validation = run.over_steps("loss"), run.over_steps("val_loss")
+        loss = run.over_steps("loss")
+        validation = run.over_steps("val_loss")
         every += [*loss.values, *validation.values]
         firsts += [validation.values[0]] if len(validation) > 2 else []
         name = f"{run.name}, training"
@@ -160,7 +229,10 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
     if firsts:
         high = max(firsts) + 0.12 * (max(firsts) - min(every))
         chart.update_yaxes(range=[min(every) - 0.08 * (high - min(every)), high])
-    caption = "Training loss of single steps (thin) and validation loss. Double-click for the whole range."
+    caption = (
+        "Training loss of single steps (thin) and validation loss. Double-click for the whole "
+        "range."
+    )
     return Picture("Loss over steps", caption, chart)
 
 
@@ -181,6 +253,7 @@ def validation_over_time(runs: Sequence[RunSummary]) -> Picture:
 
 
 def _validation(name: str, x: Sequence[float], y: Sequence[float], index: int) -> go.Scatter:
+    """Return a run's line through validation losses, with markers."""
     marker = {
         "symbol": RUN_SYMBOLS[index % len(RUN_SYMBOLS)],
         "line": {"color": "#ffffff", "width": 1},
@@ -198,25 +271,24 @@ def _validation(name: str, x: Sequence[float], y: Sequence[float], index: int) -
 
 
 def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
-    """Draw speed, optimisation, auxiliary losses and, of several runs, the mean MaxVio over steps: a line per run."""
-    rows = list(OVER_STEPS)
+    """Draw speed, optimisation, auxiliary losses and, of several runs, the mean MaxVio over steps:
+    a line per run."""
+    charts = list(OVER_STEPS)
     for name in dict.fromkeys(name for run in runs for name in run.auxiliary):
         words = name.replace("_", " ")
-        rows.append(
-            (
-                f"Auxiliary loss: {words}",
-                "Before its coefficient, averaged over the MoE layers.",
-                words,
-                name,
-                {},
+        charts.append(
+            Chart(
+                title=f"Auxiliary loss: {words}",
+                caption="Before its coefficient, averaged over the MoE layers.",
+                y_title=words,
+                number=name,
             )
         )
-    pictures = [
-        Picture(
-            title, caption, _per_run(runs, [run.over_steps(name) for run in runs], axis, **options)
-        )
-        for title, caption, axis, name, options in rows
-    ]
+    pictures = []
+    for chart in charts:
+        series = [run.over_steps(chart.number) for run in runs]
+        drawn = _per_run(runs, series, chart.y_title, **chart.y_axis)
+        pictures.append(Picture(chart.title, chart.caption, drawn))
     if sum(bool(run.layers) for run in runs) > 1:
         means = [
             mean_over_layers([layer.over_steps("max_violation") for layer in run.layers])
@@ -245,17 +317,20 @@ def _per_run(
 def layer_charts(run: RunSummary) -> list[Picture]:
     """Draw the balance of a run's MoE layers over steps. The first chart has the legend of all."""
     pictures = []
-    for title, caption, axis, name, options in OF_LAYERS:
+    for number, chart in enumerate(OF_LAYERS):
         series = {
-            f"layer {index}": layer.over_steps(name) for index, layer in enumerate(run.layers)
+            f"layer {index}": layer.over_steps(chart.number)
+            for index, layer in enumerate(run.layers)
         }
-        pictures.append(Picture(title, caption, per_layer(series, axis, **options)))
-        pictures[-1].figure.update_layout(showlegend=len(pictures) == 1)
+        drawn = per_layer(series, chart.y_title, **chart.y_axis)
+        drawn.update_layout(showlegend=number == 0)
+        pictures.append(Picture(chart.title, chart.caption, drawn))
     return pictures
 
 
 def per_layer(series: Mapping[str, Series], title: str, **y_axis: str) -> go.Figure:
-    """Draw a thin line per layer, by its name, and their mean in `INK`. The legend of a deep model has the mean alone."""
+    """Draw a thin line per layer, by its name, and their mean in `INK`. The legend of a deep model
+    has the mean alone."""
     chart = figure(STEP, title, height=280, legend=True, **{"rangemode": "tozero", **y_axis})
     is_shallow = len(series) <= MOST_NAMED
     for (name, values), colour in zip(series.items(), ordered_colours(len(series))):
@@ -282,9 +357,11 @@ def load_maps(run: RunSummary) -> list[Picture]:
 
 
 def balance_section(run: RunSummary, colour: str) -> Section | None:
-    """Return the section about balancing of skewed routing; None for a run without an arbiter and moving samples.
+    """Return the section about balancing of skewed routing; None for a run without an arbiter and
+    moving samples.
 
-    The numbers come from the first rank's metrics; they hold for all ranks, since these decide from the same counts.
+    The numbers come from the first rank's metrics; they hold for all ranks, since these decide from
+    the same counts.
     """
     lines = [
         each
@@ -293,54 +370,74 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
     ]
     if not lines:
         return None
-    steps, layers = [each["step"] for each in lines], [each["balance"]["layers"] for each in lines]
-    busiest = figure(STEP, "busiest rank / mean", height=300, legend=True, rangemode="normal")
-    for name, title in (("rows_alone", "left alone"), ("rows", "as decided")):
-        if any(name in layer for of_line in layers for layer in of_line):
-            loads = [
-                _mean(
-                    [
-                        max(rows) * len(rows) / sum(rows)
-                        for rows in _having(name, each)
-                        if any(rows)
-                    ],
-                    1.0,
-                )
-                for each in layers
-            ]
-            busiest.add_trace(
-                line(title, steps, loads, part_colour(title), width=2.2, showlegend=True)
-            )
-    moved = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
-    for name, title in BYTES.items():
-        if any(name in layer for of_line in layers for layer in of_line):
-            sizes = [_mean(_having(name, each), 0.0) / MEBIBYTE for each in layers]
-            moved.add_trace(
-                line(title, steps, sizes, part_colour(title), width=2.0, showlegend=True)
-            )
-    chosen = [sum(map(Counter, _having("options", each)), Counter[str]()) for each in layers]
-    options = figure(
-        STEP, "share of the calls", height=300, legend=True, rangemode="tozero", tickformat="~%"
-    )
-    for name in sorted({name for counts in chosen for name in counts}):
-        shares = [counts[name] / max(counts.total(), 1) for counts in chosen]
-        options.add_trace(line(name, steps, shares, part_colour(name), width=2.0, showlegend=True))
+    steps = [each["step"] for each in lines]
+    layers = [each["balance"]["layers"] for each in lines]
     pictures = [
         Picture(
             "Load of the busiest rank",
             "Relative to the mean load, averaged over the layers; 1 is balanced.",
-            busiest,
+            _busiest(steps, layers),
         ),
         Picture(
-            "Bytes that moved", "Per call, forward and backward, averaged over the layers.", moved
+            "Bytes that moved",
+            "Per call, forward and backward, averaged over the layers.",
+            _bytes_moved(steps, layers),
         ),
         Picture(
             "Decisions",
             "How often the layers ran each option since the previous line of metrics.",
-            options,
+            _options(steps, layers),
         ),
     ]
     return Section(title="Balance of", run=run.name, colour=colour, charts=pictures)
+
+
+Layers = Sequence[Sequence[dict[str, Any]]]
+"""By line of metrics, then by layer: the layer's numbers about balance."""
+
+
+def _busiest(steps: Sequence[int], layers: Layers) -> go.Figure:
+    """Draw the busiest rank's load over the mean load, left alone and as decided."""
+    chart = figure(STEP, "busiest rank / mean", height=300, legend=True, rangemode="normal")
+    for name, title in (("rows_alone", "left alone"), ("rows", "as decided")):
+        if not _any_has(name, layers):
+            continue
+        loads = []
+        for of_line in layers:
+            counts = [rows for rows in _having(name, of_line) if any(rows)]
+            relative = [max(rows) * len(rows) / sum(rows) for rows in counts]
+            loads.append(_mean(relative, empty=1.0))
+        chart.add_trace(line(title, steps, loads, part_colour(title), width=2.2, showlegend=True))
+    return chart
+
+
+def _bytes_moved(steps: Sequence[int], layers: Layers) -> go.Figure:
+    """Draw the bytes that a call of a layer moves, by what they are."""
+    chart = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
+    for name, title in BYTES.items():
+        if _any_has(name, layers):
+            sizes = [_mean(_having(name, each), empty=0.0) / MEBIBYTE for each in layers]
+            chart.add_trace(
+                line(title, steps, sizes, part_colour(title), width=2.0, showlegend=True)
+            )
+    return chart
+
+
+def _options(steps: Sequence[int], layers: Layers) -> go.Figure:
+    """Draw how often each option of the arbiter was chosen, as a share of the calls."""
+    chosen = [sum(map(Counter, _having("options", each)), Counter[str]()) for each in layers]
+    chart = figure(
+        STEP, "share of the calls", height=300, legend=True, rangemode="tozero", tickformat="~%"
+    )
+    for name in sorted({name for counts in chosen for name in counts}):
+        shares = [counts[name] / max(counts.total(), 1) for counts in chosen]
+        chart.add_trace(line(name, steps, shares, part_colour(name), width=2.0, showlegend=True))
+    return chart
+
+
+def _any_has(name: str, layers: Layers) -> bool:
+    """Return whether any layer in any line has the number."""
+    return any(name in layer for of_line in layers for layer in of_line)
 
 
 def _having(name: str, layers: Sequence[dict[str, Any]]) -> list[Any]:
@@ -348,19 +445,21 @@ def _having(name: str, layers: Sequence[dict[str, Any]]) -> list[Any]:
     return [layer[name] for layer in layers if name in layer]
 
 
-def _mean(values: Sequence[float], empty: float) -> float:
+def _mean(values: Sequence[float], *, empty: float) -> float:
+    """Return the mean; `empty` for no values."""
     return sum(values) / len(values) if values else empty
 
 
 def plans_section(run: RunSummary) -> Section | None:
-    """Return the section about automatic changes of plan during a run; None if the run did not choose plans automatically."""
+    """Return the section about automatic changes of plan during a run; None if the run did not
+    choose plans automatically."""
     plans = [each["plan"] for each in run.lines if isinstance(each.get("plan"), dict)]
     if not plans:
         return None
     last = plans[-1]
     text = (
-        f"{last['switches']} changes of plan, {percent(last['explored_share'])} of the steps on trial; at the end "
-        f"{last['running']} runs."
+        f"{last['switches']} changes of plan, {percent(last['explored_share'])} of the steps on "
+        f"trial; at the end {last['running']} runs."
     )
     rows = [
         (str(step), why, str(bucket), plan)
@@ -372,16 +471,21 @@ def plans_section(run: RunSummary) -> Section | None:
 
 
 def configuration(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """Return the tables of the configuration: the fields that differ between runs (if any), and all fields."""
+    """Return the tables of the configuration: the fields that differ between runs (if any), and all
+    fields."""
     configurations = [flattened(run.config) for run in runs]
     fields = dict.fromkeys(name for each in configurations for name in each)
     rows = {name: [each.get(name, NONE) for each in configurations] for name in fields}
     different = {name: values for name, values in rows.items() if len(set(values)) > 1}
-    tables = [{"title": f"All fields ({len(rows)})", "rows": list(rows.items()), "is_open": False}]
-    if different:
-        title = f"Fields that differ ({len(different)})"
-        tables.insert(0, {"title": title, "rows": list(different.items()), "is_open": True})
-    return tables
+    every = {"title": f"All fields ({len(rows)})", "rows": list(rows.items()), "is_open": False}
+    if not different:
+        return [every]
+    differing = {
+        "title": f"Fields that differ ({len(different)})",
+        "rows": list(different.items()),
+        "is_open": True,
+    }
+    return [differing, every]
 
 
 def flattened(table: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Writes the page about a plan: a sentence, tiles, the ranking, a step by part, a layer, memory, roofline and sources."""
+"""Writes the page about a plan: a sentence, tiles, the ranking, a step by part, a layer, memory,
+roofline and sources."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from moesaic.planner.answer import Speed
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.compute import rates_of
-from moesaic.planner.memory import GIB
-from moesaic.planner.model import Job
+from moesaic.planner.job import Job
+from moesaic.planner.rank_memory import GIB
 from moesaic.planner.search import PlannedStep, Result
 from moesaic.planner.workload import Workload
 from moesaic.program.plan import plan_in_words
@@ -53,69 +54,97 @@ class PlanAnswer:
 
 
 def write_plan_page(title: str, answer: PlanAnswer, path: Path) -> Path:
-    """Write the page about a plan and return its path. The page is self-contained and loads nothing.
+    """Write the page about a plan and return its path. The page is self-contained and loads
+    nothing.
 
     Raises:
         InputError: the file cannot be written.
     """
-    job, result, cluster, timelines = answer.job, answer.result, answer.cluster, answer.timelines
-    best, until = result.best, max(timeline.makespan for timeline in timelines.values())
-    named = {f"plan {number}": planned for number, planned in enumerate(result.ranking, start=1)}
-    pictures = [
-        Picture(
-            "One step of the best plan",
-            f"The first micro-batch of {job.accumulation}, block by block. Drag to zoom in, double-click for the whole step.",
-            step_gantt(bars_of(job, best, timelines)),
-        ),
-        Picture(
-            "One step", "Seconds by part of the step, for the plans of the table.",
-            stacked({name: planned.estimate.parts for name, planned in named.items()}, "seconds"),
-        ),
-        *(
-            Picture(f"One MoE layer of the best plan, {name}", f"{in_words(timeline)}. {NAMES}", gantt(timeline, until))
-            for name, timeline in timelines.items()
-        ),
-        Picture(
-            "Memory of a rank", f"GiB by use; the line marks the device's memory, {cluster.device.memory_gib:g} GiB.",
-            stacked(
-                {name: {use: size / GIB for use, size in vars(planned.memory).items()} for name, planned in named.items()},
-                "GiB", limit=cluster.device.memory_gib,
-            ),
-        ),
-        Picture(
-            "Roofline of products",
-            "The device's rate over the rows of a product: bounded by memory bandwidth times operations per byte of weights, "
-            "and by the best measured rate. The dot is an expert of the best plan.",
-            roofline(best, cluster, job.step_model(cluster, best.grid.dp).layer),
-        ),
-    ]  # fmt: skip
-    tokens = job.batch_size * job.accumulation * job.model.seq_len
-    lead = (
-        f"The fastest of {result.num_simulated:,} simulated plans trains on {tokens:,} tokens in a step of "
-        f"{_time(best.seconds)}, limited by {best.estimate.bottleneck}: {name_of(best.grid)}, {plan_in_words(best.plan)}."
-    )
+    named = {
+        f"plan {number}": planned for number, planned in enumerate(answer.result.ranking, start=1)
+    }
     folded = {
         "The answer in sentences": answer.lines,
         "Where the numbers come from": [
-            *(f"measured: {each}" for each in cluster.measured),
-            f"the rest: {cluster.source}",
+            *(f"measured: {each}" for each in answer.cluster.measured),
+            f"the rest: {answer.cluster.source}",
         ],
     }
     return charts_page(
         path,
         "plan",
         title,
-        lead,
-        pictures,
+        _lead(answer),
+        _pictures(answer, named),
         cards=tiles(answer),
         table=ranking(named),
         folded=folded,
     )
 
 
+def _lead(answer: PlanAnswer) -> str:
+    """Return the sentence about the best plan."""
+    job = answer.job
+    best = answer.result.best
+    tokens = job.batch_size * job.accumulation * job.model.seq_len
+    return (
+        f"The fastest of {answer.result.num_simulated:,} simulated plans trains on {tokens:,} "
+        f"tokens in a step of {_time(best.seconds)}, limited by {best.estimate.bottleneck}: "
+        f"{name_of(best.grid)}, {plan_in_words(best.plan)}."
+    )
+
+
+def _pictures(answer: PlanAnswer, named: Mapping[str, PlannedStep]) -> list[Picture]:
+    """Draw the best plan's step and layer, and the plans beside each other, which have names."""
+    job = answer.job
+    cluster = answer.cluster
+    best = answer.result.best
+    timelines = answer.timelines
+    until = max(timeline.makespan for timeline in timelines.values())
+    first = (
+        f"The first micro-batch of {job.accumulation}, block by block. Drag to zoom in, "
+        "double-click for the whole step."
+    )
+    parts = {name: planned.estimate.parts for name, planned in named.items()}
+    memory = {
+        name: {use: size / GIB for use, size in vars(planned.memory).items()}
+        for name, planned in named.items()
+    }
+    limit = cluster.device.memory_gib
+    bounds = (
+        "The device's rate over the rows of a product: bounded by memory bandwidth times "
+        "operations per byte of weights, and by the best measured rate. The dot is an expert "
+        "of the best plan."
+    )
+    layer = job.step_model(cluster, best.grid.dp).layer
+    return [
+        Picture("One step of the best plan", first, step_gantt(bars_of(job, best, timelines))),
+        Picture(
+            "One step",
+            "Seconds by part of the step, for the plans of the table.",
+            stacked(parts, "seconds"),
+        ),
+        *(
+            Picture(
+                f"One MoE layer of the best plan, {name}",
+                f"{in_words(timeline)}. {NAMES}",
+                gantt(timeline, until),
+            )
+            for name, timeline in timelines.items()
+        ),
+        Picture(
+            "Memory of a rank",
+            f"GiB by use; the line marks the device's memory, {limit:g} GiB.",
+            stacked(memory, "GiB", limit=limit),
+        ),
+        Picture("Roofline of products", bounds, roofline(best, cluster, layer)),
+    ]
+
+
 def tiles(answer: PlanAnswer) -> list[Card]:
     """Return the headline numbers of the best plan."""
-    best, speed = answer.result.best, answer.speed
+    best = answer.result.best
+    speed = answer.speed
     slow, fast = (_time(best.seconds * speed.tokens_per_second / bound) for bound in speed.interval)
     total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
     low, high = speed.interval
@@ -159,11 +188,16 @@ def ranking(named: Mapping[str, PlannedStep]) -> Table:
     fastest = min(planned.seconds for planned in named.values())
     rows = [
         (
-            name, _time(planned.seconds), f"{planned.seconds / fastest:.2f}", name_of(planned.grid),
-            plan_in_words(planned.plan), planned.estimate.bottleneck, f"{planned.memory.total / GIB:.1f} GiB",
+            name,
+            _time(planned.seconds),
+            f"{planned.seconds / fastest:.2f}",
+            name_of(planned.grid),
+            plan_in_words(planned.plan),
+            planned.estimate.bottleneck,
+            f"{planned.memory.total / GIB:.1f} GiB",
         )
         for name, planned in named.items()
-    ]  # fmt: skip
+    ]
     return Table(heads, rows)
 
 
@@ -195,12 +229,14 @@ def stacked(
 
 
 def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Figure:
-    """Draw the rate of an expert's matrix products over its rows: the upper bound, the rate reached, and the plan's experts."""
+    """Draw the rate of an expert's matrix products over its rows: the upper bound, the rate
+    reached, and the plan's experts."""
     rates = rates_of(cluster, layer.products or layer.dtype)
     work = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
     plan_rows = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp
 
     def reached(rows: np.ndarray) -> np.ndarray:
+        """Return the rate reached in TFLOP/s."""
         seconds = rates.product_seconds(rows, 2 * work, work * layer.element_bytes, grouped=True)
         rate: np.ndarray = rows * 2 * work / seconds / 1e12
         return rate
@@ -228,5 +264,6 @@ def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Fig
 
 
 def _time(seconds: float) -> str:
+    """Return a time in words, in a fitting unit."""
     unit, length = unit_of(seconds)
     return f"{seconds / length:.3g} {unit}"

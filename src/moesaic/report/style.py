@@ -1,7 +1,7 @@
 """Shared by all pages: the style of charts, the building blocks of pages, and writing a page.
 
-A page is a self-contained HTML file that includes plotly.js and loads nothing. The templates are in `templates/`; jinja2
-escapes all values that they show.
+A page is a self-contained HTML file that includes plotly.js and loads nothing. The templates are in
+`templates/`; jinja2 escapes all values that they show.
 """
 
 from __future__ import annotations
@@ -25,26 +25,49 @@ from moesaic.errors import InputError
 from moesaic.files import write
 
 RUN_COLOURS = ("#3a6ea5", "#d9772b", "#2f8f6f", "#b8478a", "#8a6d1f", "#4fa8c9", "#5b5f6b")
-"""Colours of runs, in the order of the command line. They differ in lightness, so that colour-blind readers can tell them."""
+"""Colours of runs, in the order of the command line. They differ in lightness, so that colour-blind
+readers can tell them."""
 RUN_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 """Markers of runs, used in addition to the colours."""
 INK = "#1f2937"
 WHOLE = "#9aa1ac"
 PART_COLOURS = {
-    "attention": "#3a6ea5", "dense": "#8fb8de", "shared experts": "#4fa8c9", "unembed": "#1d3f66",
-    "moe forward": "#e59a4f", "moe backward": "#b85c12", "routing": "#b8478a", "small kernels": "#dd9cc2",
-    "launches": "#8a6d1f", "parameters": "#2f8f6f", "pipeline": "#c9c2a3", "optimizer": "#5b5f6b",
+    "attention": "#3a6ea5",
+    "dense": "#8fb8de",
+    "shared experts": "#4fa8c9",
+    "unembed": "#1d3f66",
+    "moe forward": "#e59a4f",
+    "moe backward": "#b85c12",
+    "routing": "#b8478a",
+    "small kernels": "#dd9cc2",
+    "launches": "#8a6d1f",
+    "parameters": "#2f8f6f",
+    "pipeline": "#c9c2a3",
+    "optimizer": "#5b5f6b",
     "further micro-batches": WHOLE,
-    "weights": "#2f8f6f", "gradients": "#7cc4a8", "activations": "#d9772b", "buffers": "#f0c090",
-    "tokens": "#3a6ea5", "tokens, left alone": WHOLE, "weights of experts": "#2f8f6f",
-    "samples, between nodes": "#b8478a", "samples, inside nodes": "#dd9cc2", "left alone": WHOLE, "as decided": "#3a6ea5",
-    "none": WHOLE, "shadow": "#2f8f6f", "spill": "#d9772b", "eplb": "#3a6ea5",
-}  # fmt: skip
-"""Colour of each part of a step, use of memory, kind of byte and decision of balancing, on every page: blue for dense work,
-orange for experts and activations, green for parameters and weights, pink for routing and samples, grey for what is left."""
+    "weights": "#2f8f6f",
+    "gradients": "#7cc4a8",
+    "activations": "#d9772b",
+    "buffers": "#f0c090",
+    "tokens": "#3a6ea5",
+    "tokens, left alone": WHOLE,
+    "weights of experts": "#2f8f6f",
+    "samples, between nodes": "#b8478a",
+    "samples, inside nodes": "#dd9cc2",
+    "left alone": WHOLE,
+    "as decided": "#3a6ea5",
+    "none": WHOLE,
+    "shadow": "#2f8f6f",
+    "spill": "#d9772b",
+    "eplb": "#3a6ea5",
+}
+"""Colour of each part of a step, use of memory, kind of byte and decision of balancing, on every
+page: blue for dense work, orange for experts and activations, green for parameters and weights,
+pink for routing and samples, grey for what is left."""
 STEP = "optimizer step"
 MOST_COLUMNS = 200
-"""Largest number of columns of a heatmap. If there are more steps, the loads of neighbouring ones are added up."""
+"""Largest number of columns of a heatmap. If there are more steps, the loads of neighbouring ones
+are added up."""
 LOAD_COLOURS = (
     (0.0, "#8c510a"),
     (0.25, "#d8b365"),
@@ -52,7 +75,8 @@ LOAD_COLOURS = (
     (0.75, "#67a9cf"),
     (1.0, "#2166ac"),
 )
-"""Brown for less than the mean load, white for the mean, blue for more; colour-blind readers can distinguish them."""
+"""Brown for less than the mean load, white for the mean, blue for more; colour-blind readers can
+distinguish them."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 GRID = "#e8ebf0"
 AXIS = "#b9c0cb"
@@ -104,7 +128,8 @@ def part_colour(name: str) -> str:
 
 
 def ordered_colours(count: int) -> list[str]:
-    """Return a colour per MoE layer or chunk, from dark to light, without red and green that could be confused."""
+    """Return a colour per MoE layer or chunk, from dark to light, without red and green that could
+    be confused."""
     if count == 1:
         return ["#46327e"]
     places = [0.08 + 0.7 * index / (count - 1) for index in range(count)]
@@ -130,7 +155,8 @@ def line(
     width: float = 1.6,
     **options: Any,
 ) -> go.Scatter:
-    """Return a line for a chart. Escapes its name, which may be user input; a single point becomes a marker."""
+    """Return a line for a chart. Escapes its name, which may be user input; a single point becomes
+    a marker."""
     mode = options.pop("mode", "lines")
     return go.Scatter(
         name=html.escape(name, quote=False),
@@ -144,7 +170,8 @@ def line(
 
 
 def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.Figure:
-    """Draw a heatmap of each expert's load relative to the layer's mean load, over steps; 1 is balanced.
+    """Draw a heatmap of each expert's load relative to the layer's mean load, over steps; 1 is
+    balanced.
 
     Args:
         steps: the steps at which loads were written.
@@ -179,12 +206,14 @@ def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.F
 def load_shares(
     steps: Sequence[int], loads: Sequence[Sequence[float]], most_columns: int = MOST_COLUMNS
 ) -> tuple[list[int], list[list[float | None]]]:
-    """Return steps and, per step, each expert's load relative to the mean; None for a step without load.
+    """Return steps and, per step, each expert's load relative to the mean; None for a step without
+    load.
 
     Args:
         steps: see `expert_loads`.
         loads: see `expert_loads`.
-        most_columns: largest number of steps to return. If there are more, the loads of neighbouring steps are added up.
+        most_columns: largest number of steps to return. If there are more, the loads of
+            neighbouring steps are added up.
     """
     group = -(-len(loads) // most_columns) or 1
     ends: list[int] = []
@@ -294,12 +323,10 @@ def charts_page(
     """Write a page of charts below each other, and return its path.
 
     Args:
-        path: the file to write.
         what: kind of page.
-        title: its title.
         lead: the sentence with which it opens; empty for none.
-        charts: the charts.
-        **further: `cards`, `table` before the charts, and `folded` after them, a title and lines each.
+        **further: `cards`, `table` before the charts, and `folded` after them, a title and lines
+            each.
 
     Raises:
         InputError: the file cannot be written.
@@ -312,7 +339,8 @@ def charts_page(
 
 
 def save_page(text: str, path: Path, *, typed: bool = True) -> Path:
-    """Write a page, with missing parent folders, and return its path; `typed` says that a user typed it.
+    """Write a page, with missing parent folders, and return its path; `typed` says that a user
+    typed it.
 
     Raises:
         InputError: the path is a folder, or cannot be written.

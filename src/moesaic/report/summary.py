@@ -1,9 +1,11 @@
-"""Reads a run folder and summarises it: series, headline numbers, and the ranks or links that slow the run down.
+"""Reads a run folder and summarises it: series, headline numbers, and the ranks or links that slow
+the run down.
 
 Reads config.json and metrics.jsonl only, and needs neither torch nor plotly.
 
-To find stragglers, each line of metrics has three times per rank, since the previous line: `seconds` of the training steps,
-`compute` seconds in which the rank's programs worked, and `waited` seconds in which they waited for each other rank.
+To find stragglers, each line of metrics has three times per rank, since the previous line:
+`seconds` of the training steps, `compute` seconds in which the rank's programs worked, and `waited`
+seconds in which they waited for each other rank.
 
 - A rank that computes longer than the others is slow.
 - A rank that does not, but for which all others wait, is delayed by something outside the programs.
@@ -29,9 +31,12 @@ from moesaic.train.metrics import read_metrics
 
 LINES = 20
 """Number of lines of metrics, the last ones, that are used to find stragglers."""
-SLOWER, WAITS, APART = 1.2, 0.1, 3.0
-"""Thresholds for stragglers: a slow rank's compute time relative to the median of the others; the share of the steps from
-which a wait counts; a slow link's wait relative to the median of the other links."""
+SLOWER = 1.2
+WAITS = 0.1
+APART = 3.0
+"""Thresholds for stragglers: a slow rank's compute time relative to the median of the others; the
+share of the steps from which a wait counts; a slow link's wait relative to the median of the other
+links."""
 
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -49,23 +54,27 @@ def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _phrases(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[str]:
-    world, phrases = len(compute), []
+    """Return sentences about slow ranks and about waiting."""
+    world = len(compute)
+    phrases = []
     slow: set[int] = set()
     for rank in range(world):
         usual = median(np.delete(compute, rank))
         if compute[rank] > SLOWER * usual and compute[rank] - usual > WAITS / 2 * seconds:
             slow.add(rank)
             phrases.append(
-                f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as long as those of other ranks, "
-                "because its experts get more tokens or its processor is slower"
+                f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as "
+                "long as those of other ranks, because its experts get more tokens or its "
+                "processor is slower"
             )
     for awaited in range(world):
         waits = [waited[rank, awaited] for rank in range(world) if rank != awaited]
         if awaited not in slow and world > 2 and min(waits) > WAITS * seconds:
             slow.add(awaited)
             phrases.append(
-                f"rank {awaited} comes late: all others wait for it for {min(waits) / seconds:.0%} of the steps, though its "
-                "programs work no longer than theirs"
+                f"rank {awaited} comes late: all others wait for it for "
+                f"{min(waits) / seconds:.0%} of the steps, though its programs work no longer "
+                "than theirs"
             )
     for rank in range(world):
         for peer in range(world):
@@ -84,8 +93,8 @@ def _phrases(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[st
                 and waited[rank, peer] >= waited[peer, rank]
             ):
                 phrases.append(
-                    f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its messages for "
-                    f"{waited[rank, peer] / seconds:.0%} of the steps"
+                    f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its "
+                    f"messages for {waited[rank, peer] / seconds:.0%} of the steps"
                 )
     return phrases
 
@@ -132,7 +141,8 @@ class LayerSeries:
     """One MoE layer. Each value covers the steps since the previous line of metrics."""
 
     numbers: dict[str, Series]
-    """The layer's numbers in the metrics by name (docs/training.md), and the `dropped_share` of its copies."""
+    """The layer's numbers in the metrics by name (docs/training.md), and the `dropped_share` of its
+    copies."""
     load_steps: tuple[int, ...]
     """The steps at which loads were written."""
     loads: tuple[tuple[int, ...], ...]
@@ -162,7 +172,8 @@ class RunSummary:
     training_seconds: float
     """Time spent training, evaluation not counted."""
     numbers: dict[str, Series]
-    """The numbers of training lines and of evaluations, by name. `val_seconds` are the training seconds at evaluations."""
+    """The numbers of training lines and of evaluations, by name. `val_seconds` are the training
+    seconds at evaluations."""
     layers: tuple[LayerSeries, ...]
     """The MoE layers; empty for a dense run."""
     stragglers: tuple[str, ...]
@@ -174,12 +185,14 @@ class RunSummary:
 
     @property
     def auxiliary(self) -> list[str]:
-        """Names of the auxiliary losses, which are averaged over the layers, before their coefficients."""
+        """Names of the auxiliary losses, which are averaged over the layers, before their
+        coefficients."""
         known = (*_TRAIN_KEYS, "val_loss", "val_nats_per_byte", "val_seconds")
         return [name for name in self.numbers if name not in known]
 
     def headline(self) -> dict[str, Any]:
-        """Return the headline numbers as data for JSON, with None for numbers that the run does not have."""
+        """Return the headline numbers as data for JSON, with None for numbers that the run does not
+        have."""
         try:
             sizes = (
                 self.config["batch_size"]
@@ -232,7 +245,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunSummary]:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Return for each path its last component, preceded by as many further ones as make the name unique."""
+    """Return for each path its last component, preceded by as many further ones as make the name
+    unique."""
     names = []
     for folder in folders:
         others = [other.parts for other in folders if other != folder]
@@ -249,7 +263,6 @@ def summarise(folder: Path, name: str) -> RunSummary:
     """Read and summarise one run folder.
 
     Args:
-        folder: the run folder.
         name: the name to show for the run.
 
     Raises:
@@ -269,7 +282,8 @@ def summarise(folder: Path, name: str) -> RunSummary:
     lines = read_metrics(folder)
     if not lines:
         raise InputError(
-            f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first log_every steps"
+            f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first "
+            "log_every steps"
         )
     with damage_as_input_error(folder):
         return _summary(folder, name, config, lines)
@@ -290,14 +304,16 @@ def damage_as_input_error(folder: Path) -> Iterator[None]:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise InputError(
-            f"{folder}: metrics.jsonl or config.json holds a value that no run writes ({' '.join(str(error).split()):.100}): "
-            "take them from a backup, or leave this run out"
+            f"{folder}: metrics.jsonl or config.json holds a value that no run writes "
+            f"({' '.join(str(error).split()):.100}): take them from a backup, or leave this run "
+            "out"
         ) from error
 
 
 def _summary(
     folder: Path, name: str, config: dict[str, Any], lines: list[dict[str, Any]]
 ) -> RunSummary:
+    """Return a run's summary from its lines of metrics."""
     train = [line for line in lines if line["kind"] == "train"]
     evals = [line for line in lines if line["kind"] == "eval"]
     with_layers = [line for line in train if line.get("layers")]
@@ -317,10 +333,12 @@ def _summary(
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a number that fits into a float."""
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
+    """Return a number of the metrics over steps, where the lines have it."""
     points = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
     return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
 
@@ -334,6 +352,7 @@ def _all_series(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:
 
 
 def _layer(with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
+    """Return the numbers of one MoE layer over steps."""
     rows = [
         {"step": line["step"], **line["layers"][index]}
         for line in with_layers
@@ -364,11 +383,13 @@ def mean_over_layers(series: Sequence[Series]) -> Series:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def _finite_or_none(value: Any) -> Any:
+    """Return a value of JSON with None in place of infinities and NaN."""
     if isinstance(value, list):
         return [_finite_or_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -406,7 +427,8 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
         ("dead_experts", "Dead experts", "at the end, over all layers", "{}".format),
         ("dropped_share", "Dropped", "share of copies", percent),
     ]
-    shown, numbers = [], [run.headline() for run in runs]
+    shown = []
+    numbers = [run.headline() for run in runs]
     for name, title, note, text in rows:
         values = [of_run[name] for of_run in numbers]
         if any(value is not None for value in values):

@@ -30,7 +30,10 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
         *(
             Picture(
                 f"Load of the experts, layer {load.layer}",
-                f"locality {load.locality:.3f}, drift {load.drift:.3f} a step, {load.dead_experts} dead experts",
+                (
+                    f"locality {load.locality:.3f}, drift {load.drift:.3f} a step, "
+                    f"{load.dead_experts} dead experts"
+                ),
                 expert_loads(trace.steps, load.shares.tolist()),
             )
             for load in (loads[number] for number in shown)
@@ -57,8 +60,9 @@ def trace_in_words(trace: Trace) -> str:
     contents = "every token's experts" if trace.holds == "tokens" else "counts"
     micro = f" x {shape.accumulation} micro-batches" if shape.accumulation > 1 else ""
     return (
-        f"{contents} of {shape.num_layers} MoE layers with {shape.num_experts} experts, {shape.top_k} per token; steps "
-        f"{steps_in_words(trace.steps)}{micro} of {shape.sequences} sequences of {shape.seq_len} tokens"
+        f"{contents} of {shape.num_layers} MoE layers with {shape.num_experts} experts, "
+        f"{shape.top_k} per token; steps {steps_in_words(trace.steps)}{micro} of "
+        f"{shape.sequences} sequences of {shape.seq_len} tokens"
     )
 
 

@@ -1,1 +1,2 @@
-"""Routing: gates, selection, capacity, losses. It decides which token goes to which expert; it moves nothing."""
+"""Routing: gates, selection, capacity, losses. It decides which token goes to which expert; it
+moves nothing."""

@@ -1,7 +1,9 @@
-"""Capacity: how many rows an expert takes, and which copies are admitted if the expert is chosen more often.
+"""Capacity: how many rows an expert takes, and which copies are admitted if the expert is chosen
+more often.
 
-The rules are written in words: `Dropless()`, `Capacity.fixed(1.25)`, `Capacity.fitted()`, `Capacity.fitted(at_most=2.0)`.
-No number has two meanings; Tutel (section 4.1) encodes the same rules as positive, zero and negative factors.
+The rules are written in words: `Dropless()`, `Capacity.fixed(1.25)`, `Capacity.fitted()`,
+`Capacity.fitted(at_most=2.0)`. No number has two meanings; Tutel (section 4.1) encodes the same
+rules as positive, zero and negative factors.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ class AbstractCapacity(ABC):
 
     @property
     def admits_by_score(self) -> bool:
-        """True if tokens with a larger best weight are admitted first, False if copies are admitted in token order."""
+        """True if tokens with a larger best weight are admitted first, False if copies are admitted
+        in token order."""
         return False
 
     @property
     def spans_mesh(self) -> bool:
-        """True if one limit applies to the copies of all ranks together, False if each rank has a limit of its own."""
+        """True if one limit applies to the copies of all ranks together, False if each rank has a
+        limit of its own."""
         return False
 
     @property
@@ -69,31 +73,35 @@ class Dropless(AbstractCapacity):
 
 @dataclass(frozen=True)
 class Capacity(AbstractCapacity):
-    """A limit of `factor` times the mean load; build one with `Capacity.fixed` or `Capacity.fitted`."""
+    """A limit of `factor` times the mean load; build one with `Capacity.fixed` or
+    `Capacity.fitted`."""
 
     factor: float | None
-    """Ratio of rows per expert to the mean load `top_k * tokens / num_experts`; None for no upper limit."""
+    """Ratio of rows per expert to the mean load `top_k * tokens / num_experts`; None for no upper
+    limit."""
     fit: bool
     """Lower the limit to the load of the fullest expert."""
     order: Order = "position"
-    """The order in which copies are admitted; all first choices always come before all second choices. "position": in token
-    order (GShard). "score": tokens with the larger best weight first (batch-prioritised routing, Riquelme et al., "Scaling
-    Vision with Sparse Mixture of Experts", 2021, section 4); then each rank admits its own copies, whatever the scope."""
+    """The order in which copies are admitted; all first choices always come before all second
+    choices. "position": in token order (GShard). "score": tokens with the larger best weight first
+    (batch-prioritised routing, Riquelme et al., "Scaling Vision with Sparse Mixture of Experts",
+    2021, section 4); then each rank admits its own copies, whatever the scope."""
     scope: Scope = "mesh"
-    """"mesh": the limit applies to the copies of all ranks together, and drops do not depend on the mesh. "rank": each rank
-    has a limit for its own tokens, as in the papers."""
+    """"mesh": the limit applies to the copies of all ranks together, and drops do not depend on the
+    mesh. "rank": each rank has a limit for its own tokens, as in the papers."""
     padded: bool = False
-    """On a mesh, make every rank send each expert exactly as many rows as the limit, rounded up to a multiple that the plan
-    can divide and filled with empty rows. Sizes are then known in advance, and the host never waits for counts. The limit
-    counts padding tokens too."""
+    """On a mesh, make every rank send each expert exactly as many rows as the limit, rounded up to
+    a multiple that the plan can divide and filled with empty rows. Sizes are then known in advance,
+    and the host never waits for counts. The limit counts padding tokens too."""
 
     def __post_init__(self) -> None:
         if self.factor is not None and not (
             isinstance(self.factor, Real) and 0 < self.factor < math.inf
         ):
             raise InputError(
-                f"a capacity factor must be a finite number above 0, got {self.factor!r}: write Dropless() to drop nothing, "
-                "or Capacity.fitted() for the smallest capacity without drops"
+                f"a capacity factor must be a finite number above 0, got {self.factor!r}: write "
+                "Dropless() to drop nothing, or Capacity.fitted() for the smallest capacity "
+                "without drops"
             )
         if self.order not in ("position", "score"):
             raise InputError(
@@ -103,7 +111,8 @@ class Capacity(AbstractCapacity):
             raise InputError(f'scope={self.scope!r} is unknown: write scope="mesh" or scope="rank"')
         if self.padded and (self.fit or self.scope != "rank"):
             raise InputError(
-                'a padded capacity must be known in advance: write Capacity.fixed(f, scope="rank", padded=True)'
+                "a padded capacity must be known in advance: write Capacity.fixed(f, "
+                'scope="rank", padded=True)'
             )
 
     @classmethod
@@ -115,7 +124,8 @@ class Capacity(AbstractCapacity):
         scope: Scope = "mesh",
         padded: bool = False,
     ) -> Capacity:
-        """Return a capacity of `ceil(factor * top_k * tokens / num_experts)` rows per expert; further copies are dropped."""
+        """Return a capacity of `ceil(factor * top_k * tokens / num_experts)` rows per expert;
+        further copies are dropped."""
         return cls(factor=factor, fit=False, order=order, scope=scope, padded=padded)
 
     def fixed_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -132,7 +142,8 @@ class Capacity(AbstractCapacity):
     def fitted(
         cls, *, at_most: float | None = None, order: Order = "position", scope: Scope = "mesh"
     ) -> Capacity:
-        """Return the smallest capacity that drops nothing, limited to the factor `at_most`, above which copies are dropped."""
+        """Return the smallest capacity that drops nothing, limited to the factor `at_most`, above
+        which copies are dropped."""
         return cls(factor=at_most, fit=True, order=order, scope=scope)
 
     @property
@@ -174,7 +185,8 @@ def as_capacity(capacity: AbstractCapacity | float, name: str) -> AbstractCapaci
     if isinstance(capacity, Real) and not isinstance(capacity, bool):
         return Capacity.fixed(float(capacity))
     raise InputError(
-        f"MoE: {name}={capacity!r} is not a capacity: write Dropless(), Capacity.fixed(1.25), or a number such as 1.25"
+        f"MoE: {name}={capacity!r} is not a capacity: write Dropless(), Capacity.fixed(1.25), "
+        "or a number such as 1.25"
     )
 
 
@@ -186,19 +198,23 @@ def admit(
     num_experts: int,
     before_KE: Tensor | None = None,
 ) -> Tensor | None:
-    """Return which copies are sent, (N,) bool, or None for all copies. No shape depends on values, so the host does not wait.
+    """Return which copies are sent, (N,) bool, or None for all copies. No shape depends on values,
+    so the host does not wait.
 
     Args:
-        choice: the N copies.
-        alive_N: (N,) bool, False for padding and for copies that the router itself held back; None if all are alive.
+        alive_N: (N,) bool, False for padding and for copies that the router itself held back; None
+            if all are alive.
         rows: () int64, rows per expert; None for no limit.
-        best_weight_T: (tokens,), the largest weight of each token, to admit by score; None to admit by position.
-        before_KE: (K, num_experts), the position in each expert's queue of this rank's first copy of each choice, if several
-            ranks share the queue; None if this rank has all copies.
+        best_weight_T: (tokens,), the largest weight of each token, to admit by score; None to admit
+            by position.
+        before_KE: (K, num_experts), the position in each expert's queue of this rank's first copy
+            of each choice, if several ranks share the queue; None if this rank has all copies.
     """
     if rows is None:
         return alive_N
-    token, expert, slot = choice.token, choice.expert, choice.slot
+    token = choice.token
+    expert = choice.expert
+    slot = choice.slot
     priority = token
     if best_weight_T is not None:
         priority = torch.empty_like(best_weight_T, dtype=torch.int64)
@@ -230,7 +246,6 @@ def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
     Args:
         expert_N: (N,) int64, each copy's expert.
         alive_N: (N,) bool, which copies count; None for all.
-        num_experts: number of experts.
     """
     ones = torch.ones_like(expert_N) if alive_N is None else alive_N.to(expert_N.dtype)
     return torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device).scatter_add_(

@@ -1,20 +1,28 @@
-"""How auxiliary losses reach the parameters: injected into the backward pass, or collected and added to the task's loss.
+"""How auxiliary losses reach the parameters: injected into the backward pass, or collected and
+added to the task's loss.
 
-Injection needs no code of the caller: `y` carries the gradient of the loss. The loss need not be returned through blocks,
-pipeline stages or compiled graphs, and can be neither forgotten nor added twice, the two commonest bugs of auxiliary losses.
-But injection cannot see by what factor the caller multiplies the task's loss. A loss that is not collected has the weight
+Injection needs no code of the caller: `y` carries the gradient of the loss. The loss need not be
+returned through blocks, pipeline stages or compiled graphs, and can be neither forgotten nor added
+twice, the two commonest bugs of auxiliary losses. But injection cannot see by what factor the
+caller multiplies the task's loss. A loss that is not collected has the weight
 
     that `set_loss_scale` set last, once it has been called; otherwise
-    1/n in each of the first n backward passes of an optimizer step, and 0 in later ones, where n is the number of backward
-    passes of the previous step, and 1 in the first step.
+    1/n in each of the first n backward passes of an optimizer step, and 0 in later ones, where n is
+    the number of backward passes of the previous step, and 1 in the first step.
 
-The weights of one step therefore never add up to more than 1. A backward pass belongs to a new step if a trainable parameter
-of the layer has changed since the previous pass, or if existing gradients have been cleared. A layer without trainable
-parameters injects nothing.
+The weights of one step therefore never add up to more than 1. A backward pass belongs to a new step
+if a trainable parameter of the layer has changed since the previous pass, or if existing gradients
+have been cleared. A layer without trainable parameters injects nothing.
+
+A backward pass through several calls of a layer injects the losses of each with the weight of the
+pass. That is right for a layer that one forward pass calls several times, since each call is a
+layer of the model. It is too much if the caller averages the losses of several forward passes and
+propagates them together: a warning then asks for `set_loss_scale`.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +37,8 @@ from moesaic.kernels.operator import operator
 
 
 def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
-    """Return the base class and the registration of objects that custom operators of compiled graphs take; None if none."""
+    """Return the base class and the registration of objects that custom operators of compiled
+    graphs take; None if none."""
     try:
         from torch._custom_class_base import CustomClassBase  # type: ignore[import-not-found]
         from torch._library.opaque_object import register_custom_class  # type: ignore[attr-defined]
@@ -45,14 +54,17 @@ def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
 
 Base, _register = _objects_in_graphs()
 TAKES_OBJECTS = _register is not None
-"""Whether custom operators of a compiled graph take objects; if not, losses are injected between two graphs."""
+"""Whether custom operators of a compiled graph take objects; if not, losses are injected between
+two graphs."""
 
 
 def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """Set the factor on the auxiliary losses of all MoE layers in `model`, for all backward passes until the next call.
+    """Set the factor on the auxiliary losses of all MoE layers in `model`, for all backward passes
+    until the next call.
 
-    If the main loss of a micro-batch is multiplied by its share of the step, the auxiliary losses need the same factor:
-    `set_loss_scale(model, share)`, times `scaler.get_scale()` under a gradient scaler.
+    If the main loss of a micro-batch is multiplied by its share of the step, the auxiliary losses
+    need the same factor: `set_loss_scale(model, share)`, times `scaler.get_scale()` under a
+    gradient scaler.
 
     Args:
         model: the model that contains the layers.
@@ -65,47 +77,78 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
 
 
 def collect_losses(model: nn.Module) -> list[Tensor]:
-    """Return the auxiliary losses of all calls since the last backward pass, times their coefficients, to add to a loss.
+    """Return the auxiliary losses of all calls since the last backward pass, times their
+    coefficients, to add to a loss.
 
-    Use `loss = task_loss(model(x)) + sum(collect_losses(model))`, then scale, divide and propagate the loss as usual. This
-    works under gradient accumulation, a gradient scaler, DDP, FSDP2 and non-reentrant checkpoints. Collected losses are not
-    injected, and are not returned again. On a mesh all ranks must collect.
+    Use `loss = task_loss(model(x)) + sum(collect_losses(model))`, then scale, divide and propagate
+    the loss as usual. This works under gradient accumulation, a gradient scaler, DDP, FSDP2 and
+    non-reentrant checkpoints. Collected losses are not injected, and are not returned again. On a
+    mesh all ranks must collect.
 
     Args:
-        model: the model that contains the layers; its forward pass has run in training mode, with gradients.
+        model: the model that contains the layers; its forward pass has run in training mode, with
+            gradients.
 
     Returns:
-        one differentiable () tensor per call of a layer with losses. Calls whose result has been freed have none. Calls
-        inside a reentrant checkpoint have none either: their losses exist only in the backward pass, and are injected there.
+        one differentiable () tensor per call of a layer with losses. Calls whose result has been
+        freed have none. Calls inside a reentrant checkpoint have none either: their losses exist
+        only in the backward pass, and are injected there.
 
     Raises:
-        InputError: if the last call of a layer was compiled, since its graph injects the losses itself.
+        InputError: if the last call of a layer was compiled, since its graph injects the losses
+            itself.
     """
     layers = [module for module in model.modules() if isinstance(module, InjectsLosses)]
     return [loss for layer in layers for loss in layer.take_losses()]
 
 
+BESIDE = (
+    "moesaic: one backward pass went through several forward passes of a MoE layer, and the "
+    "auxiliary losses of each have the whole weight of the pass: call set_loss_scale(model, "
+    "factor) with the factor of each forward pass's loss (1 if they are added, 1 / n if n are "
+    "averaged), or add collect_losses(model) to each loss"
+)
+"""The warning if losses of several forward passes are propagated together."""
+
+
+def _leads(node: Any, target: Any) -> bool:
+    """Return whether the backward pass goes from one node of a graph to another."""
+    seen = set[Any]()
+    ahead = [node]
+    while ahead:
+        node = ahead.pop()
+        if node is target:
+            return True
+        found = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= found
+        ahead += found
+    return False
+
+
 class BackwardPasses(Base):  # type: ignore[misc, valid-type]
-    """A counter of the backward passes of a layer in each optimizer step; see the module's docstring.
+    """A counter of the backward passes of a layer in each optimizer step; see the module's
+    docstring.
 
-    Under wrappers such as FSDP2, a layer's parameters within a pass are not those that the optimizer changes. Therefore the
-    counter watches the parameters that the layer has at the end of a pass.
-
-    Args:
-        layer: the layer.
+    Under wrappers such as FSDP2, a layer's parameters within a pass are not those that the
+    optimizer changes. Therefore the counter watches the parameters that the layer has at the end of
+    a pass.
     """
 
     def __init__(self, layer: InjectsLosses) -> None:
         self._layer = weakref.ref(layer)
         self._task = -1
-        self._passes_of_step, self._expected_passes = 0, 1
+        self._passes_of_step = 0
+        self._expected_passes = 1
         self._pass_parameters: list[nn.Parameter] = []
         self._watched: list[nn.Parameter] = []
         self._versions: list[int] = []
-        self._is_wrapped = self._had_gradient = False
+        self._is_wrapped = self._had_gradient = self._has_warned = False
+        self._nodes: list[Any] = []
+        self._most_nodes = 1
 
     def weight(self, like: Tensor, is_half: bool) -> Tensor:
-        """Return the weight of a loss that is injected in this backward pass, () float32 on the device of `like`.
+        """Return the weight of a loss that is injected in this backward pass, () float32 on the
+        device of `like`.
 
         Args:
             like: the gradient to which the loss is added.
@@ -120,9 +163,10 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
             return layer.loss_scale.to(like.device, copy=True)
         if is_half:
             raise InputError(
-                "an auxiliary loss would be injected into a float16 backward pass, whose scale the layer cannot know: add "
-                "collect_losses(model) to your loss before scaler.scale, or call set_loss_scale(model, scaler.get_scale() / n) "
-                "before each backward, n the number of micro-batches"
+                "an auxiliary loss would be injected into a float16 backward pass, whose scale "
+                "the layer cannot know: add collect_losses(model) to your loss before "
+                "scaler.scale, or call set_loss_scale(model, scaler.get_scale() / n) before each "
+                "backward, n the number of micro-batches"
             )
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -131,14 +175,35 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         is_counted = bool(self._pass_parameters) and self._passes_of_step <= self._expected_passes
         return torch.full((), 1 / self._expected_passes if is_counted else 0.0, device=like.device)
 
+    def note(self, node: Any) -> None:
+        """Note that a node of the graph injects a loss in this backward pass; warn if it does so
+        beside another call's."""
+        layer = self._layer()
+        if self._has_warned or layer is None or layer.loss_scale_is_set:
+            return
+        self._nodes.append(node)
+        if len(self._nodes) <= self._most_nodes:
+            return
+        # so that the graph is searched once, and not in every pass
+        self._most_nodes = len(self._nodes)
+        if not any(_leads(other, node) for other in self._nodes[:-1]):
+            self._has_warned = True
+            warnings.warn(BESIDE, stacklevel=2)
+
     def _begin(self, parameters: list[nn.Parameter]) -> None:
-        """Count a backward pass that has just reached the layer, whose trainable parameters are `parameters`."""
+        """Count a backward pass that has just reached the layer, whose trainable parameters are
+        `parameters`."""
         if self._is_new_step(parameters):
-            self._expected_passes, self._passes_of_step = max(self._passes_of_step, 1), 0
+            self._expected_passes = max(self._passes_of_step, 1)
+            self._passes_of_step = 0
         if not self._is_wrapped and not _are_same(parameters, self._watched):
             self._watched = parameters
         self._versions = _versions(self._watched)
-        self._pass_parameters, self._passes_of_step = parameters, self._passes_of_step + 1
+        self._pass_parameters, self._passes_of_step, self._nodes = (
+            parameters,
+            self._passes_of_step + 1,
+            [],
+        )
         Variable._execution_engine.queue_callback(self._end)
 
     def _is_new_step(self, parameters: list[nn.Parameter]) -> bool:
@@ -151,6 +216,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
 
     def _end(self) -> None:
         """Record the layer's parameters and gradients at the end of a backward pass."""
+        self._nodes = []
         layer = self._layer()
         parameters = [] if layer is None else _trainable(layer)
         if not _are_same(parameters, self._pass_parameters):
@@ -174,24 +240,30 @@ if _register is not None:
 
 
 class Injection:
-    """A loss to be injected into a backward pass. Only the autograd graph of `y` keeps this object alive.
+    """A loss to be injected into a backward pass. Only the autograd graph of `y` keeps this object
+    alive.
 
     Args:
-        layer: the layer that injects the loss; the graph keeps the layer alive until the backward pass.
+        layer: the layer that injects the loss; the graph keeps the layer alive until the backward
+            pass.
         loss: (), differentiable.
         share: a further factor on the gradient of the loss, besides the loss's weight.
         is_half: as for `BackwardPasses.weight`.
     """
 
     def __init__(self, layer: InjectsLosses, loss: Tensor, share: float, is_half: bool) -> None:
-        self.layer, self.share, self.is_half = layer, share, is_half
+        self.layer = layer
+        self.share = share
+        self.is_half = is_half
         self.loss: Tensor | None = loss
         """The loss; None once it has been collected or injected."""
         self.is_collected = False
 
     def collect(self) -> Tensor | None:
-        """Return the loss for the caller to propagate, and never inject it; None if it was collected or injected before."""
-        loss, self.loss = self.loss, None
+        """Return the loss for the caller to propagate, and never inject it; None if it was
+        collected or injected before."""
+        loss = self.loss
+        self.loss = None
         if loss is None:
             return None
         self.is_collected = True
@@ -200,11 +272,13 @@ class Injection:
 
 
 class InjectLoss(torch.autograd.Function):
-    """Identity on `y` that starts the backward pass of an `Injection`'s loss, unless the loss was collected."""
+    """Identity on `y` that starts the backward pass of an `Injection`'s loss, unless the loss was
+    collected."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, injection: Injection) -> Tensor:
-        ctx.injection, ctx.loss_dtype = injection, loss.dtype
+        ctx.injection = injection
+        ctx.loss_dtype = loss.dtype
         return y.view_as(y)
 
     @staticmethod
@@ -214,6 +288,7 @@ class InjectLoss(torch.autograd.Function):
             return grad_y, None, None
         injection.loss = None
         weight = injection.layer.passes.weight(grad_y, injection.is_half).to(ctx.loss_dtype)
+        injection.layer.passes.note(ctx)
         return grad_y, weight if injection.share == 1 else weight * injection.share, None
 
 
@@ -230,10 +305,12 @@ class InjectLossCompiled(torch.autograd.Function):
         share: float,
         is_half: bool,
     ) -> Tensor:
-        ctx.scale = (
-            scale  # not saved for backward: the scale may be set again between forward and backward
-        )
-        ctx.passes, ctx.share, ctx.is_half, ctx.loss_dtype = passes, share, is_half, loss.dtype
+        # not saved for backward: the scale may be set again between forward and backward
+        ctx.scale = scale
+        ctx.passes = passes
+        ctx.share = share
+        ctx.is_half = is_half
+        ctx.loss_dtype = loss.dtype
         return y.view_as(y)
 
     @staticmethod
@@ -258,10 +335,11 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class InjectsLosses(nn.Module):
-    """A module that injects losses, weighed by `set_loss_scale` or by the number of backward passes.
+    """A module that injects losses, weighed by `set_loss_scale` or by the number of backward
+    passes.
 
-    Neither the scale nor the counts are buffers, so deferred initialisation, checkpoints, wrappers and changes of dtype cannot
-    leave them undefined. A copy of the module starts with new counts.
+    Neither the scale nor the counts are buffers, so deferred initialisation, checkpoints, wrappers
+    and changes of dtype cannot leave them undefined. A copy of the module starts with new counts.
     """
 
     def __init__(self) -> None:
@@ -276,7 +354,8 @@ class InjectsLosses(nn.Module):
         self._was_compiled = False
 
     def inject_loss(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
-        """Return `y` with the loss attached: a backward pass through the result also propagates the loss.
+        """Return `y` with the loss attached: a backward pass through the result also propagates the
+        loss.
 
         Args:
             y: any shape, on the path to the main loss.
@@ -304,11 +383,12 @@ class InjectsLosses(nn.Module):
         _inject_between_graphs = torch.compiler.disable(_inject_between_graphs)
 
     def _inject_now(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
+        """Inject a loss outside of compiled graphs, and remember it while it waits for its backward
+        pass."""
         injection = Injection(self, loss, share, is_half)
         self._was_compiled = False
-        if (
-            torch._C._current_graph_task_id() == -1
-        ):  # otherwise a checkpoint is recomputing in a backward pass
+        # otherwise a checkpoint is recomputing in a backward pass
+        if torch._C._current_graph_task_id() == -1:
             self._injections = [
                 reference
                 for reference in self._injections
@@ -322,10 +402,12 @@ class InjectsLosses(nn.Module):
         """Return this layer's part of `collect_losses`."""
         if self._was_compiled:
             raise InputError(
-                f"collect_losses: the last call of a {type(self).__name__} was compiled, and its graph injects the losses: "
-                "call set_loss_scale(model, share), or wrap the layer's forward in torch.compiler.disable"
+                f"collect_losses: the last call of a {type(self).__name__} was compiled, and its "
+                "graph injects the losses: call set_loss_scale(model, share), or wrap the "
+                "layer's forward in torch.compiler.disable"
             )
-        injections, self._injections = [reference() for reference in self._injections], []
+        injections = [reference() for reference in self._injections]
+        self._injections = []
         losses = [injection.collect() for injection in injections if injection is not None]
         return [loss for loss in losses if loss is not None]
 
@@ -338,7 +420,8 @@ class InjectsLosses(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.passes, self._injections = BackwardPasses(self), []
+        self.passes = BackwardPasses(self)
+        self._injections = []
 
 
 def _trainable(layer: nn.Module) -> list[nn.Parameter]:

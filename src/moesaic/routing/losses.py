@@ -1,12 +1,14 @@
-"""Auxiliary losses of the router. `injection.py` propagates their gradients to the router's parameters.
+"""Auxiliary losses of the router. `injection.py` propagates their gradients to the router's
+parameters.
 
-Every loss is a mean over tokens or a ratio of means, so the scale of a loss depends neither on the shape of the batch nor on
-the number of ranks. A loss reads `RouterStatistics`: sums taken outside the router and, on several ranks, reduced over ranks.
+Every loss is a mean over tokens or a ratio of means, so the scale of a loss depends neither on the
+shape of the batch nor on the number of ranks. A loss reads `RouterStatistics`: sums taken outside
+the router and, on several ranks, reduced over ranks.
 
-T valid tokens, E experts, K top_k, p the router's probabilities, f_e the share of all token copies that chose e, before
-capacity, P_e the mean of p over tokens:
+T valid tokens, E experts, K top_k, p the router's probabilities, f_e the share of all token copies
+that chose e, before capacity, P_e the mean of p over tokens:
 
-    LoadBalance   E * sum_e f_e P_e                       1 when balanced; Switch section 2.2, GShard section 2.2
+    LoadBalance   E * sum_e f_e P_e                       1 when balanced; Switch, GShard 2.2
     Importance    var_e(I_e) / mean_e(I_e)^2, I_e the     Shazeer et al. 2017, section 4
                   summed routing weights of e
     ZLoss         mean_t logsumexp(logits_t)^2            ST-MoE (Zoph et al. 2022), section 3
@@ -18,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +29,29 @@ from moesaic.errors import InputError
 from moesaic.routing.routing import Choice, Scores
 
 
+class Sequences(NamedTuple):
+    """How the tokens of a batch form consecutive sequences of equal length."""
+
+    number: int = 1
+    """G, the number of sequences of the whole batch."""
+    first_token: int = 0
+    """Position of the first token of a slice, which may cut sequences, in the batch."""
+    length: int | None = None
+    """Tokens of a sequence of the batch; None if the tokens are the whole batch."""
+
+    def of_tokens(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Return the sequence of each token of the batch or the slice, (T,) int64; None if there
+        is only one."""
+        if self.number == 1:
+            return None
+        length = max(num_tokens // self.number, 1) if self.length is None else self.length
+        return (torch.arange(num_tokens, device=device) + self.first_token) // length
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterStatistics:
-    """Sums over the valid tokens of one call, the input of the losses. G is the number of sequences, or 1 if no loss needs
-    sums per sequence."""
+    """Sums over the valid tokens of one call, the input of the losses. G is the number of
+    sequences, or 1 if no loss needs sums per sequence."""
 
     counts_GE: Tensor
     """(G, E) float, without gradient: chosen copies before capacity, counted as integers."""
@@ -54,57 +75,42 @@ class RouterStatistics:
         alive_N: Tensor | None,
         valid_T: Tensor | None,
         *,
-        num_sequences: int,
+        sequences: Sequences,
         earlier_counts_E: Tensor | None,
         with_importance: bool,
         with_logsumexp: bool,
-        first_token: int = 0,
-        sequence_length: int | None = None,
     ) -> RouterStatistics:
         """Return the sums of one call.
 
         Args:
-            scores: the scores of the T tokens, which form `num_sequences` consecutive sequences of equal length.
+            scores: the scores of the T tokens.
             choice: the N chosen copies.
             weight_N: (N,), the routing weights of the copies.
-            alive_N: (N,) bool, False for copies that are padding or held back by the router; None if all are alive.
+            alive_N: (N,) bool, False for copies that are padding or held back by the router; None
+                if all are alive.
             valid_T: (T,) bool, False for padding; None if no token is padding.
             num_sequences: G.
             earlier_counts_E: (E,) int64, copies since the last optimizer step, without this call.
             with_importance: also sum the routing weights.
             with_logsumexp: also sum the squares of the logits' logsumexp.
-            first_token: position of the first of these tokens in the batch, if they are a slice that may cut sequences.
-            sequence_length: tokens per sequence of the batch; None if these tokens are the whole batch.
         """
         num_tokens, num_experts = scores.probs.shape
-        dtype, device = scores.probs.dtype, scores.probs.device
+        dtype = scores.probs.dtype
+        device = scores.probs.device
         valid = (
             torch.ones(num_tokens, dtype=dtype, device=device)
             if valid_T is None
             else valid_T.to(dtype)
         )
         copies_N = torch.ones_like(choice.expert) if alive_N is None else alive_N.long()
-        sequence_T, cell = None, choice.expert
-        if num_sequences > 1:
-            length = (
-                max(num_tokens // num_sequences, 1) if sequence_length is None else sequence_length
-            )
-            sequence_T = (torch.arange(num_tokens, device=device) + first_token) // length
-            cell = sequence_T[choice.token] * num_experts + choice.expert
-            sequence_T = None if sequence_length is None else sequence_T
-        counts = copies_N.new_zeros(num_sequences * num_experts).scatter_add(0, cell, copies_N)
-        counts_GE = counts.view(num_sequences, num_experts)
-        step_counts_E = (
-            counts_GE.sum(0) if earlier_counts_E is None else counts_GE.sum(0) + earlier_counts_E
-        )
-        importance_E = None
-        if with_importance:
-            # Dense, then a sum over tokens: index_add with a gradient uses atomics on CUDA, in an order that varies.
-            pair = choice.token * num_experts + choice.expert
-            weight_TE = weight_N.new_zeros(num_tokens * num_experts).scatter(
-                0, pair, weight_N * copies_N.to(dtype)
-            )
-            importance_E = weight_TE.view(num_tokens, num_experts).sum(0)
+        sequence_T = sequences.of_tokens(num_tokens, device)
+        num_sequences = sequences.number
+        counts_GE = _copies_by_sequence(choice, copies_N, sequence_T, num_sequences, num_experts)
+        if sequences.length is None:
+            sequence_T = None  # whole sequences are summed without their numbers
+        step_counts_E = counts_GE.sum(0)
+        if earlier_counts_E is not None:
+            step_counts_E = step_counts_E + earlier_counts_E
         squares_T = (
             scores.logits.logsumexp(-1).square() * valid if with_logsumexp else valid.new_zeros(())
         )
@@ -113,13 +119,16 @@ class RouterStatistics:
             counts_GE=counts_GE.to(dtype),
             probs_GE=_sum_by(sequence_T, num_sequences, probs),
             tokens_G=_sum_by(sequence_T, num_sequences, valid.unsqueeze(1)).squeeze(1),
-            importance_E=importance_E,
+            importance_E=_importance(choice, weight_N * copies_N.to(dtype), num_tokens, num_experts)
+            if with_importance
+            else None,
             logsumexp_squared=squares_T.sum(),
             step_counts_E=step_counts_E.to(dtype),
         )
 
     def parts(self) -> list[Tensor]:
-        """Return all sums except `step_counts_E`, (n,) each, differentiable; `torch.cat` of them is (n,) float."""
+        """Return all sums except `step_counts_E`, (n,) each, differentiable; `torch.cat` of them is
+        (n,) float."""
         parts = [
             self.counts_GE.flatten(),
             self.probs_GE.flatten(),
@@ -139,7 +148,8 @@ class RouterStatistics:
             earlier_counts_E: as for `of`, but summed over all ranks.
         """
         num_sequences, num_experts = self.counts_GE.shape
-        cells, ranks = num_sequences * num_experts, len(packed_Pn)
+        cells = num_sequences * num_experts
+        ranks = len(packed_Pn)
         widths = [cells, cells, num_sequences, 0 if self.importance_E is None else num_experts, 1]
         counts, probs, tokens, importance, squares = packed_Pn.split(widths, dim=1)
         counts_GE = (
@@ -160,12 +170,40 @@ class RouterStatistics:
         )
 
 
+def _copies_by_sequence(
+    choice: Choice,
+    copies_N: Tensor,
+    sequence_T: Tensor | None,
+    num_sequences: int,
+    num_experts: int,
+) -> Tensor:
+    """Return the copies per sequence and expert, (G, E) int64, from each token's sequence, or None
+    for one sequence."""
+    cell_N = choice.expert
+    if sequence_T is not None:
+        cell_N = sequence_T[choice.token] * num_experts + choice.expert
+    counts = copies_N.new_zeros(num_sequences * num_experts).scatter_add(0, cell_N, copies_N)
+    return counts.view(num_sequences, num_experts)
+
+
+def _importance(choice: Choice, weight_N: Tensor, num_tokens: int, num_experts: int) -> Tensor:
+    """Return the summed routing weights of each expert, (E,), differentiable.
+
+    They are summed over tokens from a dense matrix: `index_add` with a gradient uses atomics on
+    CUDA, in an order that varies.
+    """
+    pair_N = choice.token * num_experts + choice.expert
+    weight_TE = weight_N.new_zeros(num_tokens * num_experts).scatter(0, pair_N, weight_N)
+    return weight_TE.view(num_tokens, num_experts).sum(0)
+
+
 def _sum_by(sequence_T: Tensor | None, num_sequences: int, values: Tensor) -> Tensor:
-    """Return the sum of (T, n) values per sequence, (G, n). No atomics are used, so the order of summation is fixed.
+    """Return the sum of (T, n) values per sequence, (G, n). No atomics are used, so the order of
+    summation is fixed.
 
     Args:
-        sequence_T: each token's sequence; None if the sequences are consecutive and of equal length.
-        num_sequences: G.
+        sequence_T: each token's sequence; None if the sequences are consecutive and of equal
+            length.
         values: (T, n).
     """
     if sequence_T is None:
@@ -184,7 +222,8 @@ class AbstractLoss(ABC):
     def __post_init__(self) -> None:
         if not isinstance(self.coefficient, Real) or not 0 <= self.coefficient < math.inf:
             raise InputError(
-                f"{type(self).__name__}: the coefficient must be a finite number of 0 or more, got {self.coefficient!r}"
+                f"{type(self).__name__}: the coefficient must be a finite number of 0 or "
+                f"more, got {self.coefficient!r}"
             )
 
     @property
@@ -214,17 +253,20 @@ class AbstractLoss(ABC):
 
     @abstractmethod
     def value(self, statistics: RouterStatistics) -> Tensor:
-        """Return the loss before its coefficient, (), differentiable; 0 for a call without valid tokens."""
+        """Return the loss before its coefficient, (), differentiable; 0 for a call without valid
+        tokens."""
 
 
 @dataclass(frozen=True)
 class LoadBalance(AbstractLoss):
-    """`E * sum_e f_e P_e`: pushes probability away from the experts that get more copies than their share.
+    """`E * sum_e f_e P_e`: pushes probability away from the experts that get more copies than their
+    share.
 
-    `level` selects the tokens over which f and P are computed. "micro_batch": all tokens of the call, on all ranks.
-    "sequence": each sequence separately, averaged with weights by length (DeepSeek-V3 section 2.1.2). "global_batch": P over
-    the call, f over all calls since the last optimizer step (Qiu et al., "Demons in the Detail", 2025, section 3), which lets
-    experts specialise by domain.
+    `level` selects the tokens over which f and P are computed. "micro_batch": all tokens of the
+    call, on all ranks. "sequence": each sequence separately, averaged with weights by length
+    (DeepSeek-V3 section 2.1.2). "global_batch": P over the call, f over all calls since the last
+    optimizer step (Qiu et al., "Demons in the Detail", 2025, section 3), which lets experts
+    specialise by domain.
     """
 
     level: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
@@ -233,7 +275,8 @@ class LoadBalance(AbstractLoss):
         super().__post_init__()
         if self.level not in ("micro_batch", "sequence", "global_batch"):
             raise InputError(
-                f"LoadBalance: level={self.level!r} is unknown: write micro_batch, sequence or global_batch"
+                f"LoadBalance: level={self.level!r} is unknown: write micro_batch, sequence "
+                "or global_batch"
             )
 
     @property
@@ -270,8 +313,8 @@ class LoadBalance(AbstractLoss):
 class _TimesOfFirstPass(torch.autograd.Function):
     """`values * factor` with a gradient that uses the factor of the first forward pass.
 
-    An activation checkpoint recomputes the tensors that autograd saved, but by then the counts of the step have changed.
-    Therefore the factor is kept on `ctx` instead of being saved.
+    An activation checkpoint recomputes the tensors that autograd saved, but by then the counts of
+    the step have changed. Therefore the factor is kept on `ctx` instead of being saved.
     """
 
     @staticmethod
@@ -301,7 +344,8 @@ class Importance(AbstractLoss):
 
 @dataclass(frozen=True)
 class ZLoss(AbstractLoss):
-    """The mean squared logsumexp of the logits: keeps logits small, and low precision exact enough."""
+    """The mean squared logsumexp of the logits: keeps logits small, and low precision exact
+    enough."""
 
     name = "z_loss"
     needs_logsumexp = True

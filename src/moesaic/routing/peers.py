@@ -1,8 +1,8 @@
 """Routing over several ranks: in one exchange per call, every rank gets the counts of all ranks.
 
-From these numbers every rank derives the same limits, drops and losses. They do not depend on how the tokens are spread over
-ranks, and no rank waits for the decision of another. The exchange also verifies that all ranks run the same plan and have the
-same router.
+From these numbers every rank derives the same limits, drops and losses. They do not depend on how
+the tokens are spread over ranks, and no rank waits for the decision of another. The exchange also
+verifies that all ranks run the same plan and have the same router.
 """
 
 from __future__ import annotations
@@ -26,16 +26,22 @@ from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens
 from moesaic.routing.routing import Choice
 
-_SIZES, _DIGEST = 4, 4
-"""How many numbers of a message are sizes and a hash, at its beginning, and how many are the digest, at its end."""
+_SIZES = 4
+_DIGEST = 4
+"""How many numbers of a message are sizes and a hash, at its beginning, and how many are the
+digest, at its end."""
 _WORDS = {1: torch.int8, 2: torch.int16}
-"""The type in which `hash_of` reads numbers of so many bytes; wider ones are read as several of 4 bytes."""
-_PRIME, _ODD = 2**53 - 111, 0x9E3779B97F4A7C15 - 2**64
+"""The type in which `hash_of` reads numbers of so many bytes; wider ones are read as several of 4
+bytes."""
+_PRIME = 2**53 - 111
+_ODD = 0x9E3779B97F4A7C15 - 2**64
 """The largest prime that a float64 holds, and a multiplier without small factors."""
 CHUNKS = 4
-"""The number of chunks for whose visits and stops a message has room; counts of more chunks are exchanged separately."""
+"""The number of chunks for whose visits and stops a message has room; counts of more chunks are
+exchanged separately."""
 ANNOUNCES = -1
-"""The first number of a message that announces the length of the next message. In other messages it is a number of tokens."""
+"""The first number of a message that announces the length of the next message. In other messages it
+is a number of tokens."""
 CALLS = "call the layer identically on every rank"
 """The advice in an error message if ranks call a layer differently."""
 SEQUENCES = (
@@ -51,13 +57,17 @@ class Gathered:
     values: Tensor
     """(P, n) float64: the message of each rank. The properties below are parts of the messages."""
     num_slots: int
-    """K: the number of choices that are counted separately; 1 if the order of choices does not matter."""
+    """K: the number of choices that are counted separately; 1 if the order of choices does not
+    matter."""
     num_experts: int
     """E."""
     num_extras: int
     """m: the number of values from `Peers.extras`."""
     sent: Tensor | None = None
     """(P, E) int64: copies that each rank sends to each expert; None before copies are admitted."""
+    with_gradients: bool = True
+    """Whether gradients were on; a reentrant checkpoint turns them on for the recomputation
+    alone."""
 
     @classmethod
     def exchange(
@@ -103,10 +113,12 @@ class Gathered:
             num_slots=counts_KE.shape[0],
             num_experts=counts_KE.shape[1],
             num_extras=len(extras),
+            with_gradients=torch.is_grad_enabled(),
         )
 
     def totals(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the sums of all ranks' tokens, one sequence each, in a dtype: probabilities, (E,), and squares, (1,)."""
+        """Return the sums of all ranks' tokens, one sequence each, in a dtype: probabilities, (E,),
+        and squares, (1,)."""
         start = _SIZES + self.num_slots * self.num_experts
         sums = self.values[:, start : -_DIGEST - self.num_extras].sum(0).to(dtype)
         _, probs, _, squares = sums.split([self.num_experts, self.num_experts, 1, 1])
@@ -139,7 +151,8 @@ class Gathered:
 
     @cached_property
     def _all_on_host(self) -> np.ndarray:
-        """(P, n + E) float64: `values` and `sent`, copied to the host together. The host waits for the device only here."""
+        """(P, n + E) float64: `values` and `sent`, copied to the host together. The host waits for
+        the device only here."""
         parts = [self.values] if self.sent is None else [self.values, self.sent]
         return torch.cat(parts, 1).cpu().numpy()
 
@@ -177,7 +190,8 @@ class Gathered:
         Args:
             local: the statistics of this rank's tokens.
             peers: the ranks of the exchange.
-            earlier_counts_E: (E,) int64, copies of the optimizer step before this call, over all ranks.
+            earlier_counts_E: (E,) int64, copies of the optimizer step before this call, over all
+                ranks.
         """
         own = torch.cat(local.parts())
         others = self.values[
@@ -188,9 +202,11 @@ class Gathered:
 
 
 def places_before(counts_PKE: Tensor) -> Tensor:
-    """Return the queue position of each rank's first copy of each choice, per expert, (P, K, E) int64.
+    """Return the queue position of each rank's first copy of each choice, per expert, (P, K, E)
+    int64.
 
-    In an expert's queue all first choices come before all second ones, and within a choice copies are in rank order.
+    In an expert's queue all first choices come before all second ones, and within a choice copies
+    are in rank order.
     """
     by_choice = counts_PKE.sum(0)
     earlier_choices = by_choice.cumsum(0) - by_choice
@@ -203,7 +219,8 @@ def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
 
     Args:
         counts_PKE: (P, K, E), copies before capacity.
-        rows: (), the rows that an expert takes from all ranks together, or (P,), from each rank; None for no limit.
+        rows: (), the rows that an expert takes from all ranks together, or (P,), from each rank;
+            None for no limit.
     """
     if rows is None:
         return counts_PKE.sum(1) if counts_PKE.shape[1] > 1 else counts_PKE.squeeze(1)
@@ -214,18 +231,19 @@ def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
 
 
 class Peers:
-    """The ranks that route the tokens of one call, in the order of their tokens. Each rank routes its own tokens.
+    """The ranks that route the tokens of one call, in the order of their tokens. Each rank routes
+    its own tokens.
 
-    The peers are one rank of each data-parallel group. If the ranks of a tensor-parallel group route slices of its tokens, the
-    peers are all ranks.
+    The peers are one rank of each data-parallel group. If the ranks of a tensor-parallel group
+    route slices of its tokens, the peers are all ranks.
 
     Args:
         transport: the transport between all ranks.
         grid: the mesh.
         slices: whether each rank of a tensor-parallel group routes a slice of the group's tokens.
         digest: 16 bytes, the same on all ranks that run the same programs.
-        find: under multicast, returns the node tokens of copies sorted by slot, from (token, slot, number of tokens); None
-            under other plans.
+        find: under multicast, returns the node tokens of copies sorted by slot, from (token, slot,
+            number of tokens); None under other plans.
         slots: maps experts to the slots that hold them.
     """
 
@@ -242,16 +260,18 @@ class Peers:
         self._all_are_peers = grid.tp == 1
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
         self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
-        """P, the number of peers, this rank included; and the index of this rank among the peers."""
+        """P, the number of peers, this rank included; and the index of this rank among the
+        peers."""
         self.slices = grid.tp if slices else 1
-        """The number of neighbouring peers that hold slices of one batch of tokens (the tensor-parallel group of schedule S1);
-        1 if every peer has whole sequences."""
+        """The number of neighbouring peers that hold slices of one batch of tokens (the
+        tensor-parallel group of schedule S1); 1 if every peer has whole sequences."""
         self.slice = grid.coordinate(transport.rank, "tp") if slices else 0
         """The index of this rank's slice."""
         self._plan_digest = digest
         self._settings: dict[str, object] = {}
         self.digest = _as_numbers(digest)
-        """(4,) float64: a digest of the plan and of the arguments with which this rank calls the layer."""
+        """(4,) float64: a digest of the plan and of the arguments with which this rank calls the
+        layer."""
         self._device_digest = (torch.empty(0), torch.empty(0))
         self._find_node_tokens = find if self.number == transport.world else None
         self._slots_of = slots
@@ -262,11 +282,14 @@ class Peers:
         self.all_agree = True
         """Whether all ranks are known to run the same programs; False after a switch of plans."""
         self.length = 2 + len(self.digest)
-        """The length of the last message, the same on all ranks; before the first message, the length of an announcement."""
+        """The length of the last message, the same on all ranks; before the first message, the
+        length of an announcement."""
         self.skips_digests = False
-        """Whether a rank that calls the layer with unchanged settings does not compare digests in this call."""
+        """Whether a rank that calls the layer with unchanged settings does not compare digests in
+        this call."""
         self.weights: Mapping[str, Tensor] = {}
-        """The router's weights by name, which are the same on all ranks that route tokens of their own."""
+        """The router's weights by name, which are the same on all ranks that route tokens of their
+        own."""
 
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
@@ -286,13 +309,13 @@ class Peers:
     ) -> Tensor:
         """Return the further values that this rank sends with its counts: counts of node tokens.
 
-        The message has room for them under every plan: ranks with different plans must be able to exchange digests.
+        The message has room for them under every plan: ranks with different plans must be able to
+        exchange digests.
 
         Args:
             choice: the copies of this rank's tokens.
             alive_N: (N,) bool, the copies that are sent; None for all.
             num_tokens: number of tokens that this rank routes.
-            num_experts: number of experts.
             may_drop: whether the capacity may still drop some of these copies.
 
         Returns:
@@ -315,23 +338,29 @@ class Peers:
         num_experts: int,
         padding: Tensor,
     ) -> Tensor:
-        """Return the counts of this rank's node tokens, padded to the length of `padding`; `padding` if they do not fit."""
+        """Return the counts of this rank's node tokens, padded to the length of `padding`;
+        `padding` if they do not fit.
+
+        Keeps the order by expert for `order`, and the node tokens for `node_tokens`.
+        """
         assert self._find_node_tokens is not None
-        token, expert = choice.token, self._slots_of(choice.expert)
+        token = choice.token
+        expert = self._slots_of(choice.expert)
         if alive_N is not None and expert.device.type != "cpu":
             expert = expert.masked_fill(~alive_N, num_experts)
         elif alive_N is not None:
-            token, expert = token[alive_N], expert[alive_N]
+            token = token[alive_N]
+            expert = expert[alive_N]
         order = stable_order(expert)
         self._sorted_experts = (expert, order)
         node_tokens = self._find_node_tokens(
             token.index_select(0, order), expert.index_select(0, order), num_tokens
         )
-        empty = len(padding) - node_tokens.counts.numel()
-        if empty < 0:
+        num_missing = len(padding) - node_tokens.counts.numel()
+        if num_missing < 0:
             return padding
         self._node_tokens = (choice, node_tokens)
-        return F.pad(node_tokens.counts.flatten().double(), (0, empty))
+        return F.pad(node_tokens.counts.flatten().double(), (0, num_missing))
 
     def digest_on(self, device: torch.device) -> Tensor:
         """Return `digest` on a device. Each digest is copied once."""
@@ -340,12 +369,15 @@ class Peers:
         return self._device_digest[1]
 
     def order(self, expert: Tensor) -> Tensor:
-        """Return the stable order of rows by expert, (rows,) int64. Reuses the order if `extras` has sorted the same tensor."""
-        cached, self._sorted_experts = self._sorted_experts, None
+        """Return the stable order of rows by expert, (rows,) int64. Reuses the order if `extras`
+        has sorted the same tensor."""
+        cached = self._sorted_experts
+        self._sorted_experts = None
         return cached[1] if cached is not None and cached[0] is expert else stable_order(expert)
 
     def node_tokens(self, choice: Choice, gathered: Gathered | None) -> NodeTokens | None:
-        """Return the node tokens of a call with the counts of all ranks; None if the call's exchange did not include them.
+        """Return the node tokens of a call with the counts of all ranks; None if the call's
+        exchange did not include them.
 
         They are returned only once per call; a recomputation computes them again.
 
@@ -353,7 +385,8 @@ class Peers:
             choice: the copies that the call chose.
             gathered: the messages of the call; None on one rank.
         """
-        cached, self._node_tokens = self._node_tokens, None
+        cached = self._node_tokens
+        self._node_tokens = None
         if cached is None or cached[0] is not choice or gathered is None:
             return None
         own = cached[1]
@@ -363,13 +396,15 @@ class Peers:
     def gather(self, message: Tensor) -> Tensor:
         """Return the messages of all peers, (P, n) float64, given this rank's, (n,) float64.
 
-        The length of a message depends on the numbers of choices, sums and experts. Ranks that call the layer differently thus
-        have messages of different lengths, which no transport accepts. Therefore, if its message differs in length from the
-        previous one, a rank first sends an announcement of the previous length, with the new length and its digest.
+        The length of a message depends on the numbers of choices, sums and experts. Ranks that call
+        the layer differently thus have messages of different lengths, which no transport accepts.
+        Therefore, if its message differs in length from the previous one, a rank first sends an
+        announcement of the previous length, with the new length and its digest.
 
-        After a switch of plans, ranks may disagree about which ranks are peers. The first message then goes to all ranks, and
-        no rank waits for one that does not send. Without tensor parallelism all ranks are peers anyway, and comparing the
-        digests in the exchange of counts is enough.
+        After a switch of plans, ranks may disagree about which ranks are peers. The first message
+        then goes to all ranks, and no rank waits for one that does not send. Without tensor
+        parallelism all ranks are peers anyway, and comparing the digests in the exchange of counts
+        is enough.
 
         Raises:
             InputError: on every rank, if the ranks do not run the same.
@@ -386,7 +421,8 @@ class Peers:
         return messages[list(self.ranks)]
 
     def _announce(self, ranks: tuple[int, ...], message: Tensor) -> None:
-        """Announce to the ranks that messages change their length, and verify that all ranks announce the same length."""
+        """Announce to the ranks that messages change their length, and verify that all ranks
+        announce the same length."""
         head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
         head[0], head[1], head[-len(self.digest) :] = ANNOUNCES, len(message), self.digest.to(head)
         heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
@@ -401,10 +437,12 @@ class Peers:
         self.length = len(message)
 
     def call_with(self, settings: Mapping[str, object]) -> bool:
-        """Store the settings of the next calls of the layer, and return whether they differ from the previous settings.
+        """Store the settings of the next calls of the layer, and return whether they differ from
+        the previous settings.
 
         Args:
-            settings: arguments, by name, that must be the same on all ranks; ranks compare them as text.
+            settings: arguments, by name, that must be the same on all ranks; ranks compare them as
+                text.
         """
         if settings == self._settings:
             return False
@@ -423,8 +461,8 @@ class Peers:
         Args:
             digests: (ranks, 4), the `digest` of each rank.
             ranks: the ranks, ascending, including this one.
-            together: whether all of `ranks` call this method with the same digests. If these differ, the ranks then exchange
-                their settings to report the difference.
+            together: whether all of `ranks` call this method with the same digests. If these
+                differ, the ranks then exchange their settings to report the difference.
 
         Raises:
             InputError: if the ranks do not run the same.
@@ -437,16 +475,17 @@ class Peers:
         wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
         calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(
-            f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank the same plan, and its "
-            "replication policy the same settings"
+            f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank "
+            "the same plan, and its replication policy the same settings"
         )
 
 
 def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return a hash of tensors' bits, () int64 on their device, which a float64 holds exactly; None without tensors.
+    """Return a hash of tensors' bits, () int64 on their device, which a float64 holds exactly; None
+    without tensors.
 
-    Every word of at most 32 bits is multiplied by odd squares, one of its row and one of its column: opposite changes do not
-    cancel.
+    Every word of at most 32 bits is multiplied by odd squares, one of its row and one of its
+    column: opposite changes do not cancel.
     """
     total: Tensor | None = None
     for tensor in tensors:
@@ -468,7 +507,8 @@ def _as_numbers(digest: bytes) -> Tensor:
 def stable_order(values: Tensor) -> Tensor:
     """Return the indices, (n,) int64, that stably sort non-negative integers, (n,) int64.
 
-    On a CPU numpy sorts 16-bit integers by radix, in a third of the time that torch needs for any type.
+    On a CPU numpy sorts 16-bit integers by radix, in a third of the time that torch needs for any
+    type.
     """
     if values.device.type != "cpu" or not len(values):
         return values.argsort(stable=True)

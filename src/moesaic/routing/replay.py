@@ -1,8 +1,10 @@
-"""Replay of recorded choices: routers use recorded experts, and compute the routing weights from their current scores.
+"""Replay of recorded choices: routers use recorded experts, and compute the routing weights from
+their current scores.
 
-Only the discrete choice comes from the record, so gradients still reach the router. Auxiliary losses, capacities and the bias
-of `sigmoid` follow from the recorded choice just as from a router's own. The routing cache of `runtime/routing_cache.py`
-differs: it repeats a whole call of the layer, including everything that the ranks exchanged in the call.
+Only the discrete choice comes from the record, so gradients still reach the router. Auxiliary
+losses, capacities and the bias of `sigmoid` follow from the recorded choice just as from a router's
+own. The routing cache of `runtime/routing_cache.py` differs: it repeats a whole call of the layer,
+including everything that the ranks exchanged in the call.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from moesaic.routing.routing import Choice, Scores
 
 
 def encoded(choice: Choice, top_k: int) -> Tensor:
-    """Return each token's experts, (tokens, top_k) int64, best first; -1 - expert for a copy that the router held back.
+    """Return each token's experts, (tokens, top_k) int64, best first; -1 - expert for a copy that
+    the router held back.
 
     Args:
         choice: the choice of a token-choice router.
@@ -46,18 +49,19 @@ def decoded(experts_TK: Tensor) -> Choice:
 def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]) -> Iterator[None]:
     """Make routers choose given experts inside this context.
 
-    The method `choose` of the modules themselves is replaced and later restored. A wrapper would give the parameters other
-    names, in checkpoints too.
+    The method `choose` of the modules themselves is replaced and later restored. A wrapper would
+    give the parameters other names, in checkpoints too.
 
     Args:
         routers: token-choice routers (any but `expert_choice`).
-        experts: maps a router's index in `routers` to the experts of its tokens, (tokens, top_k) int64 as returned by
-            `encoded`; called each time the router chooses.
+        experts: maps a router's index in `routers` to the experts of its tokens, (tokens, top_k)
+            int64 as returned by `encoded`; called each time the router chooses.
     """
     try:
         for place, router in enumerate(routers):
             router.recorded = recorded = _recorded(router, place, experts)
-            setattr(router, "choose", _chooser(recorded))  # noqa: B010  (a method, to the type checker)
+            # a method, to the type checker
+            setattr(router, "choose", _chooser(recorded))  # noqa: B010
         yield
     finally:
         for router in routers:
@@ -68,10 +72,11 @@ def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]
 def own_choice(
     router: AbstractRouter,
 ) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
-    """Return a router's own `choose`, even inside `replayed`; predictions of its choices use this method.
+    """Return a router's own `choose`, even inside `replayed`; predictions of its choices use this
+    method.
 
-    A prediction from recorded choices would be right more often than in the recorded run, and decisions that depend on the
-    prediction would differ from those of that run.
+    A prediction from recorded choices would be right more often than in the recorded run, and
+    decisions that depend on the prediction would differ from those of that run.
     """
     return partial(type(router).choose, router)
 
@@ -88,15 +93,16 @@ def _recorded(router: AbstractRouter, place: int, experts: Callable[[int], Tenso
         recorded = experts(place).to(device)
         if recorded.shape != (num_tokens, top_k):
             raise InputError(
-                f"replay: {tuple(recorded.shape)} recorded choices for {num_tokens} tokens with top_k={top_k}: "
-                "replay a trace of the same model and batch"
+                f"replay: {tuple(recorded.shape)} recorded choices for {num_tokens} tokens with "
+                f"top_k={top_k}: replay a trace of the same model and batch"
             )
         if (
             recorded.numel()
             and int(torch.where(recorded < 0, -1 - recorded, recorded).max()) >= router.num_experts
         ):
             raise InputError(
-                f"replay: a recorded expert is not among the {router.num_experts}: replay another trace"
+                f"replay: a recorded expert is not among the {router.num_experts}: replay "
+                "another trace"
             )
         return decoded(recorded)
 

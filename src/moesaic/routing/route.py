@@ -1,4 +1,5 @@
-"""The route stage, which turns tokens into a `Routing`. All discrete results go into a `RoutingRecord` that can be replayed."""
+"""The route stage, which turns tokens into a `Routing`. All discrete results go into a
+`RoutingRecord` that can be replayed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from moesaic.comm.collectives import with_gradient
 from moesaic.kernels.choice import balance_slope, choose
 from moesaic.kernels.choice_call import WantedSums
 from moesaic.routing.capacity import AbstractCapacity, Dropless, admit, count
-from moesaic.routing.losses import AbstractLoss, LoadBalance, RouterStatistics, ZLoss
+from moesaic.routing.losses import AbstractLoss, LoadBalance, RouterStatistics, Sequences, ZLoss
 from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
 from moesaic.routing.router import AbstractRouter, FusedChoice
 from moesaic.routing.routing import Choice, Routing, Scores
@@ -63,7 +64,8 @@ class RoutedCall(NamedTuple):
     x: Tensor
     """(..., dim): the input of the layer."""
     x_TD: Tensor
-    """(tokens, dim): a view of `x`. All stages read the input through this one view, and its gradients add up in place."""
+    """(tokens, dim): a view of `x`. All stages read the input through this one view, and its
+    gradients add up in place."""
     mask: Tensor | None
     """bool, in the shape of `x` without dim, False for padding; None if no token is padding."""
     token_ids: Tensor | None
@@ -79,20 +81,24 @@ class TokenInfo:
     """Data about the tokens of a call, besides their activations, that the route stage reads."""
 
     valid_T: Tensor | None = None
-    """(tokens,) bool: False for padding, which is neither routed nor counted; None if no token is padding."""
+    """(tokens,) bool: False for padding, which is neither routed nor counted; None if no token is
+    padding."""
     token_ids: Tensor | None = None
     """(tokens,) int64: vocabulary ids, for routers that read them."""
     num_sequences: int = 1
     """Number of sequences in the whole batch, all of equal length, for losses per sequence."""
     earlier_counts: Tensor | None = None
-    """(num_experts,): copies per expert since the last optimizer step, over all ranks, for losses over the global batch."""
+    """(num_experts,): copies per expert since the last optimizer step, over all ranks, for losses
+    over the global batch."""
     step_total: Callable[[Tensor], Tensor] | None = None
-    """Sums the step's counts over the ranks that train the layer on other tokens and are not among the peers of the route
-    stage; None if no such ranks exist."""
+    """Sums the step's counts over the ranks that train the layer on other tokens and are not among
+    the peers of the route stage; None if no such ranks exist."""
     noise: Tensor | None = None
-    """The random numbers from the router's `draw` for these tokens; None to draw them in this call."""
+    """The random numbers from the router's `draw` for these tokens; None to draw them in this
+    call."""
     first_token: int = 0
-    """Position of the first of these tokens in the whole batch, if these tokens are a slice of the batch."""
+    """Position of the first of these tokens in the whole batch, if these tokens are a slice of the
+    batch."""
     sequence_length: int | None = None
     """Sequence length of the whole batch; None if these tokens are the whole batch."""
 
@@ -108,7 +114,8 @@ def route(
     replay: RoutingRecord | None = None,
     peers: Peers | None = None,
 ) -> Routed:
-    """Route tokens: score and choose experts, admit copies, compute routing weights and auxiliary losses.
+    """Route tokens: score and choose experts, admit copies, compute routing weights and auxiliary
+    losses.
 
     All computation is in float32 (float64 for float64 inputs), whatever the autocast state.
 
@@ -119,50 +126,56 @@ def route(
         capacity: limits the rows per expert.
         losses: the auxiliary losses to evaluate.
         batch: padding, token ids and sequences.
-        replay: the record of an earlier run of the same call, whose discrete results are used instead of new ones.
+        replay: the record of an earlier run of the same call, whose discrete results are used
+            instead of new ones.
         peers: the ranks that route the other tokens of the call; None on one rank.
     """
-    device = x_TD.device.type
-    with (
-        torch.autocast(device, enabled=False)
-        if torch.is_autocast_enabled(device)
-        else nullcontext()
-    ):
-        fused = router.fused(top_k) if all(map(_fused_sum, losses)) else None
-        given = None if replay is None else replay.choice
-        if fused is not None and given is None and router.recorded is not None:
-            given = router.recorded(len(x_TD), top_k, x_TD.device)
-        is_fused = fused is not None and (given is None or given.sent is None)
-        if fused is not None and is_fused:
-            scored = _choose_at_once(
-                fused, x_TD, losses, batch.valid_T, given, reduced=peers is None
-            )
-        else:
-            scored = _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
-        record, earlier = replay, scored.earlier
+    kind = x_TD.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        scored = _scored(router, x_TD, top_k, losses, batch, replay=replay, reduced=peers is None)
+        record = replay
         if record is None:
             rules = _Rules(top_k, capacity, len(x_TD), router.num_experts, batch.valid_T, peers)
+            earlier = scored.earlier
             record = _decide(rules, scored)
             record = record._replace(
                 noise=scored.noise, earlier_counts=None if earlier is None else earlier.clone()
             )
-        sums, known = scored.sums, scored.values
-        if sums is not None and peers is not None and record.gathered is not None:
-            if is_fused:
-                known, sums = _values_over_ranks(losses, sums, record, record.gathered), None
-            else:
-                sums = record.gathered.statistics(sums, peers, record.earlier_counts)
-        loss, values = _evaluate(losses, sums, known)
+        loss_values = _loss_values(losses, scored, record, peers) if losses else []
+        loss = _weighted_sum(losses, loss_values)
+    named_values = {loss.name: value.detach() for loss, value in zip(losses, loss_values)}
     routing = _routing(
-        record, scored.weight_N, len(x_TD), router.num_experts, values, scored.logits
+        record, scored.weight_N, len(x_TD), router.num_experts, named_values, scored.logits
     )
     return Routed(routing, record, loss)
+
+
+def _scored(
+    router: AbstractRouter,
+    x_TD: Tensor,
+    top_k: int,
+    losses: Sequence[AbstractLoss],
+    batch: TokenInfo,
+    *,
+    replay: RoutingRecord | None,
+    reduced: bool,
+) -> _Scored:
+    """Choose and weigh the experts of all tokens, in one operation if the router and the losses
+    allow it; `reduced` says whether the losses follow from this rank's tokens alone."""
+    fused = router.fused(top_k) if all(map(_fused_sum, losses)) else None
+    given = None if replay is None else replay.choice
+    if fused is not None and given is None and router.recorded is not None:
+        given = router.recorded(len(x_TD), top_k, x_TD.device)
+    if fused is not None and (given is None or given.sent is None):
+        return _choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=reduced)
+    return _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
 
 
 def route_chosen(
     expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: Peers | None = None
 ) -> Routed:
-    """Return the dropless routing of tokens whose experts and weights the caller has chosen; exchanges counts with the peers.
+    """Return the dropless routing of tokens whose experts and weights the caller has chosen;
+    exchanges counts with the peers.
 
     Args:
         expert_TK: (tokens, K) int64, the distinct experts of each token.
@@ -190,7 +203,8 @@ def _without_padding(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
 def _scores(
     router: AbstractRouter, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None
 ) -> Scores:
-    """Return a router's scores. Backward computes those of 16-bit tokens again: no float32 copy of the tokens is kept."""
+    """Return a router's scores. Backward computes those of 16-bit tokens again: no float32 copy of
+    the tokens is kept."""
     if x_TD.dtype.itemsize >= 4:
         return router.scores(x_TD, noise, token_ids)
 
@@ -215,9 +229,14 @@ class _Counted(NamedTuple):
 
     @classmethod
     def of(
-        cls, choice: Choice, weight_N: Tensor, alive_N: Tensor | None, valid_T: Tensor | None, num_tokens: int,
+        cls,
+        choice: Choice,
+        weight_N: Tensor,
+        alive_N: Tensor | None,
+        valid_T: Tensor | None,
+        num_tokens: int,
         num_experts: int,
-    ) -> _Counted:  # fmt: skip
+    ) -> _Counted:
         is_wrong = ~weight_N.isfinite()
         return cls(
             count(choice.expert, alive_N, num_experts),
@@ -235,20 +254,26 @@ class _Scored(NamedTuple):
     weight_N: Tensor
     """(N,), differentiable."""
     alive_N: Tensor | None
-    """(N,) bool: the copies that are neither padding nor held back by the router; None for all copies."""
+    """(N,) bool: the copies that are neither padding nor held back by the router; None for all
+    copies."""
     counted: _Counted
     sums: RouterStatistics | None
-    """This rank's statistics, from which the losses are computed; None without losses, or if `values` has them already."""
+    """This rank's statistics, from which the losses are computed; None without losses, or if
+    `values` has them already."""
     logits: Tensor | None
     values: list[Tensor] | None = None
     """The losses, differentiable."""
     earlier: Tensor | None = None
     """(E,) int64: copies of the optimizer step before this call; None if no loss reads them."""
     noise: Tensor | None = None
+    is_fused: bool = False
+    """Whether one operation chose and weighed; `sums` then has what the losses of `_fused_sum`
+    read."""
 
 
 def _fused_sum(loss: AbstractLoss) -> str | None:
-    """Return the field of `ChoiceResult` that a loss reads; None for a loss that needs other statistics."""
+    """Return the field of `ChoiceResult` that a loss reads; None for a loss that needs other
+    statistics."""
     if type(loss) is LoadBalance and loss.level == "micro_batch":
         return "balance"
     return "z" if type(loss) is ZLoss else None
@@ -263,7 +288,8 @@ def _choose_at_once(
     *,
     reduced: bool,
 ) -> _Scored:
-    """Score, choose and weigh in one operation; `reduced` says whether the losses follow from this rank's tokens alone."""
+    """Score, choose and weigh in one operation; `reduced` says whether the losses follow from this
+    rank's tokens alone."""
     logits = fused.logits(_without_padding(x_TD, valid_T))
     fields = [_fused_sum(loss) for loss in losses]
     wanted = WantedSums(
@@ -273,7 +299,8 @@ def _choose_at_once(
     chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=expert)
     choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
     choice = choice if given is None else given
-    values, sums = [getattr(chosen, str(field)) for field in fields] if reduced else None, None
+    values = [getattr(chosen, str(field)) for field in fields] if reduced else None
+    sums = None
     if losses and not reduced:
         sums = RouterStatistics(
             counts_GE=chosen.counts.unsqueeze(0),
@@ -284,7 +311,16 @@ def _choose_at_once(
             step_counts_E=chosen.counts,
         )
     counted = _Counted(chosen.counts, chosen.nonfinite, chosen.num_valid)
-    return _Scored(choice, chosen.weight, _alive(choice, valid_T), counted, sums, logits, values)
+    return _Scored(
+        choice,
+        chosen.weight,
+        alive_N=_alive(choice, valid_T),
+        counted=counted,
+        sums=sums,
+        logits=logits,
+        values=values,
+        is_fused=True,
+    )
 
 
 def _choose_in_steps(
@@ -310,14 +346,23 @@ def _choose_in_steps(
     earlier = batch.earlier_counts if replay is None else replay.earlier_counts
     if replay is None and earlier is not None and batch.step_total is not None:
         earlier = batch.step_total(earlier + counted.requested) - counted.requested
-    sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
+    sums = _sums(
+        losses,
+        scores,
+        choice=choice,
+        weight_N=weight_N,
+        alive_N=alive_N,
+        batch=batch,
+        earlier_counts=earlier,
+    )
     return _Scored(
         choice, weight_N, alive_N, counted, sums, scores.logits, earlier=earlier, noise=noise
     )
 
 
 class _Rules(NamedTuple):
-    """What decides, besides choices and weights, which copies of a call are sent; the fields are those of `route`."""
+    """What decides, besides choices and weights, which copies of a call are sent; the fields are
+    those of `route`."""
 
     top_k: int
     capacity: AbstractCapacity
@@ -328,9 +373,11 @@ class _Rules(NamedTuple):
 
 
 def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
-    """Exchange the counts of copies with the other ranks and admit copies. The record is not differentiable."""
+    """Exchange the counts of copies with the other ranks and admit copies. The record is not
+    differentiable."""
     top_k, capacity, num_tokens, num_experts, valid, peers = rules
-    choice, alive_N = scored.choice, scored.alive_N
+    choice = scored.choice
+    alive_N = scored.alive_N
     requested, nonfinite, num_valid = scored.counted
     gathered = before_KE = rows = None
     if peers is None:
@@ -346,17 +393,15 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
         gathered = Gathered.exchange(
             peers,
             counts_KE,
-            None if valid is None else num_valid,
-            num_tokens,
-            nonfinite,
-            scored.sums,
-            extras,
+            num_valid=None if valid is None else num_valid,
+            num_tokens=num_tokens,
+            nonfinite=nonfinite,
+            local=scored.sums,
+            extras=extras,
         )
-        requested, num_valid, nonfinite = (
-            gathered.counts.sum((0, 1)),
-            gathered.valid.sum(),
-            gathered.nonfinite.sum(),
-        )
+        requested = gathered.counts.sum((0, 1))
+        num_valid = gathered.valid.sum()
+        nonfinite = gathered.nonfinite.sum()
         if capacity.spans_mesh:
             rows = capacity.rows(requested, num_valid, top_k)
             before_KE = places_before(gathered.counts)[peers.place]
@@ -371,7 +416,16 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     if gathered is not None:
         gathered.sent = by_rank
     return RoutingRecord(
-        None, choice, requested, num_valid, nonfinite, rows, sent, None, gathered, by_rank
+        None,
+        choice,
+        requested=requested,
+        num_valid=num_valid,
+        nonfinite=nonfinite,
+        capacity=rows,
+        sent=sent,
+        earlier_counts=None,
+        gathered=gathered,
+        by_rank=by_rank,
     )
 
 
@@ -402,15 +456,21 @@ def _routing(
     losses: dict[str, Tensor],
     logits: Tensor | None,
 ) -> Routing:
-    """Return the routing that a record and the routing weights describe: the rows that this rank sends."""
-    choice, sent = record.choice, record.sent
-    token, expert, weight = choice.token, choice.expert, weight_N
+    """Return the routing that a record and the routing weights describe: the rows that this rank
+    sends."""
+    choice = record.choice
+    sent = record.sent
+    token = choice.token
+    expert = choice.expert
+    weight = weight_N
     has_unsent = sent is not None and expert.device.type != "cpu"
     if sent is not None and has_unsent:
         expert = expert.masked_fill(~sent, num_experts)
     elif sent is not None:
         indices = sent.nonzero().squeeze(1)
-        token, expert, weight = token[indices], expert[indices], weight[indices]
+        token = token[indices]
+        expert = expert[indices]
+        weight = weight[indices]
     if record.capacity is None and (sent is None or record.by_rank is not None):
         counts = record.requested  # nothing is dropped
     else:
@@ -435,7 +495,8 @@ def _routing(
 
 
 def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:
-    """Return the copies that are neither padding nor held back by the router, (N,) bool; None for all copies."""
+    """Return the copies that are neither padding nor held back by the router, (N,) bool; None for
+    all copies."""
     if valid_T is None:
         return choice.sent
     alive = valid_T[choice.token]
@@ -460,24 +521,25 @@ def _sums(
     """Return the statistics of this rank's tokens that the losses read; None without losses."""
     if not losses:
         return None
-    by_sequence = any(loss.needs_sequences for loss in losses)
+    sequences = Sequences()
+    if any(loss.needs_sequences for loss in losses):
+        sequences = Sequences(batch.num_sequences, batch.first_token, batch.sequence_length)
     return RouterStatistics.of(
         scores,
         choice,
         weight_N,
         alive_N,
         batch.valid_T,
-        num_sequences=batch.num_sequences if by_sequence else 1,
+        sequences=sequences,
         earlier_counts_E=earlier_counts,
         with_importance=any(loss.needs_importance for loss in losses),
         with_logsumexp=any(loss.needs_logsumexp for loss in losses),
-        first_token=batch.first_token if by_sequence else 0,
-        sequence_length=batch.sequence_length if by_sequence else None,
     )
 
 
 def _linear(own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
-    """Return the product of factors and sums over all ranks' tokens, differentiable in this rank's part of the sums, `own`."""
+    """Return the product of factors and sums over all ranks' tokens, differentiable in this rank's
+    part of the sums, `own`."""
     shape = own.shape
     return with_gradient(
         own, lambda _: total.dot(factors), lambda grad: (grad * factors).view(shape)
@@ -487,7 +549,8 @@ def _linear(own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
 def _values_over_ranks(
     losses: Sequence[AbstractLoss], own: RouterStatistics, record: RoutingRecord, gathered: Gathered
 ) -> list[Tensor]:
-    """Return the losses of all ranks' tokens, which `_fused_sum` knows: each is linear in a sum over the tokens."""
+    """Return the losses of all ranks' tokens, which `_fused_sum` knows: each is linear in a sum
+    over the tokens."""
     probs, squares = gathered.totals(own.logsumexp_squared.dtype)
     values = list[Tensor]()
     for loss in losses:
@@ -502,14 +565,23 @@ def _values_over_ranks(
     return values
 
 
-def _evaluate(
-    losses: Sequence[AbstractLoss], sums: RouterStatistics | None, values: list[Tensor] | None
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Return the weighted sum of the losses and each one's detached value; `values` has them if they are known already."""
+def _loss_values(
+    losses: Sequence[AbstractLoss], scored: _Scored, record: RoutingRecord, peers: Peers | None
+) -> list[Tensor]:
+    """Return the value of each loss over the tokens of all ranks, differentiable."""
+    sums = scored.sums
+    if sums is None:
+        assert scored.values is not None
+        return scored.values
+    if peers is not None and record.gathered is not None:
+        if scored.is_fused:
+            return _values_over_ranks(losses, sums, record, record.gathered)
+        sums = record.gathered.statistics(sums, peers, record.earlier_counts)
+    return [loss.value(sums) for loss in losses]
+
+
+def _weighted_sum(losses: Sequence[AbstractLoss], values: Sequence[Tensor]) -> Tensor | None:
+    """Return the sum of the losses' values times their coefficients; None without losses."""
     if not losses:
-        return None, {}
-    if sums is not None:
-        values = [loss.value(sums) for loss in losses]
-    assert values is not None
-    total = reduce(add, [loss.coefficient * value for loss, value in zip(losses, values)])
-    return total, {loss.name: value.detach() for loss, value in zip(losses, values)}
+        return None
+    return reduce(add, [loss.coefficient * value for loss, value in zip(losses, values)])

@@ -1,8 +1,10 @@
-"""The interface of a router, and the parts that several routers share: linear scores, the deterministic top-k, its weights.
+"""The interface of a router, and the parts that several routers share: linear scores, the
+deterministic top-k, its weights.
 
-The routers themselves are in `routers/`, one published method per file. A router owns the weights that score experts and the
-rule that picks them. It depends on no capacity, loss or transport. Scoring and choosing are separate steps: under activation
-checkpointing a recorded choice is replayed, while the scores, which carry the gradient, are computed again.
+The routers themselves are in `routers/`, one published method per file. A router owns the weights
+that score experts and the rule that picks them. It depends on no capacity, loss or transport.
+Scoring and choosing are separate steps: under activation checkpointing a recorded choice is
+replayed, while the scores, which carry the gradient, are computed again.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
+from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels.choice_call import ChoiceRule
 from moesaic.kernels.router_product import router_logits
 from moesaic.kernels.top_k import top_k_indices
@@ -27,9 +29,11 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class KeepsFloat32(nn.Module):
-    """A module whose `float32_buffers` stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)`, but move across devices.
+    """A module whose `float32_buffers` stay float32 under `.bfloat16()`, `.half()` and
+    `.to(dtype)`, but move across devices.
 
-    These buffers must not take the model's precision: a step of 0.001 on a bias of 0.5 is lost in bfloat16.
+    These buffers must not take the model's precision: a step of 0.001 on a bias of 0.5 is lost in
+    bfloat16.
     """
 
     float32_buffers: tuple[str, ...] = ()
@@ -45,7 +49,8 @@ class KeepsFloat32(nn.Module):
 
 
 class FusedChoice(NamedTuple):
-    """A router as the one operation of `kernels/choice.py`, which computes what `choose` and `weigh` compute from `scores`."""
+    """A router as the one operation of `kernels/choice.py`, which computes what `choose` and
+    `weigh` compute from `scores`."""
 
     logits: Callable[[Tensor], Tensor]
     """(tokens, dim) of any floating dtype -> (tokens, num_experts) float32 or float64."""
@@ -60,32 +65,34 @@ Recorded = Callable[[int, int, torch.device], Choice]
 
 
 class AbstractRouter(KeepsFloat32, ABC):
-    """The interface of a router: a module that scores the experts for each token and chooses among them.
+    """The interface of a router: a module that scores the experts for each token and chooses among
+    them.
 
     Args:
-        dim: width of a token.
         num_experts: the number of experts to choose from.
     """
 
     needs_token_ids = False
     """True for a router that reads token ids instead of activations (`Hash`)."""
     takes_best_ranked = True
-    """True if each token's experts are ranked by `Scores.rank_by` alone; setting an entry to -inf then excludes that expert."""
+    """True if each token's experts are ranked by `Scores.rank_by` alone; setting an entry to -inf
+    then excludes that expert."""
 
     recorded: Recorded | None = None
     """The choices of a trace that is replayed (`routing/replay.py`); None if the router chooses."""
 
     @property
     def looks_across_tokens(self) -> bool:
-        """Whether the choice for a token depends on the token's rank or on the other tokens, in the router's current mode
-        (training or evaluation)."""
+        """Whether the choice for a token depends on the token's rank or on the other tokens, in the
+        router's current mode (training or evaluation)."""
         return False
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
         if dim < 1 or num_experts < 1:
             raise InputError(
-                f"a router needs dim and num_experts of at least 1, got dim={dim}, num_experts={num_experts}"
+                f"a router needs dim and num_experts of at least 1, got dim={dim}, "
+                f"num_experts={num_experts}"
             )
         self.dim = dim
         self.num_experts = num_experts
@@ -103,7 +110,8 @@ class AbstractRouter(KeepsFloat32, ABC):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
-        """Pick experts for the tokens, by default the `top_k` highest by `rank_by`. The choice is not differentiable.
+        """Pick experts for the tokens, by default the `top_k` highest by `rank_by`. The choice is
+        not differentiable.
 
         Args:
             scores: the return value of `scores`.
@@ -118,50 +126,57 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Return the routing weight of every chosen copy, (N,), differentiable."""
 
     def fused(self, top_k: int) -> FusedChoice | None:
-        """Return this router as one operation, or None if it has a method of its own, as by default."""
+        """Return this router as one operation, or None if it has a method of its own, as by
+        default."""
         return None
 
     def is_as_in(self, owner: type[AbstractRouter]) -> bool:
-        """Return whether neither a subclass nor the caller has replaced a step of `owner`'s routing."""
+        """Return whether neither a subclass nor the caller has replaced a step of `owner`'s
+        routing."""
         steps = ("scores", "choose", "weigh", "logits")
         own = all(getattr(type(self), step, None) is getattr(owner, step, None) for step in steps)
         replaced = vars(self).keys() - ({"choose"} if self.recorded is not None else ())
         return own and replaced.isdisjoint(steps)
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
-        """Return the random numbers of one call, or None if the router uses none. A replay passes the recorded numbers."""
+        """Return the random numbers of one call, or None if the router uses none. A replay passes
+        the recorded numbers."""
         return None
 
     def reset_parameters(self) -> None:
-        """Redraw the router's matrices uniformly, as `nn.Linear` does, and reset all other state to its initial value."""
+        """Redraw the router's matrices uniformly, as `nn.Linear` does, and reset all other state to
+        its initial value."""
         for parameter in self.parameters(recurse=False):
             if parameter.dim() > 1:
                 draw_linear(parameter)
         self.reset_state()
 
     def init_normal(self, std: float, draw: Draw = draw_globally) -> None:
-        """Redraw the router's matrices from N(0, std), and reset all other state to its initial value."""
+        """Redraw the router's matrices from N(0, std), and reset all other state to its initial
+        value."""
         for parameter in self.parameters(recurse=False):
             if parameter.dim() > 1:
                 draw(parameter, partial(nn.init.normal_, std=std))
         self.reset_state()
 
     def reset_state(self) -> None:
-        """Reset, in place, all state that is not drawn at random: biases, tables, matrices that start at zero."""
+        """Reset, in place, all state that is not drawn at random: biases, tables, matrices that
+        start at zero."""
 
     def check_fits(self, top_k: int) -> None:
-        """Raise an InputError with a one-line message if this router cannot choose `top_k` experts per token."""
+        """Raise an InputError with a one-line message if this router cannot choose `top_k` experts
+        per token."""
         check_top_k(top_k, self.num_experts)
 
     def check(self, top_k: int) -> None:
-        """Raise an InputError with a one-line message if this router cannot train with `top_k` experts per token."""
+        """Raise an InputError with a one-line message if this router cannot train with `top_k`
+        experts per token."""
         self.check_fits(top_k)
 
     def join_mesh(self, grid: Grid, origin: int) -> None:
         """Learn on which mesh the experts are; by default a router does not care.
 
         Args:
-            grid: the mesh.
             origin: the data-parallel group of this process.
         """
 
@@ -174,8 +189,9 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Adapt to the load of one optimizer step. By default a router does not adapt.
 
         Args:
-            load_E: (num_experts,) int64 token copies per expert since the last step, summed over all ranks that train the
-                layer. Padding, evaluation and recomputation are not counted.
+            load_E: (num_experts,) int64 token copies per expert since the last step, summed over
+                all ranks that train the layer. Padding, evaluation and recomputation are not
+                counted.
         """
 
 
@@ -183,8 +199,6 @@ class LinearRouter(AbstractRouter):
     """A router that computes its logits as one linear map of the tokens.
 
     Args:
-        dim: width of a token.
-        num_experts: number of experts.
         bias: add a trained bias, initially zero, to the logits (gpt-oss).
         scale: factor on the routing weights (`routed_scaling_factor` of DeepSeek-V2 and V3).
         device: device of the parameters; None for torch's default device.
@@ -214,7 +228,8 @@ class LinearRouter(AbstractRouter):
             self.logit_bias.zero_()
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Return the logits, (tokens, num_experts), of tokens, (tokens, dim), in float32 or, for float64 tokens, in float64."""
+        """Return the logits, (tokens, num_experts), of tokens, (tokens, dim), in float32 or, for
+        float64 tokens, in float64."""
         if x_TD.dtype.itemsize < 4:
             logits = router_logits(x_TD, self.weight)
             return logits if self.logit_bias is None else logits + self.logit_bias
@@ -225,8 +240,9 @@ class LinearRouter(AbstractRouter):
 class SoftmaxWeights(AbstractRouter):
     """A router that weighs a token's chosen experts by the softmax of their logits.
 
-    With `normalize="after"` the softmax runs over the chosen logits, and a token's weights sum to one. With "before" the
-    softmax runs over all logits, and the probabilities of the chosen experts are used unchanged.
+    With `normalize="after"` the softmax runs over the chosen logits, and a token's weights sum to
+    one. With "before" the softmax runs over all logits, and the probabilities of the chosen experts
+    are used unchanged.
     """
 
     scale: float
@@ -250,16 +266,18 @@ class SoftmaxWeights(AbstractRouter):
         super().check(top_k)
         if top_k == 1 and self.normalize == "after" and self.num_experts > 1:
             raise InputError(
-                'top_k=1 with normalize="after" gives every token weight 1 and the router no gradient: '
-                'write normalize="before"'
+                'top_k=1 with normalize="after" gives every token weight 1 and the router no '
+                'gradient: write normalize="before"'
             )
 
 
 class LimitedRouter(AbstractRouter):
-    """A wrapper that leaves a router fewer experts to choose from. Scores, weights and all else come from that router.
+    """A wrapper that leaves a router fewer experts to choose from. Scores, weights and all else
+    come from that router.
 
     Args:
-        inner: the wrapped router, which must rank experts by scores. It scores, chooses among the eligible experts and weighs.
+        inner: the wrapped router, which must rank experts by scores. It scores, chooses among the
+            eligible experts and weighs.
     """
 
     takes_best_ranked = False
@@ -269,7 +287,8 @@ class LimitedRouter(AbstractRouter):
         if not inner.takes_best_ranked:
             wrapper = type(self).__name__
             raise InputError(
-                f"{wrapper} cannot wrap {type(inner).__name__}: give it a router that ranks by scores"
+                f"{wrapper} cannot wrap {type(inner).__name__}: give it a router that ranks "
+                "by scores"
             )
         self.inner = inner
 
@@ -316,7 +335,8 @@ def check_top_k(top_k: int, num_experts: int) -> None:
     """Raise InputError if `top_k` experts cannot be chosen out of `num_experts`."""
     if not is_whole(top_k) or not 1 <= top_k <= num_experts:
         raise InputError(
-            f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}"
+            f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= "
+            f"{num_experts}"
         )
 
 
@@ -333,7 +353,8 @@ def linear_scores(
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """Return a router matrix, (num_experts, dim), drawn uniformly from +-1/sqrt(dim) as `nn.Linear` does."""
+    """Return a router matrix, (num_experts, dim), drawn uniformly from +-1/sqrt(dim) as `nn.Linear`
+    does."""
     return nn.Parameter(draw_linear(torch.empty(num_experts, dim, device=device, dtype=dtype)))
 
 
@@ -357,5 +378,6 @@ def token_choice(experts_TK: Tensor) -> Choice:
 
 
 def chosen(values_TE: Tensor, choice: Choice, top_k: int) -> Tensor:
-    """Return the values of each token's chosen experts, (tokens, top_k), for a choice made by `token_choice`."""
+    """Return the values of each token's chosen experts, (tokens, top_k), for a choice made by
+    `token_choice`."""
     return values_TE.gather(1, choice.expert.view(-1, top_k))

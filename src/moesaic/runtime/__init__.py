@@ -1,1 +1,2 @@
-"""Running layers: programs, messages, expert parallelism, routing replay for checkpointing, and expert telemetry."""
+"""Running layers: programs, messages, expert parallelism, routing replay for checkpointing, and
+expert telemetry."""

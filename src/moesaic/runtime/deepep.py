@@ -1,8 +1,9 @@
-"""A layer's dispatch, experts and combine with DeepEP instead of programs: its kernels move tokens between GPUs, one row per
-token and rank.
+"""A layer's dispatch, experts and combine with DeepEP instead of programs: its kernels move tokens
+between GPUs, one row per token and rank.
 
-DeepEP is an optional package. The code uses the interface of its `ElasticBuffer` (version 2). It has not run on GPUs here; a
-test runs it against an imitation of that interface. The backward pass of dispatch is combine, and vice versa.
+DeepEP is an optional package. The code uses the interface of its `ElasticBuffer` (version 2). It
+has not run on GPUs here; a test runs it against an imitation of that interface. The backward pass
+of dispatch is combine, and vice versa.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class DispatchRoute:
-    """The route of one dispatch, for combine and the backward pass. It keeps its buffer alive when later calls use another."""
+    """The route of one dispatch, for combine and the backward pass. It keeps its buffer alive when
+    later calls use another."""
 
     buffer: Any
     """The `ElasticBuffer` of the dispatch."""
@@ -46,7 +48,8 @@ class DispatchRoute:
 
     def redispatch(self, x: Tensor) -> Tensor:
         """Send other rows of the same tokens: (tokens, dim) bfloat16 -> (R, dim)."""
-        # num_sms is passed because DeepEP 2.0 and 2.1 compute a default from num_experts before they read it off the handle.
+        # num_sms is passed because DeepEP 2.0 and 2.1 compute a default from num_experts before
+        # they read it off the handle.
         rows, _, _, _, event = self.buffer.dispatch(
             x, handle=self.handle, num_sms=self.handle.num_sms, async_with_compute_stream=True
         )
@@ -77,11 +80,13 @@ class Received:
 
 
 class DeepEP:
-    """Dispatch and combine within a group. All layers of a mesh share one object and its buffers; get it with `DeepEP.of`.
+    """Dispatch and combine within a group. All layers of a mesh share one object and its buffers;
+    get it with `DeepEP.of`.
 
-    There is one buffer for each (dim, top_k), large enough for the largest call so far. All ranks of the group open a buffer
-    together; they agree on when, since all of them pass the same `most_tokens`. A buffer that became too small is freed after
-    the backward pass of the last call that used it.
+    There is one buffer for each (dim, top_k), large enough for the largest call so far. All ranks
+    of the group open a buffer together; they agree on when, since all of them pass the same
+    `most_tokens`. A buffer that became too small is freed after the backward pass of the last call
+    that used it.
 
     Args:
         group: the process group over ep.
@@ -91,7 +96,8 @@ class DeepEP:
         self._group = group
         self._module = importlib.import_module("deep_ep")
         self._buffers: dict[tuple[int, int], tuple[int, Any]] = {}
-        """By (dim, top_k): the number of tokens per rank for which there is room, and the buffer."""
+        """By (dim, top_k): the number of tokens per rank for which there is room, and the
+        buffer."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> DeepEP:
@@ -119,6 +125,7 @@ class DeepEP:
                 self._group, num_max_tokens_per_rank=most_tokens, hidden=key[0], num_topk=key[1]
             )
             self._buffers[key] = most_tokens, buffer
+        # `_Dispatch` appends the route, since an autograd function returns only tensors to autograd
         routes: list[DispatchRoute] = []
         rows, weights, experts = _Dispatch.apply(
             *self._buffers[key], num_experts, routes, x, weight, expert
@@ -173,21 +180,26 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
     """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim).
 
     Raises:
-        InputError: if the tokens' products are not in bfloat16, or the router is not one in which each token chooses top_k.
+        InputError: if the tokens' products are not in bfloat16, or the router is not one in which
+            each token chooses top_k.
     """
     if compute_dtype(x_TD.dtype, x_TD.device) is not torch.bfloat16:
         raise InputError(
-            "plan.all_to_all=deepep moves bfloat16: train with --precision bfloat16, or choose multicast"
+            "plan.all_to_all=deepep moves bfloat16: train with --precision bfloat16, or "
+            "choose multicast"
         )
     top_k = routed.record.choice.per_token
     if top_k is None:
         raise InputError(
-            "plan.all_to_all=deepep needs a router in which every token chooses top_k experts: choose multicast"
+            "plan.all_to_all=deepep needs a router in which every token chooses top_k "
+            "experts: choose multicast"
         )
-    routing, gathered = routed.routing, routed.record.gathered
+    routing = routed.routing
+    gathered = routed.record.gathered
     assert gathered is not None
     sent = routed.record.sent
-    expert, weight = routed.record.choice.expert, routing.weight
+    expert = routed.record.choice.expert
+    weight = routing.weight
     if sent is not None:
         expert = expert.masked_fill(~sent, -1)
         weight = (

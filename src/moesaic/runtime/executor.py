@@ -1,19 +1,23 @@
-"""The executor runs programs on one rank, and wraps a layer's dispatch, experts and combine in one differentiable function.
+"""The executor runs programs on one rank, and wraps a layer's dispatch, experts and combine in one
+differentiable function.
 
-`script_of` turns a program into an ordered list of steps, once. `interpret` runs the steps as a generator that pauses where it
-needs other ranks: it yields a `Transfer` to issue, or a `Handle` to wait for. It waits only when the data is read, so tasks in
-between overlap with the messages. The same generator runs on every transport; `drive` feeds it on a blocking transport.
+`script_of` turns a program into an ordered list of steps, once. `interpret` runs the steps as a
+generator that pauses where it needs other ranks: it yields a `Transfer` to issue, or a `Handle` to
+wait for. It waits only when the data is read, so tasks in between overlap with the messages. The
+same generator runs on every transport; `drive` feeds it on a blocking transport.
 
-A slot is freed once no later step reads it, which keeps a rank's memory small. Therefore no variable of the generator may hold
-a value between steps: the value would live until the next iteration.
+A slot is freed once no later step reads it, which keeps a rank's memory small. Therefore no
+variable of the generator may hold a value between steps: the value would live until the next
+iteration.
 
-`run_program` is one autograd Function per call, with its state on the call. So several layers in flight, nested layers,
-gradient accumulation and recomputation do not interfere. Parameters are inputs, so hooks and FSDP see them."""
+`run_program` is one autograd Function per call, with its state on the call. So several layers in
+flight, nested layers, gradient accumulation and recomputation do not interfere. Parameters are
+inputs, so hooks and FSDP see them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from operator import itemgetter
 from time import perf_counter
@@ -26,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import Weights
-from moesaic.program.bundles import bundles
 from moesaic.program.compile import Compiled
+from moesaic.program.joined_messages import bundles
 from moesaic.program.layouts import Move, move_of
 from moesaic.program.sizes import Runs
 from moesaic.program.task import Kind, Op, Program, Slot, Task
@@ -59,7 +63,8 @@ class TaskGroup:
     reads: tuple[str, ...]
     """Slots that the tasks read."""
     unread: tuple[str, ...]
-    """Slots that can be freed after this step: no later step reads them, and they are not returned."""
+    """Slots that can be freed after this step: no later step reads them, and they are not
+    returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +80,8 @@ class Script:
 
     @cached_property
     def slowest(self) -> TransportLane:
-        """The lane whose messages take longest: "inter" if any message crosses nodes, else "intra"."""
+        """The lane whose messages take longest: "inter" if any message crosses nodes, else
+        "intra"."""
         lanes = {
             transport_lane(step.tasks[0])
             for step in self.steps
@@ -113,7 +119,8 @@ _GATHER = (Op.COMBINE, Op.EXPERT, Op.EXPERT_GRAD, Op.MOVE, Op.PACK, Op.TAKE)
 
 
 def _gathered(program: Program, outputs: frozenset[str] | None) -> frozenset[str]:
-    """Return the slots of rows that only tasks of `_GATHER` read. A run that returns all slots returns them in order."""
+    """Return the slots of rows that only tasks of `_GATHER` read. A run that returns all slots
+    returns them in order."""
     names = (
         {slot.name for slot in program.slots if slot.kind is Kind.ROWS}
         if outputs is not None
@@ -126,7 +133,8 @@ def _gathered(program: Program, outputs: frozenset[str] | None) -> frozenset[str
 def _unread_after(
     groups: Sequence[Sequence[Task]], outputs: frozenset[str] | None
 ) -> list[list[str]]:
-    """Return, for each step, the slots that are read or written there for the last time and are not outputs."""
+    """Return, for each step, the slots that are read or written there for the last time and are not
+    outputs."""
     unread: list[list[str]] = [[] for _ in groups]
     if outputs is None:
         return unread
@@ -137,9 +145,8 @@ def _unread_after(
             if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
                 last_use[kept(task.name)] = number
     for name, number in last_use.items():
-        if (
-            name not in outputs and name != "w"
-        ):  # "w" is stored anyway, and every movement of weights reads its shape
+        # "w" is stored anyway, and every movement of weights reads its shape
+        if name not in outputs and name != "w":
             unread[number].append(name)
     return unread
 
@@ -152,7 +159,8 @@ class _Arriving:
     """A slot that is being received."""
 
     handle: Handle | None
-    """The transfer of its messages, which may carry other slots too; None if there are no messages."""
+    """The transfer of its messages, which may carry other slots too; None if there are no
+    messages."""
     settle: Callable[[], Value | Packets]
     """Builds the slot's value from the received messages."""
 
@@ -166,10 +174,11 @@ def interpret(
     """Run a program for one rank.
 
     Args:
-        program: the program to run.
-        values: the inputs of the program by name. Each is freed like any slot, unless the caller still references it.
+        values: the inputs of the program by name. Each is freed like any slot, unless the caller
+            still references it.
         call: rank, sizes and experts.
-        outputs: slots to return; every other slot is freed after it is last read. None: return all slots and free none.
+        outputs: slots to return; every other slot is freed after it is last read. None: return all
+            slots and free none.
 
     Yields:
         a `Transfer`, to which the driver answers with a `Handle`; or a `Handle` to wait for.
@@ -178,98 +187,106 @@ def interpret(
         the values of these slots.
     """
     script = script_of(program, None if outputs is None else frozenset(outputs))
-    environment: Environment = dict(values)
+    state = _RankState(script, call, dict(values))
     del values
-    packets: dict[str, Packets] = {}
-    arriving: dict[str, _Arriving] = {}
+    for step in script.steps:
+        for name in step.reads:
+            if name in state.arriving:
+                yield from state.settle(name)
+        call.finish(step.reads)
+        if step.tasks[0].op in (Op.MOVE, Op.HOP):
+            yield from state.issue(step)
+        else:
+            state.run_local(step.tasks[0])
+        state.free(step.unread)
+    while state.arriving:
+        yield from state.settle(next(iter(state.arriving)))
+    call.finish()
+    environment = state.environment
+    return environment if outputs is None else {name: environment[name] for name in outputs}
 
-    def settle(name: str) -> Generator[Transfer | Handle, Handle | None, None]:
-        handle = arriving[name].handle
+
+@dataclass
+class _RankState:
+    """What a rank holds while it runs a program."""
+
+    script: Script
+    call: Call
+    environment: Environment
+    """The values of the slots that are here."""
+    packets: dict[str, Packets] = field(default_factory=dict)
+    """The packets of slots that an all-to-all passes on, hop by hop."""
+    arriving: dict[str, _Arriving] = field(default_factory=dict)
+    """The slots that are being received."""
+
+    def settle(self, name: str) -> Generator[Transfer | Handle, Handle | None, None]:
+        """Wait for a slot that is being received, and for all slots of the same messages."""
+        handle = self.arriving[name].handle
         if handle is not None:
-            if handle.transfer.lane == script.slowest:
-                call.finish()  # while the messages are in flight
+            if handle.transfer.lane == self.script.slowest:
+                self.call.finish()  # while the messages are in flight
             yield handle
         landed = (
             [name]
             if handle is None
-            else [each for each, other in arriving.items() if other.handle is handle]
+            else [each for each, other in self.arriving.items() if other.handle is handle]
         )
-        for (
-            landed_name
-        ) in landed:  # all slots of these messages, so that no reference to the buffers remains
-            value = arriving.pop(landed_name).settle()
+        # all slots of these messages, so that no reference to the buffers remains
+        for landed_name in landed:
+            value = self.arriving.pop(landed_name).settle()
             if isinstance(value, Packets):
-                packets[landed_name] = value
+                self.packets[landed_name] = value
             else:
-                _store(landed_name, value, environment, script)
+                self.store(landed_name, value)
 
-    for step in script.steps:
-        for name in step.reads:
-            if name in arriving:
-                yield from settle(name)
-        call.finish(step.reads)
-        if step.tasks[0].op in (Op.MOVE, Op.HOP):
-            yield from _issue(step, script.slots, environment, packets, arriving, call)
+    def issue(self, step: TaskGroup) -> Generator[Transfer | Handle, Handle | None, None]:
+        """Issue a transfer, whose slots are then arriving. Slots whose rows stay on this rank are
+        here at once."""
+        task = step.tasks[0]
+        slots = self.script.slots
+        call = self.call
+        tag = call.first_tag + step.number
+        settles: Sequence[Callable[[], Value | Packets]]
+        if task.op is Op.MOVE:
+            if all(call.sizes.shapes.stays(move, call.rank) for move in step.moves):
+                for each in step.tasks:
+                    self.environment[each.writes[0]] = self.environment[each.reads[0]]
+                return
+            transfer, settles = start(step.tasks, step.moves, slots, self.environment, call, tag)
         else:
-            _run_local(step.tasks[0], script, environment, packets, call)
-        for name in step.unread:
-            environment.pop(name, None)
-            packets.pop(name, None)
-    while arriving:
-        yield from settle(next(iter(arriving)))
-    call.finish()
-    return environment if outputs is None else {name: environment[name] for name in outputs}
+            packets = [self.packets[name] for name in task.reads]
+            transfer, settle = start_hop(task, slots, packets, call, tag)
+            settles = [settle]
+        has_messages = bool(transfer.sends or transfer.receives)
+        handle = (yield transfer) if has_messages else None
+        for each, settled in zip(step.tasks, settles):
+            self.arriving[each.writes[0]] = _Arriving(handle, settled)
 
+    def run_local(self, task: Task) -> None:
+        """Run a task that needs no other rank, and store its result."""
+        slots = self.script.slots
+        if task.op is Op.PACK:
+            value = self.environment[task.reads[0]]
+            assert not isinstance(value, tuple)
+            self.packets[task.writes[0]] = pack(task, slots, value, self.call)
+        elif task.op is Op.UNPACK:
+            received = [self.packets[name] for name in task.reads]
+            self.store(task.writes[0], unpack(task, slots, received, self.call))
+        else:
+            for name, result in compute(task, slots, self.environment, self.call).items():
+                self.store(name, result)
 
-def _issue(
-    step: TaskGroup,
-    slots: Mapping[str, Slot],
-    environment: Environment,
-    packets: Mapping[str, Packets],
-    arriving: dict[str, _Arriving],
-    call: Call,
-) -> Generator[Transfer | Handle, Handle | None, None]:
-    """Issue a transfer and add its slots to `arriving`. Slots whose rows stay on this rank go to the environment at once."""
-    task, tag = step.tasks[0], call.first_tag + step.number
-    settles: Sequence[Callable[[], Value | Packets]]
-    if task.op is Op.MOVE:
-        if all(call.sizes.shapes.stays(move, call.rank) for move in step.moves):
-            environment.update({each.writes[0]: environment[each.reads[0]] for each in step.tasks})
-            return
-        transfer, settles = start(step.tasks, step.moves, slots, environment, call, tag)
-    else:
-        transfer, settle = start_hop(task, slots, [packets[name] for name in task.reads], call, tag)
-        settles = [settle]
-    has_messages = bool(transfer.sends or transfer.receives)
-    handle = (yield transfer) if has_messages else None
-    arriving.update(
-        {each.writes[0]: _Arriving(handle, settled) for each, settled in zip(step.tasks, settles)}
-    )
+    def store(self, name: str, value: Value) -> None:
+        """Store a slot's value; move its rows into order unless all that reads the slot gathers."""
+        if isinstance(value, IndexedRows) and name not in self.script.gathered:
+            value = value.in_order()
+        self.environment[name] = value
 
-
-def _run_local(
-    task: Task, script: Script, environment: Environment, packets: dict[str, Packets], call: Call
-) -> None:
-    """Run a task that needs no other rank, and store its result."""
-    if task.op is Op.PACK:
-        value = environment[task.reads[0]]
-        assert not isinstance(value, tuple)
-        packets[task.writes[0]] = pack(task, script.slots, value, call)
-    elif task.op is Op.UNPACK:
-        received = [packets[name] for name in task.reads]
-        _store(task.writes[0], unpack(task, script.slots, received, call), environment, script)
-    else:
-        for name, value in compute(task, script.slots, environment, call).items():
-            _store(name, value, environment, script)
-
-
-def _store(name: str, value: Value, environment: Environment, script: Script) -> None:
-    """Store a slot's value; move its rows into order unless all that reads the slot gathers."""
-    environment[name] = (
-        value.in_order()
-        if isinstance(value, IndexedRows) and name not in script.gathered
-        else value
-    )
+    def free(self, names: Iterable[str]) -> None:
+        """Forget slots that nothing reads any more."""
+        for name in names:
+            self.environment.pop(name, None)
+            self.packets.pop(name, None)
 
 
 def drive(steps: Steps, transport: AbstractTransport) -> Environment:
@@ -294,12 +311,14 @@ def drive(steps: Steps, transport: AbstractTransport) -> Environment:
 
 
 Layout = list[tuple[str, int, Callable[[Sequence[Tensor]], Value]]]
-"""For each slot: its name, the number of tensors in its value, and the function that makes the value of them."""
+"""For each slot: its name, the number of tensors in its value, and the function that makes the
+value of them."""
 
 
 @dataclass
 class LayerRun:
-    """One rank's run of one call of a layer: the compiled plan, the transport, and the call's inputs."""
+    """One rank's run of one call of a layer: the compiled plan, the transport, and the call's
+    inputs."""
 
     compiled: Compiled
     transport: AbstractTransport
@@ -309,9 +328,12 @@ class LayerRun:
     """The program's INDEX inputs by name."""
     backward_tag: int = 0
     """The first tag of the backward program."""
+    layer: int | None = None
+    """The layer's number in order of creation; None if it is not known."""
 
     def take_tags(self) -> None:
-        """Reserve the tags of both programs. All ranks do so for the same calls in the same order."""
+        """Reserve the tags of both programs. All ranks do so for the same calls in the same
+        order."""
         forward, backward = (
             len(program.tasks) for program in (self.compiled.forward, self.compiled.backward)
         )
@@ -333,9 +355,8 @@ def run_program(
         sharded: the parameters of this rank's experts that etp splits: this rank's shards.
         common: the parameters that all shards of an expert have in common.
     """
-    y: Tensor = RunProgram.apply(
-        run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common
-    )
+    weights = (*sharded, *common)
+    y: Tensor = RunProgram.apply(run, torch.is_grad_enabled(), len(sharded), x, gates, *weights)
     return y
 
 
@@ -352,7 +373,8 @@ class RunProgram(torch.autograd.Function):
         gates: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        """Run the forward program, and keep what the backward program reads if there will be a backward pass."""
+        """Run the forward program, and keep what the backward program reads if there will be a
+        backward pass."""
         names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
         upload_tables(run, x.device)
@@ -362,11 +384,13 @@ class RunProgram(torch.autograd.Function):
         del inputs
         flat, ctx.layout = flattened(environment, names)
         ctx.save_for_backward(*flat)
-        ctx.run, ctx.was_run = run, False
+        ctx.run = run
+        ctx.was_run = False
         y = environment["y"]
         assert isinstance(y, Tensor)
-        # `.data` instead of a view, since FSDP2's hooks are lost when a view is changed in place. No saved tensor shares its
-        # memory: every program ends with a combine, which allocates its result.
+        # `.data` instead of a view, since FSDP2's hooks are lost when a view is changed in place.
+        # No saved tensor shares its memory: every program ends with a combine, which allocates its
+        # result.
         return y.data
 
     @staticmethod
@@ -374,15 +398,15 @@ class RunProgram(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward program."""
         run: LayerRun = ctx.run
-        if (
-            ctx.was_run
-        ):  # a peer may still be receiving messages of the previous backward pass of this graph
+        # a peer may still be receiving messages of the previous backward pass of this graph
+        if ctx.was_run:
             run = replace(
                 run, backward_tag=run.transport.take_tags(len(run.compiled.backward.tasks))
             )
         ctx.was_run = True
         kept_values = by_name(ctx.saved_tensors, ctx.layout)
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, nothing else references them
+        # unless the graph is retained, nothing else references them
+        ctx.maybe_clear_saved_tensors()
         return None, None, None, *run_backward(run, kept_values, dy)
 
 
@@ -421,9 +445,11 @@ def kept_names(logical: Program) -> tuple[str, ...]:
 
 
 def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor, ...]:
-    """Run the backward program from the kept values and dy, (tokens, dim); return the gradients of x, gates and all parameters.
-    `values` is emptied, so that each value can be freed as soon as it was read."""
+    """Run the backward program from the kept values and dy, (tokens, dim); return the gradients of
+    x, gates and all parameters. `values` is emptied, so that each value can be freed as soon as it
+    was read."""
     program = run.compiled.backward
+    run.transport.doing = "" if run.layer is None else f"the backward pass of layer {run.layer}"
     values[cotangent("y")] = dy.contiguous()
     call = replace(run.call, first_tag=run.backward_tag)
     call.known.update(run.call.known)
@@ -442,7 +468,8 @@ def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor
 
 
 def flattened(values: Environment, names: Sequence[str]) -> tuple[list[Tensor], Layout]:
-    """Return the tensors of some slots in one list, and the layout from which `by_name` restores them."""
+    """Return the tensors of some slots in one list, and the layout from which `by_name` restores
+    them."""
     flat: list[Tensor] = []
     layout: Layout = []
     for name in names:

@@ -1,8 +1,9 @@
-"""The map between an expert's number and its slot, for layers whose experts have moved between ranks.
+"""The map between an expert's number and its slot, for layers whose experts have moved between
+ranks.
 
-Routers, losses, counts, traces and checkpoints identify experts by number. Programs, replication policies and budgets use
-slots: slot s belongs to place s // (slots per place) of ep, and expert e starts in slot e. Only code between the two uses this
-map.
+Routers, losses, counts, traces and checkpoints identify experts by number. Programs, replication
+policies and budgets use slots: slot s belongs to place s // (slots per place) of ep, and expert e
+starts in slot e. Only code between the two uses this map.
 """
 
 from __future__ import annotations
@@ -17,15 +18,11 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.route import Routed, RoutingRecord
 from moesaic.routing.routing import Routing
-from moesaic.runtime.counted import check_order
+from moesaic.runtime.call_counts import check_order
 
 
 class ExpertOrder:
-    """The order of one layer's experts on a mesh, and the load that was recorded for each expert.
-
-    Args:
-        num_experts: number of experts of the layer.
-    """
+    """The order of one layer's experts on a mesh, and each expert's recorded load."""
 
     def __init__(self, num_experts: int) -> None:
         self.experts: np.ndarray = np.arange(num_experts)
@@ -59,7 +56,8 @@ class ExpertOrder:
         )
 
     def slots(self, experts: Tensor) -> Tensor:
-        """Return the slot of each expert, int64. The number that means "no expert" stays as it is."""
+        """Return the slot of each expert, int64. The number that means "no expert" stays as it
+        is."""
         if self._slot is None:
             return experts
         if self._slot.device != experts.device:
@@ -83,7 +81,8 @@ class ExpertOrder:
         )
 
     def routed(self, routed: Routed) -> Routed:
-        """Return the route stage's result with slots in its choice and its routing; counts of the record stay per expert."""
+        """Return the route stage's result with slots in its choice and its routing; counts of the
+        record stay per expert."""
         if self._slot is None:
             return routed
         choice = routed.record.choice
@@ -91,7 +90,8 @@ class ExpertOrder:
         return routed._replace(routing=self.in_slots(routed.routing), record=record)
 
     def note(self, record: RoutingRecord) -> None:
-        """Add a call's copies to the recorded load, on the device, without a sync. Does nothing unless `watches` is set."""
+        """Add a call's copies to the recorded load, on the device, without a sync. Does nothing
+        unless `watches` is set."""
         if not self.watches or record.by_rank is None:
             return
         ranks = len(record.by_rank)
@@ -102,9 +102,11 @@ class ExpertOrder:
         )
 
     def take(self, grid: Grid) -> np.ndarray:
-        """Return the copies that each rank had for each expert since the last `take`, (world, num_experts) float64.
+        """Return the copies that each rank had for each expert since the last `take`, (world,
+        num_experts) float64.
 
-        If the ranks of a tensor-parallel group route the same tokens, each rank gets an equal share of the copies.
+        If the ranks of a tensor-parallel group route the same tokens, each rank gets an equal share
+        of the copies.
 
         Args:
             grid: the mesh.
@@ -117,13 +119,14 @@ class ExpertOrder:
         return copies
 
     def guard(self, experts: nn.Module) -> None:
-        """Make the experts' `state_dict` and `load_state_dict` raise InputError while experts are not in their own slots."""
+        """Make the experts' `state_dict` and `load_state_dict` raise InputError while experts are
+        not in their own slots."""
         experts.register_state_dict_pre_hook(self._refuse)
         experts.register_load_state_dict_pre_hook(self._refuse)
 
     def _refuse(self, *_: object) -> None:
         if not self.is_plain:
             raise InputError(
-                "experts have changed their slots, so a state_dict would mix them up: save and load within "
-                "`with placement.at_home():`"
+                "experts have changed their slots, so a state_dict would mix them up: save and "
+                "load within `with placement.at_home():`"
             )

@@ -1,6 +1,8 @@
-"""Runs an MoE layer on a mesh: routes tokens in agreement with the other ranks, then runs the compiled programs.
+"""Runs an MoE layer on a mesh: routes tokens in agreement with the other ranks, then runs the
+compiled programs.
 
-A call policy (`AbstractCallPolicy`) decides for each call which programs run. `PlainCalls` always runs those of the plan.
+A call policy (`AbstractCallPolicy`) decides for each call which programs run. `PlainCalls` always
+runs those of the plan.
 """
 
 from __future__ import annotations
@@ -34,19 +36,21 @@ from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
-from moesaic.runtime.counted import CountedCall
+from moesaic.runtime.call_counts import CountedCall
 from moesaic.runtime.data_parallel import UnpreparedForDDP
 from moesaic.runtime.deepep import DeepEP, run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
-from moesaic.runtime.spread import compiled_for, description, fitting
+from moesaic.runtime.sharding import compiled_for, description, fitting
 from moesaic.runtime.tasks import Call, Codecs, Indices, known_codec
 
 CHECKED_CALLS = 64
-"""Ranks that need not wait for a call's counts (a padded capacity on GPUs) still compare digests in every such call."""
+"""Ranks that need not wait for a call's counts (a padded capacity on GPUs) still compare digests in
+every such call."""
 DRIFTED = (
-    "call moesaic.average_gradients(model, mesh) after every backward pass (DDP and FSDP2 average by themselves), and start "
-    "every rank with the same weights: set one seed, or parallelize(..., broadcast=True)"
+    "call moesaic.average_gradients(model, mesh) after every backward pass (DDP and FSDP2 "
+    "average by themselves), and start every rank with the same weights: set one seed, or "
+    "parallelize(..., broadcast=True)"
 )
 """The advice in the error for routers that differ between ranks."""
 
@@ -58,7 +62,8 @@ class Chosen(NamedTuple):
     replicated: Replications | None = None
     """Copies that helpers compute; None if the programs replicate nothing."""
     run_slices: Callable[[UncutCall, Tensor, Tensor, Weights, Weights], Tensor] | None = None
-    """Runs the call slice by slice, given x, gates, split and common parameters; None if the call runs as a whole."""
+    """Runs the call slice by slice, given x, gates, split and common parameters; None if the call
+    runs as a whole."""
     sizes: CallSizes | None = None
     """The sizes of the call, if they do not follow from its counts alone."""
 
@@ -67,9 +72,6 @@ class AbstractCallPolicy(ABC):
     """Decides how each call of one layer runs under one plan.
 
     All ranks decide identically, since decisions use only data that all ranks have.
-
-    Args:
-        compiled: the compiled plan of the layer.
     """
 
     def __init__(self, compiled: Compiled) -> None:
@@ -77,11 +79,13 @@ class AbstractCallPolicy(ABC):
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that are equal on two ranks if they run the same programs and decide identically."""
+        """16 bytes that are equal on two ranks if they run the same programs and decide
+        identically."""
         return self.compiled.digest
 
     def refuse_padding(self) -> None:
-        """Raise InputError if decisions need a call's counts, which no rank has under a padded capacity."""
+        """Raise InputError if decisions need a call's counts, which no rank has under a padded
+        capacity."""
         return
 
     @abstractmethod
@@ -89,7 +93,8 @@ class AbstractCallPolicy(ABC):
         """Return how a call runs.
 
         Args:
-            record: the record of the call's routing. A recomputation has the record of its forward pass.
+            record: the record of the call's routing. A recomputation has the record of its forward
+                pass.
             call: the counts of the call, which all ranks have.
         """
 
@@ -108,13 +113,15 @@ class UncutCall:
     whole: LayerRun
     """The run of the whole call. Its sizes, indices and tags are not those of any slice."""
     origins: tuple[int, ...]
-    """The ranks that own the rows of this rank's routing: this rank alone, or all ranks of its tensor-parallel group."""
+    """The ranks that own the rows of this rank's routing: this rank alone, or all ranks of its
+    tensor-parallel group."""
     token: Tensor
     """(rows,) int64: each row's token, sorted by expert."""
     expert: Tensor
     """(rows,) int64: each row's expert, ascending."""
     find: Callable[[Tensor, Tensor], NodeTokens] | None
-    """Finds the node tokens of this rank's own rows from their tokens and experts, under multicast; None under other plans."""
+    """Finds the node tokens of this rank's own rows from their tokens and experts, under multicast;
+    None under other plans."""
     tokens: np.ndarray
     """(world,) int64: tokens of each rank."""
     units: int
@@ -123,13 +130,15 @@ class UncutCall:
 
 @dataclass(frozen=True, kw_only=True)
 class CallInputs:
-    """What one rank brings into one call of a layer, after routing. Experts are given by their slots."""
+    """What one rank brings into one call of a layer, after routing. Experts are given by their
+    slots."""
 
     experts: AbstractExperts
     record: RoutingRecord
     """The record of the call's routing."""
     token: Tensor
-    """(rows,) int64: the token of each of this rank's copies, sorted by expert; -1 for a padding row."""
+    """(rows,) int64: the token of each of this rank's copies, sorted by expert; -1 for a padding
+    row."""
     expert: Tensor
     """(copies,) int64: the expert of each of this rank's copies, ascending."""
     gates: Tensor
@@ -152,7 +161,8 @@ class CallInputs:
 
 @dataclass(frozen=True)
 class _PlanState:
-    """A compiled plan and the objects that a layer keeps for it. Their memory is small compared with a weight."""
+    """A compiled plan and the objects that a layer keeps for it. Their memory is small compared
+    with a weight."""
 
     compiled: Compiled
     peers: Peers
@@ -165,17 +175,18 @@ class ExpertParallel:
     """Runs one layer on a mesh under a plan. All ranks create it together.
 
     Args:
-        grid: the mesh.
         transport: the transport between the ranks.
         plan: the plan, compiled for this mesh or not compiled.
         experts: the experts of the layer, not sharded yet.
         weight_first: multiply by the routing weight before the expert.
         calls_under: returns the call policy for a compiled plan.
         settings, weights: settings and weights that must be the same on all ranks; see `fitting`.
-        deepep: returns the DeepEP state that all layers of the mesh share; called only under plans with deepep.
+        deepep: returns the DeepEP state that all layers of the mesh share; called only under plans
+            with deepep.
 
     Raises:
-        InputError: if the plan does not fit the mesh; on every rank, if plans or layers differ between ranks.
+        InputError: if the plan does not fit the mesh; on every rank, if plans or layers differ
+            between ranks.
     """
 
     def __init__(
@@ -184,6 +195,7 @@ class ExpertParallel:
         transport: AbstractTransport,
         plan: Plan | Compiled,
         experts: AbstractExperts,
+        *,
         weight_first: bool,
         calls_under: Callable[[Compiled], AbstractCallPolicy],
         settings: Mapping[str, object] | None = None,
@@ -191,14 +203,18 @@ class ExpertParallel:
         deepep: Callable[[], DeepEP] | None = None,
     ) -> None:
         compiled = fitting(plan, grid, transport, experts, settings, weights)
-        self._mesh, self.transport, self.rank = grid, transport, transport.rank
-        self.num_experts, self._calls_under = experts.num_experts, calls_under
+        self._mesh = grid
+        self.transport = transport
+        self.rank = transport.rank
+        self._number = transport.number_layer()
+        self.num_experts = experts.num_experts
+        self._calls_under = calls_under
         self.codecs: Codecs = known_codec
-        """Returns the codec of a name. A benchmark may substitute codecs with the same message layout."""
+        """Returns the codec of a name. A benchmark may substitute codecs with the same message
+        layout."""
         self.auto: Callable[[int, int, torch.dtype], None] | None = None
-        """Called before every call with (tokens of the tensor-parallel group, experts per token, dtype) to choose the plan.
-        None if the plan is fixed."""
-        """Times every task separately; None if tasks are not timed."""
+        """Called before every call with (tokens of the tensor-parallel group, experts per token,
+        dtype) to choose the plan. None if the plan is fixed."""
         self._order: ExpertOrder | None = None
         self.weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
@@ -214,7 +230,8 @@ class ExpertParallel:
         self._activate(state)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
-        """Return the state of a copy of the layer: the same connections and plans, with freshly initialised call policies."""
+        """Return the state of a copy of the layer: the same connections and plans, with freshly
+        initialised call policies."""
         duplicate = object.__new__(ExpertParallel)
         memo[id(self)] = duplicate
         duplicate.__dict__.update(self.__dict__)
@@ -237,15 +254,16 @@ class ExpertParallel:
             experts: the experts of the layer.
 
         Raises:
-            InputError: if the plan does not fit the layer, or needs process groups that the layer does not have.
+            InputError: if the plan does not fit the layer, or needs process groups that the layer
+                does not have.
         """
         state = self._states.get(_plan_key(plan))
         if state is None:
             choices = plan if isinstance(plan, Plan) else plan.plan
             if choices.crossing is Crossing.DEEPEP:
                 raise InputError(
-                    "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: switch to multicast, or "
-                    "parallelize the layer with deepep"
+                    "plan.all_to_all=deepep needs process groups, which only MoE.parallelize "
+                    "makes: switch to multicast, or parallelize the layer with deepep"
                 )
             state = self._prepare(compiled_for(plan, self._mesh, self.transport, experts), None)
             self._states[_plan_key(plan)] = state
@@ -255,25 +273,31 @@ class ExpertParallel:
             self.peers.all_agree = False
 
     def exchange(self, experts: AbstractExperts) -> None:
-        """Run other experts of the same sizes from the next call on. Plans are compiled again where those need it."""
+        """Run other experts of the same sizes from the next call on. Plans are compiled again where
+        those need it."""
         self._states.clear()
         self.use(self.compiled.plan, experts)
 
     def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _PlanState:
         find = partial(_find_nodes, self.num_experts, compiled) if compiled.is_multicast else None
-        calls, slices = self._calls_under(compiled), compiled.routes_slices
+        calls = self._calls_under(compiled)
+        slices = compiled.routes_slices
         peers = Peers(self.transport, compiled.grid, slices, calls.digest, find, self._slots)
         return _PlanState(compiled, peers, deepep, calls)
 
     def _activate(self, state: _PlanState) -> None:
         self.compiled, self.grid = state.compiled, state.compiled.grid
-        self.peers, self.calls, self._deepep = state.peers, state.calls, state.deepep
-        self._digests_checked, self._unchecked_calls = False, 0
+        self.peers = state.peers
+        self.calls = state.calls
+        self._deepep = state.deepep
+        self._digests_checked = False
+        self._unchecked_calls = 0
         self._padded_tables: dict[tuple[int | None, int, int], tuple[CallSizes, Indices]] = {}
 
     @property
     def order(self) -> ExpertOrder:
-        """The slot of each expert. Created at the first access, since experts move only if some code asks for their order."""
+        """The slot of each expert. Created at the first access, since experts move only if some
+        code asks for their order."""
         if self._order is None:
             self._order = ExpertOrder(self.num_experts)
         return self._order
@@ -289,7 +313,8 @@ class ExpertParallel:
 
     @property
     def loss_share(self) -> int:
-        """Factor for a loss over all ranks' tokens, which compensates for averaging gradients over data-parallel groups."""
+        """Factor for a loss over all ranks' tokens, which compensates for averaging gradients over
+        data-parallel groups."""
         return self.grid.dp
 
     def route(
@@ -303,17 +328,24 @@ class ExpertParallel:
         batch: TokenInfo,
         replay: RoutingRecord | None,
     ) -> Routed:
-        """Route this rank's tokens: under S1, its slice of the tensor-parallel group's tokens, else all; see `route`."""
+        """Route this rank's tokens: under S1, its slice of the tensor-parallel group's tokens, else
+        all; see `route`."""
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
         if self.auto is not None and replay is None:
             self.auto(len(x_TD), top_k, dtype)
-        settings = {"dtype": dtype, "top_k": top_k, "capacity": capacity, "losses": losses}
-        if any(
-            loss.needs_sequences for loss in losses
-        ):  # sums per sequence are exchanged with the counts
+        earlier = None if replay is None else replay.gathered
+        settings: dict[str, object] = {
+            "layer": self._number,
+            "gradients": torch.is_grad_enabled() if earlier is None else earlier.with_gradients,
+            "dtype": dtype,
+            "top_k": top_k,
+            "capacity": capacity,
+            "losses": losses,
+        }
+        # sums per sequence are exchanged with the counts
+        if any(loss.needs_sequences for loss in losses):
             settings["sequences"] = batch.num_sequences
-        if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
-            self._digests_checked = False
+        self._enter(settings)
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         named = router.named_parameters("router")
@@ -345,26 +377,42 @@ class ExpertParallel:
                 peers=self.peers,
             )
 
+    def _enter(self, settings: Mapping[str, object]) -> None:
+        """Note what this rank calls, and with which settings, by name."""
+        self.transport.doing = f"the forward pass of layer {self._number}"
+        if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
+            self._digests_checked = False
+
     def route_chosen(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Routed:
-        """Route this rank's tokens to experts that the caller chose; under S1, its slice of the tensor-parallel group's tokens.
+        """Route this rank's tokens to experts that the caller chose; under S1, its slice of the
+        tensor-parallel group's tokens.
 
         Args:
             x_TD: all tokens of the tensor-parallel group.
-            expert_TK: (tokens, K) int64. x_TD, expert_TK and weight_TK are the same on all ranks of the group.
-            weight_TK: (tokens, K) routing weights; every rank of the group gets their whole gradient.
+            expert_TK: (tokens, K) int64. x_TD, expert_TK and weight_TK are the same on all ranks of
+                the group.
+            weight_TK: (tokens, K) routing weights; every rank of the group gets their whole
+                gradient.
         """
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
         if self.auto is not None:
             self.auto(len(x_TD), expert_TK.shape[1], dtype)
-        if self.peers.call_with({"call.dtype": dtype, "call.top_k": expert_TK.shape[1]}):
-            self._digests_checked = False
+        self._enter(
+            {
+                "layer": self._number,
+                "gradients": torch.is_grad_enabled(),
+                "dtype": dtype,
+                "top_k": expert_TK.shape[1],
+            }
+        )
         if self.compiled.routes_slices:
             expert_TK = expert_TK[share_of(len(x_TD), self._tp_place, self.grid.tp)]
             weight_TK = slice_rows(self.transport, self._tensor_group, weight_TK)
         return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
 
     def _shared(self, parameter: nn.Parameter) -> Tensor:
-        """Return a parameter whose gradient is summed over the tensor-parallel group, which uses it on different tokens."""
+        """Return a parameter whose gradient is summed over the tensor-parallel group, which uses it
+        on different tokens."""
         trains = parameter.requires_grad and torch.is_grad_enabled()
         return share(self.transport, self._tensor_group, parameter) if trains else parameter
 
@@ -383,7 +431,8 @@ class ExpertParallel:
             x_TD: all tokens of the tensor-parallel group.
             routed: the result of `route`.
             padded_rows: the result of `padded_rows`.
-            inputs: what this rank brings into the call; None for what follows from the other arguments.
+            inputs: what this rank brings into the call; None for what follows from the other
+                arguments.
         """
         if self._deepep is not None:
             self.check_digests(routed)
@@ -403,10 +452,12 @@ class ExpertParallel:
     def _counted(
         self, experts: AbstractExperts, routed: Routed, routing: Routing, dtype: torch.dtype
     ) -> CallInputs:
-        """Return the inputs of a call whose counts all ranks have on the host. `routing` has slots for experts."""
+        """Return the inputs of a call whose counts all ranks have on the host. `routing` has slots
+        for experts."""
         self.check_digests(routed)
         self.peers.skips_digests = False
-        order, node_tokens = self.peers.order(routing.expert), None
+        order = self.peers.order(routing.expert)
+        node_tokens = None
         if routing.has_unsent:  # unsent copies come last
             assert routed.record.gathered is not None
             order = order[: int(routed.record.gathered.sent_on_host[self.peers.place].sum())]
@@ -424,9 +475,17 @@ class ExpertParallel:
                 node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
         copies = copies if self._order is None else self._order.columns(copies)
         return CallInputs(
-            experts=experts, record=routed.record, token=token, expert=expert, gates=gates, node_tokens=node_tokens,
-            copies=copies, tokens=tokens, num_tokens=routing.num_tokens, dtype=dtype,
-        )  # fmt: skip
+            experts=experts,
+            record=routed.record,
+            token=token,
+            expert=expert,
+            gates=gates,
+            node_tokens=node_tokens,
+            copies=copies,
+            tokens=tokens,
+            num_tokens=routing.num_tokens,
+            dtype=dtype,
+        )
 
     def _padded(
         self,
@@ -437,7 +496,8 @@ class ExpertParallel:
         *,
         rows: int,
     ) -> CallInputs:
-        """Return the inputs of a call under a padded capacity, which needs no counts. `routing` has slots for experts."""
+        """Return the inputs of a call under a padded capacity, which needs no counts. `routing` has
+        slots for experts."""
         always = routing.token.device.type == "cpu"
         if always or not self._digests_checked or self._is_due():
             self.check_digests(routed, together=always)
@@ -449,16 +509,27 @@ class ExpertParallel:
         gates, token = pad_copies(gates, token, expert, self.num_experts, rows)
         copies, tokens = even_counts(self.compiled, self.num_experts, routing.num_tokens, rows)
         return CallInputs(
-            experts=experts, record=routed.record, token=token, expert=expert, gates=gates, node_tokens=None,
-            copies=copies, tokens=tokens, num_tokens=routing.num_tokens, dtype=dtype, padded_rows=rows,
-        )  # fmt: skip
+            experts=experts,
+            record=routed.record,
+            token=token,
+            expert=expert,
+            gates=gates,
+            node_tokens=None,
+            copies=copies,
+            tokens=tokens,
+            num_tokens=routing.num_tokens,
+            dtype=dtype,
+            padded_rows=rows,
+        )
 
     def _run(
         self, inputs: CallInputs, x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights
     ) -> Tensor:
         """Run a call with the parameters that `AbstractExperts.forward` passes."""
         assert gate is not None
-        experts, x, units = inputs.experts, x.to(inputs.dtype), inputs.experts.num_units(sharded)
+        experts = inputs.experts
+        x = x.to(inputs.dtype)
+        units = inputs.experts.num_units(sharded)
         counted = CountedCall(
             inputs.copies, inputs.tokens, units, partial(experts.sizes, sharded, inputs.dtype)
         )
@@ -470,15 +541,20 @@ class ExpertParallel:
             node_tokens = None if chosen.run_slices else self._with_all_counts(node_tokens)
         sizes, indices = self._tables(inputs, chosen, node_tokens, units)
         call = Call(
-            rank=self.rank, sizes=sizes, experts=experts, weight_first=self.weight_first, codecs=self.codecs,
-            has_empty_rows=inputs.padded_rows is not None, indices=indices,
-        )  # fmt: skip
+            rank=self.rank,
+            sizes=sizes,
+            experts=experts,
+            weight_first=self.weight_first,
+            codecs=self.codecs,
+            has_empty_rows=inputs.padded_rows is not None,
+            indices=indices,
+        )
         own = (
             {"index": inputs.token.unsqueeze(1)}
             if node_tokens is None
             else dict(node_tokens.indices)
         )
-        run = LayerRun(chosen.compiled, self.transport, call, own)
+        run = LayerRun(chosen.compiled, self.transport, call, own, layer=self._number)
         cast = [
             tuple(in_dtype(weight, inputs.dtype) for weight in weights)
             for weights in (sharded, common)
@@ -491,7 +567,8 @@ class ExpertParallel:
     def _tables(
         self, inputs: CallInputs, chosen: Chosen, node_tokens: NodeTokens | None, units: int
     ) -> tuple[CallSizes, Indices]:
-        """Return the sizes of a call and its index tensors; under a padded capacity, those of the first such call."""
+        """Return the sizes of a call and its index tensors; under a padded capacity, those of the
+        first such call."""
         if chosen.sizes is not None:
             return chosen.sizes, Indices()
         key = (inputs.padded_rows, inputs.num_tokens, units)
@@ -511,7 +588,8 @@ class ExpertParallel:
         return tables
 
     def padded_rows(self, capacity: AbstractCapacity, num_tokens: int, top_k: int) -> int | None:
-        """Return how many rows this rank's routing sends to each expert under a padded capacity; None under other capacities.
+        """Return how many rows this rank's routing sends to each expert under a padded capacity;
+        None under other capacities.
 
         Args:
             capacity: the capacity of the call.
@@ -519,24 +597,27 @@ class ExpertParallel:
             top_k: experts per token.
 
         Raises:
-            InputError: if the plan's sizes depend on the routing, or the tokens do not split over tp.
+            InputError: if the plan's sizes depend on the routing, or the tokens do not split over
+                tp.
         """
         if not isinstance(capacity, Capacity) or not capacity.is_padded:
             return None
         self.calls.refuse_padding()
         if self.compiled.replicates:
             raise InputError(
-                f"a padded capacity clashes with replication={self.compiled.plan.replication}, which needs "
-                "token counts that padding does not exchange: choose a capacity that is not padded, or replication none"
+                f"a padded capacity clashes with replication={self.compiled.plan.replication}, "
+                "which needs token counts that padding does not exchange: choose a capacity that "
+                "is not padded, or replication none"
             )
         if self.compiled.is_multicast:
             raise InputError(
-                "a padded capacity clashes with multicast, whose message sizes depend on the routing: choose another "
-                "plan.all_to_all, or a capacity that is not padded"
+                "a padded capacity clashes with multicast, whose message sizes depend on the "
+                "routing: choose another plan.all_to_all, or a capacity that is not padded"
             )
         if num_tokens % self.grid.tp:
             raise InputError(
-                f"a padded capacity needs tokens that split over mesh.tp={self.grid.tp}, got {num_tokens}: pad the batch"
+                f"a padded capacity needs tokens that split over mesh.tp={self.grid.tp}, got "
+                f"{num_tokens}: pad the batch"
             )
         rows = capacity.fixed_rows(
             num_tokens // (self.grid.tp if self.compiled.routes_slices else 1),
@@ -547,9 +628,11 @@ class ExpertParallel:
 
     @staticmethod
     def refuse_ddp(parameters: Iterable[nn.Parameter]) -> None:
-        """Raise InputError if the DDP module that is now in its forward pass does not ignore these parameters.
+        """Raise InputError if the DDP module that is now in its forward pass does not ignore these
+        parameters.
 
-        They belong to experts that are spread over a mesh, so they differ between ranks, but DDP would take them for copies.
+        They belong to experts that are spread over a mesh, so they differ between ranks, but DDP
+        would take them for copies.
         """
         if torch.compiler.is_compiling():
             return
@@ -560,8 +643,8 @@ class ExpertParallel:
             raise InputError(UnpreparedForDDP.REFUSAL)
 
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
-        """Draw the router's noise for all tokens of the tensor-parallel group, the same on each rank. Without noise, no seed is
-        sent."""
+        """Draw the router's noise for all tokens of the tensor-parallel group, the same on each
+        rank. Without noise, no seed is sent."""
         if self.grid.tp == 1 or router.draw(0, x_TD.device) is None:
             return router.draw(len(x_TD), x_TD.device)
         seed = torch.randint(2**62, (1,))
@@ -581,8 +664,8 @@ class ExpertParallel:
         )
 
     def check_digests(self, routed: Routed, *, together: bool = True) -> None:
-        """Raise InputError on every rank if ranks run different programs, or a recomputation runs others than its forward pass,
-        or if ranks with tokens of their own have different routers.
+        """Raise InputError on every rank if ranks run different programs, or a recomputation runs
+        others than its forward pass, or if ranks with tokens of their own have different routers.
 
         `together` says whether all ranks check in this call.
         """
@@ -591,11 +674,12 @@ class ExpertParallel:
         if not (digests == self.peers.digest.numpy()).all():
             self.peers.check(torch.from_numpy(digests), self.peers.ranks, together=together)
             raise InputError(
-                "the layer's plan, or the dtype of the call, was changed between a forward pass and its recomputation: call "
-                "MoE.use_plan between steps"
+                "the layer's plan, or the dtype of the call, was changed between a forward pass "
+                "and its recomputation: call MoE.use_plan between steps"
             )
         self._digests_checked = True
-        # The ranks of a tensor-parallel group may add in different orders: their copies may differ by rounding.
+        # The ranks of a tensor-parallel group may add in different orders: their copies may differ
+        # by rounding.
         hashes = routed.record.gathered.hashes_on_host.reshape(-1, self.peers.slices)
         if (hashes != hashes[0]).any():
             values = {name: description(weight) for name, weight in self.peers.weights.items()}
@@ -607,7 +691,8 @@ class ExpertParallel:
             )
 
     def _with_all_counts(self, node_tokens: NodeTokens) -> NodeTokens:
-        """Return node tokens with the counts of every rank, which are exchanged now unless they were before."""
+        """Return node tokens with the counts of every rank, which are exchanged now unless they
+        were before."""
         if node_tokens.of_all is not None:
             return node_tokens
         counts = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
@@ -621,7 +706,15 @@ class ExpertParallel:
         if compiled.is_multicast:
             find = partial(_find_nodes, self.num_experts, compiled, num_tokens=inputs.num_tokens)
         origins = (self.rank,) if is_alone else self._tensor_group
-        return UncutCall(run, origins, inputs.token, inputs.expert, find, inputs.tokens, units)
+        return UncutCall(
+            run,
+            origins,
+            token=inputs.token,
+            expert=inputs.expert,
+            find=find,
+            tokens=inputs.tokens,
+            units=units,
+        )
 
     def _node_tokens(
         self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int
@@ -636,7 +729,8 @@ class ExpertParallel:
             )
             own = (place >= first[expert]) & (place < end[expert])
             own_places = places_of(own, num_copies)
-            token, expert = token[own_places], expert[own_places]
+            token = token[own_places]
+            expert = expert[own_places]
         return _find_nodes(self.num_experts, self.compiled, token, expert, num_tokens)
 
 
@@ -654,13 +748,16 @@ def _plan_key(plan: Plan | Compiled) -> Plan | bytes:
 
 
 def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies (world, experts) and tokens (world,) of every rank, from the exchanged counts of a call's routing."""
+    """Return copies (world, experts) and tokens (world,) of every rank, from the exchanged counts
+    of a call's routing."""
     grid = compiled.grid
     assert record.gathered is not None
-    copies, tokens = record.gathered.sent_on_host, record.gathered.on_host[:, 1].astype(np.int64)
+    copies = record.gathered.sent_on_host
+    tokens = record.gathered.on_host[:, 1].astype(np.int64)
     if compiled.routes_slices:
         return copies, tokens
-    copies, tokens = np.repeat(copies, grid.tp, axis=0), np.repeat(tokens, grid.tp)
+    copies = np.repeat(copies, grid.tp, axis=0)
+    tokens = np.repeat(tokens, grid.tp)
     if compiled.is_redundant:
         return copies, tokens
     place = np.arange(grid.world) % grid.tp
@@ -670,7 +767,8 @@ def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np
 def even_counts(
     compiled: Compiled, num_experts: int, num_tokens: int, rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `counts_of` for the case that every rank routes `num_tokens` tokens and sends each expert `rows` rows.
+    """Return `counts_of` for the case that every rank routes `num_tokens` tokens and sends each
+    expert `rows` rows.
 
     Nothing is read from the device.
     """
@@ -689,12 +787,14 @@ def _tp_share(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
 def pad_copies(
     gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Pad every expert's copies to the same number of rows; padding rows have token -1 and weight 0.
+    """Pad every expert's copies to the same number of rows; padding rows have token -1 and
+    weight 0.
 
     Args:
         gates: (copies,) routing weights, sorted by expert; differentiable.
         token: (copies,) int64.
-        expert: (copies,) int64, each expert at most `rows` times; `num_experts` for copies that no expert takes.
+        expert: (copies,) int64, each expert at most `rows` times; `num_experts` for copies that no
+            expert takes.
         num_experts: number of experts of the layer.
         rows: rows per expert after padding.
 
@@ -703,9 +803,8 @@ def pad_copies(
     """
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
-    num_rows = (
-        num_experts * rows
-    )  # copies that no expert takes go to one more row, which is cut off
+    # copies that no expert takes go to one more row, which is cut off
+    num_rows = num_experts * rows
     row = (
         expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]
     ).clamp_max(num_rows)

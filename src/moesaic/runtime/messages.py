@@ -1,9 +1,11 @@
-"""The messages that a rank sends and receives: movements, bundles of movements, and packets of lowered movements.
+"""The messages that a rank sends and receives: movements, bundles of movements, and packets of
+lowered movements.
 
-A movement gathers rows into outgoing messages, and puts arriving rows in their places. A row is copied once on each side: into
-the message to its peer, which may hold several slots one after another, and out of the message that arrived. Movements that
-start together send one message per peer (`Bundle`). If a movement was lowered to an all-to-all algorithm or has a codec, its
-rows are packed, sent in hops, and unpacked (`Packets`).
+A movement gathers rows into outgoing messages, and puts arriving rows in their places. A row is
+copied once on each side: into the message to its peer, which may hold several slots one after
+another, and out of the message that arrived. Movements that start together send one message per
+peer (`Bundle`). If a movement was lowered to an all-to-all algorithm or has a codec, its rows are
+packed, sent in hops, and unpacked (`Packets`).
 """
 
 from __future__ import annotations
@@ -48,20 +50,25 @@ class PendingMove:
     sums: bool
     """Whether rows of several peers are summed."""
     finish: Callable[[list[Tensor]], Value]
-    """Builds the written slot from the rows of each peer in the order of `incoming`, or from all of them as one part."""
+    """Builds the written slot from the rows of each peer in the order of `incoming`, or from all of
+    them as one part."""
 
 
 def _pending_move(
     task: Task, move: Move, slots: Mapping[str, Slot], environment: Environment, call: Call
 ) -> PendingMove:
     """Return what this rank sends and receives in the movement of a task."""
-    source, target = slots[task.reads[0]], slots[task.writes[0]]
-    sizes, rank = call.sizes, call.rank
-    outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
+    source = slots[task.reads[0]]
+    target = slots[task.writes[0]]
+    sizes = call.sizes
+    rank = call.rank
+    outgoing = sizes.outgoing(move, rank)
+    incoming = sizes.incoming(move, rank)
     value = _as_rows(
         source, environment, call, travels=bool(outgoing.runs.total), is_gradient=move.reduce
     )
-    # States also mark sums over axes of size 1. If as many token rows arrive as the slot has, each arrives exactly once.
+    # States also mark sums over axes of size 1. If as many token rows arrive as the slot has, each
+    # arrives exactly once.
     sums = move.reduce and not incoming.is_whole
     if sums and target.layout.flow not in ("weights", "bias"):
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
@@ -69,14 +76,16 @@ def _pending_move(
         return PendingMove(
             value, outgoing, incoming, sums, partial(_place_rows, move, incoming, call, sums)
         )
-    weights, num_experts = environment[source.name], sizes.num_held(target.layout, rank)
+    weights = environment[source.name]
+    num_experts = sizes.num_held(target.layout, rank)
     no_weights = (
         call.experts.first(weights, 0) if num_experts == 0 and isinstance(weights, tuple) else None
     )
 
     def finish(parts: list[Tensor]) -> Value:
         if move.reduce and not incoming.runs.total:
-            return ()  # no rank computed rows for this rank's experts: return no gradient instead of zeros
+            # no rank computed rows for this rank's experts: return no gradient instead of zeros
+            return ()
         if no_weights is not None:
             return no_weights
         return call.experts.unpack(
@@ -94,13 +103,16 @@ def start(
     call: Call,
     tag: int,
 ) -> tuple[Transfer, list[Callable[[], Value]]]:
-    """Return the transfer that sends movements as one message per peer, and for each a function that builds its slot.
+    """Return the transfer that sends movements as one message per peer, and for each a function
+    that builds its slot.
 
-    The functions are called once the messages have arrived. `tasks` and `moves` describe the same movements, whose rows are
-    read from the environment.
+    The functions are called once the messages have arrived. `tasks` and `moves` describe the same
+    movements, whose rows are read from the environment.
     """
     pending_moves = [_pending_move(*each, slots, environment, call) for each in zip(tasks, moves)]
-    rank, lane, indices = call.rank, transport_lane(tasks[0]), call.indices
+    rank = call.rank
+    lane = transport_lane(tasks[0])
+    indices = call.indices
     if len(pending_moves) == 1:
         sends, receives, settle = _single_move(pending_moves[0], rank, indices)
         return Transfer(rank, tag, sends, receives, lane), [settle]
@@ -108,7 +120,8 @@ def start(
     likes = [value.source if isinstance(value, IndexedRows) else value for value in values]
     leaving = Bundle([pending.outgoing for pending in pending_moves], likes, indices)
     arriving = Bundle([pending.incoming for pending in pending_moves], likes, indices)
-    (memory, sends), (filled, receives) = leaving.buffer(), arriving.buffer()
+    (memory, sends) = leaving.buffer()
+    (filled, receives) = arriving.buffer()
     leaving.write(memory, values)
     if rank in sends and rank in receives:
         receives[rank].copy_(sends[rank])
@@ -128,7 +141,8 @@ def _read_bundled(
     sums: bool,
     finish: Callable[[list[Tensor]], Value],
 ) -> Value:
-    """Return the slot that a movement of a bundle writes. (A closure of `start` would keep the sent tensors alive.)"""
+    """Return the slot that a movement of a bundle writes. (A closure of `start` would keep the sent
+    tensors alive.)"""
     if not sums:
         return arriving.read(filled, number, dtype, in_place=True)
     received = rows(arriving.read(filled, number, dtype, in_place=False))
@@ -138,7 +152,8 @@ def _read_bundled(
 def _place_rows(
     move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]
 ) -> Tensor | IndexedRows:
-    """Return the written slot from the received rows and those that stayed; without a copy if they are the slot already."""
+    """Return the written slot from the received rows and those that stayed; without a copy if they
+    are the slot already."""
     if incoming.is_whole and len(parts) == 1:
         return parts[0]
     return placed(
@@ -149,12 +164,15 @@ def _place_rows(
 def _single_move(
     pending: PendingMove, rank: int, indices: Indices
 ) -> tuple[dict[int, Tensor], dict[int, Tensor], Callable[[], Value]]:
-    """Return messages by peer, buffers by peer, and a function that builds the slot, for a single movement.
+    """Return messages by peer, buffers by peer, and a function that builds the slot, for a single
+    movement.
 
-    All messages are parts of one tensor, which is the value itself if its rows are sent in order. All buffers are parts of one
-    tensor too, into which the rows that stay are copied. If rows arrive in order, that tensor is the slot.
+    All messages are parts of one tensor, which is the value itself if its rows are sent in order.
+    All buffers are parts of one tensor too, into which the rows that stay are copied. If rows
+    arrive in order, that tensor is the slot.
     """
-    outgoing, incoming = pending.outgoing, pending.incoming
+    outgoing = pending.outgoing
+    incoming = pending.incoming
     leaving = take(pending.value, outgoing.runs, indices)
     sends = dict(zip(outgoing.peers, leaving.split(outgoing.counts)))
     counts = [
@@ -166,9 +184,8 @@ def _single_move(
     receives = _to_others(parts, rank)
     own_rows = sends.pop(rank, None)
     if rank in parts and own_rows is not None:
-        if (
-            pending.sums
-        ):  # parts are added peer by peer, so that 16-bit rows are widened one part at a time
+        # parts are added peer by peer, so that 16-bit rows are widened one part at a time
+        if pending.sums:
             parts[rank] = own_rows
         else:
             parts[rank].copy_(own_rows)
@@ -184,7 +201,8 @@ def _to_others(messages: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
 def _as_rows(
     slot: Slot, environment: Environment, call: Call, *, travels: bool, is_gradient: bool
 ) -> Tensor | IndexedRows:
-    """Return a slot's value as rows to send. For weights that are not sent, return no rows, only the right width."""
+    """Return a slot's value as rows to send. For weights that are not sent, return no rows, only
+    the right width."""
     value = environment[slot.name]
     if slot.kind is Kind.INDEX:
         assert isinstance(value, Tensor)
@@ -204,12 +222,13 @@ def _as_rows(
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype in which messages are addressed, by the element size of their smallest dtype, unless the widest rows have such
-elements."""
+"""The dtype in which messages are addressed, by the element size of their smallest dtype, unless
+the widest rows have such elements."""
 
 
 def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor viewed in a dtype; itself if it has that dtype, since a view is two operators."""
+    """Return a tensor viewed in a dtype; itself if it has that dtype, since a view is two
+    operators."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
@@ -218,7 +237,8 @@ class Bundle:
 
     Args:
         splits: the rows of each movement, by peer.
-        values: (rows, width) of each movement. Only width and dtype are used, so either side's will do; not kept.
+        values: (rows, width) of each movement. Only width and dtype are used, so either side's will
+            do; not kept.
         indices: the call's index tensors.
     """
 
@@ -226,22 +246,20 @@ class Bundle:
         self, splits: Sequence[Splits], values: Sequence[Tensor], indices: Indices
     ) -> None:
         self._indices = indices
-        self.splits, size = splits, min(value.element_size() for value in values)
+        self.splits = splits
+        size = min(value.element_size() for value in values)
         self._widths = [value.shape[1] * value.element_size() // size for value in values]
         order = sorted(range(len(splits)), key=lambda number: -self._widths[number])
-        self._widest, widest_width = order[0], self._widths[order[0]]
+        self._widest = order[0]
+        widest_width = self._widths[order[0]]
         widest = values[self._widest]
-        self._unit, self._device = (
-            widest.dtype if widest.element_size() == size else _UNITS[size],
-            widest.device,
-        )
+        self._unit = widest.dtype if widest.element_size() == size else _UNITS[size]
+        self._device = widest.device
         counts = [dict(zip(split.peers, split.counts)) for split in splits]
         self._starts: list[dict[int, int]] = [{} for _ in splits]
-        self._peers, self._cuts, offset = (
-            sorted({peer for split in splits for peer in split.peers}),
-            [],
-            0,
-        )
+        self._peers = sorted({peer for split in splits for peer in split.peers})
+        self._cuts = []
+        offset = 0
         for peer in self._peers:
             message_start = offset
             for number in order:
@@ -274,14 +292,17 @@ class Bundle:
                 parts = units.split([count * self._widths[number] for count in split.counts])
                 torch._foreach_copy_(self._messages(memory, number), list(parts))
             return
-        split, width = self.splits[self._widest], self._widths[self._widest]
+        split = self.splits[self._widest]
+        width = self._widths[self._widest]
         if split.runs.total:
             # Rows between the messages are padding, which no rank reads.
             source = np.zeros(self._size // width, dtype=np.int64)
             source[self._row_offsets(self._widest) // width] = split.runs.rows
-            index, value = torch.from_numpy(source), values[self._widest]
+            index = torch.from_numpy(source)
+            value = values[self._widest]
             if isinstance(value, IndexedRows):
-                index, value = value.index.index_select(0, index), value.source
+                index = value.index.index_select(0, index)
+                value = value.source
             torch.index_select(
                 _viewed(value.contiguous(), self._unit), 0, index, out=memory.view(-1, width)
             )
@@ -295,7 +316,8 @@ class Bundle:
     def read(
         self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool
     ) -> Tensor | IndexedRows:
-        """Return the rows of a movement: (rows, width). On a CPU, the rows of the widest remain in the messages.
+        """Return the rows of a movement: (rows, width). On a CPU, the rows of the widest remain in
+        the messages.
 
         Args:
             memory: all messages.
@@ -303,7 +325,8 @@ class Bundle:
             dtype: the dtype of its rows.
             in_place: return the rows in the order of the written slot instead of peer by peer.
         """
-        split, width = self.splits[number], self._widths[number]
+        split = self.splits[number]
+        width = self._widths[number]
         if memory.device.type != "cpu":
             joined = _viewed(
                 torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width), dtype
@@ -325,15 +348,18 @@ class Bundle:
 
     def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
         """Return each peer's part of a movement, peer by peer, as slices of `memory`."""
-        split, starts = self.splits[number], self._starts[number]
+        split = self.splits[number]
+        starts = self._starts[number]
         return [
             memory.narrow(0, starts[peer], count * self._widths[number])
             for peer, count in zip(split.peers, split.counts)
         ]
 
     def _row_offsets(self, number: int) -> np.ndarray:
-        """Return the offset in memory, in units, at which each row of a movement starts, peer by peer."""
-        split, width = self.splits[number], self._widths[number]
+        """Return the offset in memory, in units, at which each row of a movement starts, peer by
+        peer."""
+        split = self.splits[number]
+        width = self._widths[number]
         counts = np.array(split.counts, dtype=np.int64)
         starts = np.array([self._starts[number][peer] for peer in split.peers], dtype=np.int64)
         return (
@@ -383,10 +409,12 @@ def pack(task: Task, slots: Mapping[str, Slot], value: Tensor | IndexedRows, cal
 def start_hop(
     task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call, tag: int
 ) -> tuple[Transfer, Callable[[], Packets]]:
-    """Return the transfer of a hop, with one message of packets per peer, and a function that splits what arrived."""
+    """Return the transfer of a hop, with one message of packets per peer, and a function that
+    splits what arrived."""
     arriving = Packets(sources[0].dim, sources[0].dtype, sources[0].device, sources[0].codec)
     items = {pair: item for packets in sources for pair, item in packets.items.items()}
-    codec, move = call.codecs(arriving.codec), move_of(task, slots)
+    codec = call.codecs(arriving.codec)
+    move = move_of(task, slots)
     leaving: dict[int, list[Tensor]] = {}
     order: dict[int, list[tuple[Pair, int]]] = {}
     for pair, leg in _legs(task.link, call.sizes.grid, task.group, call.rank, task.hop):
@@ -414,7 +442,8 @@ def _split_messages(
     receives: Mapping[int, Tensor],
     order: Mapping[int, Sequence[tuple[Pair, int]]],
 ) -> Packets:
-    """Return `arriving` with the packets of the received messages; `order` has each message's packets and their bytes."""
+    """Return `arriving` with the packets of the received messages; `order` has each message's
+    packets and their bytes."""
     for peer, packets in order.items():
         parts = receives[peer].split([size for _, size in packets])
         arriving.items.update({pair: part for (pair, _), part in zip(packets, parts)})
@@ -424,8 +453,11 @@ def _split_messages(
 def unpack(
     task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call
 ) -> Tensor | IndexedRows:
-    """Decode what arrived and put it in place. Rows from several ranks are summed in the order of the ranks."""
-    codec, first, move = call.codecs(task.codec or "none"), sources[0], move_of(task, slots)
+    """Decode what arrived and put it in place. Rows from several ranks are summed in the order of
+    the ranks."""
+    codec = call.codecs(task.codec or "none")
+    first = sources[0]
+    move = move_of(task, slots)
     items = {pair: item for packets in sources for pair, item in packets.items.items()}
     incoming = call.sizes.incoming(move, call.rank)
     parts = []
@@ -443,9 +475,10 @@ def unpack(
 
 @lru_cache(maxsize=4096)
 def _legs(
-    link: str, grid: Grid, group: tuple[Axis, ...], rank: int, hop: int
+    algorithm: str, grid: Grid, group: tuple[Axis, ...], rank: int, hop: int
 ) -> tuple[tuple[Pair, Leg], ...]:
-    """Return the packets that leave or reach a rank in a hop, with their legs, sorted by source, then target."""
+    """Return the packets that leave or reach a rank in a hop, with their legs, sorted by source,
+    then target; `algorithm` is a key of `ALL_TO_ALLS`."""
     ranks = grid.group(rank, group)
     places = NodeMap(grid, ranks)
     legs = []
@@ -453,7 +486,7 @@ def _legs(
         for target in ranks:
             if source == target:
                 continue
-            for leg in ALL_TO_ALLS[link].path(places, source, target):
+            for leg in ALL_TO_ALLS[algorithm].path(places, source, target):
                 if leg.hop == hop and rank in (leg.source, leg.target):
                     legs.append(((source, target), leg))
     return tuple(legs)

@@ -1,14 +1,17 @@
 """Activation checkpointing that replays the recorded routing instead of routing again.
 
-A recomputed router may choose other experts than the first pass, because of noise, nondeterministic kernels, or a bias that
-changed in between. Then shapes differ, or gradients are silently wrong. So the first pass writes each layer's discrete
-decisions to a routing cache, and the recomputation reads them. Use `checkpoint(block, x)` instead of torch's, or pass
-`context_fn=partial(replay_contexts, block)` to any code that calls torch's non-reentrant checkpoint.
+A recomputed router may choose other experts than the first pass, because of noise, nondeterministic
+kernels, or a bias that changed in between. Then shapes differ, or gradients are silently wrong. So
+the first pass writes each layer's discrete decisions to a routing cache, and the recomputation
+reads them. Use `checkpoint(block, x)` instead of torch's, or pass
+`context_fn=partial(replay_contexts, block)` to any code that calls torch's non-reentrant
+checkpoint.
 
-Under `torch.compile` a checkpointed call is a graph break: the block runs eagerly, and the code around it is compiled.
-(A lambda as `context_fn`, and `fullgraph=True`, make dynamo raise.) Inside the block, compile only parts without MoE layers,
-such as attention. A compiled MoE layer has one graph that records and another that replays. They save different tensors,
-which torch's checkpoint refuses.
+Under `torch.compile` a checkpointed call is a graph break: the block runs eagerly, and the code
+around it is compiled. (A lambda as `context_fn`, and `fullgraph=True`, make dynamo raise.) Inside
+the block, compile only parts without MoE layers, such as attention. A compiled MoE layer has one
+graph that records and another that replays. They save different tensors, which torch's checkpoint
+refuses.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ class Cached(NamedTuple):
 class RoutingCache:
     """The routing records of one checkpointed call: per layer, in call order.
 
-    A replay draws no noise, so code after the layer (dropout, for example) would draw other random numbers than in the first
-    pass. If the checkpoint has restored the generators, as torch's does by default, a replay therefore advances them.
+    A replay draws no noise, so code after the layer (dropout, for example) would draw other random
+    numbers than in the first pass. If the checkpoint has restored the generators, as torch's does
+    by default, a replay therefore advances them.
 
     Args:
         outer: for each layer inside another checkpoint, the routing cache of that checkpoint.
@@ -55,7 +59,8 @@ class RoutingCache:
         return self._position is not None
 
     def write(self, layer: RoutingCached, record: RoutingRecord) -> None:
-        """Append a record of the first pass, here and to those surrounding routing caches that are recording."""
+        """Append a record of the first pass, here and to those surrounding routing caches that are
+        recording."""
         self._records.setdefault(layer, []).append(
             Cached(record, self._before[layer], _generators())
         )
@@ -64,7 +69,8 @@ class RoutingCache:
             outer.write(layer, record)
 
     def read(self, layer: RoutingCached) -> RoutingRecord | None:
-        """Return the layer's next record from the innermost routing cache that is replaying; None in a first pass."""
+        """Return the layer's next record from the innermost routing cache that is replaying; None
+        in a first pass."""
         if self._position is None:
             self._before[layer] = _generators()
             outer = self._outer.get(layer)
@@ -77,7 +83,8 @@ class RoutingCache:
         return record
 
     def start_replay(self) -> None:
-        """Rewind. A routing cache may be replayed any number of times (`retain_graph`, several backward passes)."""
+        """Rewind. A routing cache may be replayed any number of times (`retain_graph`, several
+        backward passes)."""
         self._position = {}
 
     def stop_replay(self) -> None:
@@ -86,7 +93,8 @@ class RoutingCache:
 
 
 class RoutingCached(nn.Module):
-    """A module that records its routing on `routing_cache` while one is set, which is only the case inside a context."""
+    """A module that records its routing on `routing_cache` while one is set, which is only the case
+    inside a context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +104,8 @@ class RoutingCached(nn.Module):
 def replay_contexts(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first pass and of the recomputation, for `context_fn` of torch's checkpoint.
+    """Return the contexts of the first pass and of the recomputation, for `context_fn` of torch's
+    checkpoint.
 
     Args:
         module: the checkpointed module; every MoE layer in it records and replays.
@@ -111,9 +120,11 @@ def replay_contexts(
 
 
 def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run `module(*args, **kwargs)` without keeping its activations; backward recomputes it with the same routing.
+    """Run `module(*args, **kwargs)` without keeping its activations; backward recomputes it with
+    the same routing.
 
-    Under `torch.compile` the block runs eagerly, between two graphs; see the docstring of this file.
+    Under `torch.compile` the block runs eagerly, between two graphs; see the docstring of this
+    file.
 
     Args:
         module: the block to checkpoint.
@@ -129,9 +140,11 @@ def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_recomputing() -> bool:
-    """Return whether torch's non-reentrant checkpoint is recomputing a forward pass, for the current backward pass.
+    """Return whether torch's non-reentrant checkpoint is recomputing a forward pass, for the
+    current backward pass.
 
-    (The first pass of a reentrant checkpoint has no gradients; the one in the backward pass is the first with gradients.)
+    (The first pass of a reentrant checkpoint has no gradients; the one in the backward pass is the
+    first with gradients.)
     """
     if torch._C._current_graph_task_id() == -1:
         return False
@@ -141,13 +154,15 @@ def is_recomputing() -> bool:
 
 @operator("count_in_graph", mutates_args=("counts",))
 def count_in_graph(counts: Tensor, requested: Tensor) -> None:
-    """Add a call's copies per expert to the step's counts, (num_experts,) int64, unless the graph runs in a recomputation."""
+    """Add a call's copies per expert to the step's counts, (num_experts,) int64, unless the graph
+    runs in a recomputation."""
     if not is_recomputing():
         counts += requested
 
 
 def _generators() -> tuple[Tensor, ...]:
-    """Return the states of the random generators: the CPU's, and the current GPU's if CUDA is in use."""
+    """Return the states of the random generators: the CPU's, and the current GPU's if CUDA is in
+    use."""
     return (
         torch.get_rng_state(),
         *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()),
@@ -161,7 +176,8 @@ def _set_generators(states: tuple[Tensor, ...]) -> None:
 
 
 class _Caching(AbstractContextManager[None]):
-    """Makes layers record on a routing cache, or replay it. It is reentrant: each autograd graph task runs a recomputation.
+    """Makes layers record on a routing cache, or replay it. It is reentrant: each autograd graph
+    task runs a recomputation.
 
     Args:
         layers: all checkpointed layers.
@@ -172,7 +188,9 @@ class _Caching(AbstractContextManager[None]):
     def __init__(
         self, layers: list[RoutingCached], routing_cache: RoutingCache, *, replays: bool
     ) -> None:
-        self._layers, self._routing_cache, self._replays = layers, routing_cache, replays
+        self._layers = layers
+        self._routing_cache = routing_cache
+        self._replays = replays
         self._before: list[list[RoutingCache | None]] = []
 
     def __enter__(self) -> None:

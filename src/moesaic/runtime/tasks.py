@@ -1,10 +1,12 @@
 """The tasks of a program that need no other rank, and the state of one rank's run of a program.
 
-`Call` holds the inputs of a run: sizes, experts and tags. `Environment` holds the values of its slots. `compute` runs a task.
+`Call` holds the inputs of a run: sizes, experts and tags. `Environment` holds the values of its
+slots. `compute` runs a task.
 
-The host describes the rows that move as runs of consecutive rows (`Runs`): some hundred numbers for many thousand rows.
-`Indices` expands runs into row numbers where they are needed. On a CPU numpy does this. A GPU gets the runs of all tasks of a
-call in one asynchronous copy from pinned memory and expands them itself.
+The host describes the rows that move as runs of consecutive rows (`Runs`): some hundred numbers for
+many thousand rows. `Indices` expands runs into row numbers where they are needed. On a CPU numpy
+does this. A GPU gets the runs of all tasks of a call in one asynchronous copy from pinned memory
+and expands them itself.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Weights
 from moesaic.kernels.codecs import AbstractCodec, codec_named
-from moesaic.kernels.memory import uploaded
+from moesaic.kernels.huge_pages import uploaded
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import Dispatch, Places, accumulate_dtype
 from moesaic.program.layouts import move_of
@@ -33,14 +35,16 @@ from moesaic.routing.peers import stable_order
 
 @dataclass(frozen=True)
 class IndexedRows:
-    """Rows of a slot that lie in another order: row i is `source[index[i]]`. Who reads them need not move them first."""
+    """Rows of a slot that lie in another order: row i is `source[index[i]]`. Who reads them need
+    not move them first."""
 
     source: Tensor
     """(any number of rows, width)."""
     index: Tensor
     """(rows,)."""
     runs: Runs | None = None
-    """The slot's rows in the order in which they arrived or will leave; None if the index is no permutation."""
+    """The slot's rows in the order in which they arrived or will leave; None if the index is no
+    permutation."""
 
     def in_order(self) -> Tensor:
         """Return the rows in the slot's order."""
@@ -50,7 +54,8 @@ class IndexedRows:
 Value = Tensor | Weights | IndexedRows
 """The value of a slot: rows, or parameters of experts."""
 Environment = dict[str, Value]
-"""Slot values by name. Under `kept(task)` it also has what an expert task saves for its gradient."""
+"""Slot values by name. Under `kept(task)` it also has what an expert task saves for its
+gradient."""
 Slots = Mapping[str, Slot]
 Codecs = Callable[[str], AbstractCodec]
 """Returns the codec of a name."""
@@ -63,7 +68,8 @@ def known_codec(name: str) -> AbstractCodec:
 
 
 class Indices:
-    """Index tensors of one call, cached by the identity of their table. Calls of the same sizes can share them."""
+    """Index tensors of one call, cached by the identity of their table. Calls of the same sizes can
+    share them."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[Runs | np.ndarray, Tensor]] = {}
@@ -71,7 +77,8 @@ class Indices:
         self._inverse: dict[int, Tensor] = {}
 
     def upload(self, tables: Iterable[Runs | np.ndarray], device: torch.device) -> None:
-        """Copy those tables that are not yet on the device, all in one transfer. On a CPU this does nothing."""
+        """Copy those tables that are not yet on the device, all in one transfer. On a CPU this does
+        nothing."""
         if device.type == "cpu":
             return
         new = {id(table): table for table in tables if id(table) not in self._tables}
@@ -101,7 +108,8 @@ class Indices:
         return self._rows[id(runs)]
 
     def inverse(self, runs: Runs, device: torch.device) -> Tensor:
-        """Return the inverse of runs that form a permutation: the position of each row. The dtypes are those of `of`."""
+        """Return the inverse of runs that form a permutation: the position of each row. The dtypes
+        are those of `of`."""
         if device.type == "cpu":
             inverse = np.empty_like(runs.rows)
             inverse[runs.rows] = np.arange(runs.total)
@@ -135,20 +143,24 @@ class Call:
     experts: AbstractExperts
     """Computes the expert tasks. The weights come from the program's slots."""
     first_tag: int = 0
-    """The first tag of this run's movements. Runs that are in flight at the same time need disjoint tag ranges."""
+    """The first tag of this run's movements. Runs that are in flight at the same time need disjoint
+    tag ranges."""
     weight_first: bool = False
     """Multiply by the routing weight before the expert rather than after it."""
     has_empty_rows: bool = False
     """Whether some rows have no token; their index is negative."""
     may_defer_wgrad: bool = True
-    """Whether wgrad may be deferred until the rows' gradient is being sent. Its inputs stay in memory until then."""
+    """Whether wgrad may be deferred until the rows' gradient is being sent. Its inputs stay in
+    memory until then."""
     codecs: Codecs = known_codec
-    """Returns the codec of a name. Every codec must have the message layout of the built-in codec of that name."""
+    """Returns the codec of a name. Every codec must have the message layout of the built-in codec
+    of that name."""
     indices: Indices = field(default_factory=Indices, repr=False, compare=False)
-    """Index tensors of the rows that move, on the computing device. Calls of the same sizes may share them."""
+    """Index tensors of the rows that move, on the computing device. Calls of the same sizes may
+    share them."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Results that tasks derived from counts and indices, for later tasks, including those of the backward pass. `replace` does
-    not copy them to a new call."""
+    """Results that tasks derived from counts and indices, for later tasks, including those of the
+    backward pass. `replace` does not copy them to a new call."""
     deferred_wgrad: dict[str, DeferredWgrad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -162,8 +174,10 @@ class Call:
 
 
 def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
-    """Yield the tables of the call's sizes that a task reads, to be copied to the device by `Indices.upload`."""
-    sizes, rank = call.sizes, call.rank
+    """Yield the tables of the call's sizes that a task reads, to be copied to the device by
+    `Indices.upload`."""
+    sizes = call.sizes
+    rank = call.rank
     if task.op in (Op.MOVE, Op.PACK, Op.UNPACK):
         move = move_of(task, slots)
         if not sizes.shapes.stays(move, rank):
@@ -187,7 +201,8 @@ def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
 
 
 def kept(task_name: str) -> str:
-    """Return the name under which the environment keeps an expert task's activations. Its gradient task has the same name."""
+    """Return the name under which the environment keeps an expert task's activations. Its gradient
+    task has the same name."""
     return f"{task_name.removesuffix(_COTANGENT)}*"
 
 
@@ -219,7 +234,8 @@ def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> E
     if task.op is Op.COMBINE:
         return {task.writes[0]: _combine(task, slots, reads, call)}
     if task.op is Op.TAKE:
-        whole, value = slots[task.reads[0]].layout, reads[0]
+        whole = slots[task.reads[0]].layout
+        value = reads[0]
         assert not isinstance(value, tuple)
         parts = [call.sizes.part_rows(slots[name].layout, whole, call.rank) for name in task.writes]
         return {name: part_of(value, part, call.indices) for name, part in zip(task.writes, parts)}
@@ -232,7 +248,8 @@ def transport_lane(task: Task) -> TransportLane:
 
 
 def _are_same(some: Runs, others: Runs) -> bool:
-    """Return whether two tables have the same rows in the same order; False if they divide them into other runs."""
+    """Return whether two tables have the same rows in the same order; False if they divide them
+    into other runs."""
     pairs = ((some.starts, others.starts), (some.sizes, others.sizes))
     return some.is_constant == others.is_constant and all(np.array_equal(*pair) for pair in pairs)
 
@@ -249,7 +266,8 @@ def part_of(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor
 
 
 def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
-    """Return some rows of a value, contiguous. If they lie in this order, they are returned without a copy."""
+    """Return some rows of a value, contiguous. If they lie in this order, they are returned without
+    a copy."""
     if isinstance(value, IndexedRows):
         if (
             value.runs is not None
@@ -268,16 +286,18 @@ def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
 def placed(
     parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices
 ) -> Tensor | IndexedRows:
-    """Return rows in their target places, which are all filled. With `sums`, rows with the same place are summed in order.
+    """Return rows in their target places, which are all filled. With `sums`, rows with the same
+    place are summed in order.
 
-    16-bit rows are summed in float32. A single part, of which no rows are summed, is returned without a copy.
+    16-bit rows are summed in float32. A single part, of which no rows are summed, is returned
+    without a copy.
 
     Args:
         parts: tensors of rows, at least one.
         runs: the target places of the rows of all parts.
         num_rows: number of rows of the result.
-        sums: rows of different parts may have the same place. Within one part all places differ, so its rows can be added at
-            once.
+        sums: rows of different parts may have the same place. Within one part all places differ, so
+            its rows can be added at once.
         indices: the call's index tensors.
     """
     if not sums or runs.are_all_of(num_rows):
@@ -314,7 +334,8 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Ten
 
 
 def _combine(task: Task, slots: Slots, reads: list[Value], call: Call) -> Tensor:
-    indexed, value = _index_of(task.writes[0], task.reads[1], slots, rows(reads[1]), call), reads[0]
+    indexed = _index_of(task.writes[0], task.reads[1], slots, rows(reads[1]), call)
+    value = reads[0]
     if indexed.is_full is not None:
         return indexed.sum(rows(value).masked_fill(~indexed.is_full, 0))
     assert not isinstance(value, tuple)
@@ -334,7 +355,8 @@ def _add_values(values: list[Value]) -> Value:
 
 
 def _tensor_sum(values: list[Tensor]) -> Tensor:
-    """Return the sum of tensors. 16-bit ones are accumulated in float32, as torch's sum over a stack does by itself."""
+    """Return the sum of tensors. 16-bit ones are accumulated in float32, as torch's sum over a
+    stack does by itself."""
     if values[0].element_size() < 4:
         return torch.stack(values).sum(0)
     out = values[0] + values[1] if len(values) > 1 else values[0]
@@ -344,7 +366,8 @@ def _tensor_sum(values: list[Tensor]) -> Tensor:
 
 
 def _index_of(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> Indexed:
-    """Return each copy's token as a row of the tokens' slot, cached for dispatch, combine and backward."""
+    """Return each copy's token as a row of the tokens' slot, cached for dispatch, combine and
+    backward."""
     layout = slots[tokens].layout
     key = (layout, slots[index].layout, value.data_ptr(), len(value))
     indexed: Indexed | None = call.known.get(key)
@@ -358,7 +381,8 @@ def _index_of(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) 
 
 
 def _where_it_lies(value: Value, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return an expert task's rows and the row that each copy is; None if they are sorted by expert."""
+    """Return an expert task's rows and the row that each copy is; None if they are sorted by
+    expert."""
     if isinstance(value, IndexedRows) and call.experts.gathers and not call.weight_first:
         return value.source, value.index
     return rows(value), None
@@ -368,7 +392,8 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     gates = rows(reads[1]).squeeze(1)
     tokens, x_rows = _where_it_lies(reads[0], call)
     sharded, common = _weights(reads[2:])
-    ends, shards = _ends(slots[task.reads[0]], tokens, call), _shards(slots[task.reads[0]], call)
+    ends = _ends(slots[task.reads[0]], tokens, call)
+    shards = _shards(slots[task.reads[0]], call)
     if not len(ends):  # a rank that computes for no expert
         return {task.writes[0]: tokens, kept(task.name): ()}
     if call.weight_first:
@@ -377,7 +402,9 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     y_rows, placed_out = _as_they_came(reads[0], x_rows, call)
     places = Places(x=x_rows, y=y_rows)
     out, activations = call.experts.run(
-        ExpertCall(sharded, common, tokens, gate, ends, shards, places)
+        ExpertCall(
+            sharded, common, rows=tokens, gates=gate, ends=ends, shards=shards, places=places
+        )
     )
     return {task.writes[0]: placed_out(out), kept(task.name): activations}
 
@@ -385,11 +412,12 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
 def _as_they_came(
     value: Value, index: Tensor | None, call: Call
 ) -> tuple[Tensor | None, Callable[[Tensor], Tensor | IndexedRows]]:
-    """Return the places in which an expert task writes its rows, those in which the rows that it read had arrived, and a
-    function that makes the slot's value of the written rows."""
+    """Return the places in which an expert task writes its rows, those in which the rows that it
+    read had arrived, and a function that makes the slot's value of the written rows."""
     if index is None or not isinstance(value, IndexedRows) or value.runs is None:
         return None, lambda written: written
-    places, runs = call.indices.inverse(value.runs, index.device), value.runs
+    places = call.indices.inverse(value.runs, index.device)
+    runs = value.runs
     return places, lambda written: IndexedRows(written, places, runs)
 
 
@@ -399,7 +427,8 @@ def _expert_grad(
     (dy, y_rows), (tokens, x_rows) = (_where_it_lies(value, call) for value in reads[:2])
     gates = rows(reads[2]).squeeze(1)
     sharded, common = _weights(reads[3:])
-    ends, shards = _ends(slots[task.reads[1]], tokens, call), _shards(slots[task.reads[1]], call)
+    ends = _ends(slots[task.reads[1]], tokens, call)
+    shards = _shards(slots[task.reads[1]], call)
     if not len(ends):
         return dict(zip(task.writes, (reads[0], gates.unsqueeze(1), *reads[3:])))
     activations = environment[kept(task.name)]
@@ -410,7 +439,9 @@ def _expert_grad(
     gate = None if call.weight_first else gates
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
     d_rows, d_gates, *d_weights = call.experts.gradients(
-        ExpertCall(sharded, common, inputs, gate, ends, shards, places),
+        ExpertCall(
+            sharded, common, rows=inputs, gates=gate, ends=ends, shards=shards, places=places
+        ),
         activations,
         dy.contiguous(),
         deferred_wgrad,
@@ -431,7 +462,8 @@ def _weights(values: list[Value]) -> tuple[Weights, Weights]:
 
 
 def parameters(value: Value) -> Weights:
-    """Return parameters as a tuple. Those that an expert's shards have in common are sent as one tensor."""
+    """Return parameters as a tuple. Those that an expert's shards have in common are sent as one
+    tensor."""
     return value if isinstance(value, tuple) else (rows(value),)
 
 
@@ -451,8 +483,9 @@ class Indexed:
     """The token of each row, and index tensors derived from it. Built once per call of a layer.
 
     Args:
-        index: (rows, 1) int64, the program's index: it numbers the tokens of each row's origin, and is negative for a row
-            without a token. It is kept alive, because callers cache this object by the tensor's address.
+        index: (rows, 1) int64, the program's index: it numbers the tokens of each row's origin, and
+            is negative for a row without a token. It is kept alive, because callers cache this
+            object by the tensor's address.
         bases: for each row, the first row of its origin's tokens.
         num_tokens: number of tokens of all origins.
         indices: the call's index tensors.
@@ -462,7 +495,8 @@ class Indexed:
     def __init__(
         self, index: Tensor, bases: Runs, num_tokens: int, indices: Indices, *, has_empty: bool
     ) -> None:
-        self.index, self.num_tokens = index, num_tokens
+        self.index = index
+        self.num_tokens = num_tokens
         self.is_full = index >= 0 if has_empty else None
         """(rows, 1) bool: which rows have a token; None if all have."""
         self.places = index.squeeze(1).clamp_min(0) if has_empty else index.squeeze(1)
@@ -471,10 +505,12 @@ class Indexed:
             self.places = self.places + indices.of(bases, index.device)
 
     def sum(self, values: Tensor | IndexedRows) -> Tensor:
-        """Return the sum of each token's rows, in their order: (rows, width) -> (num_tokens, width).
+        """Return the sum of each token's rows, in their order: (rows, width) -> (num_tokens,
+        width).
 
-        16-bit rows are summed in float32. On a CPU, other rows are summed by torch's embedding bags, which take a quarter of
-        the time of `index_add_`. On a GPU `index_add_` would add in a nondeterministic order.
+        16-bit rows are summed in float32. On a CPU, other rows are summed by torch's embedding
+        bags, which take a quarter of the time of `index_add_`. On a GPU `index_add_` would add in a
+        nondeterministic order.
         """
         source = values.source if isinstance(values, IndexedRows) else values
         accumulate = accumulate_dtype(source.dtype)
@@ -489,9 +525,8 @@ class Indexed:
                 and source.device.type != "cpu"
                 and len(source) != len(self.places)
             ):
-                source = (
-                    values.in_order()
-                )  # what a GPU without Triton sums has as many rows as the index
+                # what a GPU without Triton sums has as many rows as the index
+                source = values.in_order()
             elif isinstance(values, IndexedRows):
                 lies = values.index.long().index_select(0, dispatch.by_token)
                 dispatch = replace(dispatch, by_token=lies)

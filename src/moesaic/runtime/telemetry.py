@@ -1,6 +1,7 @@
 """Expert telemetry: statistics of a layer's load.
 
-Counts are of token copies before capacity, without padding, so that they describe the router and not the drops.
+Counts are of token copies before capacity, without padding, so that they describe the router and
+not the drops.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ class LoadStatistics:
     tokens_per_expert: list[int]
     """Number of copies that chose each expert."""
     max_violation: float = 0.0
-    """MaxVio: the largest load over the mean load, minus 1 (Wang et al. 2024, section 4.1); 0 if balanced."""
+    """MaxVio: the largest load over the mean load, minus 1 (Wang et al. 2024, section 4.1); 0 if
+    balanced."""
     variation: float = 0.0
     """Coefficient of variation: standard deviation (population) over mean."""
     dead_experts: int = 0
     """Number of experts without a copy."""
     entropy: float = 0.0
-    """Entropy of the load over that of a balanced load: 1 if balanced, 0 if one expert gets all copies."""
+    """Entropy of the load over that of a balanced load: 1 if balanced, 0 if one expert gets all
+    copies."""
     needed_capacity_factor: float = 0.0
     """The smallest capacity factor that would drop nothing."""
     dropped: int = 0
@@ -38,13 +41,15 @@ class LoadStatistics:
     capacity: int | None = None
     """Rows that an expert may take, in the last call; None if dropless."""
     padded_capacity: int | None = None
-    """Rows that every rank sends to each expert under a padded capacity; None under other capacities."""
+    """Rows that every rank sends to each expert under a padded capacity; None under other
+    capacities."""
 
     @classmethod
     def of(cls, tokens_per_expert: Sequence[int], dropped: int = 0) -> LoadStatistics:
         """Return the statistics of a load; all zero if there are no copies."""
         load = [int(count) for count in tokens_per_expert]
-        total, num_experts = sum(load), len(load)
+        total = sum(load)
+        num_experts = len(load)
         if total == 0:
             return cls(tokens_per_expert=load, dead_experts=num_experts, dropped=dropped)
         mean = total / num_experts
@@ -66,7 +71,8 @@ class LoadStatistics:
 
 
 class LoadMeter:
-    """Sums each layer's counts over the micro-batches of an interval, on the device, without a sync."""
+    """Sums each layer's counts over the micro-batches of an interval, on the device, without a
+    sync."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[Tensor, ...]] = []
@@ -93,7 +99,8 @@ class LoadMeter:
             )
             for (requested, dropped, nonfinite), routing in zip(self._sums, self._last)
         ]
-        self._sums, self._last = [], []
+        self._sums = []
+        self._last = []
         return statistics
 
 

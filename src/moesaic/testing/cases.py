@@ -1,4 +1,5 @@
-"""Draws random test cases. A case is a mesh, a plan, a layer and its tokens; its seed alone reproduces it."""
+"""Draws random test cases. A case is a mesh, a plan, a layer and its tokens; its seed alone
+reproduces it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from moesaic.balance.selector.options import option_plans
 from moesaic.codecs import CODECS, codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
-from moesaic.named import REPLICATION
+from moesaic.policies import REPLICATION
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
@@ -89,35 +90,34 @@ class Case:
     """Also run a forward-only pass under inference mode, after the first micro-batch."""
     precision: Precision
     placement: Literal["none", "random", "solved"] = "none"
-    """Whether samples change their home in every call: to random ranks, or to the ranks that a policy finds cheapest. The
-    results return to the original ranks."""
+    """Whether samples change their home in every call: to random ranks, or to the ranks that a
+    policy finds cheapest. The results return to the original ranks."""
     by_policy: bool = False
-    """For plans that replicate: let the plan's own policy decide, with the costs of a machine so slow that replication pays
-    even for these few rows. If False, copies are replicated at random under "shadow", and the arbiter chooses at random."""
+    """For plans that replicate: let the plan's own policy decide, with the costs of a machine so
+    slow that replication pays even for these few rows. If False, copies are replicated at random
+    under "shadow", and the arbiter chooses at random."""
     experts_move: bool = False
-    """Put the experts into a random order during the step. They are moved home before the gradients are compared."""
+    """Put the experts into a random order during the step. They are moved home before the gradients
+    are compared."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the expected values include the codecs' rounding. If not, they are those of the layer without codecs."""
-        by_rows = all(
+        """Whether the expected values include the codecs' rounding. If not, they are those of the
+        layer without codecs."""
+        rounds_rows = all(
             codec_spec(codec).rows_per_block == 1
             for codec in (self.plan.codec, self.plan.backward_codec)
         )
-        plain = self.plan.program.delivers_at_once and self.plan.crossing is Crossing.LINK
-        plain = (
-            plain
-            and not self.capacity.is_padded
+        moves_rows_once = (
+            self.plan.program.delivers_at_once
+            and self.plan.crossing is Crossing.LINK
+            and self.plan.gather_weights is None
             and not self.plan.replicates
+            and not self.capacity.is_padded
             and not self.experts_move
         )
-        plain = (
-            plain
-            and self.plan.gather_weights is None
-            and self.precision == "float64"
-            and self.experts != "modules"
-        )
-        return self.plan.is_lossless or (by_rows and plain)
+        is_known = self.precision == "float64" and self.experts != "modules"
+        return self.plan.is_lossless or (rounds_rows and moves_rows_once and is_known)
 
     @property
     def tolerance(self) -> float:
@@ -133,14 +133,16 @@ class Case:
     def replicates_bits(self) -> bool:
         """Whether replicas must agree bit for bit.
 
-        In the baseline schedule, each rank of a tensor-parallel group sends copies of its own. Their rows lie at different
-        positions of a matrix product, so the ranks agree only up to rounding.
+        In the baseline schedule, each rank of a tensor-parallel group sends copies of its own.
+        Their rows lie at different positions of a matrix product, so the ranks agree only up to
+        rounding.
         """
         return not self.plan.program.is_redundant or self.grid.tp == 1
 
     @property
     def policy(self) -> AbstractReplicationPolicy | None:
-        """Decides which copies are replicated; None if none are, or if the plan's own policy needs no costs."""
+        """Decides which copies are replicated; None if none are, or if the plan's own policy needs
+        no costs."""
         if self.by_policy:
             return slow_policy(self.plan.replication)
         if self.plan.replication == "arbiter":
@@ -152,7 +154,8 @@ class Case:
 
 
 def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
-    """Return a policy for a machine that computes so slowly that sending an expert's weights pays even for a single copy."""
+    """Return a policy for a machine that computes so slowly that sending an expert's weights pays
+    even for a single copy."""
     costs = ReplicationCosts(machine=Machine(tflops=1e-9))
     return None if replication == NO_REPLICATION else replication_policy(replication, costs)
 
@@ -160,17 +163,20 @@ def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
 def draw_case(seed: int, *, world: int | None = None) -> Case:
     """Draw a case from a seed.
 
-    Plans that `compile_plan` refuses on the mesh are drawn again, as are plans with a codec that is not installed.
+    Plans that `compile_plan` refuses on the mesh are drawn again, as are plans with a codec that is
+    not installed.
 
     Args:
-        seed: the same seed gives the same case on any machine on which the same codecs are installed.
+        seed: the same seed gives the same case on any machine on which the same codecs are
+            installed.
         world: number of ranks; None to draw it too.
     """
     rng = random.Random(seed)
     size = rng.choice([1, 2, 2, 2, 4, 4, 4, 8])
     size = size if world is None else world
     while True:
-        grid, plan = _draw_grid(rng, size), draw_plan(rng)
+        grid = _draw_grid(rng, size)
+        plan = draw_plan(rng)
         grid = _with_levels(random.Random(f"levels {seed}"), grid, plan)
         try:
             compile_plan(_ordered_early(plan), grid)
@@ -187,19 +193,22 @@ def draw_case(seed: int, *, world: int | None = None) -> Case:
 
 
 def _ordered_early(plan: Plan) -> Plan:
-    """Return the plan with order "early": legal on the same meshes, since every order is, but compiled without a search."""
+    """Return the plan with order "early": legal on the same meshes, since every order is, but
+    compiled without a search."""
     return replace(plan, order="early")
 
 
 def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
-    """Return a grid on which a multicast usually has two levels, if the plan uses multicast; else the same grid."""
+    """Return a grid on which a multicast usually has two levels, if the plan uses multicast; else
+    the same grid."""
     if plan.crossing is not Crossing.MULTICAST or grid.world < 4:
         return grid
     return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
 
 
 def missing_codecs() -> list[str]:
-    """Return the codecs that no case can use on this machine, because a package that they need is not installed."""
+    """Return the codecs that no case can use on this machine, because a package that they need is
+    not installed."""
     missing = []
     for codec in CODECS:
         try:
@@ -213,10 +222,10 @@ def draw_plan(rng: random.Random) -> Plan:
     """Draw every field of a plan independently; the combination may be illegal."""
     codec = rng.choice((*LOSSY, "zfp:16")) if rng.random() < 0.15 else "none"
     backward_codec = rng.choice(LOSSY) if is_coded(codec) and rng.random() < 0.3 else "none"
+    # schedules that deliver at once are twice as likely
+    twice = {name for name in SCHEDULES if Plan(schedule=name).program.delivers_at_once}
     return Plan(
-        schedule=rng.choice(
-            [name for name in SCHEDULES for _ in range(1 + SCHEDULES[name](False).delivers_at_once)]
-        ),
+        schedule=rng.choice([name for name in SCHEDULES for _ in range(2 if name in twice else 1)]),
         fuse=rng.random() < 0.2,
         gather_weights=rng.choice([0, 1, 2]) if rng.random() < 0.3 else None,
         chunks=rng.choice([1, 1, 1, 2, 3]),
@@ -240,10 +249,12 @@ def _others(names: Any, *excluded: str) -> list[Any]:
 
 
 def _mostly(rng: random.Random, usual: T, others: Sequence[T]) -> T:
+    """Draw the usual value in half of the cases."""
     return usual if rng.random() < 0.5 else rng.choice(others)
 
 
 def _draw_grid(rng: random.Random, world: int) -> Grid:
+    """Draw a mesh of `world` ranks."""
     divisors = [size for size in (1, 2, 4, 8) if world % size == 0]
     pairs = [
         (ep, etp) for ep in divisors for etp in divisors if etp <= 4 and world % (ep * etp) == 0
@@ -260,6 +271,7 @@ def _draw_grid(rng: random.Random, world: int) -> Grid:
 
 
 def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
+    """Draw the fields of a case that has a mesh and a plan."""
     one_sees_all = grid.dp == 1 and (not plan.program.routes_slices or grid.tp == 1)
     router = rng.choice(
         [name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)]
@@ -302,14 +314,14 @@ def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
 
 
 def _with_placement(rng: random.Random, case: Case) -> Case:
-    """Let samples move in some of the cases that allow it. Every rank then gets the same number of samples of one length."""
+    """Let samples move in some of the cases that allow it. Every rank then gets the same number of
+    samples of one length."""
     alone = not looks_across_tokens(case.router) and not draws_noise(case.router)
     if not alone or case.grid.world == 1 or rng.random() > 0.4:
         return case
     plan = replace(case.plan, codec="none", backward_codec="none")
-    if (
-        rng.random() < 0.5
-    ):  # most plans return results home first; half of the cases get a plan that need not
+    # most plans return results home first; half of the cases get a plan that need not
+    if rng.random() < 0.5:
         plan = replace(
             plan, schedule="s1", replication="none", gather_weights=None, all_to_all=plan.link
         )
@@ -330,14 +342,16 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
 
 
 def _with_budget(rng: random.Random, case: Case) -> Case:
-    """Give some of the cases a memory budget, in rows, so small that most of them run in slices, spill, or both."""
+    """Give some of the cases a memory budget, in rows, so small that most of them run in slices,
+    spill, or both."""
     if case.capacity.is_padded or rng.random() > 0.2:
         return case
     return replace(case, plan=replace(case.plan, memory_budget=rng.choice([1, 2, 3, 5, 8, 12])))
 
 
 def _with_moves(rng: random.Random, case: Case) -> Case:
-    """Let the plan's policy decide in some of the cases that replicate, and move experts in some of those with ep above 1."""
+    """Let the plan's policy decide in some of the cases that replicate, and move experts in some of
+    those with ep above 1."""
     share = {"none": 0.0, "shadow": 0.5, "arbiter": 0.5}.get(case.plan.replication, 1.0)
     splits = case.grid.ep > 1
     return replace(
@@ -346,18 +360,18 @@ def _with_moves(rng: random.Random, case: Case) -> Case:
 
 
 def draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:
-    """Draw top_k: the smallest with which the router can train, one of the four smallest, or the largest."""
+    """Draw top_k: the smallest with which the router can train, one of the four smallest, or the
+    largest."""
     fitting = fitting_top_k(router, num_experts)
     return rng.choice([fitting[0], rng.choice(fitting[:4]), fitting[-1]])
 
 
 def _draw_capacity(rng: random.Random) -> AbstractCapacity:
+    """Draw a capacity."""
     if rng.random() < 0.4:
         return Dropless()
-    scope, order = (
-        rng.choice(["mesh", "mesh", "rank"]),
-        rng.choice(["position", "position", "score"]),
-    )
+    scope = rng.choice(["mesh", "mesh", "rank"])
+    order = rng.choice(["position", "position", "score"])
     factor = rng.choice([0.3, 0.7, 1.0, 1.5])
     kind = rng.choice(["fixed", "fixed", "fitted", "at_most"])
     if kind == "fixed":
@@ -367,13 +381,15 @@ def _draw_capacity(rng: random.Random) -> AbstractCapacity:
 
 
 def _draw_losses(rng: random.Random) -> tuple[AbstractLoss, ...]:
+    """Draw up to three auxiliary losses."""
     level = rng.choice(["micro_batch", "sequence", "global_batch"])
     losses: list[AbstractLoss] = [LoadBalance(0.7, level=level), Importance(0.3), ZLoss(0.2)]  # type: ignore[arg-type]
     return tuple(rng.sample(losses, rng.choice([0, 1, 2, 3])))
 
 
 def random_replication(grid: Grid, home: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return a random number of replicated copies per (rank, expert, helper), (world, num_experts, ep) int64.
+    """Return a random number of replicated copies per (rank, expert, helper), (world, num_experts,
+    ep) int64.
 
     The numbers may exceed the copies that exist; see `limited_to_existing`.
 
@@ -397,7 +413,8 @@ def limited_to_existing(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class AnyOption(AbstractReplicationPolicy):
-    """A policy that chooses a random option of the arbiter for every call, the same on all ranks."""
+    """A policy that chooses a random option of the arbiter for every call, the same on all
+    ranks."""
 
     has_choice = True
     seed: int
@@ -421,7 +438,9 @@ class _Drawing(AbstractChooser):
     """Chooses a random option for each call of one layer, seeded by the call's number."""
 
     def __init__(self, seed: int, plans: Mapping[str, Plan]) -> None:
-        self._seed, self._plans, self._calls = seed, plans, 0
+        self._seed = seed
+        self._plans = plans
+        self._calls = 0
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return a random decision for a call."""
@@ -441,7 +460,8 @@ DIM = 4
 
 
 def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
-    """Return a factory for the router `name`, with options that suit few tokens and experts if the defaults do not.
+    """Return a factory for the router `name`, with options that suit few tokens and experts if the
+    defaults do not.
 
     Args:
         name: key of `ROUTERS`.
@@ -462,7 +482,8 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
 
 @lru_cache(maxsize=1024)
 def fitting_top_k(name: str, num_experts: int) -> tuple[int, ...]:
-    """Return every top_k with which a router can train, ascending; empty if no such router can be built."""
+    """Return every top_k with which a router can train, ascending; empty if no such router can be
+    built."""
     fitting = []
     with torch.random.fork_rng(devices=[]):
         for top_k in range(1, num_experts + 1):
@@ -487,6 +508,7 @@ def draws_noise(name: str) -> bool:
 
 
 def _trained(name: str) -> tuple[bool, bool]:
+    """Return whether a router looks across tokens, and whether it draws noise, in training."""
     num_experts = next(count for count in range(1, 9) if fitting_top_k(name, count))
     with torch.random.fork_rng(devices=[]):
         router = small_router(name, num_experts, fitting_top_k(name, num_experts)[0])(

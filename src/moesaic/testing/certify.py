@@ -1,18 +1,22 @@
-"""Certifies anybody's MoE layer: does it compute the outputs and gradients of a dense layer in float64?
+"""Certifies anybody's MoE layer: does it compute the outputs and gradients of a dense layer in
+float64?
 
 What is certified may be
 
-- experts, which get tokens with their routing and return each token's weighted sum (`AbstractRoutedExperts`);
+- experts, which get tokens with their routing and return each token's weighted sum
+  (`AbstractRoutedExperts`);
 - a whole layer with its router, auxiliary loss and gradient norm (`AbstractMoELayer`);
 - a layer under its trainer, on every small mesh in one process (`assert_equivalent`).
 
-Experts and whole layers run on the ranks of a process group, of one rank or more. Each rank runs them on its own tokens and
-back-propagates the sum over its own outputs. The gradients of a token and of its routing weights must be complete on the
-token's rank. An expert's gradient on its owner is the sum over all tokens that reached the expert. The router's gradient is
-summed over the ranks. Ranks may also share one batch (`shares_tokens`): then every rank has the whole of all gradients. A layer
-that clips must leave the router, the experts and a parameter outside of it with their gradients times one factor. An auxiliary
-loss may be over a rank's own tokens or over all tokens, times any factor: the finding says which. Under a capacity, rows of
-dropped tokens must be 0, all others exact, and as many are kept as fit.
+Experts and whole layers run on the ranks of a process group, of one rank or more. Each rank runs
+them on its own tokens and back-propagates the sum over its own outputs. The gradients of a token
+and of its routing weights must be complete on the token's rank. An expert's gradient on its owner
+is the sum over all tokens that reached the expert. The router's gradient is summed over the ranks.
+Ranks may also share one batch (`shares_tokens`): then every rank has the whole of all gradients. A
+layer that clips must leave the router, the experts and a parameter outside of it with their
+gradients times one factor. An auxiliary loss may be over a rank's own tokens or over all tokens,
+times any factor: the finding says which. Under a capacity, rows of dropped tokens must be 0, all
+others exact, and as many are kept as fit.
 
     for finding in certify(YourExperts):  # on all ranks together
         print(finding)
@@ -26,13 +30,13 @@ import math
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +46,7 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.comm.collectives import all_gather, all_reduce_sum
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
+from moesaic.comm.process_groups import timeout_of
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.errors import InputError
 from moesaic.layer import MoE
@@ -60,7 +65,8 @@ from moesaic.testing.reference import (
 
 @dataclass(frozen=True)
 class MoEWeights:
-    """The weights, or their gradients, of SwiGLU experts, y = w2 (silu(w1 x) * w3 x), and of a router without a bias."""
+    """The weights, or their gradients, of SwiGLU experts, y = w2 (silu(w1 x) * w3 x), and of a
+    router without a bias."""
 
     w1: Tensor
     """(E, hidden, dim)."""
@@ -102,7 +108,8 @@ class LayerSpec:
     """The ranks that share the experts."""
     top_k: int
     capacity: float | None = None
-    """Capacity factor: each rank sends an expert at most this many times the even share of its copies. None drops nothing."""
+    """Capacity factor: each rank sends an expert at most this many times the even share of its
+    copies. None drops nothing."""
 
     @property
     def router(self) -> Tensor:
@@ -117,7 +124,8 @@ class AbstractCertified(ABC):
     has_capacity: ClassVar[bool] = False
     """Whether a capacity can be set; if not, situations with one are left out."""
     shares_tokens: ClassVar[bool] = False
-    """Whether all ranks hold the same tokens, as under tensor parallelism, and each has the whole gradient of that batch."""
+    """Whether all ranks hold the same tokens, as under tensor parallelism, and each has the whole
+    gradient of that batch."""
 
     @abstractmethod
     def __init__(self, spec: LayerSpec) -> None:
@@ -125,7 +133,8 @@ class AbstractCertified(ABC):
 
     @abstractmethod
     def gradients(self) -> MoEWeights:
-        """Return this rank's gradients so far: of its own experts and, for a whole layer, of the router; zeros where none."""
+        """Return this rank's gradients so far: of its own experts and, for a whole layer, of the
+        router; zeros where none."""
 
 
 class AbstractRoutedExperts(AbstractCertified):
@@ -133,11 +142,14 @@ class AbstractRoutedExperts(AbstractCertified):
 
     @abstractmethod
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """Return each token's weighted sum of expert outputs, (tokens, dim); all ranks call it together.
+        """Return each token's weighted sum of expert outputs, (tokens, dim); all ranks call it
+        together.
 
         Args:
-            x: (tokens, dim), requires a gradient unless the situation says otherwise; there may be no tokens.
-            experts: (tokens, top_k) int64 indices into the experts of all ranks; a token's experts are distinct.
+            x: (tokens, dim), requires a gradient unless the situation says otherwise; there may be
+                no tokens.
+            experts: (tokens, top_k) int64 indices into the experts of all ranks; a token's experts
+                are distinct.
             gates: (tokens, top_k) routing weights, require a gradient.
         """
 
@@ -147,12 +159,14 @@ class AbstractMoELayer(AbstractCertified):
 
     @classmethod
     def normalizes(cls, top_k: int) -> bool:
-        """Whether a token's routing weights are divided by their sum. If so, top_k=1 leaves the router without a gradient."""
+        """Whether a token's routing weights are divided by their sum. If so, top_k=1 leaves the
+        router without a gradient."""
         return top_k > 1
 
     @abstractmethod
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output (tokens, dim) and the auxiliary loss (), or None if the layer has no such loss.
+        """Return the output (tokens, dim) and the auxiliary loss (), or None if the layer has no
+        such loss.
 
         Args:
             x: (tokens, dim); there may be no tokens.
@@ -161,10 +175,12 @@ class AbstractMoELayer(AbstractCertified):
     def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
         """Clip the gradients as the system does before an optimizer step; None if it never clips.
 
-        The router's gradient is reduced over the ranks before, to the sum. Afterwards `gradients` returns clipped gradients.
+        The router's gradient is reduced over the ranks before, to the sum. Afterwards `gradients`
+        returns clipped gradients.
 
         Args:
-            max_norm: largest norm of all gradients together: the router's, every expert's and that of `dense`.
+            max_norm: largest norm of all gradients together: the router's, every expert's and that
+                of `dense`.
             dense: a parameter outside of the layer, whose gradient is the same on all ranks.
 
         Returns:
@@ -185,17 +201,21 @@ class Situation:
     top_k: int = 2
     capacity: float | None = None
     experts: Callable[[Tensor, int], Tensor] = lambda chosen, num_experts: chosen
-    """Maps random choices (tokens, top_k) and the number of experts to the choices that `AbstractRoutedExperts` get."""
+    """Maps random choices (tokens, top_k) and the number of experts to the choices that
+    `AbstractRoutedExperts` get."""
     calls: int = 1
     """Number of forward and backward passes over which gradients accumulate."""
     tokens_learn: bool = True
-    """Whether tokens require a gradient. After a frozen embedding, those of the first layer do not."""
+    """Whether tokens require a gradient. After a frozen embedding, those of the first layer do
+    not."""
     recomputes: bool = False
     """Run under activation checkpointing: the forward pass runs again inside the backward pass."""
     is_summed: bool = False
-    """Whether the gradient of the output is one expanded number, as in the backward pass of a sum."""
+    """Whether the gradient of the output is one expanded number, as in the backward pass of a
+    sum."""
     is_unequal: bool = False
-    """Whether it is about ranks with unequal numbers of tokens, which ranks that share their tokens cannot have."""
+    """Whether it is about ranks with unequal numbers of tokens, which ranks that share their tokens
+    cannot have."""
 
 
 def _first_ones(chosen: Tensor, num_experts: int) -> Tensor:
@@ -240,8 +260,8 @@ LAYER_SITUATIONS = (
         "capacity",
         "copies beyond a rank's even share are dropped; one expert per token",
         (16,),
-        1,
-        1.0,
+        top_k=1,
+        capacity=1.0,
     ),
 )
 """The situations that `certify` tries by default with whole layers."""
@@ -253,17 +273,24 @@ class Certified:
 
     situation: str
     quantity: str
-    """output, tokens, gates, router and experts (their gradients), gradient norm, router, experts and dense after clipping,
-    capacity, auxiliary loss over some tokens."""
+    """output, tokens, gates, router and experts (their gradients), gradient norm, router, experts
+    and dense after clipping, capacity, auxiliary loss over some tokens."""
     error: float
-    """Largest absolute difference over all ranks, relative to the largest expected value; inf for NaN."""
+    """Largest absolute difference over all ranks, relative to the largest expected value; inf for
+    NaN."""
     factor: float | None
     """The factor by which all values are off; None if no single factor explains the error."""
     failed: str = ""
     """The exception that was raised instead of a result, if any; the error is infinite then."""
 
+    @classmethod
+    def without_result(cls, situation: Situation, failed: str) -> Certified:
+        """Return the finding for a situation in which the system gave no result."""
+        return cls(situation.name, "all", torch.inf, None, failed)
+
     def holds(self, tolerance: float = 1e-4) -> bool:
-        """Whether the error is within the tolerance. The default allows for experts computed in float32."""
+        """Whether the error is within the tolerance. The default allows for experts computed in
+        float32."""
         return self.error <= tolerance
 
     def __str__(self) -> str:
@@ -275,7 +302,14 @@ class Certified:
             if self.factor is not None and not self.holds()
             else ""
         )
-        return f"{self.situation}: {self.quantity} {'right' if self.holds() else 'wrong'}, {self.error:.1e}{by}"
+        return (
+            f"{self.situation}: {self.quantity} {'right' if self.holds() else 'wrong'}, "
+            f"{self.error:.1e}{by}"
+        )
+
+
+LEFT_OUT = "is left out: after what failed before, ranks are not at the same place"
+"""Why a situation is not tried."""
 
 
 def certify(
@@ -289,54 +323,91 @@ def certify(
     dtype: torch.dtype = torch.float32,
     poisons: bool = True,
 ) -> list[Certified]:
-    """Run a system in every situation and compare it with a dense layer in float64. Returns the same on every rank.
+    """Run a system in every situation and compare it with a dense layer in float64. Returns the
+    same on every rank.
 
     Args:
-        system: the class of one rank's part; an object is made for each situation, and a second one for an auxiliary loss.
+        system: the class of one rank's part; an object is made for each situation, and a second one
+            for an auxiliary loss.
         group: the ranks that share the experts; None for all.
         situations: the situations to try; none for `SITUATIONS` or `LAYER_SITUATIONS`.
-        num_experts: experts of all ranks together; a multiple of the number of ranks, at least twice any `top_k`.
+        num_experts: experts of all ranks together; a multiple of the number of ranks, at least
+            twice any `top_k`.
         dim: width of a token.
         hidden: inner width of an expert.
         dtype: dtype of tokens and weights.
-        poisons: fill memory that torch allocates without a value with NaN while the system runs. Otherwise rows that nothing
-            writes are often 0 by chance in a fresh process. It takes torch's deterministic algorithms.
+        poisons: fill memory that torch allocates without a value with NaN while the system runs.
+            Otherwise rows that nothing writes are often 0 by chance in a fresh process. It takes
+            torch's deterministic algorithms.
 
     Returns:
-        a finding per situation and quantity, or one with the exception. If ranks fail differently in a situation, they may wait
-        for different messages: the remaining situations are not run.
+        a finding per situation and quantity, or one with the exception. If ranks fail differently
+        in a situation, they may wait for different messages: the remaining situations are not run.
     """
     group = group or dist.group.WORLD
     assert group is not None, "start a process group first"
-    # The comparison has a process group of its own: a rank that raises may leave messages of the experts pending. The group is
-    # never destroyed, since a later group of the same ranks would take its name and find its stale addresses in the store.
-    compare_group = dist.new_group(
-        dist.get_process_group_ranks(group), use_local_synchronization=True
-    )
-    findings, is_over = [], False
-    for situation in situations or (
-        LAYER_SITUATIONS if issubclass(system, AbstractMoELayer) else SITUATIONS
-    ):
-        has_no_limit = situation.capacity is not None and not system.has_capacity
-        if has_no_limit or (situation.is_unequal and system.shares_tokens):
+    compare_group = _comparing(group)
+    findings: list[Certified] = []
+    is_over = False
+    for situation in _fitting(system, situations):
+        if is_over:
+            findings.append(Certified.without_result(situation, LEFT_OUT))
             continue
-        failed = "is left out: after what failed before, ranks are not at the same place"
-        if not is_over:
-            drawn = _draw(situation, group, num_experts, dim, hidden, dtype, system.shares_tokens)
-            with _poisoned() if poisons else nullcontext():
-                results, failures = _attempted(partial(_run, system, drawn), compare_group)
-            is_over = len(set(failures)) > 1
-            of_ranks = (
-                f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure
-            )
-            failed = "; ".join(of_ranks) if is_over else failures[0]
-        if failed:
-            findings.append(Certified(situation.name, "all", torch.inf, None, failed))
+        drawn = _draw(
+            situation,
+            group,
+            num_experts=num_experts,
+            dim=dim,
+            hidden=hidden,
+            dtype=dtype,
+            shares=system.shares_tokens,
+        )
+        with _poisoned() if poisons else nullcontext():
+            results, failures = _attempted(partial(_run, system, drawn), compare_group)
+        is_over = len(set(failures)) > 1
+        if any(failures):
+            failed = _in_words(failures) if is_over else failures[0]
+            findings.append(Certified.without_result(situation, failed))
         else:
-            findings += [
-                Certified(situation.name, *each) for each in _compared(system, drawn, results)
-            ]
+            findings += _certified(situation, _compared(system, drawn, results))
     return findings
+
+
+def _certified(situation: Situation, found: Iterable[_Found]) -> list[Certified]:
+    """Return the findings of a situation with its name."""
+    return [Certified(situation.name, each.quantity, each.error, each.factor) for each in found]
+
+
+def _comparing(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a further process group of the same ranks, over which they compare.
+
+    A rank that raises may leave messages of the experts pending. The group is never destroyed,
+    since a later group of the same ranks would take its name and find its stale addresses in the
+    store. It waits twice as long: a rank that raises compares while others wait for it.
+    """
+    members = dist.get_process_group_ranks(group)
+    timeout = timeout_of(group)
+    patience = None if timeout is None else 2 * timeout
+    return dist.new_group(members, timeout=patience, use_local_synchronization=True)
+
+
+def _fitting(
+    system: type[AbstractRoutedExperts] | type[AbstractMoELayer], situations: Sequence[Situation]
+) -> list[Situation]:
+    """Return the situations, by default those of the system's kind, that the system can be in."""
+    is_whole = issubclass(system, AbstractMoELayer)
+    tried = situations or (LAYER_SITUATIONS if is_whole else SITUATIONS)
+    return [
+        each
+        for each in tried
+        if (each.capacity is None or system.has_capacity)
+        and not (each.is_unequal and system.shares_tokens)
+    ]
+
+
+def _in_words(failures: Sequence[str]) -> str:
+    """Return the exceptions of all ranks in one line."""
+    return "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(failures) if each)
 
 
 def certify_named(name: str, poisons: bool = True) -> list[Certified]:
@@ -349,7 +420,8 @@ def certify_named(name: str, poisons: bool = True) -> list[Certified]:
 
 
 def system_named(name: str) -> type[AbstractRoutedExperts] | type[AbstractMoELayer]:
-    """Return the class "module:Class" or "file.py:Class"; the working folder is searched for modules too."""
+    """Return the class "module:Class" or "file.py:Class"; the working folder is searched for
+    modules too."""
     where, _, what = name.partition(":")
     path = Path(where)
     try:
@@ -370,9 +442,11 @@ def system_named(name: str) -> type[AbstractRoutedExperts] | type[AbstractMoELay
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """Let torch fill new memory with NaN, which it does under deterministic algorithms; those that it lacks only warn."""
+    """Let torch fill new memory with NaN, which it does under deterministic algorithms; those that
+    it lacks only warn."""
     memory: Any = torch.utils.deterministic
-    mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    mode = torch.get_deterministic_debug_mode()
+    fills = memory.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -384,8 +458,17 @@ def _poisoned() -> Iterator[None]:
             memory.fill_uninitialized_memory = fills
 
 
-Call = list[tuple[Tensor, Tensor, Tensor, Tensor]]
-"""By rank: (tokens, experts, gates, gradient of the output)."""
+class _Input(NamedTuple):
+    """What one rank passes in one call."""
+
+    tokens: Tensor
+    """(tokens, dim)."""
+    experts: Tensor
+    """(tokens, top_k) int64."""
+    gates: Tensor
+    """(tokens, top_k)."""
+    dy: Tensor
+    """(tokens, dim), the gradient of the output."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +477,8 @@ class _Drawn:
 
     situation: Situation
     spec: LayerSpec
-    calls: list[Call]
+    calls: list[list[_Input]]
+    """By call, then by rank."""
 
 
 def _draw(
@@ -410,30 +494,36 @@ def _draw(
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
+        """Draw normally distributed numbers."""
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def draw_input(count: int) -> _Input:
+        """Draw what a rank with `count` tokens passes."""
+        chosen = torch.rand(count, num_experts, generator=generator).topk(situation.top_k).indices
+        gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64)
+        if situation.is_summed:
+            dy = torch.ones(1, 1, dtype=dtype).expand(count, dim)
+        else:
+            dy = normal(count, dim)
+        return _Input(
+            tokens=normal(count, dim),
+            experts=situation.experts(chosen, num_experts),
+            gates=gates.to(dtype),
+            dy=dy,
+        )
 
     up, gate, down = normal(3, num_experts, hidden, dim) * dim**-0.5
     weights = MoEWeights(up, gate, down.transpose(1, 2).contiguous(), normal(num_experts, dim))
-    calls: list[Call] = []
+    calls = []
     for _ in range(situation.calls):
-        calls.append([])
-        for rank in range(1 if shares else group.size()):
-            count = situation.tokens[rank % len(situation.tokens)]
-            chosen = (
-                torch.rand(count, num_experts, generator=generator).topk(situation.top_k).indices
-            )
-            gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64).to(
-                dtype
-            )
-            dy = (
-                torch.ones(1, 1, dtype=dtype).expand(count, dim)
-                if situation.is_summed
-                else normal(count, dim)
-            )
-            calls[-1].append(
-                (normal(count, dim), situation.experts(chosen, num_experts), gates, dy)
-            )
-        calls[-1] *= group.size() if shares else 1
+        if shares:
+            call = [draw_input(situation.tokens[0])] * group.size()
+        else:
+            call = [
+                draw_input(situation.tokens[rank % len(situation.tokens)])
+                for rank in range(group.size())
+            ]
+        calls.append(call)
     return _Drawn(situation, LayerSpec(weights, group, situation.top_k, situation.capacity), calls)
 
 
@@ -444,8 +534,10 @@ Results = dict[str, list[Tensor]]
 def _attempted(
     run: Callable[[], Results], group: dist.ProcessGroup
 ) -> tuple[list[Results], list[str]]:
-    """Run the code under test on every rank, and return the results and the exceptions ("" for none) of all ranks."""
-    result, failed = {}, ""
+    """Run the code under test on every rank, and return the results and the exceptions ("" for
+    none) of all ranks."""
+    result = {}
+    failed = ""
     try:
         result = run()
     except Exception as error:  # the code under test may raise anything, which is a finding
@@ -457,49 +549,53 @@ def _attempted(
 
 def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _Drawn) -> Results:
     """Run a system on this rank."""
-    layer, situation, loss = system(drawn.spec), drawn.situation, None
-    dense = nn.Parameter(
-        torch.ones_like(drawn.spec.router[0])
-    )  # scales tokens, as a norm before the layer does
+    layer = system(drawn.spec)
+    loss = None
+    # scales tokens, as a norm before the layer does
+    dense = nn.Parameter(torch.ones_like(drawn.spec.router[0]))
     results: Results = {"output": [], "tokens": [], "gates": []}
     for call in drawn.calls:
-        tokens, experts, weights, dy = call[drawn.spec.group.rank()]
-        x, gates = (
-            tokens.clone().requires_grad_(situation.tokens_learn),
-            weights.clone().requires_grad_(),
-        )
-        given = () if isinstance(layer, AbstractMoELayer) else (experts, gates)
-        run: Callable[..., Any] = (
-            partial(checkpoint, layer.run, use_reentrant=False)
-            if situation.recomputes
-            else layer.run
-        )
-        y = run(x, *given) if given or not situation.tokens_learn else run(x * dense)
+        given = call[drawn.spec.group.rank()]
+        x = given.tokens.clone().requires_grad_(drawn.situation.tokens_learn)
+        gates = given.gates.clone().requires_grad_()
+        run: Callable[..., Any] = layer.run
+        if drawn.situation.recomputes:
+            run = partial(checkpoint, layer.run, use_reentrant=False)
         if isinstance(layer, AbstractMoELayer):
-            y, loss = y
-        torch.autograd.backward(y, dy)
+            y, loss = run(x * dense if drawn.situation.tokens_learn else x)
+        else:
+            y = run(x, given.experts, gates)
+        torch.autograd.backward(y, given.dy)
         results["output"].append(y)
-        for name, leaf in (("tokens", x), ("gates", gates)):
-            results[name].append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+        results["tokens"].append(_grad_of(x))
+        results["gates"].append(_grad_of(gates))
     gradients = layer.gradients()
     results["experts"] = gradients.experts
     if isinstance(layer, AbstractMoELayer):
         assert gradients.router is not None, "gradients() of a whole layer includes the router's"
         results["router"] = [gradients.router.clone()]
-        results["experts"] = [
-            each.clone() for each in gradients.experts
-        ]  # `clip` changes gradients in place
+        # `clip` changes gradients in place
+        results["experts"] = [each.clone() for each in gradients.experts]
         results |= _clipped(layer, dense, drawn.spec.group)
         if loss is not None:
-            results["auxiliary"] = _run_loss(system(drawn.spec), tokens)  # type: ignore[arg-type]
+            last = drawn.calls[-1][drawn.spec.group.rank()]
+            second = system(drawn.spec)
+            assert isinstance(second, AbstractMoELayer)
+            results["auxiliary"] = _run_loss(second, last.tokens)
     return {
         name: [each.detach().double().cpu() for each in tensors]
         for name, tensors in results.items()
     }
 
 
+def _grad_of(leaf: Tensor) -> Tensor:
+    """Return the gradient of a leaf; zeros if it got none."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
 def _clipped(layer: AbstractMoELayer, dense: nn.Parameter, group: dist.ProcessGroup) -> Results:
-    """Clip the gradients and return the norm and the clipped gradients; nothing if the layer does not clip."""
+    """Clip the gradients and return the norm and the clipped gradients; nothing if the layer does
+    not clip."""
     dense.grad = torch.zeros_like(dense) if dense.grad is None else dense.grad
     if not layer.shares_tokens:
         dist.all_reduce(dense.grad, group=group)
@@ -532,70 +628,73 @@ MAX_NORM = 1.0
 """Norm to which layers clip, far below that of their gradients."""
 CLIPPED = ("gradient norm", *(f"{name} after clipping" for name in ("router", "experts", "dense")))
 """Quantities of a layer that clips."""
-Found = tuple[str, float, float | None]
-"""(quantity, error, factor) as in `Certified`."""
+
+
+class _Found(NamedTuple):
+    """The finding for one quantity; see `Certified`."""
+
+    quantity: str
+    error: float
+    factor: float | None
 
 
 def _compared(
     system: type[AbstractRoutedExperts] | type[AbstractMoELayer],
     drawn: _Drawn,
     actual: list[Results],
-) -> list[Found]:
+) -> list[_Found]:
     """Return the findings for the results of all ranks."""
     is_whole = issubclass(system, AbstractMoELayer)
     normalizes = issubclass(system, AbstractMoELayer) and system.normalizes(drawn.spec.top_k)
     twin = _dense_layer(drawn.spec, normalizes=normalizes)
     if drawn.situation.capacity is not None:
-        xs = [x.double() for x, _, _, _ in drawn.calls[0]]
-        errors = [_capacity_error(twin, x, each["output"][0], drawn) for x, each in zip(xs, actual)]
-        return [("capacity", max(errors), None)]
-    expected = _expected(twin, drawn, is_whole, system.shares_tokens)
-    names = [
-        "output",
-        *(["tokens"] if drawn.situation.tokens_learn else []),
-        *([] if is_whole else ["gates"]),
-    ]
+        errors = [
+            _capacity_error(twin, given.tokens.double(), own["output"][0], drawn)
+            for given, own in zip(drawn.calls[0], actual)
+        ]
+        return [_Found("capacity", max(errors), None)]
     if is_whole and not system.shares_tokens:
         router = torch.stack([own["router"][0] for own in actual]).sum(0)
         actual = [own | {"router": [router]} for own in actual]
-    names += [
-        *(["router"] if is_whole else []),
-        "experts",
-        *(name for name in CLIPPED if name in actual[0]),
-    ]
-    found: list[Found] = [(name, *_difference(actual, expected, name)) for name in names]
+    expected = _expected(twin, drawn, is_whole=is_whole, shares=system.shares_tokens)
+    names = ["output"]
+    if drawn.situation.tokens_learn:
+        names.append("tokens")
+    names.append("router" if is_whole else "gates")
+    names.append("experts")
+    names += [name for name in CLIPPED if name in actual[0]]
+    found = [_difference(actual, expected, name) for name in names]
     if "auxiliary" in actual[0]:
-        values, routers = zip(*(each["auxiliary"] for each in actual))
-        found.append(
-            _compared_losses(twin, drawn, torch.stack(values), torch.stack(routers).sum(0))
-        )
+        values = torch.stack([own["auxiliary"][0] for own in actual])
+        routers = torch.stack([own["auxiliary"][1] for own in actual])
+        found.append(_compared_losses(twin, drawn, values, routers.sum(0)))
     return found
 
 
-def _difference(
-    actual: list[Results], expected: list[Results], name: str
-) -> tuple[float, float | None]:
+def _difference(actual: list[Results], expected: list[Results], name: str) -> _Found:
     """Return a quantity's error over all ranks, and the factor that explains it or None."""
-    a, b = ([tensor for own in ranks for tensor in own[name]] for ranks in (actual, expected))
-    if [tensor.shape for tensor in a] != [tensor.shape for tensor in b]:
-        return torch.inf, None
-    a_all, b_all = (torch.cat([tensor.flatten() for tensor in side]) for side in (a, b))
-    return relative(a_all, b_all, least=1e-2), ratio(
-        a_all, b_all
-    )  # what should be 0 still has rounding errors
+    is_now = [tensor for own in actual for tensor in own[name]]
+    should_be = [tensor for own in expected for tensor in own[name]]
+    if [tensor.shape for tensor in is_now] != [tensor.shape for tensor in should_be]:
+        return _Found(name, torch.inf, None)
+    all_actual = torch.cat([tensor.flatten() for tensor in is_now])
+    all_expected = torch.cat([tensor.flatten() for tensor in should_be])
+    # what should be 0 still has rounding errors
+    error = relative(all_actual, all_expected, least=1e-2)
+    return _Found(name, error, ratio(all_actual, all_expected))
 
 
 def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
     """Return the reference's layer with the weights of a system, in float64."""
-    weights, (_, hidden, dim) = spec.weights, spec.weights.w1.shape
+    weights = spec.weights
+    _, hidden, dim = weights.w1.shape
     options = {"normalize": "before"}
     twin = MoE(
         dim, hidden, weights.num_experts, spec.top_k, router_options=options, losses=()
     ).double()
     assert isinstance(twin.router, SoftmaxTopK)
-    twin.router.normalize = (
-        "after" if normalizes else "before"
-    )  # a layer of ours is refused "after" with top_k=1
+    # a layer of ours is refused "after" with top_k=1
+    twin.router.normalize = "after" if normalizes else "before"
     values = {"w13": torch.stack([weights.w1, weights.w3], 1), "w2": weights.w2}
     with torch.no_grad():
         twin.router.get_parameter("weight").copy_(spec.router)
@@ -609,67 +708,82 @@ def _choice(twin: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[Copy]]:
     return reference_choice(twin, x, torch.ones(len(x), dtype=torch.bool), None, None, twin.top_k)
 
 
-def _expected(twin: MoE, drawn: _Drawn, is_whole: bool, shares: bool) -> list[Results]:
+def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list[Results]:
     """Return the results that each rank must have."""
-    world, dense = (
-        drawn.spec.group.size(),
-        torch.zeros_like(drawn.spec.router[0], dtype=torch.float64),
-    )
+    world = drawn.spec.group.size()
+    dense = torch.zeros_like(drawn.spec.router[0], dtype=torch.float64)
     expected: list[Results] = [
         {"output": [], "tokens": [], "gates": []} for _ in range(1 if shares else world)
     ]
     for call in drawn.calls:
-        for own, (tokens, experts, weights, dy) in zip(expected, call):
-            x, gates = tokens.double().requires_grad_(), weights.double().requires_grad_()
-            chosen = experts.tolist()
-            given = [
-                Copy(t, e, slot, gates[t, slot])
-                for t, of_token in enumerate(chosen)
-                for slot, e in enumerate(of_token)
-            ]
-            y = reference_output(twin, x, _choice(twin, x)[2] if is_whole else given)
-            ((y * dy.double()).sum() + 0 * (x.sum() + gates.sum())).backward()
+        for own, given in zip(expected, call):
+            x = given.tokens.double().requires_grad_()
+            gates = given.gates.double().requires_grad_()
+            copies = _choice(twin, x)[2] if is_whole else _given_copies(given.experts, gates)
+            y = reference_output(twin, x, copies)
+            ((y * given.dy.double()).sum() + 0 * (x.sum() + gates.sum())).backward()
             assert x.grad is not None
             assert gates.grad is not None
-            for name, tensor in (("output", y.detach()), ("tokens", x.grad), ("gates", gates.grad)):
-                own[name].append(tensor)
+            own["output"].append(y.detach())
+            own["tokens"].append(x.grad)
+            own["gates"].append(gates.grad)
             dense += (x.grad * x.detach()).sum(0) if drawn.situation.tokens_learn else 0
-    parameters = (
-        twin.experts.get_parameter("w13"),
-        twin.experts.get_parameter("w2"),
-        twin.router.get_parameter("weight"),
+    whole = _gradients_of(twin)
+    if shares:
+        expected = expected * world
+    return [
+        own | _expected_gradients(whole, dense, whole._part(rank, world))
+        for rank, own in enumerate(expected)
+    ]
+
+
+def _given_copies(experts: Tensor, gates: Tensor) -> list[Copy]:
+    """Return the copies of tokens by their given routing, (tokens, top_k) both."""
+    return [
+        Copy(token, expert, slot, gates[token, slot])
+        for token, of_token in enumerate(experts.tolist())
+        for slot, expert in enumerate(of_token)
+    ]
+
+
+def _gradients_of(twin: MoE) -> MoEWeights:
+    """Return the gradients of the reference's layer."""
+    w1, w3 = _grad_of(twin.experts.get_parameter("w13")).unbind(1)
+    return MoEWeights(
+        w1=w1,
+        w3=w3,
+        w2=_grad_of(twin.experts.get_parameter("w2")),
+        router=_grad_of(twin.router.get_parameter("weight")),
     )
-    w13, w2, router = (
-        torch.zeros_like(each) if each.grad is None else each.grad for each in parameters
-    )
-    w1, w3 = w13.unbind(1)
-    whole = MoEWeights(w1, w3, w2, router)
-    norm = (
-        torch.stack([tensor.square().sum() for tensor in (router, dense, *whole.experts)])
-        .sum()
-        .sqrt()
-    )
+
+
+def _expected_gradients(whole: MoEWeights, dense: Tensor, own: MoEWeights) -> Results:
+    """Return the gradients that a rank must have, before and after clipping, and their norm.
+
+    Args:
+        whole: gradients of the router and of all experts.
+        dense: gradient of the parameter outside of the layer, (dim,).
+        own: gradients of the rank's experts.
+    """
+    assert whole.router is not None
+    squares = [tensor.square().sum() for tensor in (whole.router, dense, *whole.experts)]
+    norm = torch.stack(squares).sum().sqrt()
     by = (MAX_NORM / norm).clamp(max=1)
-    of_ranks = []
-    for rank, own in enumerate(expected * world if shares else expected):
-        gradients = {
-            "router": [router],
-            "experts": whole._part(rank, world).experts,
-            "dense": [dense],
-        }
-        clipped = {
-            f"{name} after clipping": [by * each for each in own] for name, own in gradients.items()
-        }
-        of_ranks.append(own | gradients | clipped | {"gradient norm": [norm]})
-    return of_ranks
+    gradients = {"router": [whole.router], "experts": own.experts, "dense": [dense]}
+    clipped = {
+        f"{name} after clipping": [by * each for each in tensors]
+        for name, tensors in gradients.items()
+    }
+    return gradients | clipped | {"gradient norm": [norm]}
 
 
-def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -> Found:
-    """Return the finding for an auxiliary loss: the tokens that it is over, its error and the factor it is multiplied by.
+def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -> _Found:
+    """Return the finding for an auxiliary loss: the tokens that it is over, its error and the
+    factor it is multiplied by.
 
-    The expected loss is E * sum_e f_e P_e; a rank without tokens has 0. f counts the copies of all choices or, as in GShard,
-    only those of a token's first choice. The gradient of a loss over all tokens may be split between the ranks, or be complete
-    on every rank.
+    The expected loss is E * sum_e f_e P_e; a rank without tokens has 0. f counts the copies of all
+    choices or, as in GShard, only those of a token's first choice. The gradient of a loss over all
+    tokens may be split between the ranks, or be complete on every rank.
 
     Args:
         twin: the reference's layer.
@@ -677,35 +791,45 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
         values: (ranks,) the losses.
         router: (E, dim) the sum over the ranks of the router's gradients of the losses.
     """
-    xs, found = [x.double() for x, _, _, _ in drawn.calls[-1]], []
-    for tokens, sets in (("own tokens", xs), ("all tokens", [torch.cat(xs)] * len(xs))):
+    xs = [given.tokens.double() for given in drawn.calls[-1]]
+    own = "own tokens"
+    found = []
+    for tokens, sets in ((own, xs), ("all tokens", [torch.cat(xs)] * len(xs))):
         for scope, choices in ((tokens, twin.top_k), (f"first choices of {tokens}", 1)):
             losses = torch.stack([_balance_loss(twin, x, choices) for x in sets])
             (gradient,) = torch.autograd.grad(losses.sum(), twin.router.get_parameter("weight"))
             losses = losses.detach()
             factor = float((values * losses).sum() / losses.square().sum())
-            shares = (1.0,) if tokens == "own tokens" else (1.0, 1 / len(xs))
+            error = relative(values, factor * losses, least=1e-2)
+            shares = (1.0,) if tokens == own else (1.0, 1 / len(xs))
             of_gradient = min(
                 relative(router, share * factor * gradient, least=1e-2) for share in shares
             )
-            error = max(relative(values, factor * losses, least=1e-2), of_gradient)
-            found.append(
-                (f"auxiliary loss over {scope}", torch.inf if math.isnan(factor) else error, factor)
-            )
-    return min(found, key=lambda each: each[1])
+            worst = torch.inf if math.isnan(factor) else max(error, of_gradient)
+            found.append(_Found(f"auxiliary loss over {scope}", worst, factor))
+    return min(found, key=lambda each: each.error)
 
 
 def _balance_loss(twin: MoE, x: Tensor, choices: int) -> Tensor:
-    """Return the load-balance loss over tokens, with loads from the first `choices` choices of each token."""
-    (logits, probs, copies), every = _choice(twin, x), torch.ones(len(x), dtype=torch.bool)
+    """Return the load-balance loss over tokens, with loads from the first `choices` choices of each
+    token."""
+    logits, probs, copies = _choice(twin, x)
+    every = torch.ones(len(x), dtype=torch.bool)
     counted = [each for each in copies if each.slot < choices]
     return reference_loss(
-        LoadBalance(1.0), logits, probs, counted, every, torch.zeros(len(x)), twin.step_counts
+        LoadBalance(1.0),
+        logits,
+        probs=probs,
+        copies=counted,
+        valid_T=every,
+        sequence_T=torch.zeros(len(x)),
+        earlier_E=twin.step_counts,
     )
 
 
 def _capacity_error(twin: MoE, x: Tensor, y: Tensor, drawn: _Drawn) -> float:
-    """Return the error of the rows that a rank kept; inf if more or fewer rows were kept than fit."""
+    """Return the error of the rows that a rank kept; inf if more or fewer rows were kept than
+    fit."""
     _, _, copies = _choice(twin, x)
     is_kept = (y != 0).any(1)
     assert drawn.situation.capacity is not None
@@ -718,12 +842,14 @@ def _capacity_error(twin: MoE, x: Tensor, y: Tensor, drawn: _Drawn) -> float:
 
 
 Shard = Callable[[str, dict[str, Tensor], "Rank"], Tensor]
-"""(name of a parameter, the reference's gradients by name, the rank) -> the gradient that the rank's parameter must have."""
+"""(name of a parameter, the reference's gradients by name, the rank) -> the gradient that the
+rank's parameter must have."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a mesh, with its collectives. All ranks of a group must call a collective together."""
+    """One rank of a mesh, with its collectives. All ranks of a group must call a collective
+    together."""
 
     mesh: Mesh
 
@@ -738,7 +864,8 @@ class Rank:
         return self.mesh.rank
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
-        """Return the ranks, this one included, whose coordinates differ from this rank's on `axes` only, ascending."""
+        """Return the ranks, this one included, whose coordinates differ from this rank's on `axes`
+        only, ascending."""
         return self.grid.group(self.number, axes)
 
     def all_reduce(self, tensor: Tensor, *axes: Axis) -> Tensor:
@@ -746,17 +873,21 @@ class Rank:
         return all_reduce_sum(self.mesh.transport, self.group(*axes), tensor)
 
     def all_gather(self, tensor: Tensor, *axes: Axis) -> list[Tensor]:
-        """Return the tensors of all ranks of the group along `axes`, which must have one shape; not differentiable."""
+        """Return the tensors of all ranks of the group along `axes`, which must have one shape; not
+        differentiable."""
         return all_gather(self.mesh.transport, self.group(*axes), tensor)
 
     def all_to_all(self, parts: Sequence[Tensor], *axes: Axis) -> list[Tensor]:
-        """Send part i to the i-th rank of the group and return the parts that its ranks sent to this one; not differentiable.
+        """Send part i to the i-th rank of the group and return the parts that its ranks sent to
+        this one; not differentiable.
 
         Args:
-            parts: one tensor per rank of the group, (rows, ...). The number of rows may differ; other dimensions may not.
+            parts: one tensor per rank of the group, (rows, ...). The number of rows may differ;
+                other dimensions may not.
             axes: the axes along which the group lies.
         """
-        peers, transport = self.group(*axes), self.mesh.transport
+        peers = self.group(*axes)
+        transport = self.mesh.transport
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
         counts = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
         place = peers.index(self.number)
@@ -814,88 +945,128 @@ def assert_equivalent(
     tolerance: float = 1e-9,
     seed: int = 0,
 ) -> None:
-    """Compare a layer on a mesh with a single-rank reference: outputs, input gradients, and every parameter's gradient.
+    """Compare a layer on a mesh with a single-rank reference: outputs, input gradients, and every
+    parameter's gradient.
 
-    All ranks run in this process, so the layer's collectives must be those of `Rank`. The loss is the mean over data-parallel
-    groups of sum(y * dy). Every rank runs backward on its own group's sum. Then `finish` reduces the gradients as training does
-    before the optimizer steps, and they are compared with the reference's.
+    All ranks run in this process, so the layer's collectives must be those of `Rank`. The loss is
+    the mean over data-parallel groups of sum(y * dy). Every rank runs backward on its own group's
+    sum. Then `finish` reduces the gradients as training does before the optimizer steps, and they
+    are compared with the reference's.
 
     Args:
-        make_layer: builds a rank's layer in float64 with the reference's weights. The layer maps (tokens, dim) to the same
-            shape.
+        make_layer: builds a rank's layer in float64 with the reference's weights. The layer maps
+            (tokens, dim) to the same shape.
         reference: the single-rank layer, in float64.
-        shard: returns the gradient that a rank's parameter must have, given the reference's gradients.
+        shard: returns the gradient that a rank's parameter must have, given the reference's
+            gradients.
         finish: reduces a layer's gradients over the ranks, as your training loop does.
-        tokens: number of tokens of each data-parallel group in turn, repeated as needed; should include a 0.
+        tokens: number of tokens of each data-parallel group in turn, repeated as needed; should
+            include a 0.
         tolerance: largest error that passes, relative to the largest expected value.
         seed: seed of the tokens, the cotangents and the order in which ranks run.
 
     Raises:
-        AssertionError: a value is wrong. The message names it, its mesh and rank and, if one factor explains it, the factor.
+        AssertionError: a value is wrong. The message names it, its mesh and rank and, if one factor
+            explains it, the factor.
     """
-    generator = torch.Generator().manual_seed(seed)
-    counts = [tokens[group % len(tokens)] for group in range(grid.dp)]
-    xs, dys = (
-        [torch.randn(n, dim, generator=generator, dtype=torch.float64) for n in counts]
-        for _ in range(2)
-    )
-    leaf = torch.cat(xs).requires_grad_()
-    reference.zero_grad()
-    reference_y = reference(leaf)
-    ((reference_y * torch.cat(dys)).sum() / grid.dp).backward()
-    assert leaf.grad is not None
-    expected_y, expected_dx = (
-        reference_y.detach().split(counts),
-        (leaf.grad * grid.dp).split(counts),
-    )
-    zeros = {name: torch.zeros_like(parameter) for name, parameter in reference.named_parameters()}
-    gradients = zeros | {
-        name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None
-    }
+    single = _SingleRankRun.of(reference, grid, dim=dim, tokens=tokens, seed=seed)
 
     def run(transport: AbstractTransport) -> dict[str, tuple[Tensor, Tensor]]:
+        """Run one rank and return its values with those that it must have."""
         rank = Rank(Mesh(grid, transport))
         group = grid.coordinate(rank.number, "dp")
-        layer, x = make_layer(rank), xs[group].clone().requires_grad_()
+        layer = make_layer(rank)
+        x = single.xs[group].clone().requires_grad_()
         y = layer(x)
-        (y * dys[group]).sum().backward()
+        (y * single.dys[group]).sum().backward()
         finish(layer, rank)
         pairs = {
-            "output": (y.detach(), expected_y[group]),
-            "gradient of the input": (x.grad, expected_dx[group]),
+            "output": (y.detach(), single.expected_y[group]),
+            "gradient of the input": (_grad_of(x), single.expected_dx[group]),
         }
-        pairs |= {
-            f"gradient of {n}": (p.grad, shard(n, gradients, rank))
-            for n, p in layer.named_parameters()
-        }
-        return {
-            what: (torch.zeros_like(right) if a is None else a, right)
-            for what, (a, right) in pairs.items()
-        }
+        for name, parameter in layer.named_parameters():
+            right = shard(name, single.gradients, rank)
+            actual = torch.zeros_like(right) if parameter.grad is None else parameter.grad
+            pairs[f"gradient of {name}"] = (actual, right)
+        return pairs
 
     _check(run_ranks(grid.world, run, seed=seed), grid, tolerance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SingleRankRun:
+    """Each data-parallel group's tokens and cotangents, and what a single-rank layer makes of
+    them."""
+
+    xs: list[Tensor]
+    """(tokens, dim) float64 of each group."""
+    dys: list[Tensor]
+    """Cotangents of the output, of the tokens' shape."""
+    expected_y: Sequence[Tensor]
+    expected_dx: Sequence[Tensor]
+    """The gradients of a rank's own backward pass."""
+    gradients: dict[str, Tensor]
+    """The gradients of the reference's parameters by name; zeros where it has none."""
+
+    @classmethod
+    def of(
+        cls, reference: nn.Module, grid: Grid, *, dim: int, tokens: Sequence[int], seed: int
+    ) -> _SingleRankRun:
+        """Draw the groups' tokens and cotangents and run the reference on all of them."""
+        generator = torch.Generator().manual_seed(seed)
+        counts = [tokens[group % len(tokens)] for group in range(grid.dp)]
+
+        def normal() -> list[Tensor]:
+            """Draw normally distributed numbers, (tokens, dim) for each group."""
+            return [
+                torch.randn(count, dim, generator=generator, dtype=torch.float64)
+                for count in counts
+            ]
+
+        xs = normal()
+        dys = normal()
+        leaf = torch.cat(xs).requires_grad_()
+        reference.zero_grad()
+        y = reference(leaf)
+        ((y * torch.cat(dys)).sum() / grid.dp).backward()
+        assert leaf.grad is not None
+        return cls(
+            xs=xs,
+            dys=dys,
+            expected_y=y.detach().split(counts),
+            expected_dx=(leaf.grad * grid.dp).split(counts),
+            gradients={
+                name: _grad_of(parameter).clone()
+                for name, parameter in reference.named_parameters()
+            },
+        )
 
 
 def _check(
     by_rank: Sequence[dict[str, tuple[Tensor, Tensor]]], grid: Grid, tolerance: float
 ) -> None:
-    """Raise an AssertionError for the first wrong value of {quantity: (actual, expected)} of all ranks."""
+    """Raise an AssertionError for the first wrong value of {quantity: (actual, expected)} of all
+    ranks."""
     for what in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
         pairs = {rank: of_rank[what] for rank, of_rank in enumerate(by_rank) if what in of_rank}
         for rank, (actual, right) in pairs.items():
             error = relative(actual, right, least=1e-6)
             if error <= tolerance:
                 continue
-            says = f"shape {tuple(actual.shape)}, expected {tuple(right.shape)}"
             if actual.shape == right.shape:
-                factor = ratio(
-                    *(torch.cat([each.flatten() for each in side]) for side in zip(*pairs.values()))
-                )
-                by = (
-                    "no single factor explains it"
-                    if factor is None
-                    else f"it is {factor:.4g} times what it should be"
-                )
-                says = f"relative error {error:.1e}: {by}"
+                says = f"relative error {error:.1e}: {_factor_in_words(list(pairs.values()))}"
+            else:
+                says = f"shape {tuple(actual.shape)}, expected {tuple(right.shape)}"
             mesh = f"tp={grid.tp} ep={grid.ep} etp={grid.etp} of {grid.world} ranks"
             raise AssertionError(f"{what} on {mesh}, rank {rank}: {says}")
+
+
+def _factor_in_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> str:
+    """Return a text about the factor by which (actual, expected) of all ranks are off."""
+    factor = ratio(
+        torch.cat([actual.flatten() for actual, _ in pairs]),
+        torch.cat([expected.flatten() for _, expected in pairs]),
+    )
+    if factor is None:
+        return "no single factor explains it"
+    return f"it is {factor:.4g} times what it should be"

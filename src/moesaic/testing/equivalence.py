@@ -1,7 +1,8 @@
-"""Runs one case on all its ranks and compares the results with the dense reference: no plan may change what a layer computes.
+"""Runs one case on all its ranks and compares the results with the dense reference: no plan may
+change what a layer computes.
 
-A case runs forward and backward over one or more micro-batches, then averages gradients and finishes the step, as training
-does. Compared are:
+A case runs forward and backward over one or more micro-batches, then averages gradients and
+finishes the step, as training does. Compared are:
 
 - outputs, auxiliary losses, counts and the output of a forward-only pass;
 - gradients of the input, the router, every expert and the shared expert;
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.run.calls import BalancedCalls, calls_by
-from moesaic.balance.run.experts import ExpertPlacement
+from moesaic.balance.run.expert_moves import ExpertPlacement
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, TwoStage, Weighed
@@ -39,7 +40,7 @@ from moesaic.program.grid import Grid
 from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime import data_parallel
-from moesaic.runtime.counted import CountedCall
+from moesaic.runtime.call_counts import CountedCall
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Values, expect, quantity_of
@@ -57,11 +58,11 @@ def relocator_of(case: Case, mesh: Mesh) -> Relocator | None:
 def call_relocated(
     relocator: Relocator | None, layer: MoE, x: Any, *, recompute: bool = False, **options: Any
 ) -> tuple[Any, Routing]:
-    """Call the layer and return (y, routing), with y for the samples of `x` even if they were moved in between.
+    """Call the layer and return (y, routing), with y for the samples of `x` even if they were moved
+    in between.
 
     Args:
         relocator: moves samples; None to leave them.
-        layer: the layer.
         x: (sequences, length, dim).
         recompute: run under activation checkpointing.
         **options: options of the layer's call.
@@ -77,7 +78,8 @@ def call_relocated(
 
 
 def expert_placement_of(layer: MoE, mesh: Mesh) -> ExpertPlacement:
-    """Return an `ExpertPlacement` that moves a layer's experts between steps. It moves weights and gradients only.
+    """Return an `ExpertPlacement` that moves a layer's experts between steps. It moves weights and
+    gradients only.
 
     Args:
         layer: the layer, on the mesh.
@@ -89,18 +91,18 @@ def expert_placement_of(layer: MoE, mesh: Mesh) -> ExpertPlacement:
 
 
 def shuffle_experts(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
-    """Put the experts into a random order if the case moves them, and return a function that moves them home.
+    """Put the experts into a random order if the case moves them, and return a function that moves
+    them home.
 
     That function moves the gradients too. All ranks call both together.
 
     Args:
-        case: the case.
         layer: the case's layer, on the mesh, before its first call.
-        mesh: the mesh.
     """
     if not case.experts_move:
         return lambda: None
-    placement, home = expert_placement_of(layer, mesh), np.arange(layer.num_experts)
+    placement = expert_placement_of(layer, mesh)
+    home = np.arange(layer.num_experts)
     placement.place([np.random.default_rng(case.seed).permutation(layer.num_experts)])
 
     def take_home() -> None:
@@ -110,7 +112,8 @@ def shuffle_experts(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
 
 
 def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
-    """Return a random placement of samples in which each stays within the ranks of its replica of the experts."""
+    """Return a random placement of samples in which each stays within the ranks of its replica of
+    the experts."""
     rank = np.repeat(np.arange(grid.world), slots)
     for replica in {grid.group(member, ("ep", "etp")) for member in range(grid.world)}:
         members = np.flatnonzero(np.isin(rank, replica))
@@ -119,6 +122,7 @@ def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
 
 
 def _placer(case: Case) -> AbstractPlacer:
+    """Return the policy that places a case's samples."""
     if case.placement == "solved":
         return Weighed(least_gain=0.0) if case.seed % 2 else TwoStage(least_gain=0.0)
     rng = np.random.default_rng(case.seed)
@@ -127,7 +131,8 @@ def _placer(case: Case) -> AbstractPlacer:
 
 
 Errors = dict[str, float]
-"""Quantity -> the largest error on any rank, relative to the largest expected value; infinite if shapes differ."""
+"""Quantity -> the largest error on any rank, relative to the largest expected value; infinite if
+shapes differ."""
 Norm = Callable[[MoE, Mesh], float]
 """Computes the norm of the gradients of a layer that is spread over a mesh."""
 Change = Callable[[Compiled], Compiled]
@@ -148,8 +153,9 @@ class Ran:
     def errors(self) -> Errors:
         """The largest error of each quantity over all ranks."""
         errors: Errors = {}
-        for quantity, *values in self._values():
-            errors[quantity] = max(errors.get(quantity, 0.0), _error(quantity, *values))
+        for quantity, actual, expected in self._values():
+            error = _error(quantity, actual, expected)
+            errors[quantity] = max(errors.get(quantity, 0.0), error)
         if self.case.replicates_bits:
             firsts = [
                 self.results[self.case.grid.group(rank, ("tp",))[0]]
@@ -160,23 +166,27 @@ class Ran:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The factor by which all wrong values of a quantity are off, by quantity, where there is such a factor."""
+        """The factor by which all wrong values of a quantity are off, by quantity, where there is
+        such a factor."""
         wrong: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for quantity, *values in self._values():
-            like = next((value for value in values if value is not None), None)
-            if like is not None and not _error(quantity, *values) <= self.case.tolerance:
-                actual, expected = (
-                    torch.zeros_like(like) if value is None else value for value in values
-                )
-                wrong.setdefault(quantity, []).append(
-                    (actual.double().flatten(), expected.double().flatten())
-                )
+        for quantity, actual, expected in self._values():
+            like = expected if actual is None else actual
+            if like is None or _error(quantity, actual, expected) <= self.case.tolerance:
+                continue
+            zeros = torch.zeros_like(like)
+            actual = zeros if actual is None else actual
+            expected = zeros if expected is None else expected
+            pair = (actual.double().flatten(), expected.double().flatten())
+            wrong.setdefault(quantity, []).append(pair)
         within = max(self.case.tolerance, 1e-9)
-        factors = {
-            quantity: ratio(*map(torch.cat, zip(*pairs)), within=within)
-            for quantity, pairs in wrong.items()
-        }
-        return {quantity: factor for quantity, factor in factors.items() if factor is not None}
+        factors: dict[str, float] = {}
+        for quantity, pairs in wrong.items():
+            all_actual = torch.cat([actual for actual, _ in pairs])
+            all_expected = torch.cat([expected for _, expected in pairs])
+            factor = ratio(all_actual, all_expected, within=within)
+            if factor is not None:
+                factors[quantity] = factor
+        return factors
 
     @property
     def wrong(self) -> list[str]:
@@ -191,13 +201,14 @@ class Ran:
     def _values(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
         """Yield (quantity, actual value, expected value) of all ranks.
 
-        Only processes compute a gradient norm, and a rank has only its own experts if they are modules.
+        Only processes compute a gradient norm, and a rank has only its own experts if they are
+        modules.
         """
         optional = ("gradient norm", "expert gradient" if self.case.experts == "modules" else "")
         for actual, expected in zip(self.results, self.expected, strict=True):
             for key, value in expected.items():
-                if key in actual or key[0] not in optional:
-                    yield key[0], actual.get(key), value
+                if key in actual or key.quantity not in optional:
+                    yield key.quantity, actual.get(key), value
 
 
 def run_case(case: Case, change: Change | None = None, patch: Patch = nullcontext) -> Errors:
@@ -209,7 +220,6 @@ def ran_case(case: Case, change: Change | None = None, patch: Patch = nullcontex
     """Run a case on loopback and compute the expected results.
 
     Args:
-        case: the case.
         change: applied to the compiled plan before it runs, to plant a bug.
         patch: a context that is entered while the case runs, to plant a bug elsewhere.
     """
@@ -237,35 +247,35 @@ def run_rank(
     """Run one rank's part of a case, which is one step of training. All ranks call it together.
 
     Args:
-        case: the case.
         work: the case's layer and tokens.
         compiled: the case's compiled plan.
-        mesh: this rank's mesh.
         norm: computes the norm of all gradients; None to leave it out.
     """
-    layer, values = work.fresh_layer(), Values()
+    layer = work.fresh_layer()
+    values = Values()
     layer.parallelize(mesh, compiled, calls=None if case.policy is None else calls_by(case.policy))
     budget_by_rows(layer)
-    relocator, take_home = relocator_of(case, mesh), shuffle_experts(case, layer, mesh)
+    relocator = relocator_of(case, mesh)
+    take_home = shuffle_experts(case, layer, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):
         set_loss_scale(layer, share)
-        values |= _forward_backward(
-            case, layer, work.batches[micro][group], share, micro, relocator
+        batch = work.batches[micro][group]
+        values.update(
+            _forward_backward(case, layer, batch, share=share, micro=micro, relocator=relocator)
         )
         if case.evaluate and micro == 0:
-            values["evaluation", ""] = _evaluate(case, layer, work.batches[micro][group])
+            values.add("evaluation", "", _evaluate(case, layer, batch))
     data_parallel.average_gradients(layer, mesh)
     take_home()
-    values["counts", "step"] = layer.step_counts.clone()
+    values.add("counts", "step", layer.step_counts.clone())
     layer.finish_step()
-    values |= {
-        (quantity_of(name), name): _local(parameter.grad)
-        for name, parameter in layer.named_parameters()
-    }
-    values |= {("router state", name): buffer for name, buffer in layer.router.named_buffers()}
+    for name, parameter in layer.named_parameters():
+        values.add(quantity_of(name), name, _local(parameter.grad))
+    for name, buffer in layer.router.named_buffers():
+        values.add("router state", name, buffer)
     if norm is not None:
-        values["gradient norm", ""] = torch.tensor(norm(layer, mesh), dtype=torch.float64)
+        values.add("gradient norm", "", torch.tensor(norm(layer, mesh), dtype=torch.float64))
     return values
 
 
@@ -275,7 +285,13 @@ def failures(case: Case, errors: Errors) -> Errors:
 
 
 def _forward_backward(
-    case: Case, layer: MoE, batch: GroupBatch, share: float, micro: int, relocator: Relocator | None
+    case: Case,
+    layer: MoE,
+    batch: GroupBatch,
+    *,
+    share: float,
+    micro: int,
+    relocator: Relocator | None,
 ) -> Values:
     """Run one micro-batch and return its values."""
     x = batch.x.detach().clone().requires_grad_()
@@ -286,16 +302,18 @@ def _forward_backward(
         )
     ((y * batch.dy).sum() * share).backward()
     assert x.grad is not None
-    return {
-        ("output", str(micro)): y.detach(),
-        ("input gradient", str(micro)): x.grad,
-        ("counts", f"requested {micro}"): routing.requested,
-        ("counts", f"sent {micro}"): routing.counts,
-        **{("auxiliary loss", f"{name} {micro}"): loss for name, loss in routing.losses.items()},
-    }
+    values = Values()
+    values.add("output", str(micro), y.detach())
+    values.add("input gradient", str(micro), x.grad)
+    values.add("counts", f"requested {micro}", routing.requested)
+    values.add("counts", f"sent {micro}", routing.counts)
+    for name, loss in routing.losses.items():
+        values.add("auxiliary loss", f"{name} {micro}", loss)
+    return values
 
 
 def _evaluate(case: Case, layer: MoE, batch: GroupBatch) -> Tensor:
+    """Return the layer's output in evaluation."""
     layer.eval()
     with torch.inference_mode(), _precision(case):
         y: Tensor = layer(batch.x, mask=batch.mask, token_ids=batch.ids)
@@ -304,6 +322,7 @@ def _evaluate(case: Case, layer: MoE, batch: GroupBatch) -> Tensor:
 
 
 def _precision(case: Case) -> AbstractContextManager[object]:
+    """Return a context in which the layer computes in a case's precision."""
     return (
         torch.autocast("cpu", dtype=torch.bfloat16)
         if case.precision == "autocast"
@@ -312,6 +331,7 @@ def _precision(case: Case) -> AbstractContextManager[object]:
 
 
 def _local(gradient: Tensor | None) -> Tensor | None:
+    """Return this rank's part of a gradient."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
@@ -323,18 +343,17 @@ def _error(quantity: str, actual: Tensor | None, expected: Tensor | None) -> flo
 
 
 def _difference(first: Values, other: Values) -> float:
-    """Return 1 if two ranks of a tensor-parallel group differ in any bit of their results, else 0."""
-    same = {
-        "output",
-        "input gradient",
-        *(key[0] for key in other if key[0].endswith("gradient")),
-    } - {"expert gradient"}
-    pairs = ((first[key], value) for key, value in other.items() if key[0] in same)
+    """Return 1 if two ranks of a tensor-parallel group differ in any bit of their results,
+    else 0."""
+    gradients = {key.quantity for key in other if key.quantity.endswith("gradient")}
+    same = {"output", *gradients} - {"expert gradient"}
+    pairs = ((first[key], value) for key, value in other.items() if key.quantity in same)
     return float(any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs))
 
 
 class RowsBudget(MemoryBudget):
-    """A memory budget given as a number of rows at a rank's experts, since random cases cannot choose sensible bytes."""
+    """A memory budget given as a number of rows at a rank's experts, since random cases cannot
+    choose sensible bytes."""
 
     def budget(self, call: CountedCall) -> int:
         """Return the bytes that slices of that many rows hold."""
@@ -342,7 +361,8 @@ class RowsBudget(MemoryBudget):
 
 
 def budget_by_rows(layer: MoE) -> None:
-    """Make a layer on a mesh read its plan's memory budget as a number of rows at a rank's experts, not as bytes."""
+    """Make a layer on a mesh read its plan's memory budget as a number of rows at a rank's experts,
+    not as bytes."""
     assert layer.on_mesh is not None
     calls = layer.on_mesh.calls
     if isinstance(calls, BalancedCalls):

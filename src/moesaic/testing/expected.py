@@ -1,19 +1,22 @@
-"""Computes the expected results of a case: the dense float64 layer on the tokens of all groups together, without a mesh.
+"""Computes the expected results of a case: the dense float64 layer on the tokens of all groups
+together, without a mesh.
 
-    total = sum over micro-batches of share * (mean over groups of sum(y * dy) + auxiliary loss over all tokens)
+    total = sum over micro-batches of share * loss
+    loss = mean over groups of sum(y * dy) + auxiliary loss over all tokens
 
 `reference.py` does the computation, for the whole batch.
 
-With a codec, a row is encoded if its origin rank is not the rank of the shard that it is sent to. The backward pass treats the
-codec as the identity (straight-through); the gradients that are sent are encoded if the plan has a backward codec. This is
-exact for the schedules s1 and s2, and for codecs that treat each row by itself.
+With a codec, a row is encoded if its origin rank is not the rank of the shard that it is sent to.
+The backward pass treats the codec as the identity (straight-through); the gradients that are sent
+are encoded if the plan has a backward codec. This is exact for the schedules s1 and s2, and for
+codecs that treat each row by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +46,12 @@ class Travel:
 
         Args:
             case: must have a schedule that delivers at once, as s1 and s2 do.
-            copies: (token, expert) in the order in which the router chose them; tokens are numbered across all groups.
+            copies: (token, expert) in the order in which the router chose them; tokens are numbered
+                across all groups.
             tokens: number of tokens of each group.
         """
-        grid, origin, slices = case.grid, {}, case.plan.program.routes_slices
+        grid = case.grid
+        origin = {}
         for group, count in enumerate(tokens):
             start = sum(tokens[:group])
             for expert in range(case.num_experts):
@@ -54,17 +59,16 @@ class Travel:
                     token for token, e in copies if e == expert and start <= token < start + count
                 ]
                 for place, token in enumerate(chosen):
-                    length, position = (count, token - start) if slices else (len(chosen), place)
-                    tp = next(
-                        t
-                        for t in range(grid.tp)
-                        if length * t // grid.tp <= position < length * (t + 1) // grid.tp
-                    )
+                    if case.plan.program.routes_slices:  # a rank sends its slice of the tokens
+                        tp = _part_with(token - start, count, grid.tp)
+                    else:  # a rank sends its slice of each expert's copies
+                        tp = _part_with(place, len(chosen), grid.tp)
                     origin[(token, expert)] = group * grid.tp + tp
         return cls(case, origin)
 
     def target(self, origin: int, expert: int, shard: int) -> int:
-        """Return the rank that stores a shard of `expert`, in the origin rank's replica of the experts."""
+        """Return the rank that stores a shard of `expert`, in the origin rank's replica of the
+        experts."""
         grid = self.case.grid
         home = expert // (self.case.num_experts // grid.ep)
         peers = grid.group(origin, ("ep", "etp"))
@@ -75,11 +79,22 @@ class Travel:
         )
 
 
+def _part_with(position: int, length: int, parts: int) -> int:
+    """Return the part that holds a position, if `length` positions are cut into parts as equal as
+    possible."""
+    ends = (length * (part + 1) // parts for part in range(parts))
+    return next(part for part, end in enumerate(ends) if position < end)
+
+
 def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) -> Tensor:
-    """Return each token's sum of its copies' results, (tokens, dim), with the codec applied to all rows that cross ranks."""
-    plan, shards, rows = travel.case.plan, travel.case.grid.etp, []
+    """Return each token's sum of its copies' results, (tokens, dim), with the codec applied to all
+    rows that cross ranks."""
+    plan = travel.case.plan
+    shards = travel.case.grid.etp
+    rows = []
     for token, expert, _, weight in sent:
-        origin, row = travel.origin[(token, expert)], x_TD[token]
+        origin = travel.origin[(token, expert)]
+        row = x_TD[token]
         for shard in range(shards):
             crosses = travel.target(origin, expert, shard) != origin
             received = _Coded.apply(row, plan.codec, plan.backward_codec) if crosses else row
@@ -117,7 +132,8 @@ def _shard_output(
 
 
 class _Coded(torch.autograd.Function):
-    """Encodes and decodes a row. The backward pass encodes and decodes the gradient with the backward codec."""
+    """Encodes and decodes a row. The backward pass encodes and decodes the gradient with the
+    backward codec."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, codec: str, backward_codec: str) -> Tensor:
@@ -131,12 +147,25 @@ class _Coded(torch.autograd.Function):
 
 
 def _round_trip(row: Tensor, name: str) -> Tensor:
-    codec, rows = codec_named(name), row.detach().unsqueeze(0)
+    """Return a row, (dim,), after it was encoded and decoded."""
+    codec = codec_named(name)
+    rows = row.detach().unsqueeze(0)
     return codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype).squeeze(0).clone()
 
 
-Values = dict[tuple[str, str], Tensor | None]
-"""(quantity, such as "expert gradient"; which of its values) -> the value on one rank; None stands for zeros."""
+class Key(NamedTuple):
+    """Which value of a rank: a quantity, such as "expert gradient", and which of its values."""
+
+    quantity: str
+    name: str
+
+
+class Values(dict[Key, Tensor | None]):
+    """The values of one rank, or of several that have the same; None stands for zeros."""
+
+    def add(self, quantity: str, name: str, value: Tensor | None) -> None:
+        """Add one value of a quantity."""
+        self[Key(quantity, name)] = value
 
 
 def quantity_of(parameter: str) -> str:
@@ -148,65 +177,136 @@ def quantity_of(parameter: str) -> str:
 def expect(case: Case, work: CaseData) -> list[Values]:
     """Compute the values that each rank must have after a case, in float64.
 
-    The gradient of the input is that of a rank's own backward pass: dp times the gradient of the total.
+    The gradient of the input is that of a rank's own backward pass: dp times the gradient of the
+    total.
     """
-    twin, grid = in_float64(work.layer), case.grid
-    leaves = [
-        [batch.x.detach().double().clone().requires_grad_() for batch in of_groups]
-        for of_groups in work.batches
-    ]
-    total, of_groups = torch.zeros((), dtype=torch.float64), [Values() for _ in range(grid.dp)]
-    whole: Values = {}
-    for micro, (share, xs, batches) in enumerate(zip(work.shares, leaves, work.batches)):
-        result = _pass(case, twin, xs, batches)
-        cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
-        total = total + share * ((result.y * cotangents).sum() / grid.dp + result.loss)
-        twin.step_counts += torch.tensor(result.requested)
-        sent = torch.bincount(
-            torch.tensor([expert for _, expert in result.rows], dtype=torch.int64),
-            minlength=case.num_experts,
+    step = _Step.of(case, work)
+    for micro in range(len(work.batches)):
+        step.run_forward(micro)
+    gradients = step.run_backward()
+    step.finish()
+    step.add_gradients(gradients)
+    return [step.values_of(rank, gradients) for rank in range(case.grid.world)]
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients of the total."""
+
+    tokens: list[list[Tensor]]
+    """By micro-batch, then by group."""
+    parameters: dict[str, Tensor | None]
+    """By name; None for zeros."""
+
+    @property
+    def norm(self) -> Tensor:
+        """The norm of the gradients of all parameters, ()."""
+        zero = torch.zeros((), dtype=torch.float64)
+        present = [each for each in self.parameters.values() if each is not None]
+        return sum((each.square().sum() for each in present), start=zero).sqrt()
+
+
+@dataclass
+class _Step:
+    """One step of training on the tokens of all groups, and the values that it must have."""
+
+    case: Case
+    work: CaseData
+    twin: MoE
+    """The layer in float64."""
+    tokens: list[list[Tensor]]
+    """By micro-batch, then by group: (sequences, length, dim) float64 leaves."""
+    total: Tensor
+    """The loss of the micro-batches that ran forward, ()."""
+    common: Values
+    """Values that all ranks have."""
+    of_groups: list[Values]
+    """Values that all ranks of a data-parallel group have, by group."""
+
+    @classmethod
+    def of(cls, case: Case, work: CaseData) -> _Step:
+        """Return the step before its first micro-batch."""
+        return cls(
+            case=case,
+            work=work,
+            twin=in_float64(work.layer),
+            tokens=[
+                [batch.x.detach().double().clone().requires_grad_() for batch in of_groups]
+                for of_groups in work.batches
+            ],
+            total=torch.zeros((), dtype=torch.float64),
+            common=Values(),
+            of_groups=[Values() for _ in range(case.grid.dp)],
         )
-        whole |= {
-            ("counts", f"requested {micro}"): torch.tensor(result.requested),
-            ("counts", f"sent {micro}"): sent,
-        }
-        whole |= {
-            ("auxiliary loss", f"{name} {micro}"): loss.detach()
-            for name, loss in result.losses.items()
-        }
-        _store(of_groups, ("output", str(micro)), _by_group(result.y.detach(), batches))
+
+    def run_forward(self, micro: int) -> None:
+        """Run a micro-batch forward: add its loss to the total, and its values."""
+        case = self.case
+        xs = self.tokens[micro]
+        batches = self.work.batches[micro]
+        result = _pass(case, self.twin, xs, batches)
+        cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
+        loss = (result.y * cotangents).sum() / case.grid.dp + result.loss
+        self.total = self.total + self.work.shares[micro] * loss
+        requested = torch.tensor(result.requested)
+        self.twin.step_counts += requested
+        self.common.add("counts", f"requested {micro}", requested)
+        self.common.add("counts", f"sent {micro}", _sent_counts(result, case.num_experts))
+        for name, auxiliary in result.losses.items():
+            self.common.add("auxiliary loss", f"{name} {micro}", auxiliary.detach())
+        self._add_of_groups("output", str(micro), _by_group(result.y.detach(), batches))
         if case.evaluate and micro == 0:
-            _store(of_groups, ("evaluation", ""), _evaluate(case, twin, xs, batches))
-    whole["counts", "step"] = twin.step_counts.clone()
-    flat = [x for xs in leaves for x in xs]
-    variables = [*flat, *twin.parameters()]
-    flat_grads = torch.autograd.grad(
-        total + 0 * sum(x.sum() for x in flat), variables, allow_unused=True
-    )
-    for micro in range(len(leaves)):
-        dxs = flat_grads[micro * grid.dp : (micro + 1) * grid.dp]
-        _store(of_groups, ("input gradient", str(micro)), [grid.dp * dx for dx in dxs])
-    gradients = dict(zip((name for name, _ in twin.named_parameters()), flat_grads[len(flat) :]))
-    twin.finish_step()
-    whole |= {("router state", name): buffer for name, buffer in twin.router.named_buffers()}
-    whole["gradient norm", ""] = sum(
-        (g.square().sum() for g in gradients.values() if g is not None), start=0 * total
-    ).sqrt()
-    return [
-        whole
-        | of_groups[grid.coordinate(rank, "dp")]
-        | {
-            (quantity_of(name), name): _own_part(case, work, name, gradient, rank)
-            for name, gradient in gradients.items()
-        }
-        for rank in range(grid.world)
-    ]
+            self._add_of_groups("evaluation", "", _evaluate(case, self.twin, xs, batches))
+
+    def run_backward(self) -> _Gradients:
+        """Return the gradients of the total."""
+        leaves = [x for xs in self.tokens for x in xs]
+        parameters = dict(self.twin.named_parameters())
+        # a group whose tokens reach no output has a gradient of 0
+        total = self.total + 0 * sum(x.sum() for x in leaves)
+        gradients = torch.autograd.grad(total, [*leaves, *parameters.values()], allow_unused=True)
+        dp = self.case.grid.dp
+        return _Gradients(
+            tokens=[
+                list(gradients[micro * dp : (micro + 1) * dp]) for micro in range(len(self.tokens))
+            ],
+            parameters=dict(zip(parameters, gradients[len(leaves) :], strict=True)),
+        )
+
+    def finish(self) -> None:
+        """Finish the step, and add the router's counts before and its state after."""
+        self.common.add("counts", "step", self.twin.step_counts.clone())
+        self.twin.finish_step()
+        for name, buffer in self.twin.router.named_buffers():
+            self.common.add("router state", name, buffer)
+
+    def add_gradients(self, gradients: _Gradients) -> None:
+        """Add the gradients of the tokens and the norm of those of the parameters."""
+        for micro, of_groups in enumerate(gradients.tokens):
+            own = [self.case.grid.dp * gradient for gradient in of_groups]
+            self._add_of_groups("input gradient", str(micro), own)
+        self.common.add("gradient norm", "", gradients.norm)
+
+    def values_of(self, rank: int, gradients: _Gradients) -> Values:
+        """Return all values of a rank: the common ones, its group's, and its parameters'
+        gradients."""
+        values = Values(self.common)
+        values.update(self.of_groups[self.case.grid.coordinate(rank, "dp")])
+        for name, gradient in gradients.parameters.items():
+            own = _own_part(self.case, self.work, name, gradient, rank)
+            values.add(quantity_of(name), name, own)
+        return values
+
+    def _add_of_groups(self, quantity: str, name: str, values: Sequence[Tensor]) -> None:
+        """Add one value of each group."""
+        for own, value in zip(self.of_groups, values, strict=True):
+            own.add(quantity, name, value)
 
 
-def _store(of_groups: list[Values], key: tuple[str, str], values: Sequence[Tensor]) -> None:
-    """Store one value of each group."""
-    for own, value in zip(of_groups, values, strict=True):
-        own[key] = value
+def _sent_counts(result: Reference, num_experts: int) -> Tensor:
+    """Return the number of copies that each expert receives, (num_experts,) int64."""
+    experts = torch.tensor([expert for _, expert in result.rows], dtype=torch.int64)
+    return torch.bincount(experts, minlength=num_experts)
 
 
 def _own_part(
@@ -227,14 +327,12 @@ def _pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBa
         batches: the masks, token ids and seeds that belong to `xs`.
     """
 
+    num_tokens = [batch.x.shape[:2].numel() for batch in batches]
+
     def coded(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
+        """Return the output with rows encoded on their way."""
         order = [(copy.token, copy.expert) for copy in sent]
-        return coded_output(
-            twin,
-            x_TD,
-            sent,
-            Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches]),
-        )
+        return coded_output(twin, x_TD, sent, Travel.of(case, order, num_tokens))
 
     masks = [batch.mask.flatten() for batch in batches if batch.mask is not None]
     return reference(
@@ -250,9 +348,11 @@ def _pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBa
 
 
 def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
-    """Return the range of tokens that each routing rank routes: a group's tokens or, under s1, its slices over tp."""
+    """Return the range of tokens that each routing rank routes: a group's tokens or, under s1, its
+    slices over tp."""
     parts = case.grid.tp if case.plan.program.routes_slices else 1
-    domains, start = [], 0
+    domains = []
+    start = 0
     for batch in batches:
         count = batch.x.shape[:2].numel()
         domains += [
@@ -264,7 +364,8 @@ def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
 
 
 def _noise(case: Case, twin: MoE, batches: Sequence[GroupBatch]) -> Tensor | None:
-    """Return the random numbers that the ranks' routers draw. With tp > 1, a group's first rank draws the seed for all."""
+    """Return the random numbers that the ranks' routers draw. With tp > 1, a group's first rank
+    draws the seed for all."""
     drawn = []
     with torch.random.fork_rng(devices=[]):
         for batch in batches:
@@ -277,6 +378,7 @@ def _noise(case: Case, twin: MoE, batches: Sequence[GroupBatch]) -> Tensor | Non
 
 
 def _sequence_of(batches: Sequence[GroupBatch]) -> Tensor:
+    """Return the number of each token's sequence, (tokens,), counted over all groups."""
     lengths = [batch.x.shape[1] for batch in batches for _ in range(batch.x.shape[0])]
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
@@ -284,6 +386,7 @@ def _sequence_of(batches: Sequence[GroupBatch]) -> Tensor:
 def _evaluate(
     case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBatch]
 ) -> list[Tensor]:
+    """Return each group's output in evaluation, (sequences, length, dim)."""
     twin.eval()
     with torch.no_grad():
         y_TD = _pass(case, twin, xs, batches).y
@@ -292,6 +395,7 @@ def _evaluate(
 
 
 def _by_group(y_TD: Tensor, batches: Sequence[GroupBatch]) -> list[Tensor]:
+    """Cut the rows of all tokens, (tokens, dim), into groups, (sequences, length, dim) each."""
     sizes = [batch.x.shape[:2].numel() for batch in batches]
     return [part.view(batch.x.shape) for part, batch in zip(y_TD.split(sizes), batches)]
 
@@ -301,7 +405,6 @@ def shard_of(whole: Tensor, grid: Grid, rank: int, dim: int | None) -> Tensor:
 
     Args:
         whole: (num_experts, ...).
-        rank: the rank.
         dim: the dimension that etp splits; None if etp splits none.
     """
     per_rank = len(whole) // grid.ep

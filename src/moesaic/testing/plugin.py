@@ -1,7 +1,8 @@
-"""The pytest plugin: a test that uses the fixture `moe_mesh` runs on every small mesh; `moe_ranks` runs code on all ranks.
+"""The pytest plugin: a test that uses the fixture `moe_mesh` runs on every small mesh; `moe_ranks`
+runs code on all ranks.
 
-pytest loads the plugin, by its entry point, wherever Moesaic is installed. It therefore imports torch only when a test uses
-one of its fixtures.
+pytest loads the plugin, by its entry point, wherever Moesaic is installed. It therefore imports
+torch only when a test uses one of its fixtures.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def moe_ranks(moe_mesh: Grid) -> Callable[[Callable[[Rank], Any]], list[Any]]:
-    """Return a function that runs a function on all ranks of the mesh, in lock step, and returns the list of their results."""
+    """Return a function that runs a function on all ranks of the mesh, in lock step, and returns
+    the list of their results."""
     from moesaic.comm.loopback import run_ranks
     from moesaic.comm.mesh import Mesh
     from moesaic.testing.certify import Rank

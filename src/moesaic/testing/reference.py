@@ -1,14 +1,16 @@
-"""The dense reference of the MoE layer, written as plainly as possible: float64, token-by-expert tables, no grouped product.
+"""The dense reference of the MoE layer, written as plainly as possible: float64, token-by-expert
+tables, no grouped product.
 
-The fast layer and this module share no arithmetic. Softmax and sigmoid top-k routing is computed here. Other routers provide
-their own scores, choices and weights in float64, which their own tests check. Capacity, experts, combine and every auxiliary
-loss are always computed here.
+The fast layer and this module share no arithmetic. Softmax and sigmoid top-k routing is computed
+here. Other routers provide their own scores, choices and weights in float64, which their own tests
+check. Capacity, experts, combine and every auxiliary loss are always computed here.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +23,7 @@ from moesaic.experts import AbstractExperts, GatedExperts, ModuleExperts, PlainE
 from moesaic.layer import MoE
 from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
 
 
@@ -39,7 +42,8 @@ class Reference:
     """Results of the reference for one call."""
 
     y: Tensor
-    """The output, of the tokens' shape, float64, differentiable; no auxiliary loss is injected into its gradient."""
+    """The output, of the tokens' shape, float64, differentiable; no auxiliary loss is injected into
+    its gradient."""
     rows: list[tuple[int, int]]
     """(token, expert) of each copy that the capacity admits, in token order."""
     requested: list[int]
@@ -51,7 +55,8 @@ class Reference:
 
 
 def in_float64(layer: MoE) -> MoE:
-    """Return a float64 copy of `layer` in the same mode (training or evaluation), without gradients."""
+    """Return a float64 copy of `layer` in the same mode (training or evaluation), without
+    gradients."""
     twin = copy.deepcopy(layer).double()
     twin.zero_grad(set_to_none=True)
     return twin
@@ -72,7 +77,8 @@ def reference(
 ) -> Reference:
     """Compute the layer densely.
 
-    If the router draws random numbers and `noise` is None, seed torch as before the call of the layer.
+    If the router draws random numbers and `noise` is None, seed torch as before the call of the
+    layer.
 
     Args:
         twin: the float64 copy of the layer that `in_float64` returned.
@@ -82,8 +88,10 @@ def reference(
         top_k: experts per token; None for the layer's own value in its mode.
         capacity: None for the layer's own capacity in its mode.
         noise: the random numbers that the router's `draw` returned; None to draw them.
-        sequence_T: (tokens,) the index of each token's sequence; None if x is (sequences, length, dim).
-        domains: consecutive ranges of tokens, one per routing rank, for a capacity per rank; None for one range of all tokens.
+        sequence_T: (tokens,) the index of each token's sequence; None if x is (sequences, length,
+            dim).
+        domains: consecutive ranges of tokens, one per routing rank, for a capacity per rank; None
+            for one range of all tokens.
         output: sums the copies' results into tokens; None for `reference_output`.
     """
     assert x.dtype == torch.float64, f"the reference computes in float64, got {x.dtype}"
@@ -94,36 +102,63 @@ def reference(
             twin.capacity if twin.training or twin.eval_capacity is None else twin.eval_capacity
         )
     x_TD = x.reshape(-1, twin.dim)
-    num_tokens, num_experts = len(x_TD), twin.num_experts
     if sequence_T is None:
-        sequence_T = torch.arange(num_tokens) // (
-            num_tokens // math.prod(x.shape[:-2]) if x.numel() else 1
-        )
-    valid_T = torch.ones(num_tokens, dtype=torch.bool) if mask is None else mask.reshape(-1)
-    noise = twin.router.draw(num_tokens, x.device) if noise is None else noise
+        sequence_T = _sequences_of(x)
+    valid_T = torch.ones(len(x_TD), dtype=torch.bool) if mask is None else mask.reshape(-1)
+    noise = twin.router.draw(len(x_TD), x.device) if noise is None else noise
     ids_T = None if token_ids is None else token_ids.reshape(-1)
     logits, probs, copies = reference_choice(twin, x_TD, valid_T, noise, ids_T, top_k)
-    sent = _admitted(capacity, copies, valid_T, domains, top_k, num_experts)
+    sent = _admitted(capacity, copies, valid_T, domains, top_k, twin.num_experts)
     y_TD = (output or reference_output)(twin, x_TD, sent)
     if twin.shared is not None:
-        is_padding = ~valid_T.unsqueeze(1)  # rows of padding may hold anything, NaN included
-        y_TD = y_TD + reference_shared(twin, x_TD.masked_fill(is_padding, 0.0)).masked_fill(
-            is_padding, 0.0
-        )
-    losses = {
-        loss.name: reference_loss(
-            loss, logits, probs, copies, valid_T, sequence_T, twin.step_counts
-        )
-        for loss in twin.losses
-    }
+        y_TD = y_TD + _shared_of_valid(twin, x_TD, valid_T)
+    losses = _losses(twin, logits, probs, copies, valid_T, sequence_T)
     zero = torch.zeros((), dtype=torch.float64)
     return Reference(
         y=y_TD.view(x.shape),
         rows=sorted((c.token, c.expert) for c in sent),
-        requested=_per_expert(copies, num_experts),
+        requested=_per_expert(copies, twin.num_experts),
         losses=losses,
         loss=sum((loss.coefficient * losses[loss.name] for loss in twin.losses), start=zero),
     )
+
+
+def _losses(
+    twin: MoE,
+    logits: Tensor,
+    probs: Tensor,
+    copies: Sequence[Copy],
+    valid_T: Tensor,
+    sequence_T: Tensor,
+) -> dict[str, Tensor]:
+    """Return the layer's auxiliary losses by name; see `reference_loss`."""
+    return {
+        loss.name: reference_loss(
+            loss,
+            logits,
+            probs=probs,
+            copies=copies,
+            valid_T=valid_T,
+            sequence_T=sequence_T,
+            earlier_E=twin.step_counts,
+        )
+        for loss in twin.losses
+    }
+
+
+def _sequences_of(x: Tensor) -> Tensor:
+    """Return the index of each token's sequence, (tokens,), for x of (sequences, length, dim)."""
+    num_tokens = math.prod(x.shape[:-1])
+    length = num_tokens // math.prod(x.shape[:-2]) if x.numel() else 1
+    return torch.arange(num_tokens) // length
+
+
+def _shared_of_valid(twin: MoE, x_TD: Tensor, valid_T: Tensor) -> Tensor:
+    """Return the shared expert's output, (tokens, dim); 0 for padding, whose rows may hold
+    anything, NaN included."""
+    is_padding = ~valid_T.unsqueeze(1)
+    out = reference_shared(twin, x_TD.masked_fill(is_padding, 0.0))
+    return out.masked_fill(is_padding, 0.0)
 
 
 def _admitted(
@@ -148,6 +183,7 @@ def _admitted(
 
 
 def _per_expert(copies: Sequence[Copy], num_experts: int) -> list[int]:
+    """Return the number of copies for each expert."""
     return [sum(c.expert == e for c in copies) for e in range(num_experts)]
 
 
@@ -159,62 +195,83 @@ def reference_choice(
     token_ids: Tensor | None,
     top_k: int,
 ) -> tuple[Tensor, Tensor, list[Copy]]:
-    """Return the logits (T, E), the probabilities (T, E) and the valid tokens' copies before capacity, all float64."""
-    router, valid = twin.router, valid_T.tolist()
+    """Return the logits (T, E), the probabilities (T, E) and the valid tokens' copies before
+    capacity, all float64."""
+    router = twin.router
+    valid = valid_T.tolist()
     x_TD = x_TD.masked_fill(~valid_T.unsqueeze(1), 0.0)
     if not isinstance(router, (SoftmaxTopK, SigmoidTopK)):
-        scores = router.scores(x_TD, noise, token_ids)
-        choice = router.choose(scores, top_k, None if all(valid) else valid_T, noise)
-        alive = [True] * len(choice.token) if choice.sent is None else choice.sent.tolist()
-        weights = router.weigh(scores, choice, top_k).unbind()
-        entries = zip(
-            choice.token.tolist(), choice.expert.tolist(), choice.slot.tolist(), weights, alive
-        )
-        copies = [
-            Copy(t, e, slot, weight) for t, e, slot, weight, sent in entries if sent and valid[t]
-        ]
-        return scores.logits, scores.probs, copies
-
+        return _choice_of_router(router, x_TD, valid_T, noise, token_ids, top_k)
     logits = x_TD @ router.weight.T
     if router.logit_bias is not None:
         logits = logits + router.logit_bias
     if isinstance(router, SoftmaxTopK):
         gates = logits.exp() / logits.exp().sum(1, keepdim=True)
-        probs, rank_by, sums_to_one = gates, logits, router.normalize == "after"
+        probs = gates
+        rank_by = logits
+        sums_to_one = router.normalize == "after"
     else:
         gates = 1 / (1 + (-logits).exp())
-        probs, rank_by = gates / gates.sum(1, keepdim=True), gates + router.bias
+        probs = gates / gates.sum(1, keepdim=True)
+        rank_by = gates + router.bias
         sums_to_one = router.normalize
     best = [
         sorted(range(twin.num_experts), key=lambda e: (-row[e], e))[:top_k]
         for row in rank_by.tolist()
     ]
-    chosen_TK = gates.gather(1, torch.tensor(best, dtype=torch.int64).view(-1, top_k))
-    weights_TK = router.scale * (
-        chosen_TK / chosen_TK.sum(1, keepdim=True) if sums_to_one else chosen_TK
+    weights_TK = gates.gather(1, torch.tensor(best, dtype=torch.int64).view(-1, top_k))
+    if sums_to_one:
+        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
+    weights_TK = router.scale * weights_TK
+    places = [
+        (token, expert, slot)
+        for token, of_token in enumerate(best)
+        for slot, expert in enumerate(of_token)
+    ]
+    copies = [
+        Copy(token, expert, slot, weight)
+        for (token, expert, slot), weight in zip(places, weights_TK.flatten().unbind())
+        if valid[token]
+    ]
+    return logits, probs, copies
+
+
+def _choice_of_router(
+    router: AbstractRouter,
+    x_TD: Tensor,
+    valid_T: Tensor,
+    noise: Tensor | None,
+    token_ids: Tensor | None,
+    top_k: int,
+) -> tuple[Tensor, Tensor, list[Copy]]:
+    """Return what `reference_choice` does, from a router's own scores, choices and weights."""
+    valid = valid_T.tolist()
+    scores = router.scores(x_TD, noise, token_ids)
+    choice = router.choose(scores, top_k, None if all(valid) else valid_T, noise)
+    entries = zip(
+        choice.token.tolist(),
+        choice.expert.tolist(),
+        choice.slot.tolist(),
+        router.weigh(scores, choice, top_k).unbind(),
+        [True] * len(choice.token) if choice.sent is None else choice.sent.tolist(),
     )
-    places = [(t, e, slot) for t, of_token in enumerate(best) for slot, e in enumerate(of_token)]
-    return (
-        logits,
-        probs,
-        [
-            Copy(*place, weight)
-            for place, weight in zip(places, weights_TK.flatten().unbind())
-            if valid[place[0]]
-        ],
-    )
+    copies = [
+        Copy(token, expert, slot, weight)
+        for token, expert, slot, weight, is_sent in entries
+        if is_sent and valid[token]
+    ]
+    return scores.logits, scores.probs, copies
 
 
 def _tables(copies: Sequence[Copy], num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return two (tokens, experts) float64 tables: the routing weight of each copy, and 1 for each copy; 0 elsewhere."""
-    at = tuple(torch.tensor([c[axis] for c in copies], dtype=torch.int64) for axis in range(2))
+    """Return two (tokens, experts) float64 tables: the routing weight of each copy, and 1 for each
+    copy; 0 elsewhere."""
+    token = torch.tensor([c.token for c in copies], dtype=torch.int64)
+    expert = torch.tensor([c.expert for c in copies], dtype=torch.int64)
+    ones = torch.ones(len(copies), dtype=torch.float64)
+    weights = torch.stack([c.weight for c in copies]).double() if copies else ones
     zeros = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
-    weights = (
-        torch.stack([c.weight for c in copies]) if copies else torch.zeros(0, dtype=torch.float64)
-    )
-    return zeros.index_put(at, weights.double()), zeros.index_put(
-        at, torch.ones(len(copies), dtype=torch.float64)
-    )
+    return (zeros.index_put((token, expert), weights), zeros.index_put((token, expert), ones))
 
 
 def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
@@ -222,10 +279,8 @@ def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
     y_TD = torch.zeros_like(x_TD)
     for e in sorted({c.expert for c in sent}):
         own = [c for c in sent if c.expert == e]
-        token, weight = (
-            torch.tensor([c.token for c in own]),
-            torch.stack([c.weight for c in own]).unsqueeze(1),
-        )
+        token = torch.tensor([c.token for c in own])
+        weight = torch.stack([c.weight for c in own]).unsqueeze(1)
         if twin.apply_weight == "before":
             out = reference_expert(twin.experts, e, weight * x_TD[token])
         else:
@@ -235,38 +290,34 @@ def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
 
 
 def reference_shared(twin: MoE, row: Tensor) -> Tensor:
-    """Return the shared expert's gated output for one token, (dim,), or for several, (rows, dim)."""
+    """Return the shared expert's gated output for one token, (dim,), or for several, (rows,
+    dim)."""
     assert twin.shared is not None
-    added = reference_expert(twin.shared, 0, row)
-    return (
-        added
-        if twin.shared_gate is None
-        else added / (1 + (-row @ twin.shared_gate.weight.T).exp())
-    )
+    out = reference_expert(twin.shared, 0, row)
+    if twin.shared_gate is None:
+        return out
+    return out / (1 + (-row @ twin.shared_gate.weight.T).exp())
 
 
 def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tensor:
     """Return one expert's output for one row, (dim,), or for several, (rows, dim), unweighted."""
     if isinstance(experts, ModuleExperts):
-        return cast(
-            Tensor,
-            list(experts.experts.children())[expert](row.view(-1, experts.dim)).view(row.shape),
-        )
+        module = list(experts.experts.children())[expert]
+        return cast(Tensor, module(row.view(-1, experts.dim)).view(row.shape))
     assert isinstance(experts, (GatedExperts, PlainExperts)), (
         f"no reference for {type(experts).__name__}"
     )
 
     def linear(number: int, inputs: Tensor) -> Tensor:
-        bias = (
-            getattr(experts, f"b{number}")[expert]
-            if experts.bias
-            else torch.zeros((), dtype=inputs.dtype)
-        )
-        return inputs @ getattr(experts, f"w{number}")[expert].T + bias
+        """Return the expert's linear map w1, w2 or w3, with its bias if it has one."""
+        out: Tensor = inputs @ getattr(experts, f"w{number}")[expert].T
+        return out + getattr(experts, f"b{number}")[expert] if experts.bias else out
 
-    hidden, clamp = linear(1, row), experts.clamp
+    hidden = linear(1, row)
+    clamp = experts.clamp
     if clamp is not None:
-        gate, up = torch.minimum(hidden, torch.tensor(clamp.limit)), linear(3, row)
+        gate = torch.minimum(hidden, torch.tensor(clamp.limit))
+        up = linear(3, row)
         up = torch.where(up.abs() > clamp.limit, clamp.limit * up.sign(), up)
         return linear(2, gate / (1 + (-clamp.alpha * gate).exp()) * (up + clamp.offset))
     hidden = reference_activation(hidden, experts.activation)
@@ -299,27 +350,32 @@ def reference_limit(
 def reference_admission(
     copies: Sequence[Copy], limit: int | None, order: str = "position"
 ) -> list[Copy]:
-    """Return the copies that the capacity admits: all first choices in turn, then all second choices, while experts have room.
+    """Return the copies that the capacity admits: all first choices in turn, then all second
+    choices, while experts have room.
 
     Args:
         copies: the copies before capacity.
         limit: rows per expert, None for no limit.
-        order: "position" admits tokens in their order, "score" tokens with a larger best weight first.
+        order: "position" admits tokens in their order, "score" tokens with a larger best weight
+            first.
     """
     if limit is None:
         return list(copies)
     best: dict[int, float] = {}
     for token, _, _, weight in copies:
         best[token] = max(best.get(token, 0.0), float(weight.detach()))
-    load: dict[int, int] = {}
+
+    def turn(index: int) -> tuple[int, float, int]:
+        """Return what copies are sorted by: choices in turn, then larger weights, then tokens."""
+        c = copies[index]
+        return c.slot, -best[c.token] if order == "score" else 0.0, c.token
+
+    load: Counter[int] = Counter()
     sent = []
-    in_order = sorted(
-        enumerate(copies),
-        key=lambda n: (n[1].slot, -best[n[1].token] if order == "score" else 0.0, n[1].token),
-    )
-    for index, turn in in_order:
-        if load.get(turn.expert, 0) < limit:
-            load[turn.expert] = load.get(turn.expert, 0) + 1
+    for index in sorted(range(len(copies)), key=turn):
+        expert = copies[index].expert
+        if load[expert] < limit:
+            load[expert] += 1
             sent.append(index)
     return [copies[index] for index in sorted(sent)]
 
@@ -333,16 +389,17 @@ def reference_loss(
     sequence_T: Tensor,
     earlier_E: Tensor,
 ) -> Tensor:
-    """Return one auxiliary loss before its coefficient, () float64, differentiable; 0 without valid tokens.
+    """Return one auxiliary loss before its coefficient, () float64, differentiable; 0 without valid
+    tokens.
 
     Args:
-        loss: the loss.
         logits: (tokens, experts) float64.
         probs: (tokens, experts) float64.
         copies: the valid tokens' copies before capacity.
         valid_T: (tokens,) bool, False for padding.
         sequence_T: (tokens,) the index of each token's sequence.
-        earlier_E: (experts,) copies of earlier micro-batches of the step, for losses over the global batch.
+        earlier_E: (experts,) copies of earlier micro-batches of the step, for losses over the
+            global batch.
     """
     if not bool(valid_T.any()):
         return 0 * logits.sum()
@@ -373,7 +430,8 @@ def reference_loss(
 
 
 def relative(actual: Tensor | None, expected: Tensor | None, *, least: float = 1.0) -> float:
-    """Return the largest difference divided by the largest expected value; inf for NaN and for another shape.
+    """Return the largest difference divided by the largest expected value; inf for NaN and for
+    another shape.
 
     Args:
         actual: None stands for zeros.
@@ -387,20 +445,23 @@ def relative(actual: Tensor | None, expected: Tensor | None, *, least: float = 1
         return float("inf")
     if not actual.numel():
         return 0.0
-    actual, expected = actual.detach().double(), expected.detach().double()
+    actual = actual.detach().double()
+    expected = expected.detach().double()
     error = float((actual - expected).abs().max())
     return error / max(float(expected.abs().max()), least) if error == error else float("inf")
 
 
 def ratio(actual: Tensor, expected: Tensor, *, within: float = 1e-3) -> float | None:
-    """Return the factor by which all of `expected` (n,) must be multiplied to give `actual` (n,); None if there is none.
+    """Return the factor by which all of `expected` (n,) must be multiplied to give `actual` (n,);
+    None if there is none.
 
     Args:
         actual: any numbers.
         expected: any numbers.
         within: largest deviation, relative to the largest expected value.
     """
-    actual, expected = actual.detach().double(), expected.detach().double()
+    actual = actual.detach().double()
+    expected = expected.detach().double()
     if actual.shape != expected.shape or not bool(expected.any()):
         return None
     factor = actual @ expected / (expected @ expected)

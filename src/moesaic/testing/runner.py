@@ -1,9 +1,9 @@
 """Runs ranks: of any function in processes of this machine, and of the conformance suite's cases.
 
-The suite runs most cases on loopback, with all ranks in one process, and some on real processes over Gloo. Parameters are
-DTensors there, so the gradient norm of training is compared too. The processes of a world size are started once for all its
-cases; each case creates its own mesh on them. On loopback, values that a program declares replicated must also agree bit for
-bit.
+The suite runs most cases on loopback, with all ranks in one process, and some on real processes
+over Gloo. Parameters are DTensors there, so the gradient norm of training is compared too. The
+processes of a world size are started once for all its cases; each case creates its own mesh on
+them. On loopback, values that a program declares replicated must also agree bit for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from moesaic.testing.workload import draw_workload
 
 TIMEOUT_SECONDS = 120
 GLOO_CASES = {2: 8, 4: 6, 8: 4}
-"""World size -> number of cases that run on processes. Few, since starting processes takes longer than running a case."""
+"""World size -> number of cases that run on processes. Few, since starting processes takes longer
+than running a case."""
 PART = 20
 """Number of cases that a worker runs per task."""
 
@@ -59,7 +60,8 @@ def on_ranks(
     backend: str = "gloo",
     preload: Sequence[str] = (),
 ) -> list[Any]:
-    """Call `function(*arguments)` in `world` processes that form a process group, and return each rank's result.
+    """Call `function(*arguments)` in `world` processes that form a process group, and return each
+    rank's result.
 
     Each process has a single thread.
 
@@ -68,21 +70,11 @@ def on_ranks(
         function: a module-level function with a result that can be pickled.
         arguments: arguments that can be pickled.
         timeout_seconds: timeout of the process group's collectives.
-        backend: backend of the process group.
         preload: see `start_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        start_ranks(
-            world,
-            _process,
-            world,
-            folder,
-            timeout_seconds,
-            backend,
-            function,
-            arguments,
-            preload=preload,
-        )
+        of_group = (world, folder, timeout_seconds, backend)
+        start_ranks(world, _process, *of_group, function, arguments, preload=preload)
         return [
             pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)
         ]
@@ -91,10 +83,12 @@ def on_ranks(
 def start_ranks(
     world: int, function: Callable[..., object], *arguments: object, preload: Sequence[str] = ()
 ) -> None:
-    """Call `function(rank, *arguments)` in `world` processes and wait for them. If one fails, all are terminated.
+    """Call `function(rank, *arguments)` in `world` processes and wait for them. If one fails, all
+    are terminated.
 
-    Importing torch takes longer than most ranks run. On Linux, processes are therefore forked from a server that imports this
-    module once for all calls. On other systems each process imports it again.
+    Importing torch takes longer than most ranks run. On Linux, processes are therefore forked from
+    a server that imports this module once for all calls. On other systems each process imports it
+    again.
 
     Args:
         world: number of processes.
@@ -110,7 +104,10 @@ def start_ranks(
 
 
 def _rank(rank: int, function: Callable[..., object], *arguments: object) -> None:
-    gc.freeze()  # otherwise the first collection traverses all objects of torch, and copies the pages shared with the server
+    """Run a function as one rank of the processes that were started."""
+    # otherwise the first collection traverses all objects of torch, and copies the pages shared
+    # with the server
+    gc.freeze()
     function(rank, *arguments)
 
 
@@ -123,6 +120,7 @@ def _process(
     function: Callable[..., Any],
     arguments: tuple[object, ...],
 ) -> None:
+    """Join the process group, run a function and write its result to the folder."""
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -153,7 +151,8 @@ class ProcessCase:
 
 
 def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
-    """Run cases, all of one world size, with a process for each rank; return each job's results with the expected ones."""
+    """Run cases, all of one world size, with a process for each rank; return each job's results
+    with the expected ones."""
     world = jobs[0].case.grid.world
     assert all(job.case.grid.world == world for job in jobs), (
         "cases of one call have one world size"
@@ -166,6 +165,7 @@ def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
 
 
 def _run_all(jobs: Sequence[ProcessCase]) -> list[Values]:
+    """Run cases on this rank, one after the other, and return its values of each."""
     results = []
     for job in jobs:
         grid = job.case.grid
@@ -184,6 +184,7 @@ def _run_all(jobs: Sequence[ProcessCase]) -> list[Values]:
 
 
 def _norm(layer: MoE, mesh: Mesh) -> float:
+    """Return the norm of a layer's gradients over the mesh; infinite instead of NaN."""
     norm = float(clip_grad_norm_(layer, math.inf))
     return norm if not math.isnan(norm) else math.inf
 
@@ -196,7 +197,8 @@ class Checked:
     errors: Errors
     """Empty if the case raised an exception."""
     reason: str
-    """Why it failed: the wrong quantities with their errors and ratios, or the exception; empty if it passed."""
+    """Why it failed: the wrong quantities with their errors and ratios, or the exception; empty if
+    it passed."""
 
     def __str__(self) -> str:
         return f"seed {self.case.seed}: {self.reason}\n  {self.case}"
@@ -216,7 +218,8 @@ class Evidence:
 
     @property
     def worst(self) -> Errors:
-        """Largest error of each quantity on loopback, over the cases that must be exact in float64."""
+        """Largest error of each quantity on loopback, over the cases that must be exact in
+        float64."""
         worst: Errors = {}
         for each in self.loopback:
             if each.case.is_exact and each.case.precision == "float64":
@@ -281,7 +284,8 @@ def run_part(seeds: Iterable[int]) -> list[Checked]:
 
 
 def check_case(case: Case) -> Checked:
-    """Run a case on loopback. If its plan is lossless, replicas must agree bit for bit at every slot of every program."""
+    """Run a case on loopback. If its plan is lossless, replicas must agree bit for bit at every
+    slot of every program."""
     try:
         with observed() as runs:
             ran = ran_case(case)
@@ -306,7 +310,8 @@ class Observed:
 
 @contextmanager
 def observed() -> Iterator[list[Observed]]:
-    """Collect every program that a layer runs inside the context, in the order in which the runs finish."""
+    """Collect every program that a layer runs inside the context, in the order in which the runs
+    finish."""
     runs: list[Observed] = []
 
     def watching(
@@ -315,9 +320,8 @@ def observed() -> Iterator[list[Observed]]:
         call: Call,
         wanted: Collection[str] | None = None,
     ) -> Generator[Transfer | Handle, Handle | None, Environment]:
-        environment = yield from interpret(
-            program, values, call
-        )  # without `wanted`, so that every slot is computed
+        # without `wanted`, so that every slot is computed
+        environment = yield from interpret(program, values, call)
         runs.append(Observed(program, call, environment))
         return environment
 
@@ -326,9 +330,11 @@ def observed() -> Iterator[list[Observed]]:
 
 
 def disagreements(runs: list[Observed]) -> list[str]:
-    """Return a line for each slot that should be replicated or identical on an axis but has different bits on two ranks.
+    """Return a line for each slot that should be replicated or identical on an axis but has
+    different bits on two ranks.
 
-    Weights for replicated copies are not compared: each rank gets those that its copies need, so ranks may differ.
+    Weights for replicated copies are not compared: each rank gets those that its copies need, so
+    ranks may differ.
 
     Args:
         runs: the runs of all ranks; each rank must have done its runs in the same order.
@@ -338,7 +344,8 @@ def disagreements(runs: list[Observed]) -> list[str]:
         by_rank.setdefault(run.call.rank, []).append(run)
     lines = set()
     for together in zip(*(by_rank[rank] for rank in sorted(by_rank))):
-        grid, program = together[0].call.sizes.grid, together[0].program
+        grid = together[0].call.sizes.grid
+        program = together[0].program
         for slot in program.slots:
             if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS:
                 continue
@@ -368,6 +375,7 @@ def _replicas(slot: Slot, grid: Grid) -> Iterator[tuple[int, int]]:
 
 
 def _same(first: Value, second: Value) -> bool:
+    """Return whether two results are equal in every bit."""
     if isinstance(first, tuple) and isinstance(second, tuple):
         return len(first) == len(second) and all(map(torch.equal, first, second))
     return torch.equal(rows(first), rows(second))

@@ -1,4 +1,5 @@
-"""Draws a case's layer and every group's tokens, masks and cotangents. They are the same in every process."""
+"""Draws a case's layer and every group's tokens, masks and cotangents. They are the same in every
+process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from moesaic.testing.cases import DIM, Case, small_router
 
 M = TypeVar("M", bound=nn.Module)
 
-HIDDEN, SHARED_HIDDEN = 4, 3
+HIDDEN = 4
+SHARED_HIDDEN = 3
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class GroupBatch:
     x: Tensor
     """(sequences, length, dim)."""
     dy: Tensor
-    """Shape of x: the cotangent of the output, before it is multiplied by the micro-batch's share."""
+    """Shape of x: the cotangent of the output, before it is multiplied by the micro-batch's
+    share."""
     mask: Tensor | None
     """(sequences, length) bool."""
     ids: Tensor
@@ -77,12 +80,12 @@ def draw_workload(case: Case) -> CaseData:
 
 
 def _cloned(module: M) -> M:
-    """Return a deep copy of `module`; faster than `copy.deepcopy`, which took a tenth of a case's time."""
+    """Return a deep copy of `module`; faster than `copy.deepcopy`, which took a tenth of a case's
+    time."""
     twin = copy.copy(module)
     for name, value in vars(module).items():
-        if isinstance(
-            value, dict
-        ):  # of hooks: those that are registered on the copy must not affect the original
+        # of hooks: those that are registered on the copy must not affect the original
+        if isinstance(value, dict):
             setattr(twin, name, copy.copy(value))
         elif isinstance(value, Tensor):
             setattr(twin, name, value.clone())
@@ -100,7 +103,8 @@ def _cloned(module: M) -> M:
 
 
 def _build_layer(case: Case) -> MoE:
-    """Build the layer, with biases and selection biases away from zero and router scores far apart."""
+    """Build the layer, with biases and selection biases away from zero and router scores far
+    apart."""
     experts = {
         "swiglu": "swiglu",
         "gelu": partial(PlainExperts, activation="gelu", bias=True),

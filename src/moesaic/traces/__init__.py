@@ -1,1 +1,2 @@
-"""Routing traces: the experts that tokens chose, recorded in training or synthetic; their files and statistics."""
+"""Routing traces: the experts that tokens chose, recorded in training or synthetic; their files and
+statistics."""

@@ -1,4 +1,5 @@
-"""Reads NumPy's `.npy` and `.npz` files: each array's header first, so that no more is read or inflated than it may hold."""
+"""Reads NumPy's `.npy` and `.npz` files: each array's header first, so that no more is read or
+inflated than it may hold."""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ from numpy.lib import format as npy
 from moesaic.files import open_file
 
 DAMAGED = (
-    OSError, EOFError, ValueError, MemoryError, TokenError, NotImplementedError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
+    OSError,
+    EOFError,
+    ValueError,
+    MemoryError,
+    TokenError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 """The exceptions of numpy for files that are damaged."""
 MOST_BYTES = 1 << 26
 """An array of at most this size is read whatever its compression."""
 MOST_INFLATED = 200
-"""Larger arrays are at most this many times as large as their compressed bytes. Recorded counts reach about 20; deflate reaches
-1,032 for a file made of zeros."""
+"""Larger arrays are at most this many times as large as their compressed bytes. Recorded counts
+reach about 20; deflate reaches 1,032 for a file made of zeros."""
 
 
 def read_array(path: Path) -> np.ndarray:
@@ -44,7 +52,8 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     Raises:
         OSError: the file cannot be read, or is not a file.
         KeyError: an array is missing.
-        one of DAMAGED: the file is damaged, or an array is larger than its compressed bytes can plausibly be.
+        one of DAMAGED: the file is damaged, or an array is larger than its compressed bytes can
+            plausibly be.
     """
     with open_file(path) as file:
         if file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX:

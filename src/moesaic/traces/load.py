@@ -1,4 +1,5 @@
-"""Statistics of a routing trace: imbalance, drift, within-sequence locality, and faults that prevent a replay."""
+"""Statistics of a routing trace: imbalance, drift, within-sequence locality, and faults that
+prevent a replay."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class LayerLoad:
     dead_experts: int
     """The number of experts without a copy in the whole trace."""
     drift: float
-    """Mean share of the copies that change their expert from one recorded step to the next; see `drift`."""
+    """Mean share of the copies that change their expert from one recorded step to the next; see
+    `drift`."""
     locality: float
     """Mean within-sequence locality over steps and micro-batches; see `locality`."""
     shares: np.ndarray
@@ -32,7 +34,8 @@ class LayerLoad:
 
 def layer_loads(trace: Trace) -> list[LayerLoad]:
     """Return the statistics of every layer, in one pass over the trace."""
-    shape, steps = trace.shape, trace.steps
+    shape = trace.shape
+    steps = trace.steps
     loads = np.zeros((shape.num_layers, len(steps), shape.num_experts), dtype=np.int64)
     localities = np.zeros((shape.num_layers, len(steps), shape.accumulation))
     for row, step in enumerate(steps):
@@ -56,7 +59,8 @@ def layer_loads(trace: Trace) -> list[LayerLoad]:
 
 
 def max_violation(loads: np.ndarray) -> np.ndarray:
-    """Return MaxVio, the largest load over the mean load minus 1 (Wang et al. 2024, section 4.1); 0 if all loads are 0.
+    """Return MaxVio, the largest load over the mean load minus 1 (Wang et al. 2024, section 4.1); 0
+    if all loads are 0.
 
     Args:
         loads: (..., num_experts) copies.
@@ -70,9 +74,11 @@ def max_violation(loads: np.ndarray) -> np.ndarray:
 
 
 def drift(loads: np.ndarray) -> float:
-    """Return the mean distance of consecutive steps' loads: half the sum of the shares' absolute differences, from 0 to 1.
+    """Return the mean distance of consecutive steps' loads: half the sum of the shares' absolute
+    differences, from 0 to 1.
 
-    The distance includes sampling noise, about sqrt(num_experts / (pi * copies)) for independently drawn copies.
+    The distance includes sampling noise, about sqrt(num_experts / (pi * copies)) for independently
+    drawn copies.
 
     Args:
         loads: (steps, num_experts) copies.
@@ -85,34 +91,42 @@ def drift(loads: np.ndarray) -> float:
 def locality(samples: np.ndarray, top_k: int) -> float:
     """Return how much the choice of experts depends on the sequence.
 
-    It is 0 if all sequences choose from the same distribution, and 1 if each sequence has its own `top_k` experts. Let w be the
-    probability that copies of two tokens of one sequence have the same expert, and b the probability for copies of two
-    sequences. The locality is (w - b) / (1 / top_k - b), 1 / top_k being the largest possible w. For top_k = 1 it is the
-    intraclass correlation of a Dirichlet-multinomial (Mosimann 1962): 1 / (1 + c) if sequences draw their shares from
-    Dirichlet(c * q). Estimates may be slightly below 0.
+    It is 0 if all sequences choose from the same distribution, and 1 if each sequence has its own
+    `top_k` experts. Let w be the probability that copies of two tokens of one sequence have the
+    same expert, and b the probability for copies of two sequences. The locality is (w - b) / (1 /
+    top_k - b), 1 / top_k being the largest possible w. For top_k = 1 it is the intraclass
+    correlation of a Dirichlet-multinomial (Mosimann 1962): 1 / (1 + c) if sequences draw their
+    shares from Dirichlet(c * q). Estimates may be slightly below 0.
 
     Args:
         samples: (sequences, num_experts) copies; no copies of a token are missing.
         top_k: copies per token.
     """
-    totals = samples.sum(axis=1, dtype=np.float64)
-    squares = (samples.astype(np.float64) ** 2).sum()
-    pairs = (totals * (totals - top_k)).sum()
-    across = totals.sum() ** 2 - (totals**2).sum()
-    if pairs <= 0 or across <= 0:
+    copies = samples.astype(np.float64)
+    totals = copies.sum(axis=1)
+    of_experts = copies.sum(axis=0)
+    squares = (copies**2).sum()
+    # ordered pairs of copies: of two tokens of one sequence, and of two sequences
+    pairs_within = (totals * (totals - top_k)).sum()
+    pairs_across = totals.sum() ** 2 - (totals**2).sum()
+    if pairs_within <= 0 or pairs_across <= 0:
         return 0.0
-    within = (squares - totals.sum()) / pairs
-    between = ((samples.sum(axis=0, dtype=np.float64) ** 2).sum() - squares) / across
-    return float((within - between) / (1 / top_k - between)) if between < 1 / top_k - 1e-9 else 0.0
+    # of these, the share with the same expert
+    within = (squares - totals.sum()) / pairs_within
+    between = ((of_experts**2).sum() - squares) / pairs_across
+    largest = 1 / top_k
+    return float((within - between) / (largest - between)) if between < largest - 1e-9 else 0.0
 
 
 def _shares(loads: np.ndarray) -> np.ndarray:
+    """Return loads as shares of their sum over experts."""
     shares: np.ndarray = loads / np.maximum(loads.sum(axis=-1, keepdims=True), 1)
     return shares
 
 
 def faults(trace: Trace) -> list[str]:
-    """Return one line per kind of fault and layer; an empty list if the trace can be replayed. The checks are:
+    """Return one line per kind of fault and layer; an empty list if the trace can be replayed. The
+    checks are:
 
     sums    every sequence has `seq_len * top_k` copies
     top-k   the experts of a token are distinct
@@ -128,9 +142,13 @@ def faults(trace: Trace) -> list[str]:
 
 def _layer_faults(trace: Trace, layer: int) -> list[str]:
     """Return the faults of one layer."""
-    shape, lines = trace.shape, []
+    shape = trace.shape
+    lines = []
     copies_per_sequence = shape.seq_len * shape.top_k
-    wrong_sequences, repeated_tokens, num_copies, first_wrong = 0, 0, 0, ""
+    wrong_sequences = 0
+    repeated_tokens = 0
+    num_copies = 0
+    first_wrong = ""
     for step in trace.steps:
         for micro in range(shape.accumulation):
             if trace.holds == "tokens":
@@ -152,7 +170,8 @@ def _layer_faults(trace: Trace, layer: int) -> list[str]:
         return [f"layers: layer {layer} has no copies at all"]
     if wrong_sequences:
         lines.append(
-            f"sums: layer {layer}: {wrong_sequences} sequences do not have {copies_per_sequence} copies, {first_wrong}"
+            f"sums: layer {layer}: {wrong_sequences} sequences do not have "
+            f"{copies_per_sequence} copies, {first_wrong}"
         )
     if repeated_tokens:
         lines.append(f"top-k: layer {layer}: {repeated_tokens} tokens chose an expert twice")
@@ -160,7 +179,8 @@ def _layer_faults(trace: Trace, layer: int) -> list[str]:
 
 
 def _gaps(steps: list[int]) -> str:
-    """Describe the steps that are not followed at the usual distance; return an empty string if there are none."""
+    """Describe the steps that are not followed at the usual distance; return an empty string if
+    there are none."""
     distances = np.diff(steps)
     if not len(distances):
         return ""

@@ -1,14 +1,17 @@
-"""Routing traces: the experts that the tokens of a run chose, per layer and step. Uses numpy only, so planning needs no torch.
+"""Routing traces: the experts that the tokens of a run chose, per layer and step. Uses numpy only,
+so planning needs no torch.
 
 A trace is recorded by `moesaic train --record-routing counts`. It is a folder of `.npz` segments.
-Each segment is complete by itself, so a run that is killed loses the last one at most. A segment holds some steps of a run: a
-header (JSON: format, version, sizes, source), the numbers of the steps, and one table in the smallest integer dtype that fits:
+Each segment is complete by itself, so a run that is killed loses the last one at most. A segment
+holds some steps of a run: a header (JSON: format, version, sizes, source), the numbers of the
+steps, and one table in the smallest integer dtype that fits:
 
-    counts   samples  (steps, accumulation, layers, sequences, num_experts)      copies of a sequence for an expert
-    tokens   experts  (steps, accumulation, layers, sequences * seq_len, top_k)  a token's experts, best first
+    counts   samples  (steps, accumulation, layers, sequences, num_experts)      copies, by expert
+    tokens   experts  (steps, accumulation, layers, sequences * seq_len, top_k)  experts, best first
 
-Experts give samples, and samples give counts per rank, since ranks have whole sequences. A choice that the router decided not
-to send (GShard's second expert) is stored as -1 - expert: it is not computed, but a replay needs it.
+Experts give samples, and samples give counts per rank, since ranks have whole sequences. A choice
+that the router decided not to send (GShard's second expert) is stored as -1 - expert: it is not
+computed, but a replay needs it.
 """
 
 from __future__ import annotations
@@ -39,15 +42,19 @@ def segment_name(first_step: int) -> str:
 
 
 class Trace:
-    """The expert choices of a run. Of a trace on disk, only the table that was read last is in memory.
+    """The expert choices of a run. Of a trace on disk, only the table that was read last is in
+    memory.
 
     Args:
-        parts: the segments of one run in the order of their steps; a segment on disk is given by its header.
+        parts: the segments of one run in the order of their steps; a segment on disk is given by
+            its header.
         name: what error messages call the trace.
     """
 
     def __init__(self, parts: Sequence[TraceSegment | Header], name: str) -> None:
-        self.shape, self.holds, self.name = parts[0].shape, parts[0].holds, name
+        self.shape = parts[0].shape
+        self.holds = parts[0].holds
+        self.name = name
         self._parts = parts
         self._place = {
             int(step): (number, row)
@@ -69,8 +76,8 @@ class Trace:
             path: a segment, a folder of segments, or the folder of a run that recorded a trace.
 
         Raises:
-            InputError: there is no trace, a segment is damaged, two segments hold the same step, or segments differ in their
-                sizes.
+            InputError: there is no trace, a segment is damaged, two segments hold the same step, or
+                segments differ in their sizes.
         """
         headers = [read_header(segment) for segment in segments_of(path)]
         for header in headers[1:]:
@@ -90,7 +97,8 @@ class Trace:
         return list(self._place)
 
     def samples(self, layer: int, step: int, micro: int = 0) -> np.ndarray:
-        """Return the number of copies that each sequence has for each expert, (sequences, num_experts) int64.
+        """Return the number of copies that each sequence has for each expert, (sequences,
+        num_experts) int64.
 
         Args:
             layer: number of the MoE layer, from 0.
@@ -103,15 +111,18 @@ class Trace:
     def counts(
         self, layer: int, step: int, micro: int = 0, *, groups: int | None = None
     ) -> np.ndarray:
-        """Return the number of copies that each data-parallel group has for each expert, (groups, num_experts) int64.
+        """Return the number of copies that each data-parallel group has for each expert, (groups,
+        num_experts) int64.
 
-        These are the counts that the simulator reads. Without tensor parallelism each rank is a group.
+        These are the counts that the simulator reads. Without tensor parallelism each rank is a
+        group.
 
         Args:
             layer: number of the MoE layer, from 0.
             step: one of `steps`.
             micro: number of the micro-batch in the step, from 0.
-            groups: the number of groups; each gets equally many consecutive sequences. None for the groups of the run.
+            groups: the number of groups; each gets equally many consecutive sequences. None for the
+                groups of the run.
 
         Raises:
             InputError: the number of groups does not divide the number of sequences.
@@ -119,7 +130,8 @@ class Trace:
         num_groups = self._parts[self._find(step)[0]].groups if groups is None else groups
         if num_groups < 1 or self.shape.sequences % num_groups:
             raise InputError(
-                f"trace {self.name}: {self.shape.sequences} sequences do not split into {num_groups} groups: choose a divisor"
+                f"trace {self.name}: {self.shape.sequences} sequences do not split into "
+                f"{num_groups} groups: choose a divisor"
             )
         return (
             self.samples(layer, step, micro)
@@ -128,20 +140,24 @@ class Trace:
         )
 
     def experts(self, layer: int, step: int, micro: int = 0) -> np.ndarray:
-        """Return every token's experts, best first, (sequences * seq_len, top_k); -1 - expert for choices that were not sent.
+        """Return every token's experts, best first, (sequences * seq_len, top_k); -1 - expert for
+        choices that were not sent.
 
         Raises:
             InputError: the trace holds counts only.
         """
         if self.holds != "tokens":
             raise InputError(
-                f"trace {self.name}: holds counts only, not the tokens' experts: record it with --record-routing tokens"
+                f"trace {self.name}: holds counts only, not the tokens' experts: record it "
+                "with --record-routing tokens"
             )
         return self._table(layer, step, micro)
 
     def loads(self) -> np.ndarray:
-        """Return the number of copies for each expert, (steps, layers, num_experts) int64, micro-batches added up."""
-        layers, micros = range(self.shape.num_layers), range(self.shape.accumulation)
+        """Return the number of copies for each expert, (steps, layers, num_experts) int64,
+        micro-batches added up."""
+        layers = range(self.shape.num_layers)
+        micros = range(self.shape.accumulation)
         return np.array(
             [
                 [
@@ -165,9 +181,11 @@ class Trace:
             )
 
     def _table(self, layer: int, step: int, micro: int) -> np.ndarray:
+        """Return the counts of a layer in a micro-batch of a step."""
         for noun, index, size in (
-            ("layer", layer, self.shape.num_layers), ("micro-batch", micro, self.shape.accumulation)
-        ):  # fmt: skip
+            ("layer", layer, self.shape.num_layers),
+            ("micro-batch", micro, self.shape.accumulation),
+        ):
             if not 0 <= index < size:
                 raise InputError(
                     f"trace {self.name}: has no {noun} {index}: choose 0 to {size - 1}"
@@ -177,6 +195,7 @@ class Trace:
         return table
 
     def _find(self, step: int) -> tuple[int, int]:
+        """Return the segment that holds a step, and the step's place in it."""
         if step not in self._place:
             raise InputError(
                 f"trace {self.name}: has no step {step}, only {steps_in_words(self.steps)}"
@@ -184,6 +203,7 @@ class Trace:
         return self._place[step]
 
     def _read_segment(self, number: int) -> np.ndarray:
+        """Return the counts of a segment; the last one that was read is kept."""
         if self._last is None or self._last[0] != number:
             part = self._parts[number]
             self._last = (number, read_table(part) if isinstance(part, Header) else part.table)
@@ -209,7 +229,8 @@ def segments_of(path: Path) -> list[Path]:
 
 
 def samples_of(experts: np.ndarray, shape: TraceShape) -> np.ndarray:
-    """Count the copies of each sequence for each expert: (tokens, top_k) experts -> (sequences, num_experts) int64."""
+    """Count the copies of each sequence for each expert: (tokens, top_k) experts -> (sequences,
+    num_experts) int64."""
     sequence = np.arange(shape.tokens) // shape.seq_len
     cell = sequence[:, None] * shape.num_experts + experts.astype(np.int64)
     counted = np.bincount(cell[experts >= 0], minlength=shape.sequences * shape.num_experts)
@@ -217,7 +238,8 @@ def samples_of(experts: np.ndarray, shape: TraceShape) -> np.ndarray:
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
-    """Return steps as text: "0 to 49 and 60 to 99", or the number of steps and their range if there are many runs."""
+    """Return steps as text: "0 to 49 and 60 to 99", or the number of steps and their range if there
+    are many runs."""
     cuts = [place for place in range(1, len(steps)) if steps[place] != steps[place - 1] + 1]
     runs = [(steps[a], steps[b - 1]) for a, b in zip([0, *cuts], [*cuts, len(steps)])]
     words = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
@@ -227,19 +249,21 @@ def steps_in_words(steps: Sequence[int]) -> str:
 
 
 def differences(shape: TraceShape, other: TraceShape) -> list[str]:
-    """Return the sizes in which a trace differs from another trace or a model, each as "num_experts=16 (not 64)"."""
+    """Return the sizes in which a trace differs from another trace or a model, each as
+    "num_experts=16 (not 64)"."""
     pairs = zip(asdict(shape).items(), asdict(other).values())
     return [f"{name}={value} (not {others})" for (name, value), others in pairs if value != others]
 
 
 def _require_same(first: Header, header: Header) -> None:
+    """Refuse segments of different models or runs."""
     differing = differences(header.shape, first.shape)
     if header.holds != first.holds:
         differing.append(f"holds={header.holds} (not {first.holds})")
     if differing:
         raise InputError(
-            f"trace {header.path}: is of another model or run than {first.path.name}, {', '.join(differing)}: "
-            "keep the files of one run in a folder"
+            f"trace {header.path}: is of another model or run than {first.path.name}, "
+            f"{', '.join(differing)}: keep the files of one run in a folder"
         )
 
 
@@ -253,7 +277,8 @@ TABLES: dict[Holds, str] = {"counts": "samples", "tokens": "experts"}
 
 @dataclass(frozen=True, kw_only=True)
 class TraceShape:
-    """The sizes of a trace. All its segments have the same sizes, and so must a model that replays the trace."""
+    """The sizes of a trace. All its segments have the same sizes, and so must a model that replays
+    the trace."""
 
     num_layers: int
     """Number of MoE layers."""
@@ -290,7 +315,8 @@ class TraceShape:
         return (self.accumulation, self.num_layers, *last)
 
     def dtype(self, holds: Holds) -> np.dtype[Any]:
-        """Return the integer dtype of a table; a sequence has at most `seq_len` copies for an expert."""
+        """Return the integer dtype of a table; a sequence has at most `seq_len` copies for an
+        expert."""
         return np.min_scalar_type(self.seq_len if holds == "counts" else -self.num_experts)
 
     def bytes_per_step(self, holds: Holds) -> int:
@@ -335,15 +361,20 @@ class Header:
 
 
 def write_segment(segment: TraceSegment, path: Path, *, typed: bool = False) -> None:
-    """Write a segment, whole or not at all; `typed` says that a user typed the path, which may then be a link.
+    """Write a segment, whole or not at all; `typed` says that a user typed the path, which may then
+    be a link.
 
     Raises:
         InputError: the file cannot be written; an earlier file at `path` is kept.
     """
     header = {
-        "format": FORMAT, "version": VERSION, "shape": asdict(segment.shape), "holds": segment.holds,
-        "groups": segment.groups, "source": dict(segment.source),
-    }  # fmt: skip
+        "format": FORMAT,
+        "version": VERSION,
+        "shape": asdict(segment.shape),
+        "holds": segment.holds,
+        "groups": segment.groups,
+        "source": dict(segment.source),
+    }
     table = {TABLES[segment.holds]: segment.table.astype(segment.shape.dtype(segment.holds))}
     data = io.BytesIO()
     np.savez_compressed(
@@ -358,7 +389,8 @@ def write_segment(segment: TraceSegment, path: Path, *, typed: bool = False) -> 
         write(path, data.getvalue(), typed=typed)
     except OSError as error:
         raise InputError(
-            f"trace {path}: cannot be written ({error.strerror}): free space or choose another place"
+            f"trace {path}: cannot be written ({error.strerror}): free space or choose "
+            "another place"
         ) from error
 
 
@@ -380,11 +412,13 @@ def read_header(path: Path) -> Header:
         is_trace = False
     if not is_trace:
         raise InputError(
-            f"trace {path}: is not a routing trace: make one with moesaic train --record-routing counts"
+            f"trace {path}: is not a routing trace: make one with moesaic train "
+            "--record-routing counts"
         )
     if header["version"] > VERSION:
         raise InputError(
-            f"trace {path}: has version {header['version']}, this Moesaic reads up to {VERSION}: upgrade it"
+            f"trace {path}: has version {header['version']}, this Moesaic reads up to "
+            f"{VERSION}: upgrade it"
         )
     try:
         shape = TraceShape(**header["shape"])
@@ -405,7 +439,8 @@ def read_header(path: Path) -> Header:
         or (np.diff(steps) <= 0).any()
     ):
         raise InputError(
-            f"trace {path}: its header is damaged (holds {segment.holds}, steps not ascending): record it again"
+            f"trace {path}: its header is damaged (holds {segment.holds}, steps not "
+            "ascending): record it again"
         )
     return segment
 
@@ -416,12 +451,15 @@ def read_table(header: Header) -> np.ndarray:
     Raises:
         InputError: the file is damaged, or the table does not fit the header.
     """
-    path, shape, name = header.path, header.shape, TABLES[header.holds]
+    path = header.path
+    shape = header.shape
+    name = TABLES[header.holds]
     table = _read_arrays(path, (name,))[name]
     expected = (len(header.steps), *shape.table(header.holds))
     if table.shape != expected:
         raise InputError(
-            f"trace {path}: its table has shape {table.shape}, its header says {expected}: record it again"
+            f"trace {path}: its table has shape {table.shape}, its header says {expected}: "
+            "record it again"
         )
     low, high = (
         (0, shape.seq_len)
@@ -430,7 +468,8 @@ def read_table(header: Header) -> np.ndarray:
     )
     if table.dtype.kind not in "iu" or (table < low).any() or (table > high).any():
         raise InputError(
-            f"trace {path}: its table holds other values than whole numbers from {low} to {high}: record it again"
+            f"trace {path}: its table holds other values than whole numbers from {low} to "
+            f"{high}: record it again"
         )
     return table
 
@@ -445,9 +484,11 @@ def _read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         ) from error
     except DAMAGED as error:
         raise InputError(
-            f"trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again"
+            f"trace {path}: is damaged or cut short: remove the file and use the other steps, "
+            "or record it again"
         ) from error
     except KeyError as error:  # another .npz
         raise InputError(
-            f"trace {path}: is not a routing trace: make one with moesaic train --record-routing counts"
+            f"trace {path}: is not a routing trace: make one with moesaic train "
+            "--record-routing counts"
         ) from error

@@ -1,7 +1,9 @@
-"""Adapters of the experts of a frozen model: what is trained, and how a rank reads its part of the frozen weights.
+"""Adapters of the experts of a frozen model: what is trained, and how a rank reads its part of the
+frozen weights.
 
-The model is that of another run. Its experts become NF4 (`FourBitExperts`) weight by weight as they are read; all else stays
-as it is. Checkpoints hold no frozen parameter, so a run is read together with the run that it adapts.
+The model is that of another run. Its experts become NF4 (`FourBitExperts`) weight by weight as they
+are read; all else stays as it is. Checkpoints hold no frozen parameter, so a run is read together
+with the run that it adapts.
 """
 
 from __future__ import annotations
@@ -25,18 +27,20 @@ from moesaic.train.distributed_checkpoint import read_into, shard_sizes
 
 
 def freeze(model: nn.Module, config: AdaptersConfig, grid: Grid | None) -> None:
-    """Give each MoE layer experts in NF4 with adapters, and freeze all other parameters; before the model is split.
+    """Give each MoE layer experts in NF4 with adapters, and freeze all other parameters; before the
+    model is split.
 
     Raises:
-        InputError: there are no experts, a width of theirs is no multiple of 64, or the mesh keeps several copies of one.
+        InputError: there are no experts, a width of theirs is no multiple of 64, or the mesh keeps
+            several copies of one.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
         raise InputError("adapters.base: a dense model has no experts to adapt: leave it out")
     if grid is not None and grid.edp > 1:
         raise InputError(
-            f"adapters.base: the mesh keeps {grid.edp} copies of each expert: choose mesh.ep and mesh.etp whose product is "
-            f"{grid.ep * grid.etp * grid.edp}"
+            f"adapters.base: the mesh keeps {grid.edp} copies of each expert: choose mesh.ep and "
+            f"mesh.etp whose product is {grid.ep * grid.etp * grid.edp}"
         )
     for layer in layers:
         assert isinstance(layer.experts, StackedExperts)
@@ -47,7 +51,8 @@ def freeze(model: nn.Module, config: AdaptersConfig, grid: Grid | None) -> None:
 
 @torch.no_grad()
 def read_frozen(saved: Checkpoint, model: nn.Module, config: ModelConfig, vocab_size: int) -> None:
-    """Read this rank's part of a checkpoint into the frozen parameters and the buffers of a model after `freeze`.
+    """Read this rank's part of a checkpoint into the frozen parameters and the buffers of a model
+    after `freeze`.
 
     Raises:
         InputError: the checkpoint is of another architecture, or of a run with adapters.
@@ -70,7 +75,8 @@ def read_frozen(saved: Checkpoint, model: nn.Module, config: ModelConfig, vocab_
     }
     if stored != targets.keys() | set(of_experts.values()):
         raise InputError(
-            f"adapters.base: {saved.folder} holds adapters, not a whole model: name the run that it adapts"
+            f"adapters.base: {saved.folder} holds adapters, not a whole model: name the run "
+            "that it adapts"
         )
     read_into(saved.folder, targets)
     for (path, field), name in of_experts.items():
@@ -91,14 +97,16 @@ def read_frozen(saved: Checkpoint, model: nn.Module, config: ModelConfig, vocab_
 
 
 def _stored_names(experts: FourBitExperts) -> list[tuple[str, str]]:
-    """Return the frozen fields besides scales, each with the name under which built-in experts store it."""
+    """Return the frozen fields besides scales, each with the name under which built-in experts
+    store it."""
     up = "13" if experts.gated else "1"
     names = {"up": f"w{up}", "down": "w2", "up_bias": f"b{up}", "down_bias": "b2"}
     return [(field, name) for field, name in names.items() if experts.form.has(field)]
 
 
 def _as_stored(whole: Tensor, parameter: Tensor, experts: FourBitExperts, field: str) -> Tensor:
-    """Return a tensor of this rank's part of a weight as a view that is sharded and shaped as checkpoints store it."""
+    """Return a tensor of this rank's part of a weight as a view that is sharded and shaped as
+    checkpoints store it."""
     if isinstance(parameter, DTensor):
         whole = DTensor.from_local(
             whole, parameter.device_mesh, parameter.placements, run_check=False

@@ -1,7 +1,9 @@
-"""The plan of a run: from a file, a search or a rule before it starts, or chosen while it trains (`auto.py`).
+"""The plan of a run: from a file, a search or a rule before it starts, or chosen while it trains
+(`auto.py`).
 
 If a cluster is described, its predictions prefill the plan table of the layers, which is kept in
-checkpoints. Lossless plans compute the same up to the order of sums, so the loss curve does not depend on them.
+checkpoints. Lossless plans compute the same up to the order of sums, so the loss curve does not
+depend on them.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from moesaic.layer import MoE
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES
-from moesaic.planner.files import MESH, read_planned
-from moesaic.planner.predict import Predictor, find_layout
-from moesaic.planner.table import TableSettings
+from moesaic.planner.plan_files import MESH, read_planned
+from moesaic.planner.plan_table import TableSettings
+from moesaic.planner.predicted_plans import Predictor, find_layout
 from moesaic.program.plan import Crossing, Plan, plan_in_words
 from moesaic.train.balance import known_cluster
 from moesaic.train.checkpoint import PLAN_TABLE
@@ -41,21 +43,23 @@ TABLE = TableSettings()
 
 
 def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> TrainConfig:
-    """Return the configuration with the mesh and plan that `planner.plan` selects: from a file, a search, or a rule.
+    """Return the configuration with the mesh and plan that `planner.plan` selects: from a file, a
+    search, or a rule.
 
-    A search runs for `search`, and for `auto` if the configured mesh does not fit the available ranks. If only one rank
-    of several is left, it trains without a mesh.
+    A search runs for `search`, and for `auto` if the configured mesh does not fit the available
+    ranks. If only one rank of several is left, it trains without a mesh.
 
     Raises:
-        InputError: if the file holds no plan, fields of `mesh` and `plan` contradict the selected ones, no mesh fits
-            the ranks, or the ranks do not fit the cluster.
+        InputError: if the file holds no plan, fields of `mesh` and `plan` contradict the selected
+            ones, no mesh fits the ranks, or the ranks do not fit the cluster.
     """
     if config.planner.rule:
         return _by_rule(config, say)
     if config.planner.file:
         return _with_file(config, Path(config.planner.file))
     world = dist.get_world_size() if dist.is_initialized() else 1
-    settings, configured = config.planner, config.mesh
+    settings = config.planner
+    configured = config.mesh
     fits = not (
         world % configured.tp
         or world % (configured.ep * configured.etp)
@@ -71,8 +75,8 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         Plan(),
     ):
         raise InputError(
-            "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without balance.replication and "
-            "balance.memory_budget: leave them out"
+            "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without "
+            "balance.replication and balance.memory_budget: leave them out"
         )
     if world == 1:
         return replace(
@@ -80,12 +84,15 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         )
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     layout = find_layout(
-        asdict(config), world, ranks_of_a_node(configured.ranks_per_node),
-        cluster=settings.cluster, on_cpu=on_cpu,
-    )  # fmt: skip
+        asdict(config),
+        world,
+        ranks_of_a_node(configured.ranks_per_node),
+        cluster=settings.cluster,
+        on_cpu=on_cpu,
+    )
     say(
-        f"planner: {world} ranks take {name_of(layout.grid)} and {plan_in_words(layout.plan)}, a predicted step of "
-        f"{1e3 * layout.seconds:.1f} ms"
+        f"planner: {world} ranks take {name_of(layout.grid)} and {plan_in_words(layout.plan)}, a "
+        f"predicted step of {1e3 * layout.seconds:.1f} ms"
     )
     mesh = replace(configured, **{name: getattr(layout.grid, name) for name in MESH})
     plan = replace(
@@ -103,10 +110,12 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
     for name in MESH:
-        configured, planned = getattr(config.mesh, name), getattr(mesh, name)
+        configured = getattr(config.mesh, name)
+        planned = getattr(mesh, name)
         if configured not in (planned, getattr(MeshConfig(), name)):
             raise InputError(
-                f"mesh.{name}={configured} and {path} with {planned} contradict each other: leave one out"
+                f"mesh.{name}={configured} and {path} with {planned} contradict each other: "
+                "leave one out"
             )
     if config.layer_plan not in (plan, Plan()):
         raise InputError(
@@ -118,12 +127,14 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
 
 
 def _by_rule(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
-    """Return the configuration with S1 or S2, as Algorithm 1 chooses. A single process has no schedule, so nothing
-    changes.
+    """Return the configuration with S1 or S2, as Algorithm 1 chooses. A single process has no
+    schedule, so nothing changes.
 
-    Algorithm 1 reads bytes only. Clusters rarely give a rate of float64, so its rows stand as wider ones of a known dtype.
+    Algorithm 1 reads bytes only. Clusters rarely give a rate of float64, so its rows stand as wider
+    ones of a known dtype.
     """
-    mesh, planner = Ranks.of(config, "cpu").mesh, config.planner
+    mesh = Ranks.of(config, "cpu").mesh
+    planner = config.planner
     if mesh is None:
         return config
     is_double = config.precision == "float64"
@@ -150,7 +161,8 @@ class Candidates:
 
 
 def find_candidates(config: TrainConfig) -> Candidates | None:
-    """Return the plans that a run may switch between, chosen for the cluster that it names. All ranks call it together.
+    """Return the plans that a run may switch between, chosen for the cluster that it names. All
+    ranks call it together.
 
     It runs before the run folder is created, so a refused run leaves nothing behind.
 
@@ -158,8 +170,9 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
         None if plans do not change, or no cluster is named.
 
     Raises:
-        InputError: on every rank, if the run cannot be planned: it has one process, a capacity with plan-dependent
-            drops, a cluster that the ranks do not fit, or a model that does not fit the cluster.
+        InputError: on every rank, if the run cannot be planned: it has one process, a capacity with
+            plan-dependent drops, a cluster that the ranks do not fit, or a model that does not fit
+            the cluster.
     """
     if not config.planner.is_auto:
         return None
@@ -188,7 +201,8 @@ def start_auto(
     clock: Callable[[], float],
     say: Callable[[str], None],
 ) -> AutoPlan | None:
-    """Let a run's MoE layers choose their plan while they train, if it is configured. All ranks call it together.
+    """Let a run's MoE layers choose their plan while they train, if it is configured. All ranks
+    call it together.
 
     Args:
         run: the run.
@@ -201,7 +215,8 @@ def start_auto(
         return None
     layers = [module for module in run.model.modules() if isinstance(module, MoE)]
     auto = AutoPlan.of(mesh)
-    auto.clock, auto.say = clock, say
+    auto.clock = clock
+    auto.say = say
     for layer in layers:
         assert layer.on_mesh is not None
         auto.join(layer.on_mesh, layer.experts, layer.hidden, layer.parameters)
@@ -209,7 +224,9 @@ def start_auto(
     if candidates is None:
         say("planner: plans are found and timed during the first 60 steps or so")
         return auto
-    model, moe, accumulation = run.config.model, run.config.model.moe, run.config.accumulation
+    model = run.config.model
+    moe = run.config.model.moe
+    accumulation = run.config.accumulation
 
     def load() -> float:
         busiest = torch.stack([layer.step_counts.max() for layer in layers]).double().mean()
@@ -227,8 +244,10 @@ def start_auto(
 
 
 def _saved_table(run: RunState, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the plan table in the checkpoint from which a run goes on, the same on all ranks; None without one."""
-    saved, reason = None, ""
+    """Return the plan table in the checkpoint from which a run goes on, the same on all ranks; None
+    without one."""
+    saved = None
+    reason = ""
     if run.ranks.is_first and run.saved is not None:
         try:
             saved = read_plan_table(run.saved.folder / PLAN_TABLE)
@@ -237,7 +256,8 @@ def _saved_table(run: RunState, say: Callable[[str], None]) -> dict[str, Any] | 
     saved, reason = run.ranks.from_first((saved, reason))
     if reason:
         say(
-            f"plan auto: the checkpoint's plan table is unusable ({reason}), so plans are timed anew"
+            f"plan auto: the checkpoint's plan table is unusable ({reason}), so plans are "
+            "timed anew"
         )
     return saved
 
@@ -247,7 +267,8 @@ def _require_plannable(config: TrainConfig, ranks: Ranks) -> None:
     moe = config.model.moe
     if ranks.mesh is None:
         raise InputError(
-            "planner.plan=auto: one process has no plan to choose: start several ranks with torchrun, or leave it off"
+            "planner.plan=auto: one process has no plan to choose: start several ranks with "
+            "torchrun, or leave it off"
         )
     if config.model.is_dense:
         raise InputError(
@@ -255,12 +276,14 @@ def _require_plannable(config: TrainConfig, ranks: Ranks) -> None:
         )
     if moe.limits_each_rank:
         raise InputError(
-            f"planner.plan=auto clashes with a capacity per rank (model.moe.capacity={moe.capacity}): which tokens it drops "
-            "would depend on the plan: choose dropless, or fixed or fitted with capacity_scope=mesh"
+            "planner.plan=auto clashes with a capacity per rank "
+            f"(model.moe.capacity={moe.capacity}): which tokens it drops would depend on the "
+            "plan: choose dropless, or fixed or fitted with capacity_scope=mesh"
         )
     if config.plan.crossing is Crossing.DEEPEP:
         raise InputError(
-            "planner.plan=auto clashes with plan.all_to_all=deepep, which cannot be switched to: choose multicast"
+            "planner.plan=auto clashes with plan.all_to_all=deepep, which cannot be switched "
+            "to: choose multicast"
         )
 
 

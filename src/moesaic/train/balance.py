@@ -1,8 +1,8 @@
-"""What a run does about skewed routing: the replication policy of its layers, memory budgets, moving samples and experts, and
-their metrics.
+"""What a run does about skewed routing: the replication policy of its layers, memory budgets,
+moving samples and experts, and their metrics.
 
-Experts move every `balance.experts_every` steps. Checkpoints are written with every expert at its original home, so
-they equal those of a run without moving experts, and fit any mesh.
+Experts move every `balance.experts_every` steps. Checkpoints are written with every expert at its
+original home, so they equal those of a run without moving experts, and fit any mesh.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS, replication_policy
-from moesaic.balance.experts import ExpertRates
+from moesaic.balance.expert_placement import ExpertRates
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import CallDecision
 from moesaic.balance.run.calls import BalancedCalls, calls_by, decisions_of
-from moesaic.balance.run.experts import ExpertPlacement, Moved
+from moesaic.balance.run.expert_moves import ExpertPlacement, Moved
 from moesaic.balance.run.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions
 from moesaic.comm.mesh import Mesh
@@ -30,11 +30,11 @@ from moesaic.comm.transport import NoTransport
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
-from moesaic.named import CallsOf
-from moesaic.planner.model import job_of
-from moesaic.planner.rates import costs_of, simulator_of
-from moesaic.planner.simulate import Simulator
+from moesaic.planner.job import job_of
+from moesaic.planner.policy_rates import costs_of, simulator_of
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
+from moesaic.policies import CallsOf
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
 from moesaic.train.config import TrainConfig
@@ -54,7 +54,8 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
 
 
 def costs_in(config: TrainConfig, grid: Grid) -> ReplicationCosts:
-    """Return the rates by which the policies of a run decide: those of the cluster that `planner` names, or else usual ones.
+    """Return the rates by which the policies of a run decide: those of the cluster that `planner`
+    names, or else usual ones.
 
     Raises:
         InputError: if the cluster does not fit the run.
@@ -81,7 +82,8 @@ def make_calls(config: TrainConfig, grid: Grid) -> CallsOf | None:
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Make the MoE layers of a single-process run respect the plan's memory budget, if any, by running in slices."""
+    """Make the MoE layers of a single-process run respect the plan's memory budget, if any, by
+    running in slices."""
     if plan.memory_budget is None:
         return
     for module in model.modules():
@@ -92,8 +94,8 @@ def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
-    """Return what each MoE layer did to meet its memory budget since the previous call, as metrics; empty without a
-    budget."""
+    """Return what each MoE layer did to meet its memory budget since the previous call, as metrics;
+    empty without a budget."""
     layers = [module.on_mesh for module in model.modules() if isinstance(module, MoE)]
     balanced = [
         on_mesh.calls
@@ -106,7 +108,8 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 
 
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
-    """Make a model's samples move between its MoE layers in training, as `balance.samples` configures."""
+    """Make a model's samples move between its MoE layers in training, as `balance.samples`
+    configures."""
     if isinstance(model, MovingGPT):
         options = PlacerOptions(machine=costs_in(config, mesh.grid).machine)
         model.relocator = WatchedRelocator(mesh, SAMPLE_PLACERS[config.balance.samples](options))
@@ -130,7 +133,8 @@ class ExpertMover:
     """Moves a run's experts between its steps. All ranks create it and call its methods together.
 
     Raises:
-        InputError: on every rank, if the model's or mesh's experts cannot move, or the cluster does not fit the run.
+        InputError: on every rank, if the model's or mesh's experts cannot move, or the cluster does
+            not fit the run.
     """
 
     def __init__(
@@ -151,19 +155,25 @@ class ExpertMover:
         costs = costs_in(config, mesh.grid)
         rates = ExpertRates(machine=costs.machine, element_bytes=element_bytes)
         self.placement = ExpertPlacement(
-            layers, mesh, optimizer, every=balance.experts_every, speeds=costs.speeds,
+            layers,
+            mesh,
+            optimizer,
+            every=balance.experts_every,
+            speeds=costs.speeds,
             placer=EXPERT_PLACERS[balance.experts](rates),
-        )  # fmt: skip
+        )
 
     def after_step(self) -> None:
-        """Count an optimizer step, after its gradients are freed, and move experts if a decision is due."""
+        """Count an optimizer step, after its gradients are freed, and move experts if a decision is
+        due."""
         moved = None if self.placement is None else self.placement.after_step()
         if moved is not None:
             self._moves.append(moved)
 
     def values(self) -> dict[str, Any]:
         """Return the metrics of moves since the previous call; empty if no decision was made."""
-        moves, self._moves = self._moves, []
+        moves = self._moves
+        self._moves = []
         if not moves:
             return {}
         return {
@@ -179,7 +189,8 @@ class ExpertMover:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Return every expert to its original home for the length of the block, as checkpoints need it."""
+        """Return every expert to its original home for the length of the block, as checkpoints need
+        it."""
         if self.placement is None:
             yield
             return
@@ -191,7 +202,8 @@ class DecisionMeter:
     """Collects what the layers' arbiters decided in training steps, and how their samples moved."""
 
     def __init__(self, model: nn.Module, element_bytes: int) -> None:
-        self._model, self._element_bytes = model, element_bytes
+        self._model = model
+        self._element_bytes = element_bytes
         self._layers = [module for module in model.modules() if isinstance(module, MoE)]
         self._decisions: list[list[CallDecision]] = [[] for _ in self._layers]
         self._moves: list[list[dict[str, float]]] = [[] for _ in self._layers]
@@ -221,8 +233,11 @@ class DecisionMeter:
 
     def values(self) -> dict[str, Any]:
         """Return the metrics of decisions since the previous call; empty if none were made."""
-        decisions, moves, seconds = self._decisions, self._moves, self._seconds
-        self._decisions, self._moves = [[] for _ in self._layers], [[] for _ in self._layers]
+        decisions = self._decisions
+        moves = self._moves
+        seconds = self._seconds
+        self._decisions = [[] for _ in self._layers]
+        self._moves = [[] for _ in self._layers]
         self._seconds = 0.0
         if not any(decisions) and not any(moves):
             return {}
@@ -240,7 +255,8 @@ class DecisionMeter:
 
 
 def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
-    """Return decisions of one layer as plain data: means over the calls, and loads by place of ep."""
+    """Return decisions of one layer as plain data: means over the calls, and loads by place of
+    ep."""
     if not decisions:
         return {}
     moved = [decision.moved() for decision in decisions]
@@ -266,8 +282,8 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
 
 
 def _sample_metrics(move: SampleMove) -> dict[str, float]:
-    """Return how many samples moved, and how many more (or fewer) rows cross links because of it, once in each
-    direction."""
+    """Return how many samples moved, and how many more (or fewer) rows cross links because of it,
+    once in each direction."""
     stay, moved = move.volumes()
     return {
         "samples_moved": move.before.moved(move.after),
@@ -277,8 +293,8 @@ def _sample_metrics(move: SampleMove) -> dict[str, float]:
 
 
 def _mean_sample_metrics(moves: Sequence[dict[str, float]], row_bytes: int) -> dict[str, float]:
-    """Return means over forward passes: samples that moved, and how many more (or fewer) bytes crossed links because of
-    it."""
+    """Return means over forward passes: samples that moved, and how many more (or fewer) bytes
+    crossed links because of it."""
     if not moves:
         return {}
     mean = {name: float(np.mean([move[name] for move in moves])) for name in moves[0]}

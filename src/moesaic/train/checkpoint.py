@@ -1,28 +1,26 @@
-"""Checkpoints: folders of tensors and JSON. They are written under another name and then renamed, so a folder with its
-final name is complete.
+"""Checkpoints: folders of tensors and JSON. They are written under another name and then renamed,
+so a folder with its final name is complete.
 
-    checkpoints/step-00000250/  shards/*  state.json  SHA256SUMS
+    checkpoints/step-00000250/  shards/index.json  shards/*.safetensors  state.json  SHA256SUMS
 
-Each checkpoint also has copies of the run folder's `config.json` and `tokenizer.json`, and the plan table if any.
-`SHA256SUMS` holds a checksum of every other file, in the format of the command sha256sum. Loading takes the newest
-checkpoint that matches its checksums. When a step is saved again, its earlier checkpoint is renamed until the new one
-is complete, so that at every instant a complete one exists.
+Each checkpoint also has copies of the run folder's `config.json` and `tokenizer.json`, and the plan
+table if any. `SHA256SUMS` holds a checksum of every other file, in the format of the command
+sha256sum. Loading takes the newest checkpoint that matches its checksums. When a step is saved
+again, its earlier checkpoint is renamed until the new one is complete, so that at every instant a
+complete one exists.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from fnmatch import fnmatchcase
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +36,16 @@ from moesaic.files import (
     entries,
     folder_below,
     kind_of,
-    leftovers,
     read_text,
     refuse_link,
     write,
 )
 from moesaic.models.config import ModelConfig
+from moesaic.resuming import Checkpoints, DamagedError, checksum, flush
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
+from moesaic.storage.shards import FILES, INDEX
 from moesaic.train.distributed_checkpoint import (
     SHARDS,
-    checksum,
-    flush,
     held_state,
     read_whole,
     restore,
@@ -58,17 +55,40 @@ from moesaic.train.distributed_checkpoint import (
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 
-FORMAT = 4
-"""Version of the layout; readers refuse all others."""
-STATE, SUMS = "state.json", "SHA256SUMS"
+FORMAT = 5
+"""Version of the layout that is written: the tensors are in safetensors files with a list of
+them."""
+READ_FORMATS = (4, FORMAT)
+"""Versions that are read; all others are refused. In version 4, torch's distributed checkpoint
+wrote the tensors."""
+STATE = "state.json"
+SUMS = "SHA256SUMS"
 """The files that hold a checkpoint's description and its checksums."""
-CONFIG, TOKENIZER, PLAN_TABLE = "config.json", "tokenizer.json", "plan-table.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+PLAN_TABLE = "plan-table.json"
 """Copies of the run's own files, as of the time of saving."""
 OWN_FILES = (
-    STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE, f"{SHARDS}/.metadata*", f"{SHARDS}/__*.distcp",
-)  # fmt: skip
-"""Patterns of all files that saving writes. No other file in a checkpoint's folder is ever deleted."""
-_NAME = re.compile(r"(?:step|\.replaced)-(\d{8,})(?:-\d+)?")
+    STATE,
+    SUMS,
+    CONFIG,
+    TOKENIZER,
+    PLAN_TABLE,
+    f"{SHARDS}/{INDEX}",
+    f"{SHARDS}/{FILES}",
+    f"{SHARDS}/.metadata*",
+    f"{SHARDS}/__*.distcp",
+)
+"""Patterns of all files that saving writes, or wrote in version 4. No other file in a checkpoint's
+folder is ever deleted."""
+CHECKPOINTS = Checkpoints(
+    name=re.compile(r"(?:step|\.replaced)-(\d{8,})(?:-\d+)?"),
+    final="step-",
+    replaced=".replaced-{step:08d}-{number}",
+    files=OWN_FILES,
+    texts=(STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE, f"{SHARDS}/{INDEX}"),
+)
+"""What the checkpoints of a run of `train` are called, and what they hold."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +124,8 @@ class Saving:
         target: the path that the checkpoint gets once it is complete.
         texts: the description and the copies of the run's files, by file name.
         keep_last: number of checkpoints to keep.
-        write: writes this rank's tensors into a folder, and returns the checksums of the files by path.
+        write: writes this rank's tensors into a folder, and returns the checksums of the files by
+            path.
         background: write in a thread, and return at once.
     """
 
@@ -118,8 +139,11 @@ class Saving:
         *,
         background: bool,
     ) -> None:
-        self.target, self._texts, self._keep_last, self._ranks = target, texts, keep_last, ranks
-        self._unfinished = target.with_name(f"{WRITING}{_step_of(target):08d}")
+        self.target = target
+        self._texts = texts
+        self._keep_last = keep_last
+        self._ranks = ranks
+        self._unfinished = target.with_name(f"{WRITING}{CHECKPOINTS.step_of(target):08d}")
         self._sums: Future[dict[str, str]] = Future()
         work = partial(_run_into, self._sums, partial(write, self._unfinished))
         if background:
@@ -133,11 +157,12 @@ class Saving:
         return self._sums.done()
 
     def finish(self) -> Path:
-        """Wait for the files of all ranks, give the checkpoint its final name, and delete old ones. Return its path.
+        """Wait for the files of all ranks, give the checkpoint its final name, and delete old ones.
+        Return its path.
 
         Raises:
-            InputError: on all ranks, if the disk is full, the folder cannot be written, or written files do not read
-                back correctly. Earlier checkpoints are kept.
+            InputError: on all ranks, if the disk is full, the folder cannot be written, or written
+                files do not read back correctly. Earlier checkpoints are kept.
         """
         sums: dict[str, str] = {}
         with _reporting_write_errors(self.target, self._unfinished, self._ranks):
@@ -147,7 +172,7 @@ class Saving:
             if self._ranks.is_first:
                 all_sums = {name: value for part in sums_of_ranks for name, value in part.items()}
                 _write_texts(self._unfinished, self._texts, all_sums)
-                _publish(self._unfinished, self.target, self._keep_last)
+                CHECKPOINTS.put(self._unfinished, self.target, self._keep_last)
         return self.target
 
 
@@ -175,8 +200,9 @@ def save_checkpoint(
 ) -> Saving:
     """Start to write `folder/step-XXXXXXXX` under a temporary name, and read it back.
 
-    `finish` then renames it, and deletes all but the newest `keep_last` checkpoints up to it. It also deletes later
-    checkpoints. They were damaged and ignored when the run was resumed, so they belong to an abandoned course.
+    `finish` then renames it, and deletes all but the newest `keep_last` checkpoints up to it. It
+    also deletes later checkpoints. They were damaged and ignored when the run was resumed, so they
+    belong to an abandoned course.
 
     Args:
         model: the module whose trained parameters and persistent buffers are saved.
@@ -184,17 +210,23 @@ def save_checkpoint(
         extra: JSON data that loading returns; the first rank's is kept.
         files: texts of the run's own files by name; the first rank's are written.
         ranks: the ranks that share the model, which all call this function; None for one process.
-        background: copy the tensors and write them in a thread. With several ranks, this is the name of a process group
-            that is used for nothing else; at most one checkpoint is written in it at a time.
+        background: copy the tensors and write them in a thread. With several ranks, this is the
+            name of a process group that is used for nothing else; at most one checkpoint is written
+            in it at a time.
 
     Raises:
         InputError: if the folder cannot be written; earlier checkpoints are kept.
     """
     ranks = ranks or Ranks()
-    target, unfinished = folder / f"step-{step:08d}", folder / f"{WRITING}{step:08d}"
+    target = folder / f"step-{step:08d}"
+    unfinished = folder / f"{WRITING}{step:08d}"
     state = {
-        "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
-    }  # fmt: skip
+        "format": FORMAT,
+        "step": step,
+        "model_config": asdict(model_config),
+        "vocab_size": vocab_size,
+        "extra": extra,
+    }
     tensors = {f"model.{name}": tensor for name, tensor in held_state(model).items()}
     tensors |= {
         f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()
@@ -215,58 +247,28 @@ def save_checkpoint(
 
 
 def _write_texts(unfinished: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
-    """Write the texts and checksums of a checkpoint, after its tensors are written, and flush all files to disk."""
+    """Write the texts and checksums of a checkpoint, after its tensors are written, and flush all
+    files to disk."""
     for name, text in texts.items():
         write(unfinished / name, text)
         sums[name] = checksum(unfinished / name)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     write(unfinished / SUMS, "".join(lines))
-    for name in (
-        *texts,
-        SUMS,
-        SHARDS,
-        "",
-    ):  # all files must be on disk before the folder gets its final name
+    # all files must be on disk before the folder gets its final name
+    for name in (*texts, SUMS, SHARDS, ""):
         flush(unfinished / name)
 
 
-def _publish(unfinished: Path, target: Path, keep_last: int) -> None:
-    """Give a complete checkpoint its final name, then delete old ones."""
-    folder, step = target.parent, _step_of(target)
-    if target.exists():
-        names = (folder / f".replaced-{step:08d}-{number}" for number in count())
-        os.replace(target, next(name for name in names if not name.exists()))
-    os.replace(unfinished, target)
-    flush(folder)
-    checkpoints = list_checkpoints(folder)
-    kept = [
-        path for path in checkpoints if _step_of(path) <= step and path.name.startswith("step-")
-    ][-keep_last:]
-    for path in checkpoints:
-        if path not in kept:
-            remove_checkpoint(path)
-
-
 def remove_checkpoint(path: Path) -> None:
-    """Delete the files of a checkpoint, unless it is a link. Delete its folder too unless it holds other files."""
-    if kind_of(path) != "a folder":
-        return
-    unfinished = [
-        file
-        for name in (STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE)
-        for file in leftovers(path / name)
-    ]
-    for file in (*_own_files(path), *unfinished):
-        with suppress(OSError):
-            file.unlink()
-    for folder in (path / SHARDS, path):
-        with suppress(OSError):  # a folder with other files, or a link
-            folder.rmdir()
+    """Delete the files of a checkpoint, unless it is a link. Delete its folder too unless it holds
+    other files."""
+    CHECKPOINTS.delete(path)
 
 
 @contextmanager
 def _reporting_write_errors(target: Path, unfinished: Path, ranks: Ranks) -> Iterator[None]:
-    """Turn a write error into an InputError on every rank, and delete the half-written checkpoint."""
+    """Turn a write error into an InputError on every rank, and delete the half-written
+    checkpoint."""
     with ranks.together():
         try:
             yield
@@ -285,41 +287,15 @@ def _reporting_write_errors(target: Path, unfinished: Path, ranks: Ranks) -> Ite
                 else f"{who}{text:.300}: check the folder"
             )
             raise InputError(
-                f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
+                f"checkpoint {target} could not be written, {reason}; earlier checkpoints are "
+                "intact"
             ) from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first. An earlier checkpoint of a step (`.replaced-*`) comes before the
-    newer one of that step."""
-    checkpoints = [path for path in entries(folder) if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(
-        checkpoints, key=lambda path: (_step_of(path), path.name.startswith("step-"), path.name)
-    )
-
-
-def _step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
-
-
-def _own_files(path: Path) -> list[Path]:
-    """Return the files in a checkpoint's folder that saving wrote, by name; none through a link."""
-    shards = path / SHARDS
-    inside = [
-        *entries(path, typed=True),
-        *(entries(shards) if kind_of(shards) == "a folder" else []),
-    ]
-    return [
-        file for file in inside if file.is_file() and _is_own(file.relative_to(path).as_posix())
-    ]
-
-
-def _is_own(name: str) -> bool:
-    """Return whether saving writes a file of this name, given below a checkpoint's folder."""
-    return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in OWN_FILES)
+    """Return the checkpoints of a run, oldest first. An earlier checkpoint of a step
+    (`.replaced-*`) comes before the newer one of that step."""
+    return CHECKPOINTS.listed(folder)
 
 
 def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
@@ -331,23 +307,10 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
     Raises:
         InputError: if there is no checkpoint, or all are damaged.
     """
-    candidates = list_checkpoints(folder)
-    if not candidates:
-        raise InputError(f"{folder}: no checkpoint there: train first, or name another run folder")
-    damages: list[str] = []
-    for path in reversed(candidates):
-        try:
-            loaded = _read(path)
-        except _DamagedError as damage:
-            damages.append(f"{path.name}: {damage}")
-            continue
-        for line in damages:
-            warn(f"{folder}: a checkpoint is damaged ({line}): taking {path.name} instead")
-        return loaded
-    raise InputError(
-        f"{folder}: every checkpoint there is damaged ({'; '.join(damages)}): mend one, or train anew with another --out, or "
-        "with --existing replace, which deletes them"
+    remedy = (
+        "mend one, or train anew with another --out, or with --existing replace, which deletes them"
     )
+    return CHECKPOINTS.newest(folder, _read, warn, remedy)
 
 
 def identity(checkpoint: Checkpoint) -> str:
@@ -356,9 +319,10 @@ def identity(checkpoint: Checkpoint) -> str:
 
 
 def find_copy(folder: Path, name: str) -> Path | None:
-    """Return the newest copy of a run's file whose checksum in its checkpoint is correct; None if there is none."""
+    """Return the newest copy of a run's file whose checksum in its checkpoint is correct; None if
+    there is none."""
     for path in reversed(list_checkpoints(folder)):
-        with suppress(OSError, ValueError, _DamagedError):
+        with suppress(OSError, ValueError, DamagedError):
             if checksum(path / name, at_most=MOST_TEXT) == _listed_sums(path).get(name):
                 return path / name
     return None
@@ -371,11 +335,12 @@ def load_into(
     config: ModelConfig,
     vocab_size: int,
 ) -> None:
-    """Read this rank's part of a checkpoint into a model, sharded or not, and its optimizer (None: the model alone).
+    """Read this rank's part of a checkpoint into a model, sharded or not, and its optimizer (None:
+    the model alone).
 
     Raises:
-        InputError: if the checkpoint has another `architecture` (the message names the fields that differ), or does not
-            fit the model.
+        InputError: if the checkpoint has another `architecture` (the message names the fields that
+            differ), or does not fit the model.
     """
     require_architecture(checkpoint, config, vocab_size)
     try:
@@ -387,11 +352,8 @@ def load_into(
         )
     except InputError:
         raise
-    except (
-        ValueError,
-        RuntimeError,
-        CheckpointException,
-    ) as error:  # the fields agree, but not the saved model
+    except (ValueError, RuntimeError, CheckpointException) as error:
+        # the fields agree, but not the saved model
         cause = (
             next(iter(error.failures.values()))[0]
             if isinstance(error, CheckpointException)
@@ -399,14 +361,16 @@ def load_into(
         )
         reason = " ".join(str(cause).split())
         raise InputError(
-            f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic builds ({reason:.200}): "
-            "use the version that wrote it, or choose another run folder"
+            f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic "
+            f"builds ({reason:.200}): use the version that wrote it, or choose another run folder"
         ) from error
 
 
 def require_architecture(checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
-    """Raise InputError, naming the fields that differ, if a checkpoint has another `architecture`."""
-    configured, saved = architecture(config), architecture(checkpoint.model_config)
+    """Raise InputError, naming the fields that differ, if a checkpoint has another
+    `architecture`."""
+    configured = architecture(config)
+    saved = architecture(checkpoint.model_config)
     # A field that only one of the two has depends on another field, which differs and is named.
     different = [
         f"{name} ({value!r} and {saved[name]!r})"
@@ -417,14 +381,17 @@ def require_architecture(checkpoint: Checkpoint, config: ModelConfig, vocab_size
         different.append(f"vocabulary ({vocab_size} and {checkpoint.vocab_size})")
     if different:
         raise InputError(
-            f"the checkpoint of step {checkpoint.step} is of another architecture, {'; '.join(different)} "
-            "(configured and saved): configure the saved one, or choose another run folder"
+            f"the checkpoint of step {checkpoint.step} is of another architecture, "
+            f"{'; '.join(different)} (configured and saved): configure the saved one, or choose "
+            "another run folder"
         )
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that decide which parameters a model has and what they mean. All other fields steer training."""
-    block, moe = config.block, config.moe
+    """Return the fields that decide which parameters a model has and what they mean. All other
+    fields steer training."""
+    block = config.block
+    moe = config.moe
     values = {f"model.{field.name}": getattr(config, field.name) for field in fields(config)}
     values |= {f"model.block.{field.name}": getattr(block, field.name) for field in fields(block)}
     values |= {f"model.moe.{field.name}": getattr(moe, field.name) for field in fields(moe)}
@@ -442,20 +409,31 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if all(sparse):
         unused.add("model.dense_hidden")
     if block.positions == "learned":
-        unused.discard(
-            "model.seq_len"
-        )  # it is the number of rows of the table of learned positions
+        # it is the number of rows of the table of learned positions
+        unused.discard("model.seq_len")
         unused |= {"model.block.rope_theta", "model.block.rope_factor"}
     return {name: value for name, value in values.items() if name not in unused}
 
 
 _STEER_TRAINING = (
-    "model.moe", "model.block", "model.moe.router_options",  # whose fields are compared one by one
-    "model.seq_len", "model.checkpoint_activations", "model.block.dropout", "model.moe.router_options.bias_rate",
-    "model.moe.capacity", "model.moe.capacity_factor", "model.moe.capacity_scope", "model.moe.capacity_order",
-    "model.moe.load_balance", "model.moe.load_balance_level", "model.moe.importance", "model.moe.z_loss",
-)  # fmt: skip
-"""Fields of the model configuration that may change on resuming. New fields count as architecture unless listed here."""
+    "model.moe",
+    "model.block",
+    "model.moe.router_options",  # whose fields are compared one by one
+    "model.seq_len",
+    "model.checkpoint_activations",
+    "model.block.dropout",
+    "model.moe.router_options.bias_rate",
+    "model.moe.capacity",
+    "model.moe.capacity_factor",
+    "model.moe.capacity_scope",
+    "model.moe.capacity_order",
+    "model.moe.load_balance",
+    "model.moe.load_balance_level",
+    "model.moe.importance",
+    "model.moe.z_loss",
+)
+"""Fields of the model configuration that may change on resuming. New fields count as architecture
+unless listed here."""
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -465,10 +443,6 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-class _DamagedError(Exception):
-    """Raised for a damaged or incomplete checkpoint."""
 
 
 def _read(path: Path) -> Checkpoint:
@@ -482,11 +456,11 @@ def _read(path: Path) -> Checkpoint:
             folder=path,
         )
     except FileNotFoundError as error:
-        raise _DamagedError(f"{Path(error.filename).name} is missing") from error
+        raise DamagedError(f"{Path(error.filename).name} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise _DamagedError(f"{type(error).__name__}: {error}") from error
+        raise DamagedError(f"{type(error).__name__}: {error}") from error
 
 
 def _checked_state(path: Path) -> dict[str, Any]:
@@ -494,41 +468,27 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
     Raises:
         InputError: for another version of the format.
-        _DamagedError, OSError, ValueError, KeyError, TypeError: for a damaged checkpoint.
+        DamagedError, OSError, ValueError, KeyError, TypeError: for a damaged checkpoint.
     """
-    _require_checksums(path, _listed_sums(path))
+    CHECKPOINTS.require_sums(path, _listed_sums(path), SUMS)
     state: dict[str, Any] = json.loads(read_text(path / STATE))
-    if state["format"] != FORMAT:
+    if state["format"] not in READ_FORMATS:
         raise InputError(
-            f"checkpoint {path} has format {state['format']}, this Moesaic reads {FORMAT}: use the version that wrote it"
+            f"checkpoint {path} has format {state['format']}, this Moesaic reads "
+            f"{' and '.join(map(str, READ_FORMATS))}: use the version that wrote it"
         )
-    if type(state["step"]) is not int or state["step"] != _step_of(path):
-        raise _DamagedError(f"{STATE} is of step {state['step']}: rename the folder as it was")
+    if type(state["step"]) is not int or state["step"] != CHECKPOINTS.step_of(path):
+        raise DamagedError(f"{STATE} is of step {state['step']}: rename the folder as it was")
     if type(state["vocab_size"]) is not int:
-        raise _DamagedError(f"{STATE} has a vocabulary of {state['vocab_size']!r}")
+        raise DamagedError(f"{STATE} has a vocabulary of {state['vocab_size']!r}")
     return state
 
 
 def _listed_sums(path: Path) -> dict[str, str]:
     """Return the checksums in a checkpoint's `SHA256SUMS`, by path."""
     rows = [line.partition("  ") for line in read_text(path / SUMS).splitlines()]
-    if strange := [name for _, _, name in rows if not _is_own(name)]:
-        raise _DamagedError(f"{SUMS} lists {strange[0]!r:.100}, which no checkpoint has")
+    if strange := [name for _, _, name in rows if not CHECKPOINTS.is_own(name)]:
+        raise DamagedError(f"{SUMS} lists {strange[0]!r:.100}, which no checkpoint has")
     if kind_of(path / SHARDS) == "a symbolic link":
-        raise _DamagedError(f"{SHARDS} is a link")
+        raise DamagedError(f"{SHARDS} is a link")
     return {name: value for value, _, name in rows}
-
-
-def _require_checksums(path: Path, sums: dict[str, str]) -> None:
-    """Raise _DamagedError for a file that differs from its checksum or has none, and FileNotFoundError for a missing
-    file."""
-    for name, expected in sums.items():
-        if (
-            checksum(path / name, at_most=None if name.startswith(SHARDS) else MOST_TEXT)
-            != expected
-        ):
-            raise _DamagedError(f"{name} does not match its checksum")
-    for file in _own_files(path):
-        name = file.relative_to(path).as_posix()
-        if name not in (SUMS, *sums):
-            raise _DamagedError(f"{name} has no checksum")

@@ -1,7 +1,7 @@
 """The configuration of a training run.
 
-The configuration is a tree of frozen dataclasses. The docstring under each field is its `--help` text, and the run
-folder keeps the values.
+The configuration is a tree of frozen dataclasses. The docstring under each field is its `--help`
+text, and the run folder keeps the values.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from moesaic.models.config import ModelConfig
 from moesaic.program.plan import NO_REPLICATION, Plan, StaticPlan, check_budget
 
 UNMOVED = "none"
-"""The value of `balance.samples` and `balance.experts` with which samples or experts are not moved."""
+"""The value of `balance.samples` and `balance.experts` with which samples or experts are not
+moved."""
 if TYPE_CHECKING:
     Placement: TypeAlias = str
     ExpertPlacement: TypeAlias = str
 else:
     Placement = Literal[(UNMOVED, *SAMPLE_PLACERS)]
     ExpertPlacement = Literal[(UNMOVED, *EXPERT_PLACERS)]
-"""Policies that place samples and experts, from their registries; the command line lists them as choices."""
+"""Policies that place samples and experts, from their registries; the command line lists them as
+choices."""
 MOST_PATIENCE = 1500.0
-"""Seconds. Gloo times out by itself after 1,800 seconds, and does not say which rank it waited for."""
+"""Seconds. Gloo times out by itself after 1,800 seconds, and does not say which rank it waited
+for."""
 
 
-def _require_at_least_one(config: object, *names: str, prefix: str = "") -> None:
+def _require_at_least_one(config: object, names: tuple[str, ...], *, prefix: str = "") -> None:
     """Raise InputError for a field that is below 1; None is allowed."""
     for name in names:
         value = getattr(config, name)
@@ -41,30 +44,34 @@ class DataConfig:
     """The data to train on, and how it is turned into tokens."""
 
     path: tuple[str, ...] = ()
-    """Files, globs or folders. By its suffix a file holds tokens (.bin: raw little-endian integers, memory mapped), JSON
-    lines (.jsonl), a table that the package datasets reads (.parquet, .arrow, .json, .csv), or text. Empty: the source
-    text of this Python's standard library, without its tests."""
+    """Files, globs or folders. By its suffix a file holds tokens (.bin: raw little-endian integers,
+    memory mapped), JSON lines (.jsonl), a table that the package datasets reads (.parquet, .arrow,
+    .json, .csv), or text. Empty: the source of sympy 1.14.0, which torch brings, without its tests;
+    the same text on every machine."""
     text_field: str = "text"
     """The field of JSON lines and tables that holds the text."""
     val: tuple[str, ...] = ()
     """Files of validation data, as for path. Empty: val_share of the data is set aside."""
     val_share: float = 0.05
-    """Share of the data that is set aside for validation if val names no files. Files are set aside by a hash of their
-    names. With fewer than 20 files, and with `.bin` files, the last tokens are set aside."""
+    """Share of the data that is set aside for validation if val names no files. Files are set aside
+    by a hash of their names. With fewer than 20 files, and with `.bin` files, the last tokens are
+    set aside."""
     vocab_size: int = 256
-    """Size of the vocabulary. For text without a tokenizer, whose tokens are bytes, 256; in a larger one the other ids are
-    unused. For `.bin` files: the largest id plus one. Their integer type is taken from the .json file of the same name,
-    which moesaic tokenize writes. Without that file they have 16 bits, or 32 if vocab_size is above 65,536."""
+    """Size of the vocabulary. For text without a tokenizer, whose tokens are bytes, 256; in a
+    larger one the other ids are unused. For `.bin` files: the largest id plus one. Their integer
+    type is taken from the .json file of the same name, which moesaic tokenize writes. Without that
+    file they have 16 bits, or 32 if vocab_size is above 65,536."""
     tokenizer: str = ""
-    """A tokenizer.json of the tokenizers library, as models on the Hugging Face hub have it; its vocabulary then
-    overrides vocab_size. Empty: one token per byte of text."""
+    """A tokenizer.json of the tokenizers library, as models on the Hugging Face hub have it; its
+    vocabulary then overrides vocab_size. Empty: one token per byte of text."""
 
     def __post_init__(self) -> None:
         if not 0 < self.val_share < 1:
             raise InputError(
-                f"data.val_share={self.val_share}: must be above 0 and below 1; files are named by data.val"
+                f"data.val_share={self.val_share}: must be above 0 and below 1; files are "
+                "named by data.val"
             )
-        _require_at_least_one(self, "vocab_size", prefix="data.")
+        _require_at_least_one(self, ("vocab_size",), prefix="data.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +83,11 @@ class OptimizerConfig:
     expert_lr_scale: float = 1.0
     """Learning rate of the routed experts, as a multiple of lr at every step."""
     router_lr_scale: float = 1.0
-    """Learning rate of the routers, as a multiple of lr at every step; with 0 they keep their initial weights."""
+    """Learning rate of the routers, as a multiple of lr at every step; with 0 they keep their
+    initial weights."""
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    """Shape of the decay. wsd (warm-up, stable, decay) is constant and then decays linearly over the last fifth of the
-    steps."""
+    """Shape of the decay. wsd (warm-up, stable, decay) is constant and then decays linearly over
+    the last fifth of the steps."""
     final_share: float = 0.1
     """Learning rate of the last step as a share of the peak."""
     warmup_steps: int = 40
@@ -113,39 +121,59 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How the ranks share the model. Data parallelism uses the ranks that the other axes leave over."""
+    """How the ranks share the model. Data parallelism uses the ranks that the other axes leave
+    over."""
 
     tp: int = 1
-    """Tensor parallelism: this many ranks hold the same tokens, and each holds a part of attention and of the dense
-    layers. Must divide model.num_heads."""
+    """Tensor parallelism: this many ranks hold the same tokens, and each holds a part of attention
+    and of the dense layers. Must divide model.num_heads."""
     ep: int = 1
     """Expert parallelism: the experts of a layer are split over this many ranks."""
     etp: int = 1
     """Expert tensor parallelism: each expert's inner width is split over this many ranks."""
     pp: int = 1
-    """Pipeline parallelism: the blocks are split over this many stages, which share the ranks evenly. The accumulation
-    micro-batches of a step flow through the stages."""
+    """Pipeline parallelism: the blocks are split over this many stages, which share the ranks
+    so that their time is even. The accumulation micro-batches of a step flow through the stages."""
     parts_per_stage: int = 1
-    """Parts of the model in each pipeline stage. With more than one, interleaved 1F1B takes the place of 1F1B."""
+    """Parts of the model in each pipeline stage. With more than one, interleaved 1F1B takes the
+    place of 1F1B."""
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep gets consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
-    """Number of consecutive ranks that share a node; None takes torchrun's LOCAL_WORLD_SIZE, or all ranks if it is not
-    set."""
+    """Number of consecutive ranks that share a node; None takes torchrun's LOCAL_WORLD_SIZE, or all
+    ranks if it is not set."""
     transport: str = "auto"
-    """Transport of the MoE layers' messages: gloo between CPUs, nccl between GPUs, or auto, which takes one of
-    them; another package can offer further ones, such as the laboratory's sockets between CPUs."""
+    """Transport of the MoE layers' messages: gloo between CPUs, nccl between GPUs, or auto, which
+    takes one of them; another package can offer further ones, such as the laboratory's sockets
+    between CPUs."""
     sequence_parallel: bool = False
-    """Between the layers, each rank of a tp group keeps only its part of the positions: less memory, the same bytes
-    sent."""
+    """Between the layers, each rank of a tp group keeps only its part of the positions: less
+    memory, the same bytes sent."""
+    shard: Literal["auto", "all", "node", "none"] = "auto"
+    """Over which data-parallel ranks parameters, gradients and optimizer states are sharded. all:
+    over all of them; node: inside nodes, with replicas on the other nodes, so that parameters are
+    never sent between nodes; none: every rank has all of them. auto: node if the ranks span several
+    nodes and hold fits the memory, else all; see docs/choose_a_split.md."""
+    hold: Literal["auto", "parameters", "gradients", "nothing"] = "auto"
+    """What each rank holds whole between the micro-batches of a step. parameters: parameters and
+    gradients, so that parameters are gathered and gradients reduced once a step; gradients:
+    gradients alone; nothing: neither. auto: as much as fits in half of the rank's memory beside its
+    part of parameters, gradients and optimizer states."""
+    stage_precision: Literal["as activations", "bfloat16"] = "as activations"
+    """Precision in which stages send activations and their gradients to each other. Between blocks
+    activations are kept in the precision of the parameters."""
+    replica_precision: Literal["as gradients", "bfloat16"] = "as gradients"
+    """Precision in which gradients are sent between replicas, such as between nodes under
+    shard=node."""
 
     def __post_init__(self) -> None:
         if self.pp == 1 and self.parts_per_stage > 1:
             raise InputError(
-                f"mesh.parts_per_stage={self.parts_per_stage}: one stage has the whole model: choose mesh.pp above 1"
+                f"mesh.parts_per_stage={self.parts_per_stage}: one stage has the whole model: "
+                "choose mesh.pp above 1"
             )
         _require_at_least_one(
-            self, "tp", "ep", "etp", "pp", "parts_per_stage", "ranks_per_node", prefix="mesh."
+            self, ("tp", "ep", "etp", "pp", "parts_per_stage", "ranks_per_node"), prefix="mesh."
         )
 
     @property
@@ -156,23 +184,27 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerConfig:
-    """How the plan of the MoE layers is chosen, and from which description of the cluster; see docs/planning.md."""
+    """How the plan of the MoE layers is chosen, and from which description of the cluster; see
+    docs/planning.md."""
 
     plan: str = ""
-    """Empty: use the fields of `plan` and `balance`. A file: use the plan written by moesaic show --write, or the mesh
-    and plan written by moesaic plan --write. search: use the mesh and plan with the shortest predicted step on the
-    available ranks. auto: change plans while training, by predicted times at first and by measured times as they come
-    in; without a cluster, by timing candidate plans in the first steps. auto also searches for a mesh if the
-    configured one does not fit the ranks. parm: choose S1 or S2 by Parm's Algorithm 1 (corrected), with times from the
+    """Empty: use the fields of `plan` and `balance`. A file: use the plan written by moesaic show
+    --write, or the mesh and plan written by moesaic plan --write. search: use the mesh and plan
+    with the shortest predicted step on the available ranks. auto: change plans while training, by
+    predicted times at first and by measured times as they come in; without a cluster, by timing
+    candidate plans in the first steps. auto also searches for a mesh if the configured one does not
+    fit the ranks. parm: choose S1 or S2 by Parm's Algorithm 1 (corrected), with times from the
     cluster. --plan is short for this option."""
     cluster: str = ""
-    """Source of predicted times, for plan=auto and for policies in `balance`: a preset, or a file that describes a
-    cluster, such as one that moesaic profile wrote. Empty: usual links are assumed if times are needed."""
+    """Source of predicted times, for plan=auto and for policies in `balance`: a preset, or a file
+    that describes a cluster, such as one that moesaic profile wrote. Empty: usual links are assumed
+    if times are needed."""
 
     def __post_init__(self) -> None:
         if self.rule and not self.cluster:
             raise InputError(
-                f"planner.plan={self.plan} needs the times of collectives from planner.cluster: name one"
+                f"planner.plan={self.plan} needs the times of collectives from "
+                "planner.cluster: name one"
             )
 
     @property
@@ -201,22 +233,25 @@ class BalanceConfig:
     """How the MoE layers react to skewed routing; see docs/balance.md."""
 
     replication: str = NO_REPLICATION
-    """Which copies are computed by ranks other than their experts' homes, decided in each call from its counts. none;
-    shadow: send hot experts' weights to the ranks that hold their copies; published: shadow by FasterMoE's own rule;
-    spill: give the excess copies of overloaded ranks to idle ones; eplb: DeepSeek's rule; arbiter: none, shadow, spill,
-    eplb, another plan.gather_weights or the smart schedule, whichever is fastest by a cost model."""
+    """Which copies are computed by ranks other than their experts' homes, decided in each call from
+    its counts. none; shadow: send hot experts' weights to the ranks that hold their copies;
+    published: shadow by FasterMoE's own rule; spill: give the excess copies of overloaded ranks to
+    idle ones; eplb: DeepSeek's rule; arbiter: none, shadow, spill, eplb, another
+    plan.gather_weights or the smart schedule, whichever is fastest by a cost model."""
     memory_budget: int | None = None
-    """Most bytes that one call of an MoE layer may hold on a rank, forward and backward, however skewed the routing is.
-    Policies that replicate send the excess to helpers; otherwise the call runs in slices. As many slices as fit are
-    kept for backward, and the others are recomputed. None: no limit."""
+    """Most bytes that one call of an MoE layer may hold on a rank, forward and backward, however
+    skewed the routing is. Policies that replicate send the excess to helpers; otherwise the call
+    runs in slices. As many slices as fit are kept for backward, and the others are recomputed.
+    None: no limit."""
     samples: Placement = UNMOVED
-    """Which rank holds each sample between MoE layers (NetMoE). none: the rank that loaded it; two_stage: minimise rows
-    between nodes, then within nodes; weighed: minimise rows over the slower kind of link first. With
-    replication=arbiter, samples move in the calls in which this is fastest."""
+    """Which rank holds each sample between MoE layers (NetMoE). none: the rank that loaded it;
+    two_stage: minimise rows between nodes, then within nodes; weighed: minimise rows over the
+    slower kind of link first. With replication=arbiter, samples move in the calls in which this is
+    fastest."""
     experts: ExpertPlacement = UNMOVED
-    """Which rank stores each expert, decided by the load of previous steps. none: experts stay where they began;
-    balanced: move experts if the gain until the next decision pays for the move; smartmoe: as published, whatever a
-    move costs."""
+    """Which rank stores each expert, decided by the load of previous steps. none: experts stay
+    where they began; balanced: move experts if the gain until the next decision pays for the move;
+    smartmoe: as published, whatever a move costs."""
     experts_every: int = 50
     """Optimizer steps between decisions about expert placement."""
 
@@ -225,14 +260,15 @@ class BalanceConfig:
         if self.replication != NO_REPLICATION:
             check_replication("balance.replication", self.replication)
         for name, value, policies in (
-            ("samples", self.samples, SAMPLE_PLACERS), ("experts", self.experts, EXPERT_PLACERS)
-        ):  # fmt: skip
+            ("samples", self.samples, SAMPLE_PLACERS),
+            ("experts", self.experts, EXPERT_PLACERS),
+        ):
             known = (UNMOVED, *policies)
             if value not in known:
                 raise InputError(
                     f"balance.{name}={value!r} is unknown: choose one of {', '.join(known)}"
                 )
-        _require_at_least_one(self, "experts_every", prefix="balance.")
+        _require_at_least_one(self, ("experts_every",), prefix="balance.")
 
     @property
     def moves_samples(self) -> bool:
@@ -250,13 +286,13 @@ class AdaptersConfig:
     """Adapters (LoRA) of the experts of a model that another run trained; see docs/training.md."""
 
     base: str = ""
-    """The folder of that run, which must stay as it is. Its model is frozen, with experts in NF4; only adapters are
-    trained and saved. Empty: all parameters are trained."""
+    """The folder of that run, which must stay as it is. Its model is frozen, with experts in NF4;
+    only adapters are trained and saved. Empty: all parameters are trained."""
     rank: int = 16
     """Rank of the adapters."""
 
     def __post_init__(self) -> None:
-        _require_at_least_one(self, "rank", prefix="adapters.")
+        _require_at_least_one(self, ("rank",), prefix="adapters.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +307,7 @@ class SaveConfig:
     """Copy the tensors into CPU memory and write them while training continues."""
 
     def __post_init__(self) -> None:
-        _require_at_least_one(self, "every", "keep", prefix="save.")
+        _require_at_least_one(self, ("every", "keep"), prefix="save.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +320,7 @@ class EvaluateConfig:
     """Sequences of each evaluation, spread evenly over the validation data."""
 
     def __post_init__(self) -> None:
-        _require_at_least_one(self, "every", "sequences", prefix="evaluate.")
+        _require_at_least_one(self, ("every", "sequences"), prefix="evaluate.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,9 +328,11 @@ class TrainConfig:
     """A training run."""
 
     out: str = "runs/gpt"
-    """The run folder, which holds the configuration, metrics, checkpoints and TensorBoard events."""
+    """The run folder, which holds the configuration, metrics, checkpoints and TensorBoard
+    events."""
     existing: Literal["refuse", "resume", "replace"] = "refuse"
-    """If the folder already holds a run: refuse to start; resume from its last intact checkpoint; or replace it."""
+    """If the folder already holds a run: refuse to start; resume from its last intact checkpoint;
+    or replace it."""
     steps: int = 500
     """Number of optimizer steps."""
     batch_size: int = 16
@@ -304,15 +342,18 @@ class TrainConfig:
     seed: int = 0
     """Seed of initialisation, data order and routing noise."""
     device: str = "auto"
-    """auto (CUDA if there is a GPU), cpu, cuda, cuda:1. With several ranks, each one takes a GPU of its own."""
+    """auto (CUDA if there is a GPU), cpu, cuda, cuda:1. With several ranks, each one takes a GPU of
+    its own."""
     threads: int | None = None
     """CPU threads per rank; None leaves the choice to torch."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Autocast dtype of the forward pass. auto: bfloat16 on GPUs that support it, and on CPUs that are measured to multiply
-    one expert's rows 1.5 times as fast in it as in float32; else float32. float64: the parameters too, for comparing runs."""
+    """Autocast dtype of the forward pass. auto: bfloat16 on GPUs that support it, and on CPUs that
+    are measured to multiply one expert's rows 1.5 times as fast in it as in float32; else float32.
+    float64: the parameters too, for comparing runs."""
     start_patience: float = 300.0
-    """Seconds without progress of a rank, before the first step, until all ranks end with a line that says which rank is
-    missing. Given as a flag, it also limits how long ranks wait for each other to join."""
+    """Seconds without progress of a rank, before the first step, until all ranks end with a line
+    that says which rank is missing. Given as a flag, it also limits how long ranks wait for each
+    other to join."""
     patience: float = 600.0
     """The same, after the first step."""
     log_every: int = 10
@@ -320,16 +361,17 @@ class TrainConfig:
     tensorboard: bool = True
     """Also write metrics as TensorBoard event files."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
-    """Write a routing trace into the run folder (docs/traces.md): the copies per sequence, rank and expert, or every
-    token's experts."""
+    """Write a routing trace into the run folder (docs/traces.md): the copies per sequence, rank and
+    expert, or every token's experts."""
     replay_routing: str = ""
-    """A trace from which every token's experts are taken; the router computes their weights. Empty for none."""
+    """A trace from which every token's experts are taken; the router computes their weights. Empty
+    for none."""
     nonfinite_steps: int = 3
-    """Steps with a loss or gradient that is not finite are skipped on all ranks; this many of them in a row end the run (1:
-    the first one does). See docs/reliability.md."""
+    """Steps with a loss or gradient that is not finite are skipped on all ranks; this many of them
+    in a row end the run (1: the first one does). See docs/reliability.md."""
     on_spike: Literal["warn", "rollback"] = "warn"
-    """Reaction to a loss far above that of the previous steps. warn reports it; rollback returns to the last checkpoint and
-    skips the samples from there to the spike."""
+    """Reaction to a loss far above that of the previous steps. warn reports it; rollback returns to
+    the last checkpoint and skips the samples from there to the spike."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """When the model is evaluated."""
     save: SaveConfig = SaveConfig()
@@ -357,7 +399,7 @@ class TrainConfig:
                 "plan: is a StaticPlan here; replication and memory_budget are fields of balance"
             )
         _require_at_least_one(
-            self, "steps", "batch_size", "accumulation", "log_every", "nonfinite_steps", "threads"
+            self, ("steps", "batch_size", "accumulation", "log_every", "nonfinite_steps", "threads")
         )
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
@@ -368,11 +410,13 @@ class TrainConfig:
                 )
         if self.on_spike == "rollback" and self.replay_routing:
             raise InputError(
-                "on_spike=rollback clashes with replay_routing, since a trace fixes the order of samples: leave one out"
+                "on_spike=rollback clashes with replay_routing, since a trace fixes the order "
+                "of samples: leave one out"
             )
         if self.adapters.base and self.balance.moves_experts:
             raise InputError(
-                "balance.experts clashes with adapters.base, whose experts have no optimizer states: leave it none"
+                "balance.experts clashes with adapters.base, whose experts have no optimizer "
+                "states: leave it none"
             )
         self._check_shards()
         self._check_stages()
@@ -380,7 +424,8 @@ class TrainConfig:
         self._check_samples()
 
     def _check_shards(self) -> None:
-        model, mesh = self.model, self.mesh
+        model = self.model
+        mesh = self.mesh
         sparse = [model.is_sparse(layer) for layer in range(model.num_layers)]
         divisions = [
             ("mesh.tp", mesh.tp, "model.num_heads", model.num_heads),
@@ -403,31 +448,58 @@ class TrainConfig:
                 )
 
     def _check_stages(self) -> None:
-        stages, parts, option = self.mesh.pp, self.mesh.parts_per_stage, f"mesh.pp={self.mesh.pp}"
+        stages = self.mesh.pp
+        parts = self.mesh.parts_per_stage
+        option = f"mesh.pp={self.mesh.pp}"
         if stages == 1:
             return
         if stages * parts > self.model.num_layers:
             raise InputError(
-                f"{option}: needs {stages * parts} layers or more, but model.num_layers={self.model.num_layers}: choose fewer"
+                f"{option}: needs {stages * parts} layers or more, but "
+                f"model.num_layers={self.model.num_layers}: choose fewer"
             )
-        if self.accumulation % stages:
+        rounds = max(1, self.accumulation // stages)
+        if parts > 1 and self.accumulation % rounds:
             raise InputError(
-                f"{option}: {stages} stages do not divide accumulation={self.accumulation}, the micro-batches of a step that "
-                f"flow through them: choose a multiple of {stages}"
+                f"{option}, mesh.parts_per_stage={parts}: interleaved 1F1B runs the micro-batches "
+                f"of a step in {rounds} equal rounds, and accumulation={self.accumulation} does "
+                f"not divide into them: choose a multiple of {stages}"
+            )
+        if self.mesh.hold == "nothing":
+            raise InputError(
+                f"{option} clashes with mesh.hold=nothing: stages reduce gradients after a step's "
+                "last micro-batch, and hold them until then: choose gradients"
             )
         balance = self.balance
-        for name, value, off in (
-            ("balance.samples", balance.samples, UNMOVED), ("balance.experts", balance.experts, UNMOVED),
-            ("balance.replication", balance.replication, NO_REPLICATION),
-            ("balance.memory_budget", balance.memory_budget, None),
-            ("planner.plan", "" if self.planner.file else self.planner.plan, ""),
-            ("record_routing", self.record_routing, "none"), ("replay_routing", self.replay_routing, ""),
-            ("adapters.base", self.adapters.base, ""),
-        ):  # fmt: skip
+        for name, value, off, why in (
+            (
+                "balance.samples",
+                balance.samples,
+                UNMOVED,
+                "a sample leaves a stage from the rank on which it came",
+            ),
+            (
+                "balance.experts",
+                balance.experts,
+                UNMOVED,
+                "decisions compare the experts of all layers on one rank",
+            ),
+            (
+                "planner.plan",
+                "" if self.planner.file else self.planner.plan,
+                "",
+                "the time of a stage's step is that of the slowest stage, so it does not tell "
+                "which plan of its own layers is faster",
+            ),
+            (
+                "adapters.base",
+                self.adapters.base,
+                "",
+                "the frozen model is read whole by every rank",
+            ),
+        ):
             if value != off:
-                raise InputError(
-                    f"{option} clashes with {name}={value}, which needs all layers on every rank: leave one out"
-                )
+                raise InputError(f"{option} clashes with {name}={value}: {why}: leave one out")
 
     def _check_experts(self) -> None:
         option = f"balance.experts={self.balance.experts}"
@@ -435,16 +507,16 @@ class TrainConfig:
             return
         if self.model.is_dense:
             raise InputError(f'{option}: model.ffn="dense" has no experts to move: leave it none')
-        is_planned = (
-            self.planner.file or self.planner.searches
-        )  # such a mesh is checked once it is known
+        # such a mesh is checked once it is known
+        is_planned = self.planner.file or self.planner.searches
         if self.mesh.ep == 1 and not is_planned:
             raise InputError(
                 f"{option} with mesh.ep=1, where every rank has all experts: choose an ep above 1"
             )
 
     def _check_samples(self) -> None:
-        option, block = f"balance.samples={self.balance.samples}", self.model.block
+        option = f"balance.samples={self.balance.samples}"
+        block = self.model.block
         if not self.balance.moves_samples:
             return
         reasons = (
@@ -490,8 +562,10 @@ class TrainConfig:
 
     @property
     def matmul_shape(self) -> tuple[int, int, int]:
-        """Rows, width and columns of a micro-batch's matmul with one expert under even load, or with a dense layer."""
-        model, tokens = self.model, self.batch_size * self.model.seq_len
+        """Rows, width and columns of a micro-batch's matmul with one expert under even load, or
+        with a dense layer."""
+        model = self.model
+        tokens = self.batch_size * self.model.seq_len
         if model.ffn == "dense":
             return tokens, model.dim, model.active_hidden
         return (

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import os
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,22 +20,25 @@ from moesaic.configfile import read_table
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
 from moesaic.train.documents import SAVED, SPLITS, read_documents
+from moesaic.train.example_text import PACKAGE, VERSION, example_text
 from moesaic.train.tokenizer import AbstractTokenizer, ByteTokenizer, make_tokenizer
 
 FEW_FILES = 20
 """With fewer files than this, the validation data is the end of the text instead of whole files."""
-FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 64 * 1024
+FINGERPRINT_BLOCKS = 64
+FINGERPRINT_BLOCK_BYTES = 64 * 1024
 """Most blocks of the training data that are hashed, and their size."""
 BIN_DTYPES = ("uint8", "uint16", "uint32")
 """Integer types of `.bin` files."""
-ID_CHECK_BLOCKS, ID_CHECK_BLOCK_BYTES = 256, 1024 * 1024
-"""Most blocks of a `.bin` file that are checked for ids outside the vocabulary, and their size: the full file up to 256
-MiB."""
+ID_CHECK_BLOCKS = 256
+ID_CHECK_BLOCK_BYTES = 1024 * 1024
+"""Most blocks of a `.bin` file that are checked for ids outside the vocabulary, and their size: the
+full file up to 256 MiB."""
 
 
 Objective = Callable[[np.ndarray, Sequence[int]], tuple[np.ndarray, np.ndarray]]
-"""Maps windows, (rows, seq_len + 1) int64, with a seed for each to a model's inputs and targets, (rows, seq_len) int64 each; a
-target of -1 does not count."""
+"""Maps windows, (rows, seq_len + 1) int64, with a seed for each to a model's inputs and targets,
+(rows, seq_len) int64 each; a target of -1 does not count."""
 
 
 def next_token(windows: np.ndarray, seeds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -75,9 +76,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     Raises:
         InputError: if data is missing, empty or unreadable, or has ids outside the vocabulary.
     """
-    files, root = (
-        (find_files(config.path, "data.path"), None) if config.path else standard_library()
-    )
+    files, root = (find_files(config.path, "data.path"), None) if config.path else example_text()
     val_files = find_files(config.val, "data.val") if config.val else []
     if val_files and (files[0].suffix == ".bin") != (val_files[0].suffix == ".bin"):
         raise InputError(
@@ -88,20 +87,19 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     tokenizer = make_tokenizer(config, tokenizer_file)
     if isinstance(tokenizer, ByteTokenizer) and config.vocab_size < tokenizer.vocab_size:
         raise InputError(
-            f"data.vocab_size={config.vocab_size}: text has {tokenizer.vocab_size} tokens as bytes: set it to that or more, "
-            "or name a tokenizer.json with data.tokenizer"
+            f"data.vocab_size={config.vocab_size}: text has {tokenizer.vocab_size} tokens as "
+            "bytes: set it to that or more, or name a tokenizer.json with data.tokenizer"
         )
     files = [path for path in files if path.stat().st_size] or files[:1]
     if not val_files and len(files) >= FEW_FILES:
         files, val_files = split_by_name(files, config.val_share, root)
-    train_documents, val_documents = (
-        _read(files, config.text_field),
-        _read(val_files, config.text_field),
-    )
+    train_documents = _read(files, config.text_field)
+    val_documents = _read(val_files, config.text_field)
     if not val_documents:
         whole = b"\0".join(train_documents)
         cut = int(len(whole) * (1 - config.val_share))
-        train_documents, val_documents = [whole[:cut]], [whole[cut:]]
+        train_documents = [whole[:cut]]
+        val_documents = [whole[cut:]]
     return Corpus(
         train=_join(tokenizer, train_documents),
         val=_join(tokenizer, val_documents),
@@ -110,27 +108,16 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         if isinstance(tokenizer, ByteTokenizer)
         else tokenizer.vocab_size,
         val_bytes=sum(map(len, val_documents)) + len(val_documents) - 1,
-        description=f"{len(files) + len(val_files)} files" + (f" of {root}" if root else ""),
+        description=f"{len(files) + len(val_files)} files"
+        + (f" of {PACKAGE} {VERSION}" if root else ""),
     )
-
-
-def standard_library() -> tuple[list[Path], Path]:
-    """Return the source files of this Python's standard library without its tests, sorted, and their common folder."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not files:
-        raise InputError(f"no Python sources in {root}: pass text with data.path")
-    return sorted(files), root
 
 
 def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
     """Return the files that paths, folders and globs name, sorted.
 
-    From a folder, hidden files are left out. A folder that `datasets.save_to_disk` wrote counts as a file.
+    From a folder, hidden files are left out. A folder that `datasets.save_to_disk` wrote counts as
+    a file.
 
     Raises:
         InputError: if there are none, or text files and `.bin` files are mixed.
@@ -146,7 +133,8 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
             matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
             if not matches:
                 raise InputError(
-                    f"{where}: nothing at {pattern}: give a text file, a folder, a glob or a .bin file"
+                    f"{where}: nothing at {pattern}: give a text file, a folder, a glob or a "
+                    ".bin file"
                 )
             files.update(match for match in matches if match.is_file())
     if not files:
@@ -161,8 +149,8 @@ def _data_files(folder: Path, where: str) -> list[Path]:
     if (folder / SPLITS).exists():
         splits = sorted(path.parent for path in folder.glob(f"*/{SAVED}"))
         raise InputError(
-            f"{where}: {folder} holds a dataset of several splits ({', '.join(split.name for split in splits)}): "
-            f"name one, as {folder / 'train'}"
+            f"{where}: {folder} holds a dataset of several splits "
+            f"({', '.join(split.name for split in splits)}): name one, as {folder / 'train'}"
         )
     if (folder / SAVED).exists():
         return [folder]
@@ -177,12 +165,14 @@ def _data_files(folder: Path, where: str) -> list[Path]:
 def split_by_name(
     files: list[Path], share: float, root: Path | None
 ) -> tuple[list[Path], list[Path]]:
-    """Set files aside for validation by a hash of their names, so that adding files never moves others between the two
-    parts.
+    """Set files aside for validation by a hash of their names, so that adding files never moves
+    others between the two parts.
 
     Args:
-        share: average share of the files that go to validation; of two or more files, at least one does.
-        root: the folder that names are relative to; None uses the last two parts of each path as the name.
+        share: average share of the files that go to validation; of two or more files, at least one
+            does.
+        root: the folder that names are relative to; None uses the last two parts of each path as
+            the name.
 
     Returns:
         (training files, validation files).
@@ -205,7 +195,8 @@ def draw_of(data: bytes) -> float:
 
 
 def fingerprint(tokens: np.ndarray) -> str:
-    """Return a hash of the number of tokens and of evenly spread blocks of them. It covers all tokens up to 4 MiB."""
+    """Return a hash of the number of tokens and of evenly spread blocks of them. It covers all
+    tokens up to 4 MiB."""
     digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=16)
     block = FINGERPRINT_BLOCK_BYTES // tokens.itemsize
     for start in spread_blocks(len(tokens), block, FINGERPRINT_BLOCKS):
@@ -214,15 +205,16 @@ def fingerprint(tokens: np.ndarray) -> str:
 
 
 def spread_blocks(length: int, block: int, at_most: int) -> list[int]:
-    """Return the start of each block of a sequence: of all blocks if there are `at_most` or fewer, else of `at_most`
-    blocks spread evenly from the first to the last."""
+    """Return the start of each block of a sequence: of all blocks if there are `at_most` or fewer,
+    else of `at_most` blocks spread evenly from the first to the last."""
     if length <= block * at_most:
         return list(range(0, length, block))
     return [int(start) for start in np.linspace(0, length - block, at_most).astype(np.int64)]
 
 
 class Batches:
-    """Micro-batches of consecutive, non-overlapping windows, in an order that is shuffled anew in each epoch.
+    """Micro-batches of consecutive, non-overlapping windows, in an order that is shuffled anew in
+    each epoch.
 
     Args:
         tokens: (tokens,) the data.
@@ -231,8 +223,8 @@ class Batches:
         objective: what the model is to predict; its seeds differ between epochs.
 
     Raises:
-        InputError: if the data is shorter than one sequence plus its last target, or `batch_size` is not divisible by
-            `count`.
+        InputError: if the data is shorter than one sequence plus its last target, or `batch_size`
+            is not divisible by `count`.
     """
 
     def __init__(
@@ -249,19 +241,24 @@ class Batches:
                 f"batch_size={batch_size} does not split over {part[1]} data parallel groups: "
                 f"choose a multiple of {part[1]}"
             )
-        self.part, self.objective = part, objective
-        self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
+        self.part = part
+        self.objective = objective
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.seed = seed
         self.num_windows = (len(tokens) - 1) // seq_len
         if self.num_windows < 1:
             raise InputError(
-                f"training data: {len(tokens)} tokens are fewer than model.seq_len + 1 = {seq_len + 1}: "
-                "give more data or a smaller model.seq_len"
+                f"training data: {len(tokens)} tokens are fewer than model.seq_len + 1 = "
+                f"{seq_len + 1}: give more data or a smaller model.seq_len"
             )
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
     def get(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return this part of micro-batch `index`: tokens and targets, (batch_size / parts, seq_len) int64 each."""
+        """Return this part of micro-batch `index`: tokens and targets, (batch_size / parts,
+        seq_len) int64 each."""
         size = self.batch_size // self.part[1]
         first = index * self.batch_size + self.part[0] * size
         places = range(first, first + size)
@@ -286,15 +283,15 @@ def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
     available = (len(tokens) - 1) // seq_len
     if available < 1:
         raise InputError(
-            f"validation data: {len(tokens)} tokens are fewer than model.seq_len + 1 = {seq_len + 1}: "
-            "give more with data.val, raise data.val_share or lower model.seq_len"
+            f"validation data: {len(tokens)} tokens are fewer than model.seq_len + 1 = "
+            f"{seq_len + 1}: give more with data.val, raise data.val_share or lower model.seq_len"
         )
     return sorted(set(np.linspace(0, available - 1, min(count, available)).astype(int).tolist()))
 
 
 def share(windows: list[int], index: int, count: int) -> list[int]:
-    """Return the index-th of `count` consecutive parts of a list, of nearly equal length; some are empty if the list is
-    short."""
+    """Return the index-th of `count` consecutive parts of a list, of nearly equal length; some are
+    empty if the list is short."""
     return windows[len(windows) * index // count : len(windows) * (index + 1) // count]
 
 
@@ -324,7 +321,8 @@ def _read(files: list[Path], field: str) -> list[bytes]:
     documents = [document for path in files for document in read_documents(path, field)]
     if files and not documents:
         raise InputError(
-            f"data: {files[0]}{' and all others' if len(files) > 1 else ''} is empty: give files with text"
+            f"data: {files[0]}{' and all others' if len(files) > 1 else ''} is empty: give "
+            "files with text"
         )
     return documents
 
@@ -343,10 +341,12 @@ def _load_bin(
     arrays = [_map_bin(path, config) for path in files]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     if val_files:
-        train, val = whole, np.concatenate([_map_bin(path, config) for path in val_files])
+        train = whole
+        val = np.concatenate([_map_bin(path, config) for path in val_files])
     else:
         cut = int(len(whole) * (1 - config.val_share))
-        train, val = whole[:cut], whole[cut:]
+        train = whole[:cut]
+        val = whole[cut:]
     tokenizer = make_tokenizer(config, tokenizer_file) if config.tokenizer else None
     return Corpus(
         train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files"
@@ -354,9 +354,10 @@ def _load_bin(
 
 
 def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
-    """Return the integer type of a `.bin` file, from the `.json` file of the same name if any, else from the vocabulary
-    size."""
-    sidecar, name = path.with_suffix(".json"), "uint16" if config.vocab_size <= 65_536 else "uint32"
+    """Return the integer type of a `.bin` file, from the `.json` file of the same name if any, else
+    from the vocabulary size."""
+    sidecar = path.with_suffix(".json")
+    name = "uint16" if config.vocab_size <= 65_536 else "uint32"
     if sidecar.exists():
         name = read_table(sidecar).get("dtype", "")
     if name not in BIN_DTYPES:
@@ -369,8 +370,8 @@ def _map_bin(path: Path, config: DataConfig) -> np.ndarray:
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
         raise InputError(
-            f"data: {path} has {size} bytes, not a whole number of {dtype.name}: check data.vocab_size, or the dtype in "
-            f"{path.with_suffix('.json')}"
+            f"data: {path} has {size} bytes, not a whole number of {dtype.name}: check "
+            f"data.vocab_size, or the dtype in {path.with_suffix('.json')}"
         )
     tokens = np.memmap(path, dtype=dtype, mode="r")
     block = ID_CHECK_BLOCK_BYTES // dtype.itemsize
@@ -378,6 +379,7 @@ def _map_bin(path: Path, config: DataConfig) -> np.ndarray:
     largest = max(int(tokens[start : start + block].max()) for start in starts)
     if largest >= config.vocab_size:
         raise InputError(
-            f"data: {path} holds token {largest}, data.vocab_size is {config.vocab_size}: set it above {largest}"
+            f"data: {path} holds token {largest}, data.vocab_size is {config.vocab_size}: set "
+            f"it above {largest}"
         )
     return tokens

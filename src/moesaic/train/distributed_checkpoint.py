@@ -1,65 +1,34 @@
 """The tensors of checkpoints: all ranks write them together, and any number of ranks reads them.
 
-The files are those of `torch.distributed.checkpoint`. Each rank writes its own shards under global names and offsets, so
-any other mesh, or a single process, reads the parts it needs. A process alone writes and reads without a process group.
+The files are safetensors, as `moesaic.storage.shards` has them. Each rank writes its own shards
+under global names and offsets, so any other mesh, or a single process, reads the parts it needs. A
+process alone writes and reads without a process group.
 
-Files must be on disk before the checkpoint gets its name: they are flushed, read back and checksummed.
+Files must be on disk before the checkpoint gets its name: they are flushed, read back and
+checksummed.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import os
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from moesaic.files import open_file
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
+from moesaic.resuming import checksum, flush
+from moesaic.storage.shards import write_tensors
 from moesaic.train.numbers import ROUNDING
 from moesaic.train.ranks import Ranks
 from moesaic.train.shard_metadata import ShardReader
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk. The next reader then reads from disk, not from the page cache.
-
-    Windows cannot flush folders. Systems other than Linux may keep written data cached in memory.
-    """
-    if os.name == "nt" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def checksum(path: Path, *, at_most: int | None = None) -> str:
-    """Return the SHA-256 of a file.
-
-    Args:
-        at_most: the most bytes that such a file may have; None for any number.
-
-    Raises:
-        OSError: it cannot be read, is not a file, or is larger.
-    """
-    digest = hashlib.sha256()
-    with open_file(path, at_most=at_most) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def require_read_back(
@@ -70,13 +39,15 @@ def require_read_back(
     Args:
         written: tensors by name, on any device.
         read: the tensors of the same names, as read.
-        share: allowed difference as a share of the tensor's largest absolute value; 0 compares bits.
+        share: allowed difference as a share of the tensor's largest absolute value; 0 compares
+            bits.
 
     Raises:
         OSError: if one differs.
     """
     for name, tensor in written.items():
-        expected, actual = tensor.detach().cpu(), read[name].detach().cpu()
+        expected = tensor.detach().cpu()
+        actual = read[name].detach().cpu()
         difference = (
             (expected.double() - actual.double()).abs().max() if share and expected.numel() else 0.0
         )
@@ -98,8 +69,10 @@ SHARDS = "shards"
 
 
 def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the tensors in CPU memory, sharded as before, that training does not change."""
-    # PyTorch's stager (2.13) takes the offset of a DTensor that is a view, such as half of gate and up, for an address.
+    """Return copies of the tensors in CPU memory, sharded as before, that training does not
+    change."""
+    # PyTorch's stager (2.13) takes the offset of a DTensor that is a view, such as half of gate and
+    # up, for an address.
     tensors = {
         name: tensor.clone() if isinstance(tensor, DTensor) and tensor.storage_offset() else tensor
         for name, tensor in tensors.items()
@@ -115,32 +88,27 @@ def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def write_shards(
     folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: str | None = None
 ) -> dict[str, str]:
-    """Write every rank's shards into `folder / SHARDS`, flush them and read them back. All ranks call it.
+    """Write every rank's shards into `folder / SHARDS`, flush them and read them back. All ranks
+    call it.
 
     Args:
         folder: an existing folder on a file system that all ranks share.
-        tensors: tensors by name, `model.<name>` and `optimizer.<name>.<state>`; either DTensors, or plain tensors that
-            are identical on all ranks.
-        group: the name of a process group that is used for nothing else, so that training can continue; None for the
-            default group.
+        tensors: tensors by name, `model.<name>` and `optimizer.<name>.<state>`; either DTensors, or
+            plain tensors that are identical on all ranks.
+        group: the name of a process group that is used for nothing else, so that training can
+            continue; None for the default group.
 
     Returns:
-        checksums of the files that this rank flushed, by path below `folder`. The ranks divide the files among
+        checksums of the files that this rank flushed, by path below `folder`. The ranks divide the
+        files among
             themselves.
 
     Raises:
-        OSError, CheckpointException: on all ranks, if one of them cannot write; OSError on a rank whose part does not
-            read back as written.
+        OSError, CheckpointException: on all ranks, if one of them cannot write; OSError on a rank
+            whose part does not read back as written.
     """
     members = None if group is None else _resolve_process_group(GroupName(group))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about CPU copies of tensors of a GPU's mesh
-        state_dict_saver.save(
-            tensors,
-            checkpoint_id=folder / SHARDS,
-            process_group=members,
-            no_dist=ranks.mesh is None,
-        )
+    write_tensors(folder / SHARDS, tensors, group=members, is_alone=ranks.mesh is None)
     del members
     files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
     own_files = files[ranks.rank :: ranks.world]
@@ -148,10 +116,8 @@ def write_shards(
         flush(path)
     sums = {f"{SHARDS}/{path.name}": checksum(path) for path in own_files}
     read = read_into(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
-    for has_copies, share in (
-        (False, 0.0),
-        (True, ROUNDING),
-    ):  # of copies only one is written, maybe another rank's
+    # of copies only one is written, maybe another rank's
+    for has_copies, share in ((False, 0.0), (True, ROUNDING)):
         compared = {
             name: tensor
             for name, tensor in tensors.items()
@@ -166,13 +132,15 @@ def write_shards(
 
 
 def held_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a model: its persistent buffers and its parameters, but no frozen ones."""
+    """Return what a checkpoint holds of a model: its persistent buffers and its parameters, but no
+    frozen ones."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def read_into(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read this rank's part of a checkpoint into tensors, without communication. Return the tensors."""
+    """Read this rank's part of a checkpoint into tensors, without communication. Return the
+    tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is only one process
         state_dict_loader.load(targets, storage_reader=ShardReader(folder / SHARDS), no_dist=True)
@@ -180,7 +148,8 @@ def read_into(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the full tensors of a checkpoint with names that start with `prefix`, which is removed."""
+    """Return the full tensors of a checkpoint with names that start with `prefix`, which is
+    removed."""
     targets = {
         name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shard_sizes(folder).items()
     }
@@ -201,11 +170,14 @@ def restore(
 
     Args:
         model: a model, sharded or not, with the same parameter names as the unsharded one.
-        optimizer: the optimizer of the model's parameters, whose state is replaced; None reads the model alone.
-        names: names of the full model's tensors, if this rank holds a pipeline stage; None if it holds all of them.
+        optimizer: the optimizer of the model's parameters, whose state is replaced; None reads the
+            model alone.
+        names: names of the full model's tensors, if this rank holds a pipeline stage; None if it
+            holds all of them.
 
     Raises:
-        ValueError: if the names of the checkpoint's tensors differ from the model's; the message names one.
+        ValueError: if the names of the checkpoint's tensors differ from the model's; the message
+            names one.
     """
     sizes = shard_sizes(folder)
     targets: dict[str, Tensor] = {
@@ -236,8 +208,8 @@ def _empty_state(
     optimizer: torch.optim.Optimizer,
     sizes: dict[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, Tensor]:
-    """Give every parameter zeroed optimizer state of the listed names, sharded like the parameter. Return the state by
-    name."""
+    """Give every parameter zeroed optimizer state of the listed names, sharded like the parameter.
+    Return the state by name."""
     parameters = dict(model.named_parameters())
     state_by_name: dict[str, Tensor] = {}
     optimizer.state.clear()
@@ -246,9 +218,8 @@ def _empty_state(
         if name not in parameters:  # belongs to another pipeline stage
             continue
         parameter = parameters[name]
-        scalar = torch.zeros(
-            (), dtype=dtype, device=parameter.device
-        )  # fused AdamW counts steps on the device
+        # fused AdamW counts steps on the device
+        scalar = torch.zeros((), dtype=dtype, device=parameter.device)
         state = optimizer.state[parameter]
         if key not in state:
             state[key] = torch.zeros_like(parameter.detach()) if size else scalar

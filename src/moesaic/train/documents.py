@@ -1,8 +1,9 @@
 """The documents of a training file. The file's suffix says what it holds.
 
-A text file is one document, and so is a file of any other suffix. A line of JSON lines, an object in a JSON list and a row of a
-table are documents too. The package datasets reads tables, but not JSON, on which pyarrow may crash. Bytes that are not text
-teach a model nothing, so files with zero bytes are refused.
+A text file is one document, and so is a file of any other suffix. A line of JSON lines, an object
+in a JSON list and a row of a table are documents too. The package datasets reads tables, but not
+JSON, on which pyarrow may crash. Bytes that are not text teach a model nothing, so files with zero
+bytes are refused.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from pathlib import Path
 from moesaic.errors import InputError, to_install
 from moesaic.files import read_bytes
 
-LINES, LIST = ".jsonl", ".json"
+LINES = ".jsonl"
+LIST = ".json"
 """The suffixes of JSON lines, and of a JSON list or JSON lines."""
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 """The builder of datasets for each suffix of a table."""
-SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"
-"""Files in a folder that `datasets.save_to_disk` wrote, for a dataset and for several splits of one."""
+SAVED = "dataset_info.json"
+SPLITS = "dataset_dict.json"
+"""Files in a folder that `datasets.save_to_disk` wrote, for a dataset and for several splits of
+one."""
 
 
 def read_documents(path: Path, field: str) -> list[bytes]:
-    """Return the documents of a file, or of a folder that `datasets.save_to_disk` wrote, without empty ones.
+    """Return the documents of a file, or of a folder that `datasets.save_to_disk` wrote, without
+    empty ones.
 
     Args:
         field: the field of JSON lines and tables that holds the text.
@@ -44,8 +49,8 @@ def read_documents(path: Path, field: str) -> list[bytes]:
             ) from error
         if b"\0" in data:
             raise InputError(
-                f"data: {path} is not text, it has zero bytes: leave it out, convert it to UTF-8, or name it .bin if it holds "
-                "raw tokens"
+                f"data: {path} is not text, it has zero bytes: leave it out, convert it to UTF-8, "
+                "or name it .bin if it holds raw tokens"
             )
         documents = list(_json_texts(data, path, field)) if path.suffix in (LINES, LIST) else [data]
     return [document for document in documents if document]
@@ -54,18 +59,21 @@ def read_documents(path: Path, field: str) -> list[bytes]:
 def _json_texts(data: bytes, path: Path, field: str) -> Iterator[bytes]:
     """Yield the texts of JSON lines, or of the rows of a JSON list, which may be without one."""
     is_list = path.suffix != LINES and data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    number, part = 1, data
+    number = 1
+    part = data
     try:
-        for number, part in enumerate(json.loads(data) if is_list else data.splitlines(), start=1):  # noqa: B007 - the error names it
+        # the error names it
+        for number, part in enumerate(json.loads(data) if is_list else data.splitlines(), start=1):  # noqa: B007
             if is_list or part.strip():
                 text = (part if is_list else json.loads(part))[field]
                 if text is not None or not is_list:
                     yield text.encode("utf-8", errors="surrogatepass")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise InputError(
-            f"data: {path}: {'row' if is_list else 'line'} {number} is no JSON object with a text under {field!r} but "
-            f"{str(part[:60])[1:] if isinstance(part, bytes) else f'{part!r:.60}'}: correct it, or name the field that holds "
-            "the text with data.text_field"
+            f"data: {path}: {'row' if is_list else 'line'} {number} is no JSON object with a text "
+            f"under {field!r} but "
+            f"{str(part[:60])[1:] if isinstance(part, bytes) else f'{part!r:.60}'}: correct it, "
+            "or name the field that holds the text with data.text_field"
         ) from error
 
 
@@ -75,7 +83,8 @@ def _rows(path: Path, field: str) -> Iterator[bytes]:
         import datasets
     except ImportError as error:
         raise InputError(
-            f"data: {path} is a table, which the package datasets reads: {to_install('.[data]')}, or convert it to JSON lines"
+            f"data: {path} is a table, which the package datasets reads: "
+            f"{to_install('.[data]')}, or convert it to JSON lines"
         ) from error
     try:
         for row in (
@@ -89,6 +98,7 @@ def _rows(path: Path, field: str) -> Iterator[bytes]:
                 yield row[field].encode("utf-8")
     except Exception as error:  # each of the libraries below datasets raises exceptions of its own
         raise InputError(
-            f"data: {path} holds no table with a column of text {field!r} ({' '.join(repr(error).split()):.200}): name the "
-            "column with data.text_field, or write the file anew"
+            f"data: {path} holds no table with a column of text {field!r} "
+            f"({' '.join(repr(error).split()):.200}): name the column with data.text_field, or "
+            "write the file anew"
         ) from error

@@ -23,7 +23,8 @@ class Evaluation:
     per_token: float
     """Mean cross-entropy of the next token."""
     per_byte: float
-    """The same loss per byte of the text behind the tokens, which makes different tokenizers comparable."""
+    """The same loss per byte of the text behind the tokens, which makes different tokenizers
+    comparable."""
 
 
 @torch.no_grad()
@@ -38,8 +39,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model on windows of the validation data, and restore its training mode.
 
-    With several ranks, each data-parallel group takes its part of every batch, which may be empty. Batches, and with
-    them capacities and drops, are therefore the same as with one process.
+    With several ranks, each data-parallel group takes its part of every batch, which may be empty.
+    Batches, and with them capacities and drops, are therefore the same as with one process.
 
     Args:
         model, corpus: the run's model and data.
@@ -68,8 +69,8 @@ def evaluate(
 
 @torch.no_grad()
 def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
-    """Return the largest absolute value of all parameters on all ranks. The result is not finite if any parameter is
-    not."""
+    """Return the largest absolute value of all parameters on all ranks. The result is not finite if
+    any parameter is not."""
     parts = [
         local_part(parameter.detach())
         for parameter in model.parameters()

@@ -1,13 +1,15 @@
-"""Runs of several processes: joining them into a process group, the roll of ranks, and one error line for all ranks.
+"""Runs of several processes: joining them into a process group, the roll of ranks, and one error
+line for all ranks.
 
-Any launcher works that sets the variables of torch's env:// rendezvous: torchrun, `accelerate launch`, or srun and
-mpirun with a command that sets them (docs/training.md). Every rank signs the roll, which lies in the store that all
-ranks share. The roll says which process each rank is, whether that process still sends heartbeats, and what became of
-it. A process on the same machine is also looked up in the system; of a process on another machine only the heartbeats
-are known.
+Any launcher works that sets the variables of torch's env:// rendezvous: torchrun,
+`accelerate launch`, or srun and mpirun with a command that sets them (docs/training.md). Every rank
+signs the roll, which lies in the store that all ranks share. The roll says which process each rank
+is, whether that process still sends heartbeats, and what became of it. A process on the same
+machine is also looked up in the system; of a process on another machine only the heartbeats are
+known.
 
-torchrun keeps that store. Without torchrun, rank 0 does: then it leaves last, so that the others can still ask who died,
-and its own process is looked up without the store.
+torchrun keeps that store. Without torchrun, rank 0 does: then it leaves last, so that the others
+can still ask who died, and its own process is looked up without the store.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from moesaic.comm.process_groups import set_timeout
 from moesaic.errors import InputError, TrainingError, in_one_line
 from moesaic.train.config import TrainConfig
 from moesaic.train.signals import ENDS, end_by, is_ignored, leave_terminal
@@ -49,7 +52,8 @@ OTHERS = (
     ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-"""Launchers with variables of their own: launcher, then the variables of rank, world size and local rank."""
+"""Launchers with variables of their own: launcher, then the variables of rank, world size and local
+rank."""
 
 
 class Launch:
@@ -68,11 +72,11 @@ class Launch:
         return self._roll is None or dist.get_rank() == 0
 
     def fails_first(self, error: Exception) -> bool:
-        """Note that this process fails. Return whether it is the first one to fail, and should therefore report the
-        error.
+        """Note that this process fails. Return whether it is the first one to fail, and should
+        therefore report the error.
 
-        The first failure is also recorded for torchrun, which prints it in its summary. If the store of the ranks is gone
-        or cut off, every process reports its own error.
+        The first failure is also recorded for torchrun, which prints it in its summary. If the
+        store of the ranks is gone or cut off, every process reports its own error.
         """
         if self._roll is None:
             return True
@@ -84,11 +88,17 @@ class Launch:
             get_error_handler().record_exception(error)
         return is_first
 
+    def naming_dead_ranks(self, when: str) -> AbstractContextManager[None]:
+        """Turn errors that the death of another rank caused into one line; see the function of this
+        name."""
+        return nullcontext() if self._roll is None else naming_dead_ranks(self._roll, when)
+
     def leave(self) -> None:
         """End the process after a successful run; return if it is the only one.
 
-        It does not wait for the interpreter's shutdown, which takes a second. The shutdown may also crash while threads
-        of process groups still run, and torchrun would then report a failure of a run that is saved.
+        It does not wait for the interpreter's shutdown, which takes a second. The shutdown may also
+        crash while threads of process groups still run, and torchrun would then report a failure of
+        a run that is saved.
         """
         if self._roll is not None:
             dist.barrier()
@@ -98,18 +108,19 @@ class Launch:
 
 
 def launch(patience: float = TrainConfig.start_patience) -> Launch:
-    """Join the processes that a launcher started, with Gloo on CPUs and NCCL on GPUs. Each rank of a node gets its own
-    GPU.
+    """Join the processes that a launcher started, with Gloo on CPUs and NCCL on GPUs. Each rank of
+    a node gets its own GPU.
 
-    CPU tensors use Gloo even if there are GPUs, so agreements between ranks in every step do not wait for a GPU. Ranks
-    that torchrun restarts (--max-restarts, --nnodes 1:4) do not see entries of earlier attempts in the store. If
-    torchrun dies, the ranks save and end.
+    CPU tensors use Gloo even if there are GPUs, so agreements between ranks in every step do not
+    wait for a GPU. Ranks that torchrun restarts (--max-restarts, --nnodes 1:4) do not see entries
+    of earlier attempts in the store. If torchrun dies, the ranks save and end.
 
     Args:
         patience: seconds that ranks wait for each other to join.
 
     Raises:
-        InputError: if a launcher started several processes without the variables that they need to meet.
+        InputError: if a launcher started several processes without the variables that they need to
+            meet.
         TrainingError: if the ranks do not meet in time.
     """
     if not dist.is_available() or not _is_one_of_several():
@@ -125,16 +136,15 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
             name="moesaic-launcher",
             daemon=True,
         ).start()
-    timeout, rank, world = (
-        timedelta(seconds=patience),
-        int(os.environ["RANK"]),
-        int(os.environ["WORLD_SIZE"]),
-    )
+    timeout = timedelta(seconds=patience)
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
 
     def unmet(why: object) -> str:
         return (
-            f"rank {rank} of {world} did not meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
-            f"within {patience:g} s ({why}): see that every rank was started and reaches that port, or raise "
+            f"rank {rank} of {world} did not meet the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {patience:g} s "
+            f"({why}): see that every rank was started and reaches that port, or raise "
             "--start-patience"
         )
 
@@ -162,20 +172,20 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         if not Launch(roll).fails_first(refusal):
             sys.exit(1)
         raise refusal from error
-    newer = getattr(dist, "set_timeout", None)  # torch 2.14 has it
-    set_timeout = newer or dist.distributed_c10d._set_pg_timeout
-    set_timeout(dist.default_pg_timeout)  # `Watch` ends a hanging run before that
+    set_timeout(None, dist.default_pg_timeout)  # `Watch` ends a hanging run before that
     return Launch(roll)
 
 
 def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, str]:
-    """Return the roll of this attempt, which its ranks have signed, and the numbers of those that did not come in time.
+    """Return the roll of this attempt, which its ranks have signed, and the numbers of those that
+    did not come in time.
 
     All ranks call it.
 
-    The store outlives ranks, and no variable of torchrun identifies an attempt: if a node leaves or joins, the ranks
-    restart under the same restart count, and nodes count differently. So each rank writes a random word. Rank 0 answers
-    each word with its own, and once every rank has confirmed the answer, or some did not come in time, tells all.
+    The store outlives ranks, and no variable of torchrun identifies an attempt: if a node leaves or
+    joins, the ranks restart under the same restart count, and nodes count differently. So each rank
+    writes a random word. Rank 0 answers each word with its own, and once every rank has confirmed
+    the answer, or some did not come in time, tells all.
 
     Args:
         store: the store that all ranks share, with possible entries of earlier attempts.
@@ -194,9 +204,8 @@ def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, st
             roll = Roll(PrefixStore(f"moesaic/{attempt}", store), rank, world)
             roll.sign()
             roll.store.set(f"came/{rank}", "")
-            store.set_timeout(
-                timedelta(seconds=patience + ANSWER_SECONDS / 2)
-            )  # rank 0 may have come last
+            # rank 0 may have come last
+            store.set_timeout(timedelta(seconds=patience + ANSWER_SECONDS / 2))
             return roll
 
         try:
@@ -215,13 +224,14 @@ def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, st
 
 
 def _never_came(roll: Roll, store: Store, word: str, patience: float) -> set[int]:
-    """Answer the ranks that come, as rank 0; return those that have not come when the patience is over."""
-    missing, until = set(range(1, roll.world)), time.monotonic() + patience
+    """Answer the ranks that come, as rank 0; return those that have not come when the patience is
+    over."""
+    missing = set(range(1, roll.world))
+    until = time.monotonic() + patience
     while missing and time.monotonic() <= until:
         for other in missing:
-            if store.check(
-                [f"moesaic/comes/{other}"]
-            ):  # may be of an earlier attempt; its rank then comes later
+            # may be of an earlier attempt; its rank then comes later
+            if store.check([f"moesaic/comes/{other}"]):
                 store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{other}').decode()}", word)
         missing = {other for other in missing if not roll.store.check([f"came/{other}"])}
         time.sleep(0.02)
@@ -236,11 +246,9 @@ def _open_store(rank: int, patience: float) -> Store:
     Raises:
         DistError: nothing answers in time.
     """
-    host, port, is_kept_here = (
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        rank == 0 and _is_of_rank_0(),
-    )
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    is_kept_here = rank == 0 and _is_of_rank_0()
     until = time.monotonic() + patience
     while not is_kept_here:
         try:
@@ -255,10 +263,9 @@ def _open_store(rank: int, patience: float) -> Store:
         TCPStore,
         host,
         port,
-        None,
-        is_kept_here,
-        timedelta(seconds=seconds),
-        False,
+        is_master=is_kept_here,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
         multi_tenant=True,
     )
     try:
@@ -279,7 +286,8 @@ def store_keeper() -> str:
 
 @contextmanager
 def _ends_after(seconds: float, line: Callable[[], str]) -> Iterator[None]:
-    """End this process with a line if the block takes longer: a store of a stopped process lets its clients wait for ever."""
+    """End this process with a line if the block takes longer: a store of a stopped process lets its
+    clients wait for ever."""
 
     def end() -> None:
         print(in_one_line(f"moesaic train: {line()}"), file=sys.stderr, flush=True)
@@ -307,15 +315,17 @@ def _end_when_parent_is_gone(parent: int) -> None:
 
 
 def _is_one_of_several() -> bool:
-    """Return whether this process is to join others: a launcher started several, or torchrun started one."""
+    """Return whether this process is to join others: a launcher started several, or torchrun
+    started one."""
     variables = {name: os.environ.get(name, "") for name in NEEDED}
     if not variables["RANK"] and not variables["WORLD_SIZE"]:
         for launcher, rank, world, local in OTHERS:
             if rank in os.environ and os.environ.get(world, "1") != "1":
                 raise InputError(
-                    f"{launcher} started {os.environ[world]} processes, which RANK and WORLD_SIZE do not say: start each as "
-                    f"sh -c 'RANK=${rank} WORLD_SIZE=${world} LOCAL_RANK=${local} exec python -m moesaic train ...', with "
-                    "MASTER_ADDR and MASTER_PORT set to the first one's host and a free port of it"
+                    f"{launcher} started {os.environ[world]} processes, which RANK and WORLD_SIZE "
+                    f"do not say: start each as sh -c 'RANK=${rank} WORLD_SIZE=${world} "
+                    f"LOCAL_RANK=${local} exec python -m moesaic train ...', with MASTER_ADDR and "
+                    "MASTER_PORT set to the first one's host and a free port of it"
                 )
         return False
     if variables["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
@@ -324,8 +334,9 @@ def _is_one_of_several() -> bool:
     if missing:
         present = ", ".join(f"{name}={value}" for name, value in variables.items() if value)
         raise InputError(
-            f"a launcher set {present} but not {' and '.join(missing)}: set all of {', '.join(NEEDED)}, or start the ranks "
-            "with torchrun --nproc-per-node N -m moesaic train ..."
+            f"a launcher set {present} but not {' and '.join(missing)}: set all of "
+            f"{', '.join(NEEDED)}, or start the ranks with torchrun --nproc-per-node N -m moesaic "
+            "train ..."
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not variables[name].isdecimal():
@@ -358,12 +369,17 @@ class Roll:
     """
 
     def __init__(self, store: Store, rank: int, world: int, pause: float = 1.0) -> None:
-        self.store, self.rank, self.world, self._pause = store, rank, world, pause
-        self.is_kept_by_rank_0, self._is_lost = _is_of_rank_0(), False
+        self.store = store
+        self.rank = rank
+        self.world = world
+        self._pause = pause
+        self.is_kept_by_rank_0 = _is_of_rank_0()
+        self._is_lost = False
         self._processes: dict[int, str] = {}
 
     def sign(self) -> None:
-        """Write this rank's process and host into the store, and look up rank 0, which may keep it."""
+        """Write this rank's process and host into the store, and look up rank 0, which may keep
+        it."""
         self.store.set(f"roll/process/{self.rank}", process_name())
         self._process(0)
 
@@ -384,13 +400,13 @@ class Roll:
         """Return the ranks with a dead or stopped process, and what is known about each.
 
         Raises:
-            RuntimeError: if the store is gone or cut off, unless rank 0 kept it, which is then returned.
+            RuntimeError: if the store is gone or cut off, unless rank 0 kept it, which is then
+                returned.
         """
         others = [rank for rank in range(self.world) if rank != self.rank]
         before = {rank: self._entry("beats", rank) for rank in others}
-        for _ in range(
-            30
-        ):  # a process may still exist for a moment after its connections are closed
+        # a process may still exist for a moment after its connections are closed
+        for _ in range(30):
             dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith(GONE)}
             if dead:
                 return dead
@@ -412,8 +428,10 @@ class Roll:
         return number
 
     def outlast(self) -> None:
-        """Wait a while until the other ranks have left or are gone, if this one keeps their store."""
-        until, others = time.monotonic() + 2 * ANSWER_SECONDS, set(range(1, self.world))
+        """Wait a while until the other ranks have left or are gone, if this one keeps their
+        store."""
+        until = time.monotonic() + 2 * ANSWER_SECONDS
+        others = set(range(1, self.world))
         while self.is_kept_by_rank_0 and self.rank == 0 and others and time.monotonic() < until:
             others = {rank for rank in others if not self._entry("left", rank)}
             others = {
@@ -424,7 +442,8 @@ class Roll:
             time.sleep(0.1)
 
     def _entry(self, what: str, rank: int) -> str:
-        """Return what a rank wrote about itself into the store; empty if it wrote nothing, or rank 0 is gone with it."""
+        """Return what a rank wrote about itself into the store; empty if it wrote nothing, or rank
+        0 is gone with it."""
         key = f"roll/{what}/{rank}"
         try:
             return (
@@ -439,7 +458,8 @@ class Roll:
             return ""
 
     def _process(self, rank: int) -> str:
-        """Return a rank's process and host, which stay known when the store is gone; empty if it has not signed."""
+        """Return a rank's process and host, which stay known when the store is gone; empty if it
+        has not signed."""
         if name := self._processes.get(rank) or self._entry("process", rank):
             self._processes[rank] = name
         return name
@@ -448,12 +468,21 @@ class Roll:
         return self._process(rank).partition(" on ")[2] != socket.gethostname()
 
 
+def is_of_lost_message(error: BaseException | None) -> TypeGuard[Exception]:
+    """Return whether an error says that a message did not come, or was raised because of one: ranks
+    that wait in different places may do so since another one is dead."""
+    return isinstance(error, RuntimeError) or (
+        isinstance(error, InputError) and isinstance(error.__cause__, RuntimeError)
+    )
+
+
 @contextmanager
 def naming_dead_ranks(roll: Roll, when: str) -> Iterator[None]:
-    """Turn errors that the death or stop of other ranks, or a broken connection, caused into one TrainingError line.
+    """Turn errors that the death or stop of other ranks, or a broken connection, caused into one
+    TrainingError line.
 
-    After such an error in a run of several ranks, the process ignores SIGTERM. It ends anyway, but first reports the
-    reason.
+    After such an error in a run of several ranks, the process ignores SIGTERM. It ends anyway, but
+    first reports the reason.
 
     Raises:
         TrainingError: if the block raises, and other ranks are dead or a connection to them broke.
@@ -462,34 +491,41 @@ def naming_dead_ranks(roll: Roll, when: str) -> Iterator[None]:
         yield
     except TrainingError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, InputError) as error:
+        if isinstance(error, InputError) and not is_of_lost_message(error):
+            raise
         with suppress(ValueError):  # not in the main thread
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # torchrun's SIGTERM would come before the message
+            # torchrun's SIGTERM would come before the message
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             dead = roll.dead()
         except RuntimeError:
-            why = "the process that kept their store is gone or cut off, look at what its node said last"
+            why = (
+                "the process that kept their store is gone or cut off, look at what its node said "
+                "last"
+            )
             raise TrainingError(
                 f"rank {roll.rank} lost the others: {why} (here: {_first_line(error)})"
             ) from error
         if not dead:
-            if not any(word in str(error) for word in CONNECTION_WORDS):
+            if isinstance(error, InputError):  # it names the ranks and where they wait
+                raise
+            if not any(word in str(error.__cause__ or error) for word in CONNECTION_WORDS):
                 raise
             raise TrainingError(
                 f"rank {roll.rank} lost a connection to other ranks, whose processes are alive "
-                f"({' '.join(str(error).split()):.200}), {when}: look at the links between their nodes"
+                f"({' '.join(str(error).split()):.200}), {when}: look at the links between their "
+                "nodes"
             ) from error
         raise TrainingError(f"{_fates_in_words(dead)}, {when}") from error
 
 
 def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, SignalHandler]:
-    """Make SIGTERM and SIGHUP end this process with an error that names the dead ranks. torchrun sends SIGTERM once a
-    rank has died.
+    """Make SIGTERM and SIGHUP end this process with an error that names the dead ranks. torchrun
+    sends SIGTERM once a rank has died.
 
-    A signal may come before this process noticed the death. If no rank is dead, it has its usual effect, after a line of
-    the first rank.
+    A signal may come before this process noticed the death. If no rank is dead, it has its usual
+    effect, after a line of the first rank.
 
     Returns:
         the previous handlers; none outside the main thread, where signals cannot be handled.
@@ -511,9 +547,11 @@ def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, Sig
 
 @contextmanager
 def stop_requests() -> Iterator[list[str]]:
-    """Yield a list to which the first SIGINT, SIGTERM or SIGHUP appends its name. A second one has its usual effect.
+    """Yield a list to which the first SIGINT, SIGTERM or SIGHUP appends its name. A second one has
+    its usual effect.
 
-    A terminal that closes sends SIGHUP, more than once, and is gone. nohup starts a process that ignores it.
+    A terminal that closes sends SIGHUP, more than once, and is gone. nohup starts a process that
+    ignores it.
     """
     received: list[str] = []
     before: dict[signal.Signals, Any] = {}
@@ -548,7 +586,8 @@ def stop_requests() -> Iterator[list[str]]:
 def ask_store(question: Callable[[], T], seconds: float) -> T:
     """Return the result of `question`, which asks the store.
 
-    The store's own timeouts limit how long it waits for a key, but not how long a cut link delays the answer.
+    The store's own timeouts limit how long it waits for a key, but not how long a cut link delays
+    the answer.
 
     Args:
         seconds: how long to wait for the answer; `question` runs in a thread that is not stopped.
@@ -589,7 +628,8 @@ def _state_of_process(number: int) -> str:
             os.kill(number, 0)
             return f"does not answer (process {number})"
         return f"died (process {number})"
-    state, code = fields[0], int(fields[-1])
+    state = fields[0]
+    code = int(fields[-1])
     if state in "ZX":
         by = f" by {signal.Signals(code & 0x7F).name}" if code & 0x7F else ""
         return f"died{by} (process {number})"

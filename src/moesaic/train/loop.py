@@ -1,4 +1,5 @@
-"""The training loop: micro-batches, optimizer steps, evaluation, checkpoints, and a clean stop on a signal."""
+"""The training loop: micro-batches, optimizer steps, evaluation, checkpoints, and a clean stop on a
+signal."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
+from moesaic.comm.process_groups import timeout_of
 from moesaic.errors import TrainingError, in_one_line
 from moesaic.layer import MoE, balance_on_step
 from moesaic.models.gpt import GPT, flops_per_token
-from moesaic.parallel import clip, gradient_norm
+from moesaic.parallel import clip, gradient_norm, micro_batches
 from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter
@@ -51,7 +53,8 @@ from moesaic.train.watch import Watch
 
 T = TypeVar("T")
 MOST_RETURNS = 3
-"""How often a run may roll back from a spike to the same checkpoint. After that, spikes no longer roll it back."""
+"""How often a run may roll back from a spike to the same checkpoint. After that, spikes no longer
+roll it back."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,9 @@ class TrainResult:
     step: int
     """Optimizer steps taken in total."""
     val_nats_per_byte: float | None
-    """Validation loss of this process's last evaluation, per byte of text (per token for `.bin` files). None only if
-    the run was stopped before its first evaluation. A run that is resumed after its last step is evaluated once
-    more."""
+    """Validation loss of this process's last evaluation, per byte of text (per token for `.bin`
+    files). None only if the run was stopped before its first evaluation. A run that is resumed
+    after its last step is evaluated once more."""
     seconds: float
     """Total seconds spent in training steps, without evaluation."""
     was_stopped: bool
@@ -82,8 +85,9 @@ def train(
 
     Raises:
         InputError: for bad input; no half-written files are left behind.
-        TrainingError: if the loss or gradient of several consecutive steps, a parameter or the validation loss is not
-            finite, if ranks hold different copies of a weight, or if another rank died. The last checkpoint is kept.
+        TrainingError: if the loss or gradient of several consecutive steps, a parameter or the
+            validation loss is not finite, if ranks hold different copies of a weight, or if another
+            rank died. The last checkpoint is kept.
     """
     console = console or Console()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -130,12 +134,13 @@ class Trainer:
     def __init__(
         self, run: RunState, console: Console, candidates: Candidates | None = None
     ) -> None:
-        self.state, self.config, self.model = run, run.config, run.model
+        self.state = run
+        self.config = run.config
+        self.model = run.model
         self.console = console
         self.ranks = run.ranks
-        self.peak = (
-            None  # ranks on CPUs share the cores, so that no rate measured on one of them is theirs
-        )
+        # ranks on CPUs share the cores, so that no rate measured on one of them is theirs
+        self.peak = None
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
@@ -177,8 +182,11 @@ class Trainer:
         )
 
     def run(self) -> TrainResult:
-        """Train until the last step or a signal, under a watch over the ranks. Return how the run ended."""
-        state, config, val_loss = self.state, self.config, None
+        """Train until the last step or a signal, under a watch over the ranks. Return how the run
+        ended."""
+        state = self.state
+        config = self.config
+        val_loss = None
         handle = balance_on_step(state.optimizer, self.model)
         try:
             with (
@@ -219,7 +227,8 @@ class Trainer:
                         val_loss = self._evaluate()
                 if is_early:
                     progress.say(
-                        f"stopped by {stopped_by} after step {state.step}, saved; go on with {state.resume_command()}"
+                        f"stopped by {stopped_by} after step {state.step}, saved; go on with "
+                        f"{state.resume_command()}"
                     )
         finally:
             if self._metrics is not None:
@@ -230,7 +239,8 @@ class Trainer:
         )
 
     def _open_metrics(self) -> None:
-        folder, step = self.state.folder, self.state.step
+        folder = self.state.folder
+        step = self.state.step
         with self.ranks.together():
             if self.ranks.is_first:
                 self._metrics = Metrics(
@@ -246,9 +256,10 @@ class Trainer:
         return step % every == 0 or step == self.config.steps
 
     def _step(self) -> dict[str, Any]:
-        """Take one optimizer step, or skip it if its numbers are wrong. Return the values to log, which are empty for
-        steps that are not logged."""
-        config, state = self.config, self.state
+        """Take one optimizer step, or skip it if its numbers are wrong. Return the values to log,
+        which are empty for steps that are not logged."""
+        config = self.config
+        state = self.state
         logs = self._is_due(config.log_every, state.step + 1)
         self.decisions.drop()
         started = self.clock.seconds
@@ -289,29 +300,36 @@ class Trainer:
         return gradient_norm(self.model.parameters())
 
     def _accumulate(self, *, again: bool = False) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
-        """Add up the gradients of the step's micro-batches. Return the mean loss, and each micro-batch's auxiliary
-        losses by layer.
+        """Add up the gradients of the step's micro-batches. Return the mean loss, and each
+        micro-batch's auxiliary losses by layer.
 
         Args:
-            again: whether the same step ran before, so that its routing is already recorded and counted.
+            again: whether the same step ran before, so that its routing is already recorded and
+                counted.
         """
-        count, state = self.config.accumulation, self.state
+        count = self.config.accumulation
+        state = self.state
         self.model.train()
+        self.routing.begin_step()
         set_loss_scale(self.model, 1 / count)
         if self.ranks.dp * self.ranks.pp > 1:
-            # Noise depends on the step, the dp group and the stage; ranks of a tp group draw the same.
+            # Noise depends on the step, the dp group and the stage; ranks of a tp group draw the
+            # same.
             group = self.ranks.dp_index + self.ranks.dp * self.ranks.stage
             torch.manual_seed(hash((self.config.seed, state.step, group)))
         if isinstance(self.model, PipelinedGPT):
             batches = [self._batch(micro) for micro in range(count)]
-            loss, routings = self.model.run_step(batches)
+            loss, routings = self.model.run_step(
+                batches, lambda micro: self.routing.call(state.step, micro, again=again)
+            )
             auxiliary = [self._note_load(of_micro, again=again) for of_micro in routings]
         else:
             loss, auxiliary = self._run_in_turn(self.model, again=again)
         return self.ranks.mean(loss), auxiliary
 
     def _note_load(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
-        """Add a micro-batch to the load meter unless `again`. Return the auxiliary losses of its layers."""
+        """Add a micro-batch to the load meter unless `again`. Return the auxiliary losses of its
+        layers."""
         if not again:
             self.meter.add(routings)
         return [routing.losses for routing in routings]
@@ -328,12 +346,13 @@ class Trainer:
         self, model: GPT, *, again: bool
     ) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
         """Run forward and backward of all micro-batches, one after another."""
-        count, state = self.config.accumulation, self.state
+        count = self.config.accumulation
+        state = self.state
         loss = torch.zeros(
             (), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32)
         )
         auxiliary = []
-        for micro in range(count):
+        for micro in micro_batches(model, count, hold=state.hold):
             tokens, targets = self._batch(micro)
             with (
                 self.routing.call(state.step, micro, again=again),
@@ -359,36 +378,49 @@ class Trainer:
             **({"skipped": self.state.skipped} if self.state.skipped else {}),
             **self._rank_times(),
             **({"plan": plan} if (plan := {} if self.auto is None else self.auto.values()) else {}),
-            **self.decisions.values(),
+            **self._of_all_stages(self.decisions.values() | budget_values(self.model)),
             **self.experts.values(),
-            **budget_values(self.model),
+        }
+
+    def _of_all_stages(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return what was decided in the layers of all stages, from what was decided in this one.
+        All ranks call it together."""
+        if self.ranks.pp == 1:
+            return values
+        own = values.get("balance", {"decision_share": 0.0, "layers": []})
+        layers = self._gather_layers(own["layers"])
+        share = torch.tensor(own["decision_share"], dtype=torch.float64)
+        largest = float(self.ranks.largest(share))
+        budgets = self._gather_layers(values.get("memory_budget", []))
+        return {
+            **({"balance": {"decision_share": largest, "layers": layers}} if layers else {}),
+            **({"memory_budget": budgets} if budgets else {}),
         }
 
     def _rank_times(self) -> dict[str, Any]:
-        """Return, per rank, the seconds of its steps since the previous call, of its programs' compute, and of its
-        waits for each rank.
+        """Return, per rank, the seconds of its steps since the previous call, of its programs'
+        compute, and of its waits for each rank.
 
-        Only CPU runs report them: a host that queues work on a GPU can measure neither compute nor waits.
+        Only CPU runs report them: a host that queues work on a GPU can measure neither compute nor
+        waits.
         """
         if self.ranks.mesh is None or self.state.device.type != "cpu":
             return {}
         transport = self.ranks.mesh.transport
         now = [self.clock.seconds, transport.compute, *transport.waited]
-        since, self._reported_times = (
-            [value - before for value, before in zip(now, self._reported_times)],
-            now,
-        )
+        since = [value - before for value, before in zip(now, self._reported_times)]
+        self._reported_times = now
         table = [[round(value, 6) for value in row] for row in self.ranks.gathered(since)]
-        seconds, compute, waited = (
-            [row[0] for row in table],
-            [row[1] for row in table],
-            [row[2:] for row in table],
-        )
+        seconds = [row[0] for row in table]
+        compute = [row[1] for row in table]
+        waited = [row[2:] for row in table]
         return {"ranks": {"seconds": seconds, "compute": compute, "waited": waited}}
 
     def _skip_step(self, wrong: str) -> None:
-        """Skip a step with wrong numbers, on all ranks. End the run if it is the last of the allowed number in a row."""
-        state, most = self.state, self.config.nonfinite_steps
+        """Skip a step with wrong numbers, on all ranks. End the run if it is the last of the
+        allowed number in a row."""
+        state = self.state
+        most = self.config.nonfinite_steps
         origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
         state.optimizer.zero_grad()
         for layer in self.moe_layers.values():
@@ -402,7 +434,8 @@ class Trainer:
         state.skipped += 1
         self._log("skipped", state.step, {"why": wrong, "origin": origin})
         self._say(
-            f"{wrong}: {origin}; the step is skipped on all ranks ({self._skipped_in_row} in a row, {most} end the run)"
+            f"{wrong}: {origin}; the step is skipped on all ranks ({self._skipped_in_row} in "
+            f"a row, {most} end the run)"
         )
 
     def _not_finite(self, wrong: str, origin: str) -> TrainingError:
@@ -411,7 +444,8 @@ class Trainer:
         return TrainingError(f"{where}; {self.state.newest_checkpoint()}: {remedy}")
 
     def _look_for_spike(self, loss: float) -> None:
-        """Report a spike of the loss, and roll back to the last checkpoint if the run is configured to.
+        """Report a spike of the loss, and roll back to the last checkpoint if the run is configured
+        to.
 
         Raises:
             LossSpikeError: on all ranks, to roll back.
@@ -420,12 +454,14 @@ class Trainer:
         if usual is None:
             return
         self._finish_saving()
-        step, rolls_back = self.state.step + 1, self.rolls_back and bool(self.state.checkpoints())
+        step = self.state.step + 1
+        rolls_back = self.rolls_back and bool(self.state.checkpoints())
         self._log("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})
         line = f"the loss of step {step} leaps to {loss:.4g} from {usual:.4g}"
         if rolls_back:
             self._say(
-                f"{line}: going back to {self.state.checkpoints()[-1]}, the samples since are left out"
+                f"{line}: going back to {self.state.checkpoints()[-1]}, the samples since are "
+                "left out"
             )
             raise LossSpikeError
         hint = (
@@ -436,7 +472,8 @@ class Trainer:
         self._say(f"{line}, and the run goes on{hint}")
 
     def _balance(self) -> list[dict[str, object]]:
-        """Return the load of the layers since the previous call. Report each collapsed router once."""
+        """Return the load of the layers since the previous call. Report each collapsed router
+        once."""
         loads = self.meter.take()
         collapsed = collapsed_routers(loads, list(self.moe_layers), self.config.model.moe.top_k)
         for name in collapsed.keys() - self._collapsed:
@@ -445,8 +482,8 @@ class Trainer:
         return [load.as_dict() for load in loads]
 
     def _gather_layers(self, values: list[T]) -> list[T]:
-        """Return one value per MoE layer of the whole model, from the values of the layers on this rank. All ranks call
-        it together."""
+        """Return one value per MoE layer of the whole model, from the values of the layers on this
+        rank. All ranks call it together."""
         return list(self.ranks.merge_stages(dict(zip(self._layers, values))).values())
 
     def _mean_losses(self, auxiliary: list[list[dict[str, Tensor]]]) -> dict[str, float]:
@@ -468,9 +505,13 @@ class Trainer:
         """Measure and log the validation loss. Return it in nats per byte."""
         state = self.state
         evaluation = evaluate(
-            self.model, state.corpus, state.eval_windows,
-            batch_size=self.config.batch_size, dtype=state.dtype, ranks=self.ranks,
-        )  # fmt: skip
+            self.model,
+            state.corpus,
+            state.eval_windows,
+            batch_size=self.config.batch_size,
+            dtype=state.dtype,
+            ranks=self.ranks,
+        )
         if not math.isfinite(evaluation.per_byte):
             wrong = (
                 f"the validation loss of step {state.step} is not finite ({evaluation.per_token})"
@@ -484,7 +525,10 @@ class Trainer:
         self._log("eval", state.step, {**losses, "seconds": self.clock.seconds})
         speed = self.clock.tokens_per_second
         self._say(
-            f"{state.folder.name}: step {state.step}, validation {evaluation.per_byte:.4f} nats/byte"
+            (
+                f"{state.folder.name}: step {state.step}, validation {evaluation.per_byte:.4f} "
+                "nats/byte"
+            )
             + (f", {speed:,.0f} tokens/s" if speed else "")
         )
         return evaluation.per_byte
@@ -497,7 +541,8 @@ class Trainer:
             if self._metrics is not None:
                 self._metrics.flush()
         self.routing.flush()
-        # The last step's gradient was checked, but its update may overflow. The earlier checkpoint must survive that.
+        # The last step's gradient was checked, but its update may overflow. The earlier checkpoint
+        # must survive that.
         largest = largest_parameter(self.model, self.ranks)
         if not math.isfinite(largest):
             wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
@@ -505,7 +550,7 @@ class Trainer:
         require_same_weights(self.model, self.ranks, state.step, self.state.advice(), align=True)
         if self._saving_group is True and self.ranks.mesh is not None:
             # Keep the name only: a reference would keep the group alive after torch destroyed it.
-            self._saving_group = dist.new_group(backend="gloo").group_name
+            self._saving_group = dist.new_group(timeout=timeout_of(), backend="gloo").group_name
         self._saving = save_checkpoint(
             state.folder / CHECKPOINTS,
             step=state.step,
@@ -525,21 +570,25 @@ class Trainer:
     def _finish_saving(self) -> None:
         """Publish the checkpoint that is being written, if any. All ranks call it together."""
         if self._saving is not None:
-            saving, self._saving = self._saving, None
+            saving = self._saving
+            self._saving = None
             with self._watch.long():
                 saving.finish()
 
     def _plan_table(self) -> dict[str, str]:
-        """Return the plan table as a file of a checkpoint, on the first rank; empty on the others."""
+        """Return the plan table as a file of a checkpoint, on the first rank; empty on the
+        others."""
         table = self.auto.state() if self.auto is not None and self.ranks.is_first else None
         return {} if table is None else {PLAN_TABLE: json.dumps(table) + "\n"}
 
     def _describe(self) -> str:
-        model, corpus = self.model, self.state.corpus
+        model = self.model
+        corpus = self.state.corpus
         return (
             f"{self.state.folder.name}: {model.num_parameters() / 1e6:.2f} M parameters, "
-            f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
-            f"{self.config.precision} on {self.state.device}{self.ranks.in_words()}"
+            f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, "
+            f"{len(corpus.train):,} training tokens; {self.config.precision} on "
+            f"{self.state.device}{self.ranks.in_words()}"
             + (f", matmul peak {self.peak / 1e9:,.0f} GFLOP/s" if self.peak else "")
             + (f"; resumed after step {self.state.step}" if self.state.step else "")
         )

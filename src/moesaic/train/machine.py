@@ -1,4 +1,5 @@
-"""Properties of the machine: device, precision, threads and the matmul rate that MFU is measured against."""
+"""Properties of the machine: device, precision, threads and the matmul rate that MFU is measured
+against."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from moesaic.errors import InputError
 from moesaic.kernels.products import rows_product
 
 BFLOAT16_PAYS_FROM = 1.5
-"""bfloat16 is chosen if its matmul is this many times as fast as float32's. Casts and norms use up part of the gain."""
+"""bfloat16 is chosen if its matmul is this many times as fast as float32's. Casts and norms use up
+part of the gain."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -27,11 +29,13 @@ def pick_device(name: str) -> torch.device:
         raise InputError(f"device={name!r} is unknown: write auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise InputError(
-            f"device={name!r} is not supported: write auto, cpu or cuda (threads sets the CPU threads per rank)"
+            f"device={name!r} is not supported: write auto, cpu or cuda (threads sets the CPU "
+            "threads per rank)"
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices: write cpu or auto"
+            f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices: "
+            "write cpu or auto"
         )
     return device
 
@@ -39,7 +43,8 @@ def pick_device(name: str) -> torch.device:
 def matmul_flops_per_second(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int] | None = None
 ) -> float:
-    """Return the measured rate of a matmul of `shape`, (rows, width, columns); the median of several after a warm-up.
+    """Return the measured rate of a matmul of `shape`, (rows, width, columns); the median of
+    several after a warm-up.
 
     By default it is square: 1024 rows on a CPU, 8192 on a GPU.
     """
@@ -48,7 +53,8 @@ def matmul_flops_per_second(
     a, b = (
         torch.randn(n, width, device=device, generator=generator).to(dtype) for n in (rows, columns)
     )
-    seconds, out = [], a.new_empty(rows, columns)
+    seconds = []
+    out = a.new_empty(rows, columns)
     for _ in range(24):
         start = time.perf_counter()
         rows_product(a, b.t(), out)
@@ -59,7 +65,8 @@ def matmul_flops_per_second(
 
 
 def pick_precision(name: str, device: torch.device, shape: tuple[int, int, int]) -> torch.dtype:
-    """Return the forward pass's dtype. "auto" measures a matmul of `shape` on a CPU, and asks the driver on a GPU."""
+    """Return the forward pass's dtype. "auto" measures a matmul of `shape` on a CPU, and asks the
+    driver on a GPU."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -72,6 +79,7 @@ def pick_precision(name: str, device: torch.device, shape: tuple[int, int, int])
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Return the autocast context of a forward pass in `dtype`; float32 and float64 turn autocast off."""
+    """Return the autocast context of a forward pass in `dtype`; float32 and float64 turn autocast
+    off."""
     on = dtype not in (torch.float32, torch.float64)
     return torch.autocast(device.type, dtype if on else torch.bfloat16, enabled=on)

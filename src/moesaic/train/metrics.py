@@ -1,6 +1,8 @@
-"""Logging of a run's numbers: to `metrics.jsonl` (one object per line), and optionally to TensorBoard.
+"""Logging of a run's numbers: to `metrics.jsonl` (one object per line), and optionally to
+TensorBoard.
 
-Each line has `kind` ("train", "eval", ...) and `step`. The report and the benchmarks read no other file.
+Each line has `kind` ("train", "eval", ...) and `step`. The report and the benchmarks read no other
+file.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Metrics:
     """Appends lines to a run's metrics file.
 
     Args:
-        start_step: lines of later steps are removed first, so that a resumed run has each step once.
+        start_step: lines of later steps are removed first, so that a resumed run has each step
+            once.
         tensorboard: also write TensorBoard event files.
         say: called with a message if a line of the file is damaged. The other lines are kept.
     """
@@ -55,8 +58,8 @@ class Metrics:
         self._events = event_files(run_folder, start_step) if tensorboard else None
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a line, unless there is one of this kind and step. The event files get its numbers too, including numbers
-        in lists of per-layer dicts.
+        """Append a line, unless there is one of this kind and step. The event files get its numbers
+        too, including numbers in lists of per-layer dicts.
 
         Raises:
             InputError: if the disk is full, or the file cannot be written.
@@ -104,7 +107,8 @@ def event_files(folder: Path, start_step: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise InputError(
-            "tensorboard=true needs the package tensorboard: pip install tensorboard, or tensorboard=false"
+            "tensorboard=true needs the package tensorboard: pip install tensorboard, or "
+            "tensorboard=false"
         ) from error
     return SummaryWriter(
         str(folder_below(folder / "tensorboard")), purge_step=start_step + 1 if start_step else None
@@ -125,14 +129,16 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the parsed lines of metrics, and a description of each damaged line. A truncated last line is in neither."""
+    """Return the parsed lines of metrics, and a description of each damaged line. A truncated last
+    line is in neither."""
     try:
         lines = read_bytes(path, at_most=MOST_BYTES).splitlines()
     except FileNotFoundError as error:
         raise InputError(f"{path}: no metrics there: name the folder of a run") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): check the folder") from error
-    parsed, damages = [], []
+    parsed = []
+    damages = []
     for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)

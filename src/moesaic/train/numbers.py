@@ -1,9 +1,10 @@
-"""Numerical faults in a training run: values that are not finite and their origin, loss spikes, collapsed routers,
-drifting ranks.
+"""Numerical faults in a training run: values that are not finite and their origin, loss spikes,
+collapsed routers, drifting ranks.
 
-Steps without faults send no extra messages: the loss and the gradient norm are identical on all ranks, so each rank can
-tell whether the step is sound. Expensive checks (repeating a step under hooks, checksums of all weights) run only after
-a failed step, or at evaluations and checkpoints, where the run pauses anyway.
+Steps without faults send no extra messages: the loss and the gradient norm are identical on all
+ranks, so each rank can tell whether the step is sound. Expensive checks (repeating a step under
+hooks, checksums of all weights) run only after a failed step, or at evaluations and checkpoints,
+where the run pauses anyway.
 """
 
 from __future__ import annotations
@@ -19,27 +20,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moesaic.draw import held
 from moesaic.errors import TrainingError
 from moesaic.experts import AbstractExperts
+from moesaic.initial_values import held
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
 from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadStatistics
 from moesaic.train.ranks import Ranks
 
-RECENT, FEWEST = 64, 16
+RECENT = 64
+FEWEST = 16
 """Number of recent losses that a loss is compared with, and the fewest that are needed."""
 SPIKE = 8.0
-"""A loss is a spike if it is this many robust standard deviations above the median of the recent losses."""
+"""A loss is a spike if it is this many robust standard deviations above the median of the recent
+losses."""
 CHECKED_AT_ONCE = 2**22
 """Elements of a tensor that are summed at once; each one takes 16 bytes meanwhile."""
 COLLAPSED = 0.9
 """A router has collapsed if the layer's `top_k` busiest experts get this share of all copies."""
 
 ROUNDING = 1e-3
-"""Largest difference between copies of a tensor that counts as rounding, as a share of its largest absolute value.
-Ranks may sum in different orders."""
+"""Largest difference between copies of a tensor that counts as rounding, as a share of its largest
+absolute value. Ranks may sum in different orders."""
 
 
 class LossSpikeError(Exception):
@@ -83,30 +86,32 @@ def wrong_numbers(loss: Tensor, norm: Tensor, step: int) -> str:
 def collapsed_routers(
     layers: Sequence[LoadStatistics], names: Sequence[str], top_k: int
 ) -> dict[str, str]:
-    """Return a message for each layer with a router that sends nearly all tokens to the same `top_k` experts."""
+    """Return a message for each layer with a router that sends nearly all tokens to the same
+    `top_k` experts."""
     messages = {}
     for name, load in zip(names, layers):
         counts = sorted(load.tokens_per_expert, reverse=True)
         share = sum(counts[:top_k]) / max(sum(counts), 1)
         if len(counts) >= 4 * top_k and sum(counts) >= 16 * len(counts) and share >= COLLAPSED:
             messages[name] = (
-                f"the router of {name} has collapsed: {top_k} of its {len(counts)} experts get {share:.0%} of the tokens; "
-                "raise model.moe.load_balance or model.moe.z_loss, or lower optimizer.lr"
+                f"the router of {name} has collapsed: {top_k} of its {len(counts)} experts get "
+                f"{share:.0%} of the tokens; raise model.moe.load_balance or model.moe.z_loss, or "
+                "lower optimizer.lr"
             )
     return messages
 
 
 def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) -> str:
-    """Return in words where a step's numbers first go wrong: the module, the expert and the rank. All ranks call it.
+    """Return in words where a step's numbers first go wrong: the module, the expert and the rank.
+    All ranks call it.
 
     Args:
         model: the model with the weights before the step.
         repeat: runs the step's forward and backward passes again.
     """
     weights = not_finite(model)
-    forward, backward = _first_faults(
-        model, repeat
-    )  # stages are ordered as activations and gradients flow
+    # stages are ordered as activations and gradients flow
+    forward, backward = _first_faults(model, repeat)
     in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
     reports = ranks.gathered((weights, *in_order))
     faulty_weights = _faulty_weights_in_words([report[0] for report in reports])
@@ -124,12 +129,13 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
 
 
 def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
-    """Return the parameters with values that are not finite in this rank's part, each with the affected experts (if it
-    belongs to experts)."""
+    """Return the parameters with values that are not finite in this rank's part, each with the
+    affected experts (if it belongs to experts)."""
     faulty = []
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
-        local, module = local_part(tensor), model.get_submodule(name.rpartition(".")[0])
+        local = local_part(tensor)
+        module = model.get_submodule(name.rpartition(".")[0])
         if bool(local.isfinite().all()):
             continue
         rows: list[int] = []
@@ -141,7 +147,8 @@ def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
 
 
 def weights_not_finite(model: nn.Module, ranks: Ranks) -> str:
-    """Return in words which weights are not finite, and on which rank; empty if none. All ranks call it."""
+    """Return in words which weights are not finite, and on which rank; empty if none. All ranks
+    call it."""
     return _faulty_weights_in_words(ranks.gathered(not_finite(model)))
 
 
@@ -157,13 +164,15 @@ def _faulty_weights_in_words(by_rank: Sequence[Sequence[tuple[str, list[int]]]])
 
 
 Fault = tuple[int, str, str]
-"""How many values were sound before the first that is not finite, the name of its module, and details."""
+"""How many values were sound before the first that is not finite, the name of its module, and
+details."""
 
 
 def _first_faults(
     model: nn.Module, repeat: Callable[[], object]
 ) -> tuple[Fault | None, Fault | None]:
-    """Repeat a step; return the first fault of this rank's forward pass and of its backward pass, where there is one."""
+    """Repeat a step; return the first fault of this rank's forward pass and of its backward pass,
+    where there is one."""
     seen: Counter[str] = Counter()
     faults: dict[str, Fault] = {}
 
@@ -208,7 +217,8 @@ def _first_faults(
 
 
 def _expert_of(y: Tensor, routing: Routing) -> str:
-    """Return in words what the faulty rows of a layer's output have in common: the router, or an expert."""
+    """Return in words what the faulty rows of a layer's output have in common: the router, or an
+    expert."""
     if not bool(routing.weight.isfinite().all()):
         return ", from its router on"
     wrong = ~y.reshape(-1, y.shape[-1]).isfinite().all(1)
@@ -221,7 +231,8 @@ def require_same_weights(
 ) -> None:
     """Check that ranks with the same part of a tensor hold the same numbers. All ranks call it.
 
-    Under some plans the ranks of a tensor-parallel group sum in different orders, so copies differ in their last bits.
+    Under some plans the ranks of a tensor-parallel group sum in different orders, so copies differ
+    in their last bits.
 
     Args:
         model: a sharded or unsharded model; its persistent buffers are compared too.
@@ -230,7 +241,8 @@ def require_same_weights(
         align: overwrite copies that differ only by rounding with those of the lowest rank.
 
     Raises:
-        TrainingError: on all ranks, if copies differ by more than rounding; the message names the ranks and the tensor.
+        TrainingError: on all ranks, if copies differ by more than rounding; the message names the
+            ranks and the tensor.
     """
     if ranks.mesh is None:
         return
@@ -273,13 +285,15 @@ def require_same_weights(
         )
         what = "disagrees with the other ranks" if len(drifted) == 1 else "disagree"
         raise TrainingError(
-            f"after step {step} {in_words(drifted)} {what} on {key[0]}, by up to {max(differences.values()):.3g}: suspect "
-            f"the memory or the processor of {in_words(drifted)}; {advice}"
+            f"after step {step} {in_words(drifted)} {what} on {key[0]}, by up to "
+            f"{max(differences.values()):.3g}: suspect the memory or the processor of "
+            f"{in_words(drifted)}; {advice}"
         )
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute difference of two tensors; infinite if only one of them has a NaN at some place."""
+    """Return the largest absolute difference of two tensors; infinite if only one of them has a NaN
+    at some place."""
     is_same = (one == other) | (one.isnan() & other.isnan())
     return float(
         (one - other)
@@ -291,7 +305,8 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def _shard_coordinates(tensor: Tensor) -> tuple[int, ...]:
-    """Return which part of the full tensor this rank holds: its coordinates along the mesh axes that shard the tensor."""
+    """Return which part of the full tensor this rank holds: its coordinates along the mesh axes
+    that shard the tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     places = tensor.device_mesh.get_coordinate() or ()
@@ -299,8 +314,8 @@ def _shard_coordinates(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the values times their
-    positions."""
+    """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the
+    values times their positions."""
     by_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.contiguous().view(-1).view(by_size[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)

@@ -13,16 +13,18 @@ from moesaic.routing.router import AbstractRouter
 from moesaic.train.config import OptimizerConfig
 
 DECAY_SHARE = 0.2
-"""Share of the steps after the warm-up over which the wsd schedule decays (Hu et al. 2024 take 10 to 20 %)."""
+"""Share of the steps after the warm-up over which the wsd schedule decays (Hu et al. 2024 take 10
+to 20 %)."""
 
 
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, device: torch.device
 ) -> torch.optim.AdamW:
-    """Return AdamW of all parameters that are not frozen, with decay on matrices only; routers, norms and biases have none.
+    """Return AdamW of all parameters that are not frozen, with decay on matrices only; routers,
+    norms and biases have none.
 
-    AdamW's fused kernels process a parameter group together, so parameters on different meshes get separate groups. A
-    group's `rate` is the multiple of the step's learning rate that it uses.
+    AdamW's fused kernels process a parameter group together, so parameters on different meshes get
+    separate groups. A group's `rate` is the multiple of the step's learning rate that it uses.
     """
     routers = {
         id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()
@@ -51,8 +53,8 @@ def make_optimizer(
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of step `step`, counted from 0: linear warm-up, then a decay to `final_share` of the
-    peak."""
+    """Return the learning rate of step `step`, counted from 0: linear warm-up, then a decay to
+    `final_share` of the peak."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)

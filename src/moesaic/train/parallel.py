@@ -1,5 +1,5 @@
-"""Sharding of our models over a mesh: tensor parallelism of the dense part, expert parallelism by the MoE layers, then
-FSDP2.
+"""Sharding of our models over a mesh: tensor parallelism of the dense part, expert parallelism by
+the MoE layers, then FSDP2.
 
 A model that is on the meta device is split there; each rank then allocates and draws only its part.
 """
@@ -29,8 +29,8 @@ from moesaic.layer import MoE
 from moesaic.models.attention import Attention, ShortConv
 from moesaic.models.gpt import GPT, Dense, LearnedPositions
 from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear
-from moesaic.named import CallsOf
 from moesaic.parallel import parallelize_layers, shard_over_data
+from moesaic.policies import CallsOf
 from moesaic.program.plan import Plan
 from moesaic.train.pipeline import PipelinedGPT
 
@@ -43,14 +43,16 @@ def parallelize(
     sequence_parallel: bool = False,
     calls: CallsOf | None = None,
     dtype: torch.dtype | None = None,
+    replica_dtype: torch.dtype | None = None,
 ) -> None:
     """Split a model over a mesh, in place.
 
     Args:
-        model: the full model, identical on all ranks, or this pipeline stage's parts of it; on its device or on meta.
+        model: the full model, identical on all ranks, or this pipeline stage's parts of it; on its
+            device or on meta.
         sequence_parallel: give each rank of a tp group a part of the positions between layers.
         calls: as for `MoE.parallelize`.
-        dtype: as for `shard_over_data`.
+        dtype, replica_dtype: as for `shard_over_data`.
 
     Raises:
         InputError: for a plan that the mesh or a layer does not support.
@@ -59,19 +61,23 @@ def parallelize(
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     for model_part in model.parts if isinstance(model, PipelinedGPT) else [model]:
-        shard_over_data(model_part, mesh, model_part.blocks.children(), dtype=dtype)
+        shard_over_data(
+            model_part, mesh, model_part.blocks.children(), dtype=dtype, replica_dtype=replica_dtype
+        )
 
 
 def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool) -> None:
-    """Split attention by heads, dense layers by their inner width, and the embedding by vocabulary; replicate the rest.
+    """Split attention by heads, dense layers by their inner width, and the embedding by vocabulary;
+    replicate the rest.
 
-    This is Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, with one sum per pair.
-    `by_position` adds its sequence parallelism (Korthikanti et al. 2022, section 4.2.2), where norms and residuals see
-    a part of the positions. The short convolution and the MoE layers need all positions, so their inputs are gathered
-    and their outputs split.
+    This is Megatron-LM's scheme (Shoeybi et al. 2019, section 3): column-wise, then row-wise, with
+    one sum per pair. `by_position` adds its sequence parallelism (Korthikanti et al. 2022, section
+    4.2.2), where norms and residuals see a part of the positions. The short convolution and the MoE
+    layers need all positions, so their inputs are gathered and their outputs split.
 
     Args:
-        model: a model with `num_heads` and inner width divisible by the mesh size, and positions too if they are split.
+        model: a model with `num_heads` and inner width divisible by the mesh size, and positions
+            too if they are split.
         tp: a mesh of one dimension.
         by_position: split positions between the layers.
     """
@@ -119,15 +125,18 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
 
 
 class SplitParameters(ParallelStyle):
-    """A parallel style for modules that compute on plain tensors with their shards of their parameters.
+    """A parallel style for modules that compute on plain tensors with their shards of their
+    parameters.
 
     It covers `ColwiseParallel`, `RowwiseParallel` and both combined.
 
     Args:
-        dims: parameter name (without the path) to the dimension that is split. Other parameters are replicated.
-        input_layout: placement of the module's input, which is gathered for every rank; None for an input that is split
-            as the weight needs it.
-        output_layout: placement that the sum of the ranks' outputs gets; None for outputs that are not partial sums.
+        dims: parameter name (without the path) to the dimension that is split. Other parameters are
+            replicated.
+        input_layout: placement of the module's input, which is gathered for every rank; None for an
+            input that is split as the weight needs it.
+        output_layout: placement that the sum of the ranks' outputs gets; None for outputs that are
+            not partial sums.
     """
 
     def __init__(
@@ -138,7 +147,9 @@ class SplitParameters(ParallelStyle):
         output_layout: Placement | None,
     ) -> None:
         super().__init__()
-        self.dims, self.input_layout, self.output_layout = dims, input_layout, output_layout
+        self.dims = dims
+        self.input_layout = input_layout
+        self.output_layout = output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:

@@ -1,15 +1,17 @@
-"""Pipeline parallelism of our models: each rank has some of the blocks, and micro-batches flow through torch's
-schedules.
+"""Pipeline parallelism of our models: each rank has some of the blocks, and micro-batches flow
+through torch's schedules.
 
-The ranks of a stage share its blocks as the ranks of a run without stages share the model: experts over ep and etp,
-attention over tp, all over dp. A step has `accumulation` micro-batches, so a run with stages computes the same as one
-process with the same settings. If the embedding is tied to the output matrix, the first and the last stage have a copy
-each, and the gradients of both copies are added before each optimizer step.
+The ranks of a stage share its blocks as the ranks of a run without stages share the model: experts
+over ep and etp, attention over tp, all over dp. A step has `accumulation` micro-batches, so a run
+with stages computes the same as one process with the same settings. If the embedding is tied to the
+output matrix, the first and the last stage have a copy each, and the gradients of both copies are
+added before each optimizer step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,46 +19,80 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.tensor import DTensor
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, GPTOutput, embed, token_loss
+from moesaic.models.parts import cut_model
 from moesaic.models.split import local_part, unembed
-from moesaic.parallel import gradient_norm
+from moesaic.parallel import Held, gradient_norm
 from moesaic.routing.routing import Routing
+from moesaic.runtime.data_parallel import Replicas
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.train.config import TrainConfig
 from moesaic.train.machine import autocast
 
+Observe = Callable[[int], AbstractContextManager[object]]
+"""Returns the context of a micro-batch's forward pass, from the micro-batch's number."""
+
+
+def _unobserved(_: int) -> AbstractContextManager[object]:
+    return nullcontext()
+
 
 class Part(nn.Module):
-    """Consecutive blocks of a GPT. The first part also embeds the tokens, and the last one also returns logits.
+    """Consecutive blocks of a GPT. The first part also embeds the tokens, and the last one also
+    returns logits.
 
     Args:
         whole: the full model; the part shares its modules.
         index: which of the parts this is.
         count: number of parts.
+        blocks: numbers of its blocks.
         dtype: autocast dtype.
+        sent: dtype in which activations and their gradients are sent between parts; None for that
+            of the activations.
     """
 
-    def __init__(self, whole: GPT, index: int, count: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        whole: GPT,
+        index: int,
+        count: int,
+        *,
+        blocks: range,
+        dtype: torch.dtype,
+        sent: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.is_first, self.is_last = index == 0, index == count - 1
-        self.config, self.dtype = whole.config, dtype
+        self.is_first = index == 0
+        self.is_last = index == count - 1
+        self.sent = sent
+        self.config = whole.config
+        self.dtype = dtype
         if self.is_first or (self.is_last and whole.unembedding is None):
             self.embedding = whole.embedding
         if self.is_first:
-            self.positions, self.embedding_norm = whole.positions, whole.embedding_norm
-        layers = len(whole.blocks)
-        numbers = range(layers * index // count, layers * (index + 1) // count)
-        self.blocks = nn.ModuleDict({str(layer): whole.blocks[layer] for layer in numbers})
+            self.positions = whole.positions
+            self.embedding_norm = whole.embedding_norm
+        self.blocks = nn.ModuleDict({str(layer): whole.blocks[layer] for layer in blocks})
         if self.is_last:
-            self.norm, self.unembedding = whole.norm, whole.unembedding
+            self.norm = whole.norm
+            self.unembedding = whole.unembedding
         self.routings: list[list[Routing]] = []
-        """Routings of the forward passes since the list was last cleared: one per MoE layer, without logits."""
+        """Routings of the forward passes since the list was last cleared: one per MoE layer,
+        without logits."""
+        self.observe: Observe = _unobserved
+        """Returns the context of a micro-batch's forward pass, from its number."""
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Run the part on a micro-batch.
@@ -69,20 +105,24 @@ class Part(nn.Module):
             (batch, positions, dim), or logits (batch, positions, vocab_size) for the last part.
         """
         self.routings.append([])
-        with autocast(tokens.device, self.dtype):
-            x = embed(self, x) if self.is_first else x
+        with self.observe(len(self.routings) - 1), autocast(tokens.device, self.dtype):
+            if self.is_first:
+                x = embed(self, x)
+            elif self.sent is not None:
+                x = x.to(next(self.parameters()).dtype)
             for block in self.blocks.values():
                 recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
                 run = partial(checkpoint, block) if recomputes else block
                 x, routing = run(x, tokens, None, None)
                 self.routings[-1] += [] if routing is None else [routing]
             if not self.is_last:
-                return x
+                return x if self.sent is None else x.to(self.sent)
             return unembed(self.norm(x), (self.unembedding or self.embedding).weight)
 
 
 class PipelinedGPT(nn.Module):
-    """This rank's parts of a GPT in pipeline stages, with parameters under the names of the full model.
+    """This rank's parts of a GPT in pipeline stages, with parameters under the names of the full
+    model.
 
     Args:
         whole: the full model, identical on all ranks and not yet split.
@@ -91,6 +131,8 @@ class PipelinedGPT(nn.Module):
         dp: number of data-parallel groups per stage.
         dtype: autocast dtype.
         device: the device that the model will be on; `whole` may be on the meta device.
+        hold: what each rank holds whole between micro-batches. Gradients always are: torch's
+            schedules reduce them after the last one.
     """
 
     def __init__(
@@ -101,26 +143,37 @@ class PipelinedGPT(nn.Module):
         dp: int,
         dtype: torch.dtype,
         device: torch.device,
+        hold: Held = "gradients",
     ) -> None:
         super().__init__()
+        self.hold = hold
         self.config = whole.config
         self.names = frozenset(whole.state_dict())
         """Names of the full model's tensors, as in checkpoints."""
         self._sizes = whole.num_parameters(), whole.num_active_parameters()
-        self.stages, self.stage, self.pp = stages, stages.get_local_rank("pp"), stages.size(0)
+        self.stages = stages
+        self.stage = stages.get_local_rank("pp")
+        self.pp = stages.size(0)
         count = self.pp * config.mesh.parts_per_stage
         numbers = range(self.stage, count, self.pp)
-        self.parts = [Part(whole, number, count, dtype) for number in numbers]
+        sent = torch.bfloat16 if config.mesh.stage_precision == "bfloat16" else None
+        cuts = cut_model(whole, count)
+        self.parts = [
+            Part(whole, number, count, blocks=cuts[number], dtype=dtype, sent=sent)
+            for number in numbers
+        ]
         self.blocks = nn.ModuleDict(
             {name: block for part in self.parts for name, block in part.blocks.items()}
         )
         self.is_tied = whole.unembedding is None
         if self.stage == 0:
-            self.positions, self.embedding_norm = whole.positions, whole.embedding_norm
+            self.positions = whole.positions
+            self.embedding_norm = whole.embedding_norm
         if self.stage == 0 or (self.stage == self.pp - 1 and self.is_tied):
             self.embedding = whole.embedding
         if self.stage == self.pp - 1:
-            self.norm, self.unembedding = whole.norm, whole.unembedding
+            self.norm = whole.norm
+            self.unembedding = whole.unembedding
         sparse = [name for name, block in enumerate(whole.blocks) if isinstance(block.ffn, MoE)]
         self.layers = [place for place, name in enumerate(sparse) if str(name) in self.blocks]
         """Numbers of the full model's MoE layers on this rank."""
@@ -129,18 +182,22 @@ class PipelinedGPT(nn.Module):
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
         self._activation_shape = length, config.model.dim
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
+        self._sent = sent or self._zero.dtype
+        # apart from all other messages; tied embeddings and evaluations pass through it too
+        self._group = stages["pp"].get_group()
         self._schedule = self._make_schedule(
             config, [(number, count) for number in numbers], config.batch_size // dp
         )
 
     def _make_schedule(
         self, config: TrainConfig, places: Sequence[tuple[int, int]], rows: int
-    ) -> Schedule1F1B | ScheduleInterleaved1F1B:
+    ) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
         tokens = torch.empty(rows, config.model.seq_len, dtype=torch.int64, device="meta")
         x = torch.empty(
-            rows, *self._activation_shape, dtype=self._zero.dtype, device="meta", requires_grad=True
+            rows, *self._activation_shape, dtype=self._sent, device="meta", requires_grad=True
         )
-        device, group = self._zero.device, self.stages["pp"].get_group()
+        device = self._zero.device
+        group = self._group
         pipeline_stages = [
             PipelineStage(part, *place, device, tokens if part.is_first else x, x, group=group)
             for place, part in zip(places, self.parts)
@@ -154,18 +211,23 @@ class PipelinedGPT(nn.Module):
             return ScheduleInterleaved1F1B(
                 list(pipeline_stages), micro, loss_fn=loss_of, scale_grads=False
             )
-        return Schedule1F1B(pipeline_stages[0], micro, loss_fn=loss_of, scale_grads=False)
+        # 1F1B asks for a micro-batch per stage; with fewer, GPipe keeps the same activations
+        schedule = Schedule1F1B if micro >= self.pp else ScheduleGPipe
+        return schedule(pipeline_stages[0], micro, loss_fn=loss_of, scale_grads=False)
 
     def run_step(
-        self, batches: Sequence[tuple[Tensor, Tensor]]
+        self, batches: Sequence[tuple[Tensor, Tensor]], observe: Observe | None = None
     ) -> tuple[Tensor, list[list[Routing]]]:
         """Add up the gradients of a step's micro-batches.
 
         Args:
             batches: `accumulation` pairs of tokens and targets, on the device.
+            observe: returns a context for the forward pass of a micro-batch, from its number; a
+                rank enters it once for each of its parts.
 
         Returns:
-            the mean loss of the micro-batches, (), which is 0 on ranks without the last part; and for each micro-batch
+            the mean loss of the micro-batches, (), which is 0 on ranks without the last part; and
+            for each micro-batch
                 the routings of this rank's MoE layers.
 
         Raises:
@@ -177,19 +239,46 @@ class PipelinedGPT(nn.Module):
             {"target": targets, "losses": losses} if self.stage == self.pp - 1 else {}
         )
         self._clear_routings()
+        for part in self.parts:
+            part.observe = observe or _unobserved
         try:
             inputs = (tokens,) if self.stage == 0 else ()
-            self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **ends)
+            with self._held():
+                self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **ends)
         except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from error
             raise
+        finally:
+            for part in self.parts:
+                part.observe = _unobserved
         self._add_embeddings()
         loss = torch.stack(losses).sum().detach() if losses else self._zero
         routings = zip(*(part.routings for part in self.parts))
         return loss, [
             [routing for of_part in of_parts for routing in of_part] for of_parts in routings
         ]
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold gathered parameters over the micro-batches of a step, if the run does, and average
+        gradients of replicas after it. torch's schedules reduce those of FSDP2 once a step."""
+        modules = [module for part in self.parts for module in part.modules()]
+        units = [module for module in modules if isinstance(module, FSDPModule)]
+        replicas = [each for part in self.parts for each in Replicas.of(part)]
+        for unit in units:
+            unit.set_reshard_after_forward(self.hold != "parameters", recurse=False)
+        for each in replicas:
+            each.averages = False
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(True, recurse=False)
+            for each in replicas:
+                each.averages = True
+        for each in replicas:
+            each.average()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Evaluate the full model, stage after stage. All ranks call it together.
@@ -199,18 +288,17 @@ class PipelinedGPT(nn.Module):
             targets: (batch, positions) int64.
 
         Returns:
-            logits and loss on ranks with the last part, else an empty tensor and 0; and the routings of this rank's MoE
+            logits and loss on ranks with the last part, else an empty tensor and 0; and the
+            routings of this rank's MoE
                 layers.
         """
         self._clear_routings()
-        group, x = self.stages["pp"].get_group(), tokens
+        group = self._group
+        x = tokens
         for part in self.parts:
             if not part.is_first:
                 x = torch.empty(
-                    len(tokens),
-                    *self._activation_shape,
-                    dtype=self._zero.dtype,
-                    device=tokens.device,
+                    len(tokens), *self._activation_shape, dtype=self._sent, device=tokens.device
                 )
                 if x.numel():
                     dist.recv(x, group=group, group_src=(self.stage - 1) % self.pp)
@@ -223,7 +311,8 @@ class PipelinedGPT(nn.Module):
         return GPTOutput(x, None if targets is None else token_loss(x, targets), routings)
 
     def gradient_norm(self, mesh: Mesh) -> Tensor:
-        """Return the norm of the full model's gradient, counting the embedding once. All ranks call it together."""
+        """Return the norm of the full model's gradient, counting the embedding once. All ranks call
+        it together."""
         copies = {self.embedding.weight} if self.stage == self.pp - 1 and self.is_tied else set()
         own = [parameter for parameter in self.parameters() if parameter not in copies]
         return gradient_norm(own, mesh=mesh, group=dist.group.WORLD)
@@ -251,7 +340,8 @@ class PipelinedGPT(nn.Module):
         gradient = local_part(weight.grad)
         if not gradient.numel():
             return
-        received, group = torch.empty_like(gradient), self.stages["pp"].get_group()
+        received = torch.empty_like(gradient)
+        group = self._group
         peer = self.pp - 1 if self.stage == 0 else 0
         moves = [
             dist.P2POp(dist.isend, gradient.contiguous(), group=group, group_peer=peer),

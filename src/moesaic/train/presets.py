@@ -16,33 +16,44 @@ RARELY = {"every": 1000}
 RUNS: dict[str, dict[str, Any]] = {
     "demo": {"out": "runs/demo/moe", "steps": 600, "save": {"every": 300}},
     "gpt-tiny": {
-        "steps": 50, "evaluate": {"every": 25, "sequences": 8}, "optimizer": {"lr": 1e-2, "warmup_steps": 10},
+        "steps": 50,
+        "evaluate": {"every": 25, "sequences": 8},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 10},
     },
     "gpt-small": {
-        "steps": 20_000, "evaluate": {"every": 500}, "save": RARELY, "optimizer": WARM,
+        "steps": 20_000,
+        "evaluate": {"every": 500},
+        "save": RARELY,
+        "optimizer": WARM,
         "model": {"moe": {"z_loss": 0.001}},
     },
-}  # fmt: skip
+}
 """Training settings of each preset; presets that are not listed use `PUBLISHED`."""
 PUBLISHED: dict[str, Any] = {
-    "steps": 100_000, "evaluate": RARELY, "save": RARELY, "model": {"conv_width": 1}, "optimizer": WARM,
-}  # fmt: skip
+    "steps": 100_000,
+    "evaluate": RARELY,
+    "save": RARELY,
+    "model": {"conv_width": 1},
+    "optimizer": WARM,
+}
 
 
 def preset(name: str, settings: dict[str, Any] | None = None) -> TrainConfig:
-    """Return the configuration that trains a model of `planner/presets.py`; None: with the settings that `RUNS` has for it."""
+    """Return the configuration that trains a model of `planner/presets.py`; None: with the settings
+    that `RUNS` has for it."""
     config = override(TrainConfig(out=f"runs/{name}"), asdict(MODELS[name]), source=name)
-    if (
-        config.model.moe.top_k == 1
-    ):  # the weight of one expert of one would be 1, and the router would learn nothing
+    # the weight of one expert of one would be 1, and the router would learn nothing
+    if config.model.moe.top_k == 1:
         config = override(config, {"model": {"moe": {"router": "switch"}}}, source=name)
     return override(config, settings or RUNS.get(name, PUBLISHED), source=name)
 
 
 def demo() -> TrainConfig:
-    """Return the sparse half of `make demo`: a byte-level GPT-MoE that trains in about two minutes on two CPU cores.
+    """Return the sparse half of `make demo`: a byte-level GPT-MoE that trains in about two minutes
+    on two CPU cores.
 
-    The experts are narrow on purpose: of the shapes tried, this one gained most over a dense model (docs/log.md).
+    The experts are narrow on purpose: of the shapes tried, this one gained most over a dense model
+    (docs/log.md).
     """
     return preset("demo")
 
@@ -54,6 +65,11 @@ def demo_dense() -> TrainConfig:
 
 
 PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    "demo": demo, "demo-dense": demo_dense,
-    **{name: partial(preset, name) for name, job in MODELS.items() if job.model.block.kind == "decoder" and name != "demo"},
-}  # fmt: skip
+    "demo": demo,
+    "demo-dense": demo_dense,
+    **{
+        name: partial(preset, name)
+        for name, job in MODELS.items()
+        if job.model.block.kind == "decoder" and name != "demo"
+    },
+}

@@ -46,7 +46,8 @@ class TrainingProgress:
         self._progress.stop()
 
     def advance(self, step: int, status: str | None = None) -> None:
-        """Show that `step` steps are done, with a short status. Without a terminal, print each status as a line."""
+        """Show that `step` steps are done, with a short status. Without a terminal, print each
+        status as a line."""
         if status is not None and not self.console.is_terminal:
             self.say(f"{self._label}: step {step}, {status}")
         if status is None:
@@ -60,7 +61,8 @@ class TrainingProgress:
 
 
 def status(values: dict[str, Any]) -> str:
-    """Return the progress bar's text for a line of metrics. MaxVio is the mean over the MoE layers."""
+    """Return the progress bar's text for a line of metrics. MaxVio is the mean over the MoE
+    layers."""
     parts = [f"loss {values['loss']:.3f}", f"{values['tokens_per_second']:,.0f} tokens/s"]
     if "mfu" in values:
         parts.append(f"MFU {values['mfu']:.1%}")

@@ -1,5 +1,5 @@
-"""The ranks of a run, and what they agree on: settings, errors, means, when to stop. One process is a world of one
-rank."""
+"""The ranks of a run, and what they agree on: settings, errors, means, when to stop. One process is
+a world of one rank."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moesaic.comm.collectives import check_same
 from moesaic.comm.mesh import DeviceType, Mesh, open_transport
+from moesaic.comm.process_groups import keep_timeout
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import TrainConfig
 
@@ -27,43 +28,63 @@ class Ranks:
     """All processes of a run, as one of them sees them.
 
     Args:
-        mesh: the mesh on which the ranks share the model, or this rank's pipeline stage of it; None for a single
-            process.
+        mesh: the mesh on which the ranks share the model, or this rank's pipeline stage of it; None
+            for a single process.
         stages: the ranks as a mesh with the axes ("pp", "stage"); None without pipeline stages.
+        rank: this rank, and
+        world: the number of ranks, without a mesh.
     """
 
-    def __init__(self, mesh: Mesh | None = None, stages: DeviceMesh | None = None) -> None:
-        self.mesh, self.stages = mesh, stages
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        stages: DeviceMesh | None = None,
+        *,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.mesh = mesh
+        self.stages = stages
         self.pp, self.stage = (
             (1, 0) if stages is None else (stages.size(0), stages.get_local_rank("pp"))
         )
         of_stage = 1 if mesh is None else mesh.grid.world
-        self.rank: int = 0 if mesh is None else self.stage * of_stage + mesh.rank
-        self.world: int = self.pp * of_stage
+        self.rank: int = rank if mesh is None else self.stage * of_stage + mesh.rank
+        self.world: int = world if mesh is None else self.pp * of_stage
         self.dp: int = 1 if mesh is None else mesh.grid.dp
         self.dp_index = 0 if mesh is None else mesh.grid.coordinate(mesh.rank, "dp")
 
     @classmethod
     def of(cls, config: TrainConfig, device_type: DeviceType) -> Ranks:
-        """Return the ranks of the initialised process group, and check that all were started with the same
-        configuration.
+        """Return the ranks of the initialised process group, and check that all were started with
+        the same configuration.
 
         Args:
             config: its `mesh` must fit the ranks.
             device_type: device of the parameters, "cpu" or "cuda".
 
         Raises:
-            InputError: on every rank, if the mesh does not fit the ranks, or they were started with different settings.
+            InputError: on every rank, if the mesh does not fit the ranks, or they were started with
+                different settings.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world == 1:
             if config.mesh.least_ranks > 1:
                 raise InputError(
-                    f"mesh asks for {config.mesh.least_ranks} ranks, this is one process: start with "
-                    f"torchrun --nproc-per-node {config.mesh.least_ranks} -m moesaic train ..."
+                    f"mesh asks for {config.mesh.least_ranks} ranks, this is one process: start "
+                    f"with torchrun --nproc-per-node {config.mesh.least_ranks} -m moesaic train "
+                    "..."
                 )
             return cls()
         return cls(*_make_meshes(config, device_type))
+
+    @classmethod
+    def of_world(cls) -> Ranks:
+        """Return the ranks of the initialised process group, on no mesh; one process if there is
+        none."""
+        if not dist.is_initialized():
+            return cls()
+        return cls(rank=dist.get_rank(), world=dist.get_world_size())
 
     @property
     def is_first(self) -> bool:
@@ -71,53 +92,64 @@ class Ranks:
         return self.rank == 0
 
     def in_words(self) -> str:
-        """Return number and mesh of the ranks, for a line that describes the run; empty for a single process."""
+        """Return number and mesh of the ranks, for a line that describes the run; empty for a
+        single process."""
         if self.mesh is None:
             return ""
-        grid, stages = self.mesh.grid, f"pp {self.pp}, each " if self.pp > 1 else ""
-        return f" x {self.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
+        grid = self.mesh.grid
+        stages = f"pp {self.pp}, each " if self.pp > 1 else ""
+        return (
+            f" x {self.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep "
+            f"{grid.ep}, etp {grid.etp})"
+        )
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, on its device; the tensor itself for one process."""
-        return tensor if self.mesh is None else self._reduced(tensor, dist.ReduceOp.SUM)
+        """Return the sum of a tensor over all ranks, on its device; the tensor itself for one
+        process."""
+        return tensor if self.world == 1 else self._reduced(tensor, dist.ReduceOp.SUM)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over all ranks."""
-        return tensor if self.mesh is None else self._reduced(tensor, dist.ReduceOp.MAX)
+        return tensor if self.world == 1 else self._reduced(tensor, dist.ReduceOp.MAX)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over the data-parallel groups of a tensor that is identical within each group.
+        """Return the mean over the data-parallel groups of a tensor that is identical within each
+        group.
 
         With pipeline stages, the last stage passes the tensor, and the others pass zeros.
         """
-        return tensor if self.mesh is None else self.total(tensor) * self.pp / self.world
+        return tensor if self.world == 1 else self.total(tensor) * self.pp / self.world
 
     def gathered(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank; for small picklable data."""
-        if self.mesh is None:
+        if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
 
     def merge_stages(self, values: Mapping[int, T]) -> dict[int, T]:
-        """Merge the dicts of all stages, sorted by key; for small data that is identical on all ranks of a stage."""
+        """Merge the dicts of all stages, sorted by key; for small data that is identical on all
+        ranks of a stage."""
         tables = [values] if self.pp == 1 else self.gathered(dict(values))
-        return dict(sorted((number, value) for table in tables for number, value in table.items()))
+        merged: dict[int, T] = {}
+        for table in tables:
+            merged = dict(table) | merged
+        return {number: merged[number] for number in sorted(merged)}
 
     def from_first(self, value: Any) -> Any:
         """Return the first rank's value."""
         return self.gathered(value if self.is_first else None)[0]
 
     def agree(self, asked: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
-        """Return the name of a signal that any rank received, or None, and whether any rank is busy. All ranks get the
-        same result.
+        """Return the name of a signal that any rank received, or None, and whether any rank is
+        busy. All ranks get the same result.
 
         Args:
             asked: names of the signals that this rank received.
             is_busy: whether this rank still writes a checkpoint.
         """
-        if self.mesh is None:
+        if self.world == 1:
             return (asked[0] if asked else None), is_busy
         number = signal.Signals[asked[0]].value if asked else 0
         flags = torch.tensor([number, int(is_busy)])  # on the CPU, so that no rank waits for a GPU
@@ -136,7 +168,7 @@ class Ranks:
             yield
         except (InputError, TrainingError) as error:
             refusal = error
-        if self.mesh is None:
+        if self.world == 1:
             if refusal is not None:
                 raise refusal
             return
@@ -163,11 +195,16 @@ class Ranks:
 
 def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
     """Return the mesh of this rank's stage, and the mesh of stages (None if there is one stage)."""
-    # The number of CPU threads may differ between machines; everything else is the same on all ranks.
+    # The number of CPU threads may differ between machines; everything else is the same on all
+    # ranks.
     common = replace(config, threads=None)
-    # Use Gloo, which launch() sets up for CPU tensors: NCCL would create communicators just for this.
+    # Use Gloo, which launch() sets up for CPU tensors: NCCL would create communicators just for
+    # this.
     check_same(open_transport("cpu"), _flat(asdict(common)))
-    mesh_config, world, stages, group = config.mesh, dist.get_world_size(), None, None
+    mesh_config = config.mesh
+    world = dist.get_world_size()
+    stages = None
+    group = None
     if world % mesh_config.pp:
         raise InputError(
             f"mesh.pp={mesh_config.pp}: {mesh_config.pp} stages do not divide the {world} ranks: "
@@ -177,7 +214,7 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
         stages = init_device_mesh(
             device_type, (mesh_config.pp, world // mesh_config.pp), mesh_dim_names=("pp", "stage")
         )
-        group = stages["stage"].get_group()
+        group = keep_timeout(stages)["stage"].get_group()
     mesh = Mesh.create(
         tp=mesh_config.tp,
         ep=mesh_config.ep,
@@ -188,10 +225,6 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
         transport=mesh_config.transport,
         group=group,
     )
-    if (
-        stages is not None
-    ):  # on all ranks, whatever layers a stage has: torch names a group by the number of groups
-        _ = mesh.dense, mesh.sparse
     return mesh, stages
 
 

@@ -1,16 +1,18 @@
 """Recording the routing of a training run, and replaying a recorded one.
 
-    train --record-routing counts    copies per (sequence, expert), and so per (rank, expert); or tokens: every token's experts
+    train --record-routing counts    copies per (sequence, expert), and so per (rank, expert); or
+                                     tokens: every token's experts
     train --replay-routing FILE      experts come from a trace, weights from the router's scores
 
-Recording uses the routing cache that also serves activation checkpointing (`runtime/routing_cache.py`), so nothing is
-recorded twice if blocks are recomputed. Ranks keep what they routed and add it up on the first rank, one segment at a
-time. If samples move between ranks, the trace holds them in the order of the batch, as if they had not moved.
+Recording uses the routing cache that also serves activation checkpointing
+(`runtime/routing_cache.py`), so nothing is recorded twice if blocks are recomputed. Ranks keep what
+they routed and add it up on the first rank, one segment at a time. If samples move between ranks,
+the trace holds them in the order of the batch, as if they had not moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from moesaic.errors import InputError
 from moesaic.files import entries
 from moesaic.layer import MoE
 from moesaic.models.moving import MovingGPT
+from moesaic.resuming import checksum, flush
 from moesaic.routing.capacity import count
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord
@@ -43,7 +46,7 @@ from moesaic.traces.trace import (
     write_segment,
 )
 from moesaic.train.config import TrainConfig
-from moesaic.train.distributed_checkpoint import checksum, flush
+from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
 
@@ -73,9 +76,16 @@ class RoutingObserver:
                 if run.ranks.is_first:
                     self._recorder.check_continues()
 
+    def begin_step(self) -> None:
+        """Write what was recorded if it fills a segment. All ranks call it together, before a
+        step."""
+        if self._recorder is not None and self._recorder.is_full:
+            self._recorder.flush()
+
     @contextmanager
     def call(self, step: int, micro: int, *, again: bool = False) -> Iterator[None]:
-        """Record or replay while one micro-batch of training runs its forward pass. All ranks enter it together.
+        """Record or replay while one micro-batch of training runs its forward pass, through all
+        layers of this rank or some of them.
 
         Args:
             step: optimizer steps taken before.
@@ -83,8 +93,6 @@ class RoutingObserver:
             again: whether this forward pass ran before, and is therefore already recorded.
         """
         recorder = None if again else self._recorder
-        if recorder is not None and micro == 0 and recorder.is_full:
-            recorder.flush()
         recording = nullcontext() if recorder is None else recorder.recording(step, micro)
         replaying = (
             nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
@@ -105,7 +113,9 @@ class RoutingObserver:
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
         def experts(place: int) -> Tensor:
             return torch.from_numpy(
-                trace.experts(place, step, micro)[self._places.tokens(place)].astype(np.int64)
+                trace.experts(self._places.numbers[place], step, micro)[
+                    self._places.tokens(place)
+                ].astype(np.int64)
             )
 
         with replayed([layer.router for layer in self._places.layers], experts):
@@ -116,15 +126,23 @@ class _Places:
     """The MoE layers of this rank, and which tokens of a micro-batch each of them routes here."""
 
     def __init__(self, run: RunState) -> None:
-        self._ranks, self._model, self._config = run.ranks, run.model, run.config
+        self._ranks = run.ranks
+        self._model = run.model
+        self._config = run.config
         self.layers = [module for module in run.model.modules() if isinstance(module, MoE)]
+        self.numbers: Sequence[int] = range(len(self.layers))
+        """Their numbers among the MoE layers of the whole model."""
+        if isinstance(run.model, PipelinedGPT):
+            self.numbers = run.model.layers
 
     def tokens(self, place: int) -> np.ndarray:
-        """Return the tokens that a layer routes on this rank, by their number in the batch, (tokens,) int64.
+        """Return the tokens that a layer routes on this rank, by their number in the batch,
+        (tokens,) int64.
 
         If samples move, this is known once the layer is called.
         """
-        ranks, shape = self._ranks, shape_of(self._config)
+        ranks = self._ranks
+        shape = shape_of(self._config)
         sequences = np.arange(shape.sequences).reshape(ranks.dp, -1)[ranks.dp_index]
         if isinstance(self._model, MovingGPT) and self._model.trip is not None:
             trip = self._model.trip
@@ -134,20 +152,19 @@ class _Places:
             return tokens
         assert ranks.mesh is not None
         grid = ranks.mesh.grid
-        return tokens[share_of(len(tokens), grid.coordinate(ranks.rank, "tp"), grid.tp)]
+        return tokens[share_of(len(tokens), grid.coordinate(ranks.mesh.rank, "tp"), grid.tp)]
 
     def are_recorded(self, place: int) -> bool:
-        """Return whether this rank records what a layer routes here. Otherwise another rank of its tensor-parallel group
-        routes the same tokens and records them."""
+        """Return whether this rank records what a layer routes here. Otherwise another rank of its
+        tensor-parallel group routes the same tokens and records them."""
         mesh = self._ranks.mesh
         return (
-            mesh is None
-            or self._routes_slices(place)
-            or mesh.grid.coordinate(self._ranks.rank, "tp") == 0
+            mesh is None or self._routes_slices(place) or mesh.grid.coordinate(mesh.rank, "tp") == 0
         )
 
     def _routes_slices(self, place: int) -> bool:
-        """Return whether each rank of a tensor-parallel group routes a slice of the group's tokens (S1)."""
+        """Return whether each rank of a tensor-parallel group routes a slice of the group's tokens
+        (S1)."""
         on_mesh = self.layers[place].on_mesh
         return on_mesh is not None and on_mesh.compiled.routes_slices
 
@@ -155,17 +172,16 @@ class _Places:
 class _Recorder:
     """Keeps the recorded routing of recent steps until it is written as a segment.
 
-    Every rank has tables of the whole batch, in which only its own tokens count. Their sum over the ranks is the trace.
+    Every rank has tables of the whole batch, in which only its own tokens count. Their sum over the
+    ranks is the trace.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, places: _Places, folder: Path) -> None:
         assert config.record_routing != "none"
-        self._shape, self._holds, self._ranks, self._folder = (
-            shape_of(config),
-            config.record_routing,
-            ranks,
-            folder,
-        )
+        self._shape = shape_of(config)
+        self._holds = config.record_routing
+        self._ranks = ranks
+        self._folder = folder
         self._places = places
         self._source = {
             "router": config.model.moe.router,
@@ -176,20 +192,22 @@ class _Recorder:
                 "etp": config.mesh.etp,
             },
         }
-        self._steps: list[int] = []
-        self._tables: list[np.ndarray] = []
+        self._tables: dict[tuple[int, int], np.ndarray] = {}
+        """By step and micro-batch; zero for layers of other stages."""
 
     @property
     def is_full(self) -> bool:
         """Whether the segment is to be written."""
-        return len(self._steps) >= max(
+        steps = len(self._tables) // self._shape.accumulation
+        return steps >= max(
             1, min(SEGMENT_STEPS, SEGMENT_BYTES // self._shape.bytes_per_step(self._holds))
         )
 
     @contextmanager
     def recording(self, step: int, micro: int) -> Iterator[None]:
-        """Record one call of each layer while the block runs."""
-        routing_cache, layers = _RecordingCache(), self._places.layers
+        """Record one call of each layer that runs in the block."""
+        routing_cache = _RecordingCache()
+        layers = self._places.layers
         earlier_caches = [layer.routing_cache for layer in layers]
         try:
             for layer in layers:
@@ -198,19 +216,19 @@ class _Recorder:
         finally:
             for layer, earlier in zip(layers, earlier_caches):
                 layer.routing_cache = earlier
-        if micro == 0:
-            self._steps.append(step)
-        tables = [
-            self._table(place, routing_cache.records[layer]) for place, layer in enumerate(layers)
-        ]
-        self._tables.append(np.stack(tables).astype(self._shape.dtype(self._holds)))
+        tables = self._tables.setdefault((step, micro), self._no_tables())
+        for place, layer in enumerate(layers):
+            if layer in routing_cache.records:
+                table = self._table(place, routing_cache.records[layer])
+                tables[self._places.numbers[place]] = table
 
     def flush(self) -> None:
         """Add up the ranks' tables and write them as a segment."""
-        steps, tables = self._steps, self._tables
+        steps = sorted({step for step, _ in self._tables})
+        tables = [self._tables[place] for place in sorted(self._tables)]
         if not steps:
             return
-        self._steps, self._tables = [], []
+        self._tables = {}
         if self._ranks.mesh is not None:
             for table in tables:
                 total = torch.from_numpy(table.astype(np.int32))
@@ -240,17 +258,29 @@ class _Recorder:
                 problems.append(f"holds={header.holds} (not {self._holds})")
             if problems:
                 raise InputError(
-                    f"{self._folder} holds a trace with {', '.join(problems)}: move it away, or resume as it was recorded"
+                    f"{self._folder} holds a trace with {', '.join(problems)}: move it away, "
+                    "or resume as it was recorded"
                 )
 
+    @property
+    def _size(self) -> tuple[int, int]:
+        """Rows and columns of a layer's table."""
+        shape = self._shape
+        if self._holds == "tokens":
+            return shape.tokens, shape.top_k
+        return shape.sequences, shape.num_experts
+
+    def _no_tables(self) -> np.ndarray:
+        """Return the tables of all layers of the model for a micro-batch, with nothing in them."""
+        return np.zeros((self._shape.num_layers, *self._size), self._shape.dtype(self._holds))
+
     def _table(self, place: int, record: RoutingRecord) -> np.ndarray:
-        """Return a call's part of the table, zero for all other tokens: the tokens' experts, or counts per sequence."""
-        choice, shape, tokens = record.choice, self._shape, self._places.tokens(place)
-        rows, columns = (
-            (shape.tokens, shape.top_k)
-            if self._holds == "tokens"
-            else (shape.sequences, shape.num_experts)
-        )
+        """Return a call's part of the table, zero for all other tokens: the tokens' experts, or
+        counts per sequence."""
+        choice = record.choice
+        shape = self._shape
+        tokens = self._places.tokens(place)
+        rows, columns = self._size
         table = np.zeros((rows, columns), dtype=np.int64)
         if not self._places.are_recorded(place):
             return table
@@ -287,8 +317,8 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     """Check that a run can record and replay as configured. Return the trace to replay, if any.
 
     Raises:
-        InputError: for a model without MoE layers, a router where experts choose tokens, a trace of another model, a
-            trace of counts only, or one that lacks some of the steps.
+        InputError: for a model without MoE layers, a router where experts choose tokens, a trace of
+            another model, a trace of counts only, or one that lacks some of the steps.
     """
     if config.record_routing == "none" and not config.replay_routing:
         return None
@@ -302,8 +332,8 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     by_token = bool(config.replay_routing) or config.record_routing == "tokens"
     if by_token and config.model.moe.router == "expert_choice":
         raise InputError(
-            f"{option}: under model.moe.router=expert_choice tokens do not choose experts: record counts, or "
-            "another router"
+            f"{option}: under model.moe.router=expert_choice tokens do not choose experts: record "
+            "counts, or another router"
         )
     if not config.replay_routing:
         return None
@@ -311,22 +341,25 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     out = Path(config.out).resolve()
     if out in (path.resolve(), *path.resolve().parents):
         raise InputError(
-            f"replay_routing={path}: lies in out={config.out}, which this run writes: choose another out"
+            f"replay_routing={path}: lies in out={config.out}, which this run writes: choose "
+            "another out"
         )
     trace = Trace.open(path)
     problems = differences(trace.shape, shape_of(config))
     if problems:
         raise InputError(
-            f"replay_routing={path}: is of another model or batch, {', '.join(problems)}: set the same here"
+            f"replay_routing={path}: is of another model or batch, {', '.join(problems)}: set "
+            "the same here"
         )
     if trace.holds != "tokens":
         raise InputError(
-            f"replay_routing={path}: holds counts only: record the tokens' experts with --record-routing tokens"
+            f"replay_routing={path}: holds counts only: record the tokens' experts with "
+            "--record-routing tokens"
         )
     if set(range(step, config.steps)) - set(trace.steps):
         raise InputError(
-            f"replay_routing={path}: holds steps {steps_in_words(trace.steps)}, the run needs {step} to {config.steps - 1}: "
-            "set fewer steps, or record more"
+            f"replay_routing={path}: holds steps {steps_in_words(trace.steps)}, the run needs "
+            f"{step} to {config.steps - 1}: set fewer steps, or record more"
         )
     return trace
 
@@ -345,8 +378,8 @@ def shape_of(config: TrainConfig) -> TraceShape:
 
 
 def prune(folder: Path, step: int) -> None:
-    """Remove the steps of a trace from `step` on, which a run that starts there records again. Step 0 removes all
-    segments unread.
+    """Remove the steps of a trace from `step` on, which a run that starts there records again. Step
+    0 removes all segments unread.
 
     Raises:
         InputError: if a segment that contains the step is damaged, or the folder cannot be changed.

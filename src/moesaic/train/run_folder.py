@@ -1,9 +1,9 @@
-"""The run folder: which folders are a run's, which process writes into one now, and how an earlier run's files are
-deleted.
+"""The run folder: which folders are a run's, which process writes into one now, and how an earlier
+run's files are deleted.
 
-Only files that a run wrote are ever deleted. A non-empty folder counts as a run's if its `config.json` is a run's. That
-file is the first one that a run writes, atomically, and the last one deleted. Each checkpoint holds a checksummed copy
-of it.
+Only files that a run wrote are ever deleted. A non-empty folder counts as a run's if its
+`config.json` is a run's. That file is the first one that a run writes, atomically, and the last one
+deleted. Each checkpoint holds a checksummed copy of it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,19 @@ try:
 except ImportError:  # Windows, where run folders are not locked
     fcntl = None  # type: ignore[assignment]
 
-CHECKPOINTS, HANG, LOCK = "checkpoints", "hang.json", ".lock"
-"""Further entries of a run folder, besides its configuration, tokenizer, metrics, events and traces."""
+CHECKPOINTS = "checkpoints"
+HANG = "hang.json"
+LOCK = ".lock"
+"""Further entries of a run folder, besides its configuration, tokenizer, metrics, events and
+traces."""
 FLIGHT = "flight-recorder-{library}-rank{rank}.json"
-"""PyTorch's flight recording of the last collectives of a rank that hung, one file each for Gloo and NCCL."""
+"""PyTorch's flight recording of the last collectives of a rank that hung, one file each for Gloo
+and NCCL."""
 OWN_FILES = (TOKENIZER, HANG, METRICS)
 """Files that a run writes after its configuration."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
-"""Fields that every version has written into `config.json`; no other program's file of that name has all of them."""
+"""Fields that every version has written into `config.json`; no other program's file of that name
+has all of them."""
 
 
 class RunFolder:
@@ -63,10 +68,8 @@ class RunFolder:
             InputError: if the folder holds anything else.
         """
         try:
-            early = {
-                LOCK,
-                *(path.name for path in leftovers(self.path / CONFIG)),
-            }  # all that a killed start may leave
+            # all that a killed start may leave
+            early = {LOCK, *(path.name for path in leftovers(self.path / CONFIG))}
             names = sorted(entry.name for entry in self.path.iterdir() if entry.name not in early)
         except FileNotFoundError:
             return False
@@ -82,20 +85,25 @@ class RunFolder:
         state = "is damaged" if CONFIG in names else "is missing"
         if not steps:
             raise InputError(
-                f"out={self.path}: holds {listing}, which does not look like a run (its {CONFIG} {state}): choose "
-                "another --out, or an empty folder; nothing was changed"
+                f"out={self.path}: holds {listing}, which does not look like a run (its {CONFIG} "
+                f"{state}): choose another --out, or an empty folder; nothing was changed"
             )
         remedy = (
-            "put that file back (a run with the same settings and another --out writes one), then --existing resume"
-            if copy is None else f"--existing resume takes the copy in {copy.parent.name}"
-        )  # fmt: skip
+            (
+                "put that file back (a run with the same settings and another --out writes one), "
+                "then --existing resume"
+            )
+            if copy is None
+            else f"--existing resume takes the copy in {copy.parent.name}"
+        )
         raise InputError(
-            f"out={self.path}: holds checkpoints (the newest {steps[-1]}), but its {CONFIG} {state}: {remedy}; or choose "
-            "another --out; nothing was changed"
+            f"out={self.path}: holds checkpoints (the newest {steps[-1]}), but its {CONFIG} "
+            f"{state}: {remedy}; or choose another --out; nothing was changed"
         )
 
     def claim(self) -> None:
-        """Lock an existing folder against other processes, and delete files that a killed owner has not finished.
+        """Lock an existing folder against other processes, and delete files that a killed owner has
+        not finished.
 
         Raises:
             InputError: if another process has locked it, or it is not writable.
@@ -128,7 +136,8 @@ class RunFolder:
             )
 
     def clear(self) -> None:
-        """Delete an earlier run's files except `config.json`, and those of its folders that are then empty."""
+        """Delete an earlier run's files except `config.json`, and those of its folders that are
+        then empty."""
         checkpoints, events, traces = (
             self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER)
         )
@@ -146,7 +155,8 @@ class RunFolder:
                 path.rmdir()
 
     def write(self, name: str, data: str | bytes) -> None:
-        """Write a file of the folder atomically: at every instant it holds all of the old data or all of the new."""
+        """Write a file of the folder atomically: at every instant it holds all of the old data or
+        all of the new."""
         write(self.path / name, data)
 
     def require(self) -> None:
@@ -159,8 +169,8 @@ class RunFolder:
             return
         if not _has_name(self._lock, self.path / LOCK) or not (self.path / CONFIG).exists():
             raise TrainingError(
-                f"the run folder {self.path} was removed or replaced while the run was going on: nothing more is written "
-                "into it; start the run again, and leave its folder alone"
+                f"the run folder {self.path} was removed or replaced while the run was going on: "
+                "nothing more is written into it; start the run again, and leave its folder alone"
             )
 
     def release(self) -> None:
@@ -180,7 +190,8 @@ def unwritable(path: Path, error: OSError) -> InputError:
 
 
 def read_config(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Read a configuration. If a run's is lost or does not parse, read the newest copy in its checkpoints.
+    """Read a configuration. If a run's is lost or does not parse, read the newest copy in its
+    checkpoints.
 
     Raises:
         InputError: if there is neither.
@@ -211,8 +222,9 @@ def is_marked(path: Path) -> bool:
 def _locked(path: Path) -> IO[bytes]:
     """Return the lock file, open, locked, and with its owner written into it.
 
-    The system releases the lock when the process ends in any way. On a file system without locks, the owner in the file
-    decides: the lock is stale if the owner was a process of this host that is gone. Otherwise a person must decide.
+    The system releases the lock when the process ends in any way. On a file system without locks,
+    the owner in the file decides: the lock is stale if the owner was a process of this host that is
+    gone. Otherwise a person must decide.
     """
     while True:
         file = open_to_append(path, "a+b")
@@ -233,11 +245,11 @@ def _locked(path: Path) -> IO[bytes]:
                     else f" (if it has ended, delete {path}: this file system knows no locks)"
                 )
                 raise InputError(
-                    f"out={path.parent}: {who} trains into it: wait for it or end it, or choose another --out{hint}"
+                    f"out={path.parent}: {who} trains into it: wait for it or end it, or "
+                    f"choose another --out{hint}"
                 )
-        if _has_name(
-            file, path
-        ):  # the previous owner may have deleted it, and another process recreated it
+        # the previous owner may have deleted it, and another process recreated it
+        if _has_name(file, path):
             break
         file.close()
     file.truncate(0)
@@ -259,7 +271,8 @@ def _has_name(file: IO[bytes], path: Path) -> bool:
 
 
 def _read_owner(text: str) -> dict[str, Any] | None:
-    """Return who wrote a lock file; None if its text is incomplete, as of an owner that was killed while writing."""
+    """Return who wrote a lock file; None if its text is incomplete, as of an owner that was killed
+    while writing."""
     with suppress(ValueError, RecursionError):
         owner = json.loads(text)
         if isinstance(owner, dict) and owner.keys() == {"process", "host", "started"}:
@@ -284,7 +297,8 @@ def _is_gone(owner: dict[str, Any]) -> bool:
 
 
 def _lock(file: IO[bytes]) -> bool | None:
-    """Lock a file for this process. Return whether that succeeded; None if the file system has no locks."""
+    """Lock a file for this process. Return whether that succeeded; None if the file system has no
+    locks."""
     if fcntl is None:
         return None
     try:

@@ -1,9 +1,10 @@
-"""Safe reading of a sharded checkpoint's metadata, without running code that the file names.
+"""Safe reading of sharded checkpoints of other programs and of earlier versions, without running
+code that a file names.
 
-`torch.distributed.checkpoint` writes the metadata file, `.metadata`, as a pickle, and a plain unpickler calls any
-function that a pickle names. The unpickler here resolves no class and no function. Each name that the metadata may
-contain becomes an inert record, and every other name is refused. The real objects are then built from the records'
-fields, after checking the fields' types.
+`torch.distributed.checkpoint` by itself writes the metadata file, `.metadata`, as a pickle, and a
+plain unpickler calls any function that a pickle names. The unpickler here resolves no class and no
+function. Each name that the metadata may contain becomes an inert record, and every other name is
+refused. The real objects are then built from the records' fields, after checking the fields' types.
 """
 
 from __future__ import annotations
@@ -24,33 +25,51 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from moesaic.errors import InputError
 from moesaic.files import read_bytes
+from moesaic.storage.shards import INDEX, IndexReader
 
 T = TypeVar("T")
 MOST_LIST = 1 << 30
 """The most bytes of the list of a checkpoint's tensors."""
 
 
-class ShardReader(FileSystemReader):
-    """Reads a sharded checkpoint: its metadata by `read_list`, its tensors as torch does, with weights_only."""
+class ShardReader(IndexReader):
+    """Reads a sharded checkpoint of safetensors files, or one with a `.metadata` as torch and
+    earlier versions wrote it.
+
+    Of the latter, the metadata are read by `read_list`, and the tensors as torch does, with
+    weights_only.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self._pickled = folder / ".metadata"
+        self._has_index = (folder / INDEX).exists() or not self._pickled.exists()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the checkpoint.
 
         Raises:
-            InputError: as `read_list` does.
-            OSError: if there is no metadata file.
+            InputError: as `read_index` and `read_list` do.
+            OSError: if there is no list.
         """
-        path = self._folder / ".metadata"
-        metadata = read_list(read_bytes(path, at_most=MOST_LIST), str(path))
+        if self._has_index:
+            return super().read_metadata(*args, **kwargs)
+        metadata = read_list(read_bytes(self._pickled, at_most=MOST_LIST), str(self._pickled))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read parts of tensors; see `IndexReader.read_data`."""
+        return (
+            super().read_data(plan, planner)
+            if self._has_index
+            else FileSystemReader.read_data(self, plan, planner)
+        )
 
 
 def read_list(data: bytes, source: str, *, others: list[str] | None = None) -> Metadata:
@@ -59,19 +78,20 @@ def read_list(data: bytes, source: str, *, others: list[str] | None = None) -> M
     Args:
         data: the bytes of `.metadata`.
         source: name of the file, for messages.
-        others: list that receives the names of entries that are not tensors, as other programs write them. They are
-            left out of the result. None refuses such entries.
+        others: list that receives the names of entries that are not tensors, as other programs
+            write them. They are left out of the result. None refuses such entries.
 
     Raises:
-        InputError: if the pickle names anything but the parts of metadata of tensors in files of the same folder.
+        InputError: if the pickle names anything but the parts of metadata of tensors in files of
+            the same folder.
     """
     try:
         return _metadata(_ListUnpickler(io.BytesIO(data)).load(), others)
     except Exception as error:  # a damaged pickle may raise any exception
         reason = " ".join(str(error).split())
         raise InputError(
-            f"{source}: is not the metadata of a sharded checkpoint ({reason:.200}), and nothing in it was executed: take "
-            "another checkpoint, or delete this one"
+            f"{source}: is not the metadata of a sharded checkpoint ({reason:.200}), and nothing "
+            "in it was executed: take another checkpoint, or delete this one"
         ) from error
 
 
@@ -116,9 +136,43 @@ _RECORDS = {
         ("pathlib._local", "WindowsPath"),
     )
 }
-"""All names besides dtypes that metadata may contain, with the class of the records that stand for them. Those of the
-planner occur in metadata that Megatron-Core writes, which stores its save plan there; nothing reads them. A
-BytesStorageMetadata entry is never passed on: torch would unpickle its part of a tensor file without restriction."""
+"""All names besides dtypes that metadata may contain, with the class of the records that stand for
+them. Those of the planner occur in metadata that Megatron-Core writes, which stores its save plan
+there; nothing reads them. A BytesStorageMetadata entry is never passed on: torch would unpickle its
+part of a tensor file without restriction."""
+
+
+_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+_MEMBERS = {
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMATS,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): _FORMATS,
+    ("torch.distributed.checkpoint.planner", "WriteItemType"): ("TENSOR", "SHARD", "BYTE_IO"),
+}
+"""The enumerations among the records, with the names of their members."""
+
+
+class _MemberOf:
+    """Stands for `getattr`, with which Python 3.11.0 to 3.11.3 pickles the member of an
+    enumeration: looks nothing up."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any) -> _Record:
+        """Return a record for a member of one of the enumerations; every other use of `getattr` is
+        refused."""
+        if len(arguments) == 2 and type(arguments[1]) is str:
+            for place, members in _MEMBERS.items():
+                if arguments[0] is _RECORDS[place] and arguments[1] in members:
+                    return _RECORDS[place](arguments[1])
+        raise pickle.UnpicklingError(
+            "it uses getattr for something else than the member of an enumeration"
+        )
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("it changes getattr")
+
+
+_MEMBER_OF = _MemberOf()
 
 
 class _ListUnpickler(pickle.Unpickler):
@@ -126,6 +180,9 @@ class _ListUnpickler(pickle.Unpickler):
         """Return the record class for a name in the pickle. Records only store their arguments."""
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
+        # the latter in protocols 0 to 2
+        if name == "getattr" and module in ("builtins", "__builtin__"):
+            return _MEMBER_OF
         if (module, name) not in _RECORDS:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return _RECORDS[module, name]
@@ -176,7 +233,8 @@ def _tensor_metadata(record: Any) -> TensorStorageMetadata:
 
 def _metadata_index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
-    offset, index = fields.get("offset"), fields.get("index")
+    offset = fields.get("offset")
+    index = fields.get("index")
     return MetadataIndex(
         _typed(fields["fqn"], str),
         None if offset is None else _torch_size(offset),

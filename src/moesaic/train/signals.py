@@ -1,4 +1,5 @@
-"""The signals that end a run: which they are, what is printed when one comes outside of a step, a terminal that is gone.
+"""The signals that end a run: which they are, what is printed when one comes outside of a step, a
+terminal that is gone.
 
 Imports no torch, since a signal may come while torch is imported.
 """
@@ -12,7 +13,8 @@ from contextlib import suppress
 from types import FrameType
 
 ENDS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""The signals that ask a run to save and end, besides SIGINT. A terminal or an ssh session that closes sends SIGHUP."""
+"""The signals that ask a run to save and end, besides SIGINT. A terminal or an ssh session that
+closes sends SIGHUP."""
 
 
 def is_ignored(kind: signal.Signals) -> bool:
@@ -21,7 +23,8 @@ def is_ignored(kind: signal.Signals) -> bool:
 
 
 def say_ends(command: str) -> None:
-    """Let this process say so before one of `ENDS` ends it while no step runs; in a step, a run saves instead."""
+    """Let this process say so before one of `ENDS` ends it while no step runs; in a step, a run
+    saves instead."""
 
     def end(number: int, frame: FrameType | None) -> None:
         end_by(number, command)
@@ -35,7 +38,10 @@ def say_ends(command: str) -> None:
 def end_by(number: int, command: str, *, says: bool = True) -> None:
     """End this process by a signal as if nothing handled it, after a line if `says`."""
     if says:
-        line = f"{command}: ended by {signal.Signals(number).name} while no step ran: checkpoints that were saved stay\n"
+        line = (
+            f"{command}: ended by {signal.Signals(number).name} while no step ran: checkpoints "
+            "that were saved stay\n"
+        )
         with suppress(OSError):  # the terminal may be gone
             os.write(2, line.encode())
     signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,5 @@
-"""Building the parts of a run from its configuration, resuming them from a checkpoint, and loading a trained model."""
+"""Building the parts of a run from its configuration, resuming them from a checkpoint, and loading
+a trained model."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 import random
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
-from moesaic.draw import SeededDraw, draw_nothing
 from moesaic.errors import InputError, in_one_line
 from moesaic.files import kind_of, read_bytes, read_text
+from moesaic.initial_values import SeededDraw, draw_nothing
 from moesaic.models.gpt import GPT, reset_weights
+from moesaic.parallel import Held
 from moesaic.train.adapters import freeze, read_frozen
 from moesaic.train.balance import hold_to_budget, make_calls, place_samples
 from moesaic.train.checkpoint import (
@@ -33,6 +35,7 @@ from moesaic.train.checkpoint import (
 )
 from moesaic.train.config import TrainConfig
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
+from moesaic.train.holding import choose_holding
 from moesaic.train.machine import pick_device, pick_precision
 from moesaic.train.numbers import require_same_weights
 from moesaic.train.optimizer import make_optimizer
@@ -66,7 +69,8 @@ class RunState:
     """Windows of the validation data."""
     device: torch.device
     dtype: torch.dtype
-    """Autocast dtype of the forward pass; float32 turns autocast off. With float64, the parameters have this dtype too."""
+    """Autocast dtype of the forward pass; float32 turns autocast off. With float64, the parameters
+    have this dtype too."""
     model: GPT | PipelinedGPT
     optimizer: torch.optim.Optimizer
     step: int
@@ -81,10 +85,13 @@ class RunState:
     """Seconds that earlier processes spent in training steps."""
     ranks: Ranks
     """The ranks that share the model."""
+    hold: Held
+    """What each rank holds whole between the micro-batches of a step."""
     claim: RunFolder
     """The run folder, claimed by the first rank."""
     files: dict[str, str]
-    """Texts of the run folder's own files by name, on the first rank. Each checkpoint gets copies of them."""
+    """Texts of the run folder's own files by name, on the first rank. Each checkpoint gets copies
+    of them."""
     saved: Checkpoint | None
     """Description of the checkpoint that the run resumed from, if any."""
     base: Checkpoint | None
@@ -107,7 +114,8 @@ class RunState:
         return f"{command} --config {shlex.quote(str(self.folder / CONFIG))} --existing resume"
 
     def as_extra(self, seconds: float) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors and sizes; `seconds` are those of training so far."""
+        """Return what a checkpoint holds besides tensors and sizes; `seconds` are those of training
+        so far."""
         return {
             "rng": rng_state(self.device),
             "precision": self.config.precision,
@@ -133,8 +141,8 @@ def open_run(
 ) -> RunState:
     """Build a run, or resume it if `config.existing` is "resume".
 
-    Files in an existing folder stay untouched until configuration, data and checkpoint have been validated on every
-    rank.
+    Files in an existing folder stay untouched until configuration, data and checkpoint have been
+    validated on every rank.
 
     Args:
         say: receives a line about each thing that is not as expected.
@@ -142,8 +150,9 @@ def open_run(
         task: what the run trains.
 
     Raises:
-        InputError: for a folder that already holds a run, bad data, or a mesh that does not fit; when resuming, also
-            for another architecture, precision or training data. If one rank refuses, all do.
+        InputError: for a folder that already holds a run, bad data, or a mesh that does not fit;
+            when resuming, also for another architecture, precision or training data. If one rank
+            refuses, all do.
     """
     claim = RunFolder(Path(config.out))
     try:
@@ -160,8 +169,7 @@ def _open(
     say: Callable[[str], None],
     announce: Callable[[str], None],
 ) -> RunState:
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     device = pick_device(config.device)
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
     folder = claim.path
@@ -171,52 +179,101 @@ def _open(
     with ranks.together():
         found = _find_base(config, saved, say) if ranks.is_first else None
     base = ranks.from_first(found)
+    earlier = saved or base
+    data = _read_data(config, task, earlier.folder / TOKENIZER if earlier else None, ranks)
+    vocab_size = data.corpus.vocab_size
     with ranks.together():
-        earlier = saved or base
-        corpus = task.load_corpus(config, earlier.folder / TOKENIZER if earlier else None)
-        part = (ranks.dp_index, ranks.dp)
-        batches = Batches(
-            corpus.train,
-            config.model.seq_len,
-            config.batch_size,
-            config.seed,
-            part,
-            corpus.objective,
-        )
-        corpus_hash = fingerprint(corpus.train)
-        eval_windows = even_windows(corpus.val, config.model.seq_len, config.evaluate.sequences)
-    ranks.require_same(
-        "the training data", corpus_hash, "give every rank the same files in data.path"
-    )
-    with ranks.together():
-        model = _build(config, task.make_model, corpus.vocab_size, device, dtype, ranks)
+        model, hold = _build(config, task.make_model, vocab_size, device, dtype, ranks)
         if saved is None:
-            announce(
-                f"{folder.name}: drawing {model.num_parameters() / 1e6:,.2f} M parameters on {device}"
-            )
+            millions = model.num_parameters() / 1e6
+            announce(f"{folder.name}: drawing {millions:,.2f} M parameters on {device}")
         _materialise(model, config, device, draw=saved is None)
         if base is not None:
-            read_frozen(base, model, config.model, corpus.vocab_size)
+            read_frozen(base, model, config.model, vocab_size)
     if saved is None:  # processors may round differently
         require_same_weights(model, ranks, 0, "start the run again", align=True)
     with ranks.together():
         optimizer = make_optimizer(model, config.optimizer, device)
         if saved is not None:
-            load_into(saved, model, optimizer, config.model, corpus.vocab_size)
-            _require_same_data(corpus_hash, saved)
+            _go_on_from(saved, config, model, optimizer, data)
             if ranks.is_first:
                 _warn_of_changes(config, saved, folder, say)
-            restore_rng(saved, device)
-    files: dict[str, str] = {}
+    tokenizer = data.corpus.tokenizer
     with ranks.together():
-        if ranks.is_first:
-            files = _write_folder(claim, config, corpus.tokenizer, saved, say)
-    step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
-    skipped, left_out = (saved.extra[name] if saved else 0 for name in ("skipped", "left_out"))
+        files = _write_folder(claim, config, tokenizer, saved, say) if ranks.is_first else {}
+    extra: Mapping[str, Any] = saved.extra if saved else {}
     return RunState(
-        config, task, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, skipped, left_out,
-        corpus_hash, seconds, ranks, claim, files, saved, base,
-    )  # fmt: skip
+        config,
+        task,
+        folder=folder,
+        **vars(data),
+        device=device,
+        dtype=dtype,
+        model=model,
+        optimizer=optimizer,
+        step=saved.step if saved else 0,
+        skipped=extra.get("skipped", 0),
+        left_out=extra.get("left_out", 0),
+        seconds=extra.get("seconds", 0.0),
+        ranks=ranks,
+        hold=hold,
+        claim=claim,
+        files=files,
+        saved=saved,
+        base=base,
+    )
+
+
+def _go_on_from(
+    saved: Checkpoint,
+    config: TrainConfig,
+    model: GPT | PipelinedGPT,
+    optimizer: torch.optim.Optimizer,
+    data: _Data,
+) -> None:
+    """Read a checkpoint of this run, or of this rank's part of it."""
+    load_into(saved, model, optimizer, config.model, data.corpus.vocab_size)
+    _require_same_data(data.fingerprint, saved)
+    restore_rng(saved, next(model.parameters()).device)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The data of a run."""
+
+    corpus: Corpus
+    batches: Batches
+    eval_windows: list[int]
+    fingerprint: str
+
+
+def _read_data(
+    config: TrainConfig, task: TrainingTask, tokenizer: Path | None, ranks: Ranks
+) -> _Data:
+    """Read the data of a run, and check that all ranks have the same.
+
+    Args:
+        tokenizer: the tokenizer of the checkpoint from which the run goes on, if it does.
+    """
+    with ranks.together():
+        corpus = task.load_corpus(config, tokenizer)
+        data = _Data(
+            corpus,
+            Batches(
+                corpus.train,
+                config.model.seq_len,
+                config.batch_size,
+                config.seed,
+                (ranks.dp_index, ranks.dp),
+                corpus.objective,
+            ),
+            even_windows(corpus.val, config.model.seq_len, config.evaluate.sequences),
+            fingerprint(corpus.train),
+        )
+    ranks.require_same(
+        "the training data", data.fingerprint, "give every rank the same files in data.path"
+    )
+    return data
 
 
 def _find_resume_point(
@@ -227,8 +284,8 @@ def _find_resume_point(
     say: Callable[[str], None],
     announce: Callable[[str], None],
 ) -> tuple[Checkpoint | None, torch.dtype] | None:
-    """Return the checkpoint to resume from, if any, and the forward pass's dtype. Only the first rank decides; others
-    return None."""
+    """Return the checkpoint to resume from, if any, and the forward pass's dtype. Only the first
+    rank decides; others return None."""
     decision = None
     with ranks.together():
         if ranks.is_first:
@@ -237,7 +294,8 @@ def _find_resume_point(
             occupied = claim.is_a_run(resuming=is_resuming)
             if occupied and config.existing == "refuse":
                 raise InputError(
-                    f"{folder} holds a run already: pass --existing resume, --existing replace, or another --out"
+                    f"{folder} holds a run already: pass --existing resume, --existing "
+                    "replace, or another --out"
                 )
             if occupied:
                 claim.claim()
@@ -259,8 +317,9 @@ def _build(
     device: torch.device,
     dtype: torch.dtype,
     ranks: Ranks,
-) -> GPT | PipelinedGPT:
-    """Return this rank's part of the model, on the meta device."""
+) -> tuple[GPT | PipelinedGPT, Held]:
+    """Return this rank's part of the model, on the meta device, and what ranks hold of it between
+    micro-batches."""
     seed_everything(config.seed)
     with torch.device("meta"):
         model: GPT | PipelinedGPT = make_model(config, vocab_size)
@@ -268,9 +327,16 @@ def _build(
             freeze(model, config.adapters, None if ranks.mesh is None else ranks.mesh.grid)
     if dtype == torch.float64:
         model.double()
+    hold: Held = "nothing"
+    if ranks.mesh is not None:
+        holding = choose_holding(config, model, ranks)
+        hold = holding.hold
+        ranks.mesh = mesh = replace(ranks.mesh, shard=holding.shard)
+        # on all ranks, whatever layers a stage has: torch names a group by the number of groups
+        _ = mesh.dense, mesh.sparse
     if ranks.stages is not None:
         assert isinstance(model, GPT)
-        model = PipelinedGPT(model, config, ranks.stages, ranks.dp, dtype, device)
+        model = PipelinedGPT(model, config, ranks.stages, ranks.dp, dtype, device, hold=hold)
     if ranks.mesh is not None:
         parallelize(
             model,
@@ -279,24 +345,25 @@ def _build(
             sequence_parallel=config.mesh.sequence_parallel,
             calls=make_calls(config, ranks.mesh.grid),
             dtype=dtype if dtype == torch.bfloat16 else None,
+            replica_dtype=torch.bfloat16 if config.mesh.replica_precision == "bfloat16" else None,
         )
         if isinstance(model, GPT):
             place_samples(model, ranks.mesh, config)
     elif config.balance.moves_samples:
         raise InputError(
-            f"balance.samples={config.balance.samples}: one process has nowhere to move samples: start several ranks with "
-            "torchrun, or leave it none"
+            f"balance.samples={config.balance.samples}: one process has nowhere to move samples: "
+            "start several ranks with torchrun, or leave it none"
         )
     if ranks.mesh is None:
         hold_to_budget(model, config.layer_plan, device)
-    return model
+    return model, hold
 
 
 def _materialise(
     model: GPT | PipelinedGPT, config: TrainConfig, device: torch.device, *, draw: bool
 ) -> None:
-    """Allocate this rank's part of a model. Draw it from the seed, so that no value depends on the mesh, unless the weights
-    will be read from a file."""
+    """Allocate this rank's part of a model. Draw it from the seed, so that no value depends on the
+    mesh, unless the weights will be read from a file."""
     try:
         for part in model.parts if isinstance(model, PipelinedGPT) else [model]:
             part.to_empty(device=device)
@@ -309,31 +376,37 @@ def _materialise(
         ) and "allocate memory" not in str(error):
             raise
         raise InputError(
-            f"the model does not fit the memory of {device} ({' '.join(str(error).split()):.200}): make model.dim, "
-            "model.moe.hidden, model.moe.num_experts or model.num_layers smaller"
+            f"the model does not fit the memory of {device} "
+            f"({' '.join(str(error).split()):.200}): make model.dim, model.moe.hidden, "
+            "model.moe.num_experts or model.num_layers smaller"
         ) from error
 
 
 def _find_base(
     config: TrainConfig, saved: Checkpoint | None, say: Callable[[str], None]
 ) -> Checkpoint | None:
-    """Return the checkpoint that adapters adapt, which is the one of `saved` if that is given; None without adapters."""
+    """Return the checkpoint that adapters adapt, which is the one of `saved` if that is given; None
+    without adapters."""
     if not config.adapters.base and saved is not None and saved.extra.get("base"):
         raise InputError(
-            f"adapters.base is empty, but {saved.folder} holds adapters over another run: name that run, or choose another out"
+            f"adapters.base is empty, but {saved.folder} holds adapters over another run: "
+            "name that run, or choose another out"
         )
     if not config.adapters.base:
         return None
-    path, out = Path(config.adapters.base), Path(config.out).resolve()
+    path = Path(config.adapters.base)
+    out = Path(config.out).resolve()
     if out in (path.resolve(), *path.resolve().parents):
         raise InputError(
-            f"adapters.base={path}: lies in out={config.out}, which this run writes: choose another out"
+            f"adapters.base={path}: lies in out={config.out}, which this run writes: choose "
+            "another out"
         )
     base = load_checkpoint(path / CHECKPOINTS, say)
     if saved is not None and saved.extra.get("base") != identity(base):
         raise InputError(
-            f"adapters.base={path}: step {base.step} there is not the model over which the adapters in {saved.folder} were "
-            "trained: put that run back as it was, or name where it lies"
+            f"adapters.base={path}: step {base.step} there is not the model over which the "
+            f"adapters in {saved.folder} were trained: put that run back as it was, or name where "
+            "it lies"
         )
     return base
 
@@ -410,8 +483,8 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, str]:
-    """Return the states of torch's generators as hexadecimal text. The data order needs no state; it is a function of
-    the step."""
+    """Return the states of torch's generators as hexadecimal text. The data order needs no state;
+    it is a function of the step."""
     states = {"cpu": bytes(torch.get_rng_state().tolist()).hex()}
     if device.type == "cuda":
         states["cuda"] = bytes(torch.cuda.get_rng_state(device).tolist()).hex()
@@ -445,8 +518,8 @@ def _require_resumable(saved: Checkpoint) -> None:
         sound = False
     if not sound:
         raise InputError(
-            f"{saved.folder}: its state.json does not hold what a run left there (precision, seconds, rng): delete this "
-            "checkpoint to go on from the one before"
+            f"{saved.folder}: its state.json does not hold what a run left there (precision, "
+            "seconds, rng): delete this checkpoint to go on from the one before"
         )
 
 
@@ -458,22 +531,25 @@ def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
     before = saved.extra["precision"]
     if config.precision not in ("auto", before):
         raise InputError(
-            f"precision={config.precision}: the run is in {before}: pass --precision {before} or auto, or another --out"
+            f"precision={config.precision}: the run is in {before}: pass --precision {before} "
+            "or auto, or another --out"
         )
 
 
 def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
     if saved.extra["train_tokens"] != fingerprint_now:
         raise InputError(
-            f"the training tokens are not those of the checkpoint of step {saved.step}: the files, data.path or another "
-            "field of data changed: restore them, or choose another --out"
+            f"the training tokens are not those of the checkpoint of step {saved.step}: the "
+            "files, data.path or another field of data changed: restore them, or choose another "
+            "--out"
         )
 
 
 def _warn_of_changes(
     config: TrainConfig, saved: Checkpoint, folder: Path, say: Callable[[str], None]
 ) -> None:
-    """Print one line with the settings that decide the course of training and differ from the checkpoint's."""
+    """Print one line with the settings that decide the course of training and differ from the
+    checkpoint's."""
     path = saved.folder / CONFIG
     if not is_marked(folder / CONFIG):
         say(f"{folder / CONFIG}: was lost or damaged, and is written anew")
@@ -490,11 +566,20 @@ def _warn_of_changes(
 
 
 _DECIDE_THE_COURSE = (
-    "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.load_balance", "model.moe.importance",
-    "model.moe.z_loss", "model.moe.router", "model.moe.capacity", "adapters.",
-)  # fmt: skip
-"""Prefixes of the fields that are worth a warning if they change on resuming. `steps` is missing, since it is raised on
-purpose."""
+    "seed",
+    "batch_size",
+    "accumulation",
+    "optimizer.",
+    "model.seq_len",
+    "model.moe.load_balance",
+    "model.moe.importance",
+    "model.moe.z_loss",
+    "model.moe.router",
+    "model.moe.capacity",
+    "adapters.",
+)
+"""Prefixes of the fields that are worth a warning if they change on resuming. `steps` is missing,
+since it is raised on purpose."""
 
 
 def _write_folder(
@@ -504,7 +589,8 @@ def _write_folder(
     saved: Checkpoint | None,
     say: Callable[[str], None],
 ) -> dict[str, str]:
-    """Create the run folder, and for a new run delete an earlier run's files. Return the texts of the run's own files."""
+    """Create the run folder, and for a new run delete an earlier run's files. Return the texts of
+    the run's own files."""
     claim.make()
     try:
         if saved is None:
@@ -523,8 +609,8 @@ def _write_folder(
 def _write_tokenizer(
     claim: RunFolder, tokenizer: HubTokenizer, saved: Checkpoint | None, say: Callable[[str], None]
 ) -> str:
-    """Write the run's tokenizer into its folder unless it is there already. A resumed run takes it from the checkpoint.
-    Return its text."""
+    """Write the run's tokenizer into its folder unless it is there already. A resumed run takes it
+    from the checkpoint. Return its text."""
     path = claim.path / TOKENIZER
     text = tokenizer.text if saved is None else read_text(saved.folder / TOKENIZER)
     if kind_of(path) != "a file" or read_bytes(path) != text.encode():

@@ -1,4 +1,5 @@
-"""What a run trains. `moesaic train` trains decoders; another task brings its own model, corpus and objective."""
+"""What a run trains. `moesaic train` trains decoders; another task brings its own model, corpus and
+objective."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def make_decoder(config: TrainConfig, vocab_size: int) -> GPT:
     kind = config.model.block.kind
     if kind != "decoder":
         raise InputError(
-            f"model.block.kind={kind}: is no decoder: train it with moesaic bench paper-train, which takes the same flags"
+            f"model.block.kind={kind}: is no decoder: train it with moesaic bench "
+            "paper-train, which takes the same flags"
         )
     return (MovingGPT if config.balance.moves_samples else GPT)(config.model, vocab_size)
 

@@ -33,11 +33,12 @@ class Packed:
 
 
 def pack(out: Path, paths: Sequence[str], data: DataConfig) -> Packed:
-    """Tokenize documents into one file, with the separator after each, and write a table next to it that describes the
-    file.
+    """Tokenize documents into one file, with the separator after each, and write a table next to it
+    that describes the file.
 
     Args:
-        out: path of the `.bin` file; the `.json` and `.tokenizer.json` files next to it share its name.
+        out: path of the `.bin` file; the `.json` and `.tokenizer.json` files next to it share its
+            name.
         paths: files, folders or globs, one per source; sources are read in order.
         data: only `tokenizer` and `text_field` are used.
 
@@ -76,7 +77,12 @@ def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.nd
         tuple(counts[:, 1].tolist()),
         tokenizer_path,
     )
-    table = {"dtype": dtype, "vocab_size": packed.vocab_size, "separator": tokenizer.separator, "tokens": packed.tokens,
-             "documents": packed.documents}  # fmt: skip
+    table = {
+        "dtype": dtype,
+        "vocab_size": packed.vocab_size,
+        "separator": tokenizer.separator,
+        "tokens": packed.tokens,
+        "documents": packed.documents,
+    }
     write(out.with_suffix(".json"), json.dumps(table, indent=2) + "\n")
     return packed

@@ -1,4 +1,5 @@
-"""Tokenizers: single bytes, or a `tokenizer.json` of the tokenizers library, as models on the Hugging Face hub have it."""
+"""Tokenizers: single bytes, or a `tokenizer.json` of the tokenizers library, as models on the
+Hugging Face hub have it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class AbstractTokenizer(ABC):
 
     @abstractmethod
     def encode(self, data: bytes) -> np.ndarray:
-        """Return the ids of a document, (tokens,) of an unsigned integer dtype, without a separator."""
+        """Return the ids of a document, (tokens,) of an unsigned integer dtype, without a
+        separator."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -71,8 +73,8 @@ class HubTokenizer(AbstractTokenizer):
     """A tokenizer of the tokenizers library. Special tokens in a text are encoded as text.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`. The first of `ENDS` in its vocabulary, or else token 0, separates
-            documents.
+        tokenizer: a `tokenizers.Tokenizer`. The first of `ENDS` in its vocabulary, or else token 0,
+            separates documents.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -96,9 +98,8 @@ class HubTokenizer(AbstractTokenizer):
             raise InputError(
                 f"{path}: the tokenizer is missing: restore it, or name another with data.tokenizer"
             ) from error
-        except (
-            Exception
-        ) as error:  # the library raises Exception itself for a file that does not parse
+        except Exception as error:
+            # the library raises Exception itself for a file that does not parse
             raise InputError(
                 f"{path}: the tokenizer is damaged ({error}): restore it, or name another"
             ) from error
@@ -129,7 +130,8 @@ def _library() -> Any:
 
 
 def make_tokenizer(config: DataConfig, file: Path | None) -> AbstractTokenizer:
-    """Return the tokenizer of a run: the one in `file` if that exists, the one that the configuration names, or bytes."""
+    """Return the tokenizer of a run: the one in `file` if that exists, the one that the
+    configuration names, or bytes."""
     if file is not None and file.exists():
         return HubTokenizer.load(file)
     return HubTokenizer.load(Path(config.tokenizer)) if config.tokenizer else ByteTokenizer()

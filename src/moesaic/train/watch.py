@@ -1,15 +1,19 @@
-"""The watch over a run on several ranks. It reports in one line which rank is missing if a run hangs or a rank dies.
+"""The watch over a run on several ranks. It reports in one line which rank is missing if a run
+hangs or a rank dies.
 
-A thread on every rank does three things every few seconds. It writes a heartbeat into the store that all ranks share.
-It reads where the main thread is. And it asks whether some rank has given the run up.
+A thread on every rank does three things every few seconds. It writes a heartbeat into the store
+that all ranks share. It reads where the main thread is. And it asks whether some rank has given the
+run up.
 
-A run hangs if a rank has ended no step, called no layer and not moved for longer than the patience, while no rank makes
-progress in saving or evaluating. The ranks may wait for those two as long as it takes. Seconds in which the process was
-stopped do not count. All ranks that still answer then write down where they are and for whose bytes they wait. The
-lowest of them puts that into one line and into the run folder's `hang.json`, and all end with code 1.
+A run hangs if a rank has ended no step, called no layer and not moved for longer than the patience,
+while no rank makes progress in saving or evaluating. The ranks may wait for those two as long as it
+takes. Seconds in which the process was stopped do not count. All ranks that still answer then write
+down where they are and for whose bytes they wait. The lowest of them puts that into one line and
+into the run folder's `hang.json`, and all end with code 1.
 
-The training code calls the watch only where a step may take long. The position of a rank is read from the frames of its
-threads: the frame that runs a program holds the task, the message, and the ranks that it comes from.
+The training code calls the watch only where a step may take long. The position of a rank is read
+from the frames of its threads: the frame that runs a program holds the task, the message, and the
+ranks that it comes from.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from moesaic.train.launch import (
     SignalHandler,
     ask_store,
     handle_ends,
+    is_of_lost_message,
     naming_dead_ranks,
     process_name,
     store_keeper,
@@ -57,6 +62,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
+_SCHEDULES = "torch.distributed.pipelining.schedules"
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,14 @@ class Watch:
         self._transports = {
             part.on_mesh.transport for part in layers.values() if part.on_mesh is not None
         }
-        self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
+        self._folder = folder
+        self._patience = patience
+        self._step = step
+        self._advice = advice
         self._pause = min(5.0, patience / 10)
         self._answer_seconds = min(ANSWER_SECONDS, patience / 2)
-        self._round_seconds = (
-            2 * self._pause + 1
-        )  # seconds in which every live rank has read the store once
+        # seconds in which every live rank has read the store once
+        self._round_seconds = 2 * self._pause + 1
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -113,8 +121,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
-            # Use a separate connection, since a connection is locked while it waits for a key. Use the store below the
-            # prefix of torch's group, where the ranks signed before they met.
+            # Use a separate connection, since a connection is locked while it waits for a key. Use
+            # the store below the prefix of torch's group, where the ranks signed before they met.
             store: Any = dist.distributed_c10d._get_default_store()
             try:
                 self._roll = ask_store(
@@ -145,9 +153,10 @@ class Watch:
     ) -> None:
         if self._thread is None:
             return
-        if isinstance(error, RuntimeError):
+        if is_of_lost_message(error):
             if self._is_given_up():
-                self._thread.join()  # never returns: the watch thread ends the process of a run that was given up
+                # never returns: the watch thread ends the process of a run that was given up
+                self._thread.join()
             try:
                 with naming_dead_ranks(self._roll, self._when()):
                     raise error
@@ -160,9 +169,10 @@ class Watch:
 
     @contextmanager
     def long(self) -> Iterator[None]:
-        """Let this rank make the others wait for longer than the patience while the block runs, as long as it makes
-        progress: it moves on in the code, or reads and writes bytes."""
-        before, self._is_long = self._is_long, True
+        """Let this rank make the others wait for longer than the patience while the block runs, as
+        long as it makes progress: it moves on in the code, or reads and writes bytes."""
+        before = self._is_long
+        self._is_long = True
         try:
             yield
         finally:
@@ -173,17 +183,24 @@ class Watch:
         return f"in {self._step()}; {self._advice()}"
 
     def _run(self) -> None:
-        beats, place, num_bytes, progress = 0, None, 0, 0
-        still, last_look, has_failed = 0.0, time.monotonic(), False
+        beats = 0
+        place = None
+        num_bytes = 0
+        progress = 0
+        still = 0.0
+        last_look = time.monotonic()
+        has_failed = False
         while not self._stopped.wait(self._pause):
-            beats, before, num_bytes = beats + 1, (place, num_bytes), _moved_bytes()
-            # A stopped process (or machine) does not hang, so each round counts no more seconds than it may take.
+            beats = beats + 1
+            before = (place, num_bytes)
+            num_bytes = _moved_bytes()
+            # A stopped process (or machine) does not hang, so each round counts no more seconds
+            # than it may take.
             now = time.monotonic()
-            still, last_look = (
-                still + min(now - last_look, 2 * self._pause + self._answer_seconds),
-                now,
-            )
-            # The place alone is not enough: a thread that waits for a GPU in every step is always seen at that wait.
+            still = still + min(now - last_look, 2 * self._pause + self._answer_seconds)
+            last_look = now
+            # The place alone is not enough: a thread that waits for a GPU in every step is always
+            # seen at that wait.
             main = sys._current_frames()[self._main]
             place = (
                 self._step(),
@@ -204,15 +221,22 @@ class Watch:
                 if is_given_up:
                     ask_store(self._give_up, self._answer_seconds + 2 * self._round_seconds)
                 if new_progress != progress:
-                    progress, still = new_progress, 0.0
+                    progress = new_progress
+                    still = 0.0
             except ConnectionError:
                 if is_over:
-                    alone = f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._activity()}"
+                    alone = (
+                        f"{self._step()} has stood still for {self._patience:g} s: rank "
+                        f"{self._rank} is {self._activity()}"
+                    )
                     keeper = (
                         f"rank 0 {self._roll.fate(0)}, " if self._roll.is_kept_by_rank_0 else ""
                     )
                     self._end(
-                        f"{alone}, {keeper}and nothing answers where the ranks' store was; {self._advice()}",
+                        (
+                            f"{alone}, {keeper}and nothing answers where the ranks' store was; "
+                            f"{self._advice()}"
+                        ),
                         [],
                     )
 
@@ -220,8 +244,8 @@ class Watch:
         """Write a heartbeat, and give the run up if `is_over`.
 
         Returns:
-            whether any rank has given the run up, how often any rank was seen to make progress in a long function, and how
-            many ranks have failed.
+            whether any rank has given the run up, how often any rank was seen to make progress in a
+            long function, and how many ranks have failed.
         """
         self._roll.beat(beats)
         is_given_up = bool(self._store.add("watch/given_up", int(is_over)))
@@ -232,8 +256,8 @@ class Watch:
         )
 
     def _is_given_up(self) -> bool:
-        """Return whether the run was given up; False if the store does not answer in time, since an error waits to be
-        reported."""
+        """Return whether the run was given up; False if the store does not answer in time, since an
+        error waits to be reported."""
         try:
             return bool(
                 ask_store(partial(self._store.add, "watch/given_up", 0), self._answer_seconds)
@@ -242,8 +266,8 @@ class Watch:
             return False
 
     def _give_up(self) -> None:
-        """Write down this rank's position. The lowest rank that answers collects all positions and reports them. End
-        the process."""
+        """Write down this rank's position. The lowest rank that answers collects all positions and
+        reports them. End the process."""
         self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
         for library, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
             # PyTorch's flight recorders; NCCL has a separate one.
@@ -272,7 +296,8 @@ class Watch:
         self._leave()
 
     def _end(self, line: str, positions: Sequence[Position]) -> None:
-        """Print a line, write it into the run folder, and end the process even if its main thread is blocked."""
+        """Print a line, write it into the run folder, and end the process even if its main thread
+        is blocked."""
         table = {"line": line, "ranks": [asdict(position) for position in positions]}
         if self._folder is not None:
             with suppress(OSError):
@@ -280,9 +305,8 @@ class Watch:
         print(in_one_line(f"moesaic train: {line}"), file=sys.stderr, flush=True)
         try:
             raise TrainingError(line)
-        except (
-            TrainingError
-        ) as error:  # torchrun's summary shows the exception that is being handled
+        except TrainingError as error:
+            # torchrun's summary shows the exception that is being handled
             get_error_handler().record_exception(error)
         self._leave()
 
@@ -294,7 +318,8 @@ class Watch:
         os._exit(1)
 
     def _position(self) -> Position:
-        at, waits_for = self._activity(), {}
+        at = self._activity()
+        waits_for = {}
         handle = next(_locals(self._frames().values(), Handle), None)
         if handle is not None:
             waits_for = {
@@ -325,6 +350,8 @@ class Watch:
             )
             return f"in {'backward' if backward else 'forward'} of layer {name}{task}"
         main = list(_outward(frames[self._main]))
+        if message := between_stages(main):
+            return message
         place = next((frame for frame in main if _is_own(frame)), main[0])
         waits = next(
             (
@@ -347,8 +374,8 @@ class Watch:
         return next((self._names[id(value)] for value in modules if id(value) in self._names), "")
 
     def _frames(self) -> dict[int, FrameType]:
-        """Return the innermost frames of all other threads by thread id. On GPUs, the backward pass has a thread of its
-        own."""
+        """Return the innermost frames of all other threads by thread id. On GPUs, the backward pass
+        has a thread of its own."""
         own = threading.get_ident()
         return {number: frame for number, frame in sys._current_frames().items() if number != own}
 
@@ -361,9 +388,8 @@ def describe_hang(
     waiting: dict[str, list[Position]] = {}
     for position in positions:
         waiting.setdefault(position.at, []).append(position)
-    for at, group in sorted(
-        waiting.items(), key=lambda item: len(item[1])
-    ):  # the smallest group comes first
+    # the smallest group comes first
+    for at, group in sorted(waiting.items(), key=lambda item: len(item[1])):
         bytes_of: Counter[str] = Counter()
         for position in group:
             bytes_of.update(position.waits_for)
@@ -405,13 +431,43 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
         ) from error
 
 
+def between_stages(frames: Sequence[FrameType]) -> str:
+    """Return in words between which pipeline stages a thread waits for a message; empty if for
+    none.
+
+    Args:
+        frames: the thread's frames, innermost first.
+    """
+    waits = [
+        frame.f_back
+        for frame in frames
+        if frame.f_code.co_name == "_wait_batch_p2p" and frame.f_globals["__name__"] == _SCHEDULES
+    ]
+    if not waits or waits[0] is None:
+        return ""
+    values = waits[0].f_locals
+    stage = values.get("stage") or getattr(values.get("self"), "_stage", None)
+    words = "in a message between pipeline stages"
+    if stage is None:
+        return words
+    places = stage.stage_index_to_group_rank
+    neighbours = [
+        places[number] if stage.group is None else dist.get_global_rank(stage.group, places[number])
+        for number in (stage.stage_index - 1, stage.stage_index + 1)
+        if number in places
+    ]
+    return f"{words}: part {stage.stage_index}, whose neighbours are on {in_words(neighbours)}"
+
+
 def _task_in_words(frame: FrameType) -> str:
     """Return which task of a program waits, in words; `frame` is that of `executor.drive`."""
     run = frame.f_locals["steps"]
-    inner, request = getattr(run, "gi_frame", None), frame.f_locals.get("request")
+    inner = getattr(run, "gi_frame", None)
+    request = frame.f_locals.get("request")
     if inner is None or inner.f_code is not interpret.__code__ or not isinstance(request, Handle):
         return ""
-    program, call = inner.f_locals["program"], inner.f_locals["call"]
+    program = inner.f_locals["program"]
+    call = inner.f_locals["call"]
     number = request.transfer.tag - call.first_tag
     if number >= len(program.tasks):
         return ""
@@ -429,8 +485,8 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _place_of(innermost: FrameType) -> list[tuple[int, int]]:
-    """Return a value that changes when a thread moves on. Frames inside a wait are left out, since a wait may loop
-    while no message arrives."""
+    """Return a value that changes when a thread moves on. Frames inside a wait are left out, since
+    a wait may loop while no message arrives."""
     frames = list(_outward(innermost))
     waits = [
         number
@@ -441,8 +497,10 @@ def _place_of(innermost: FrameType) -> list[tuple[int, int]]:
 
 
 def _moved_bytes() -> int:
-    """Return how many bytes the other threads of this process have read and written; 0 if the system does not say."""
-    own, num_bytes = str(threading.get_native_id()), 0
+    """Return how many bytes the other threads of this process have read and written; 0 if the
+    system does not say."""
+    own = str(threading.get_native_id())
+    num_bytes = 0
     for path in Path("/proc/self/task").glob("*/io"):
         with suppress(OSError):
             if path.parent.name != own:

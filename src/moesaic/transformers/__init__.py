@@ -1,9 +1,11 @@
-"""Moesaic as a backend of Hugging Face transformers. Importing this module registers "moesaic" with both of its registries.
+"""Moesaic as a backend of Hugging Face transformers. Importing this module registers "moesaic" with
+both of its registries.
 
-`experts_implementation="moesaic"` runs a model's experts on Moesaic's kernels (`experts.py`).
-`quantization_config=FourBitExpertsConfig()` keeps them in four bits (`nf4.py`), with PEFT's adapters of experts (`lora.py`).
-`distributed_config(ep_size=...)` runs them expert-parallel with Moesaic's programs (`expert_parallel.py`).
-`Resumable` makes a trainer's checkpoints whole, on any number of ranks (`resume.py`).
+`experts_implementation="moesaic"` runs a model's experts on Moesaic's kernels
+(`experts_backend.py`). `quantization_config=FourBitExpertsConfig()` keeps them in four bits
+(`nf4.py`), with PEFT's adapters of experts (`lora.py`). `distributed_config(ep_size=...)` runs them
+expert-parallel with Moesaic's programs (`expert_parallel.py`). `Resumable` makes a trainer's
+checkpoints whole, on any number of ranks (`resume.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
     raise InputError(
-        f"moesaic.transformers needs transformers 5.23 or later ({error}): {to_install('.[transformers]')}"
+        f"moesaic.transformers needs transformers 5.23 or later ({error}): "
+        f"{to_install('.[transformers]')}"
     ) from None
 
 from moesaic.transformers.expert_parallel import (

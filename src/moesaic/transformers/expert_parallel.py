@@ -1,11 +1,13 @@
-"""`DistributedConfig(ep_implementation="moesaic")`: transformers' expert parallelism with Moesaic's programs and plans.
+"""`DistributedConfig(ep_implementation="moesaic")`: transformers' expert parallelism with Moesaic's
+programs and plans.
 
-transformers shards the stacked experts over its ep mesh and gives each experts module an implementation, which dispatches
-tokens and combines results. This implementation interprets Moesaic's compiled programs, with all features of a plan:
-overlapping chunks, hierarchical all-to-alls, multicast, replication of overloaded experts.
+transformers shards the stacked experts over its ep mesh and gives each experts module an
+implementation, which dispatches tokens and combines results. This implementation interprets
+Moesaic's compiled programs, with all features of a plan: overlapping chunks, hierarchical
+all-to-alls, multicast, replication of overloaded experts.
 
-Gradients are those of transformers' own all-to-all: an expert's is the sum over all tokens that reach the expert; those of a
-token and of its routing weights are complete.
+Gradients are those of transformers' own all-to-all: an expert's is the sum over all tokens that
+reach the expert; those of a token and of its routing weights are complete.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from transformers.distributed.expert_parallel import (
     EPImplementationInterface,
 )
 
-from moesaic.chosen import ChosenExperts
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
+from moesaic.given_routing import ChosenExperts
 from moesaic.program.compile import Compiled
 from moesaic.program.plan import Plan
-from moesaic.transformers.experts import family_experts, gate_of, refusal, warn
+from moesaic.transformers.experts_backend import family_experts, gate_of, refusal, warn
 from moesaic.transformers.lora import (
     FamilyFrozenExperts,
     adopt_at_first_call,
@@ -42,19 +44,22 @@ from moesaic.transformers.lora import (
 
 
 class MoesaicEP(EPImplementation):
-    """Runs one experts module over an ep mesh. All ranks of the mesh construct and call it together.
+    """Runs one experts module over an ep mesh. All ranks of the mesh construct and call it
+    together.
 
-    Moesaic's programs cannot run experts with a gate or norm that only their model family has. Those run with transformers'
-    all-to-all, and a warning says so.
+    Moesaic's programs cannot run experts with a gate or norm that only their model family has.
+    Those run with transformers' all-to-all, and a warning says so.
 
     Args:
         experts: the experts module, with this rank's part of the parameters.
         ep_mesh: the ranks over which experts are spread.
         tp_mesh: the ranks that hold the same tokens, neighbours within `ep_mesh`.
-        plan: the plan to run; None to choose it during training, as `MoE.parallelize(..., "auto")` does.
+        plan: the plan to run; None to choose it during training, as `MoE.parallelize(..., "auto")`
+            does.
 
     Raises:
-        InputError: the plan does not fit the mesh, or ranks differ in plan or model. Raised on every rank.
+        InputError: the plan does not fit the mesh, or ranks differ in plan or model. Raised on
+            every rank.
     """
 
     def __init__(
@@ -139,7 +144,8 @@ def register_plan(name: str, plan: Plan | Compiled) -> None:
 
 
 def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
-    """Run all experts of a model with another plan from the next call on. Moves no weights and sends nothing.
+    """Run all experts of a model with another plan from the next call on. Moves no weights and
+    sends nothing.
 
     All ranks call it between steps, with the same plan.
 
@@ -148,13 +154,15 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
         plan: the new plan.
 
     Raises:
-        InputError: no experts of the model run with Moesaic's programs, or the plan does not fit their mesh.
+        InputError: no experts of the model run with Moesaic's programs, or the plan does not fit
+            their mesh.
     """
     attached = [getattr(module, "_moesaic", None) for module in model.modules()]
     implementations = [mark for mark in attached if isinstance(mark, MoesaicEP)]
     if not implementations:
         raise InputError(
-            'use_plan: no experts of this model run on Moesaic: load it with ep_implementation="moesaic" and ep_size > 1'
+            "use_plan: no experts of this model run on Moesaic: load it with "
+            'ep_implementation="moesaic" and ep_size > 1'
         )
     for implementation in implementations:
         implementation.run.use_plan(plan)
@@ -163,10 +171,11 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
 def distributed_config(
     ep_size: int, *, ep_implementation: str = "moesaic", **options: Any
 ) -> DistributedConfig:
-    """Return the configuration that spreads a model's experts over ranks, for `from_pretrained(distributed_config=...)`.
+    """Return the configuration that spreads a model's experts over ranks, for
+    `from_pretrained(distributed_config=...)`.
 
-    Unlike `DistributedConfig` itself it sets `fsdp_size` if none is given, so that every tensor-parallel group has its own
-    batch.
+    Unlike `DistributedConfig` itself it sets `fsdp_size` if none is given, so that every
+    tensor-parallel group has its own batch.
 
     Args:
         ep_size: ranks over which experts are spread.
@@ -182,15 +191,14 @@ def distributed_config(
             if dist.is_initialized()
             else int(os.environ.get("WORLD_SIZE", "1"))
         )
-        tp, others = (
-            (options.get("tp_size") or 1),
-            (options.get("pp_size") or 1) * (options.get("dp_replicate_size") or 1),
-        )
+        tp = options.get("tp_size") or 1
+        others = (options.get("pp_size") or 1) * (options.get("dp_replicate_size") or 1)
         fsdp = max(world // (tp * others), 1)
         if fsdp * tp % ep_size:
             raise InputError(
-                f"ep_size={ep_size} does not divide the processes that share a model, {world} of them: start "
-                f"torchrun --nproc-per-node {ep_size}, or choose an ep_size that divides them"
+                f"ep_size={ep_size} does not divide the processes that share a model, {world} of "
+                f"them: start torchrun --nproc-per-node {ep_size}, or choose an ep_size that "
+                "divides them"
             )
         options["fsdp_size"] = fsdp
     return DistributedConfig(ep_size=ep_size, ep_implementation=ep_implementation, **options)

@@ -1,8 +1,10 @@
-"""PEFT's adapters of experts (`target_parameters`), where PEFT itself cannot apply them: experts on several ranks, or in NF4.
+"""PEFT's adapters of experts (`target_parameters`), where PEFT itself cannot apply them: experts on
+several ranks, or in NF4.
 
-PEFT gives every rank the factors for all experts and adds their product to the whole weight before a call. Here each rank keeps
-the factors of its own experts, and the experts multiply rows by them. Factors stay PEFT's parameters, under PEFT's names, so
-optimizers, trainers and `save_pretrained` work as ever: a state dict has whole factors, gathered from all ranks together.
+PEFT gives every rank the factors for all experts and adds their product to the whole weight before
+a call. Here each rank keeps the factors of its own experts, and the experts multiply rows by them.
+Factors stay PEFT's parameters, under PEFT's names, so optimizers, trainers and `save_pretrained`
+work as ever: a state dict has whole factors, gathered from all ranks together.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from moesaic.errors import InputError
 from moesaic.experts.frozen import FrozenExperts, FrozenWeights
 from moesaic.kernels import nf4
-from moesaic.transformers import experts as plain
-from moesaic.transformers.experts import Matrices, gate_of, sorted_copies, split_inputs
+from moesaic.transformers import experts_backend
+from moesaic.transformers.experts_backend import Matrices, gate_of, sorted_copies, split_inputs
 
 SCALES = "_absmax"
 """Suffix of the parameter with the scales of a weight in NF4."""
@@ -40,16 +42,15 @@ def scales_name(name: str) -> str:
 
 
 def groups_name(name: str) -> str:
-    """Return the name of the second tensor of `nf4.compress`, which a weight in NF4 has if its scales are quantized too."""
+    """Return the name of the second tensor of `nf4.compress`, which a weight in NF4 has if its
+    scales are quantized too."""
     return f"{scales_name(name)}_groups"
 
 
 def scales_of(module: nn.Module, name: str) -> Tensor:
     """Return the scales of this rank's part of a weight in NF4, float32."""
-    scales, groups = (
-        local_part(getattr(module, scales_name(name))),
-        getattr(module, groups_name(name), None),
-    )
+    scales = local_part(getattr(module, scales_name(name)))
+    groups = getattr(module, groups_name(name), None)
     return scales if groups is None else nf4.expand(scales, local_part(groups))
 
 
@@ -59,7 +60,8 @@ def is_four_bit(experts: nn.Module) -> bool:
 
 
 class FamilyFrozenExperts(FrozenExperts):
-    """A transformers experts module as frozen experts. The parameters stay in the module, and the adapters in PEFT's modules.
+    """A transformers experts module as frozen experts. The parameters stay in the module, and the
+    adapters in PEFT's modules.
 
     Args:
         module: this rank's part of the experts; `gate_of` must recognise its gate.
@@ -70,15 +72,20 @@ class FamilyFrozenExperts(FrozenExperts):
         gate = gate_of(module)
         if gate is None:
             raise InputError(
-                f"{type(module).__name__} has its own gate or norm: experts in NF4, and adapters on several ranks, need one of "
-                "docs/transformers.md: leave quantization_config out, or train with ep_size=1"
+                f"{type(module).__name__} has its own gate or norm: experts in NF4, and adapters "
+                "on several ranks, need one of docs/transformers.md: leave quantization_config "
+                "out, or train with ep_size=1"
             )
         self._read: Callable[[], FrozenWeights] = lambda: _weights_of(module)
         weights = _weights_of(module)
         super().__init__(
-            weights.down.shape[1], num_experts, gated=bool(module.has_gate), activation=gate.activation, clamp=gate.clamp,
+            weights.down.shape[1],
+            num_experts,
+            gated=bool(module.has_gate),
+            activation=gate.activation,
+            clamp=gate.clamp,
             form=weights.form,
-        )  # fmt: skip
+        )
         self.is_spread = True
 
     def frozen_weights(self) -> FrozenWeights:
@@ -89,7 +96,8 @@ class FamilyFrozenExperts(FrozenExperts):
 
 
 def _weights_of(module: Any) -> FrozenWeights:
-    """Return the tensors of an experts module and of its adapters; those of adapters differentiable."""
+    """Return the tensors of an experts module and of its adapters; those of adapters
+    differentiable."""
     if is_four_bit(module):
         names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         up, down = (local_part(getattr(module, name)) for name in names)
@@ -101,9 +109,13 @@ def _weights_of(module: Any) -> FrozenWeights:
             else [None, None]
         )
         weights = FrozenWeights(
-            up=up.unflatten(1, parts), down=down, up_scales=up_scales.unflatten(1, parts), down_scales=down_scales,
-            up_bias=None if biases[0] is None else split_inputs(module, biases[0]), down_bias=biases[1],
-        )  # fmt: skip
+            up=up.unflatten(1, parts),
+            down=down,
+            up_scales=up_scales.unflatten(1, parts),
+            down_scales=down_scales,
+            up_bias=None if biases[0] is None else split_inputs(module, biases[0]),
+            down_bias=biases[1],
+        )
     else:
         own = Matrices.of(module)
         weights = FrozenWeights(
@@ -125,17 +137,21 @@ def hidden_of(module: nn.Module) -> int:
 
 
 def adapters_of(module: nn.Module) -> dict[str, Any]:
-    """Return PEFT's wrappers that adapt an experts module through `adopt`, by the name of the adapted parameter."""
+    """Return PEFT's wrappers that adapt an experts module through `adopt`, by the name of the
+    adapted parameter."""
     found: dict[str, Any] = module.__dict__.setdefault("_moesaic_adapters", {})
     return found
 
 
 def factors(wrapper: Any) -> tuple[Tensor, Tensor]:
-    """Return the factors of all adapters of a wrapper, (E, r, in) and (E, out, r). Inactive ones are scaled by zero."""
-    inner, outer = [], []
+    """Return the factors of all adapters of a wrapper, (E, r, in) and (E, out, r). Inactive ones
+    are scaled by zero."""
+    inner = []
+    outer = []
     for name, first in wrapper.lora_A.items():
         off = wrapper.disable_adapters or wrapper.merged or name not in wrapper.active_adapters
-        a, b = local_part(first.weight), local_part(wrapper.lora_B[name].weight)
+        a = local_part(first.weight)
+        b = local_part(wrapper.lora_B[name].weight)
         inner.append(a.reshape(wrapper.num_experts, -1, a.shape[1]))
         whole = b.reshape(len(b), -1, wrapper.num_experts).permute(2, 0, 1)
         outer.append(whole * (0.0 if off else wrapper.scaling[name]))
@@ -152,19 +168,21 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_frozen(experts: nn.Module) -> bool:
-    """Return whether an experts module runs as frozen experts: it is in NF4, or has adapters through `adopt_adapters`."""
+    """Return whether an experts module runs as frozen experts: it is in NF4, or has adapters
+    through `adopt_adapters`."""
     return is_four_bit(experts) or bool(adapters_of(experts))
 
 
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Run a module's experts as `experts.experts_forward` does; those in NF4 as frozen experts, with their adapters.
+    """Run a module's experts as `experts.experts_forward` does; those in NF4 as frozen experts,
+    with their adapters.
 
     Args:
-        self: the experts module.
         hidden_states: (tokens, dim).
-        top_k_index: (tokens, K) experts. If transformers spread the experts, `num_experts` marks an expert of another rank.
+        top_k_index: (tokens, K) experts. If transformers spread the experts, `num_experts` marks an
+            expert of another rank.
         top_k_weights: (tokens, K) routing weights.
 
     Returns:
@@ -174,7 +192,7 @@ def experts_forward(
         InputError: experts in NF4 have a gate that Moesaic does not know.
     """
     if not is_frozen(self):
-        return plain.experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return experts_backend.experts_forward(self, hidden_states, top_k_index, top_k_weights)
     weight, permutation = sorted_copies(self, top_k_index, top_k_weights)
     experts = FamilyFrozenExperts(self, self.num_experts)
     run = partial(experts.compute_tokens, permutation=permutation)
@@ -186,6 +204,7 @@ def adopt_at_first_call(experts: nn.Module) -> None:
     """Call `adopt_adapters` when a model with these experts is first called."""
 
     def adopt(reference: Callable[[], nn.Module | None], module: nn.Module, _: Any) -> None:
+        """Adopt the adapters if `module`, which is being called, holds the experts."""
         own = reference()
         if own is not None and any(each is own for each in module.modules()):
             handle.remove()
@@ -196,11 +215,13 @@ def adopt_at_first_call(experts: nn.Module) -> None:
 
 
 def adopt_adapters(model: nn.Module) -> None:
-    """Let experts that are in NF4 or on several ranks run with the adapters that PEFT gave them. All ranks call it together.
+    """Let experts that are in NF4 or on several ranks run with the adapters that PEFT gave them.
+    All ranks call it together.
 
-    The first call of a model does this by itself. Earlier it frees memory: until then every rank has factors for all experts.
-    After `peft.get_peft_model(..., low_cpu_mem_usage=True)` no rank ever has: factors on the meta device are drawn here, on the
-    CPU, for one weight at a time. On several ranks, gradients of all adapters become those of the mean of the ranks' losses, as
+    The first call of a model does this by itself. Earlier it frees memory: until then every rank
+    has factors for all experts. After `peft.get_peft_model(..., low_cpu_mem_usage=True)` no rank
+    ever has: factors on the meta device are drawn here, on the CPU, for one weight at a time. On
+    several ranks, gradients of all adapters become those of the mean of the ranks' losses, as
     FSDP2's are.
 
     Args:
@@ -217,9 +238,8 @@ def adopt_adapters(model: nn.Module) -> None:
         if module is None or wrapper.parameter_name in adapters_of(module):
             continue
         adapters_of(module)[wrapper.parameter_name] = wrapper
-        wrapper._activate_lora = (
-            nullcontext  # does nothing: PEFT would change the whole weight during a call
-        )
+        # does nothing: PEFT would change the whole weight during a call
+        wrapper._activate_lora = nullcontext
         implementation = getattr(module, "_moesaic", None)
         if implementation is not None:
             _cut(wrapper, implementation.ep_mesh)
@@ -230,11 +250,13 @@ def adopt_adapters(model: nn.Module) -> None:
         _average(model, [wrapper for wrapper, _ in spread], spread[0][1])
         for part in model.modules():
             if getattr(part, "_tp_size", None) == 1:
-                part._tp_size = None  # type: ignore[assignment]  # else PEFT gathers the whole model to save an adapter
+                # else PEFT gathers the whole model to save an adapter
+                part._tp_size = None  # type: ignore[assignment]
 
 
 def _adapted(wrapper: Any) -> nn.Module | None:
-    """Return the experts module that one of PEFT's wrappers of a parameter adapts, if PEFT cannot apply it."""
+    """Return the experts module that one of PEFT's wrappers of a parameter adapts, if PEFT cannot
+    apply it."""
     if not hasattr(wrapper, "parameter_name") or not hasattr(wrapper, "lora_A"):
         return None
     module = wrapper.get_base_layer()
@@ -242,7 +264,8 @@ def _adapted(wrapper: Any) -> nn.Module | None:
 
 
 def _as_peft_made(model: nn.Module) -> list[Any]:
-    """Return all modules, wrappers in PEFT's order of making them: of modules, then of parameters, inner first."""
+    """Return all modules, wrappers in PEFT's order of making them: of modules, then of parameters,
+    inner first."""
     place = {module: number for number, module in enumerate(model.modules())}
 
     def made(module: Any) -> tuple[bool, int, int]:
@@ -257,7 +280,8 @@ def _as_peft_made(model: nn.Module) -> list[Any]:
 
 
 def _draw(layer: Any, configs: dict[str, Any]) -> None:
-    """Give factors that PEFT left on the meta device their memory and initial values, before this rank's part is cut out."""
+    """Give factors that PEFT left on the meta device their memory and initial values, before this
+    rank's part is cut out."""
     for name, linear in layer.lora_A.items():
         if linear.weight.is_meta:
             pair = linear, layer.lora_B[name]
@@ -271,7 +295,9 @@ def _draw(layer: Any, configs: dict[str, Any]) -> None:
 
 def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
     """Keep only the factors of this rank's experts in a wrapper."""
-    ranks, place, whole = mesh.size(), mesh.get_local_rank(), wrapper.num_experts
+    ranks = mesh.size()
+    place = mesh.get_local_rank()
+    whole = wrapper.num_experts
     own = slice(place * whole // ranks, (place + 1) * whole // ranks)
 
     def part_of(name: str, tensor: Tensor) -> Tensor:
@@ -287,9 +313,8 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             (key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state
         ]:
             joined = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if (
-                ".lora_B." in key[len(prefix) - 1 :]
-            ):  # ranks lie side by side, where PEFT counts experts fastest
+            # ranks lie side by side, where PEFT counts experts fastest
+            if ".lora_B." in key[len(prefix) - 1 :]:
                 joined = (
                     joined.view(len(joined), ranks, -1, whole // ranks)
                     .transpose(1, 2)
@@ -311,9 +336,8 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             instead[old] = linear.weight = nn.Parameter(
                 part_of(name, old.detach()), requires_grad=old.requires_grad
             )
-            old.data = old.data.new_empty(
-                0
-            )  # a trainer's optimizer may hold it until its first step
+            # a trainer's optimizer may hold it until its first step
+            old.data = old.data.new_empty(0)
     wrapper.num_experts = whole // ranks
     wrapper.register_state_dict_post_hook(gather)
     wrapper.register_load_state_dict_pre_hook(cut)
@@ -324,9 +348,11 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
 
 
 def _exchange_parameters(optimizer: Optimizer, instead: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Let an optimizer that was made before its parameters were cut step those that took their places.
+    """Let an optimizer that was made before its parameters were cut step those that took their
+    places.
 
-    torch's fused and foreach steps cannot take plain tensors, such as adapters of attention, together with DTensors.
+    torch's fused and foreach steps cannot take plain tensors, such as adapters of attention,
+    together with DTensors.
     """
     own = set(instead.values())
     for group in optimizer.param_groups:
@@ -344,7 +370,8 @@ def _factor_keys(wrapper: Any, prefix: str) -> Iterator[str]:
 
 
 def added(wrapper: Any, module: Any, adapter: str) -> Tensor:
-    """Return what an adapter adds to this rank's part of a weight, in the weight's own layout and the adapter's dtype."""
+    """Return what an adapter adds to this rank's part of a weight, in the weight's own layout and
+    the adapter's dtype."""
     inner, outer = (
         local_part(layers[adapter].weight.detach()) for layers in (wrapper.lora_A, wrapper.lora_B)
     )
@@ -363,15 +390,17 @@ def _replace_merging(wrapper: Any, module: Any) -> None:
         parameter = wrapper.get_param()
         if is_four_bit(module):
             raise InputError(
-                "merge: experts in NF4 would round the adapters away: save the adapters, load the model without "
-                "quantization_config, and merge there; moesaic finetune --merge merges into the numbers that NF4 stands for"
+                "merge: experts in NF4 would round the adapters away: save the adapters, load "
+                "the model without quantization_config, and merge there; moesaic finetune "
+                "--merge merges into the numbers that NF4 stands for"
             )
         delta = added(wrapper, module, adapter).to(parameter.dtype)
         if not isinstance(parameter, DTensor):
             return delta
         if parameter.to_local().shape != delta.shape:
             raise InputError(
-                "merge: experts have copies on several ranks: save the adapters, and merge in one process"
+                "merge: experts have copies on several ranks: save the adapters, and merge in "
+                "one process"
             )
         return DTensor.from_local(
             delta.contiguous(), parameter.device_mesh, parameter.placements, run_check=False
@@ -383,11 +412,14 @@ def _replace_merging(wrapper: Any, module: Any) -> None:
 class _Mean:
     """Replaces gradients of parameters by their means over ranks at the end of each backward pass.
 
-    An accumulated gradient is the sum of an earlier mean, equal on all ranks, and a new part, so its mean is right too.
+    An accumulated gradient is the sum of an earlier mean, equal on all ranks, and a new part, so
+    its mean is right too.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        self._parameters, self._group, self._is_queued = parameters, group, False
+        self._parameters = parameters
+        self._group = group
+        self._is_queued = False
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._note)
 
@@ -413,11 +445,14 @@ class _Mean:
 
 
 def _average(model: nn.Module, wrappers: Sequence[Any], implementation: Any) -> None:
-    """Make the gradients of all adapters those of the mean of the ranks' losses, and whole adapters those of the first rank."""
-    world, mesh = dist.get_world_size(), implementation.ep_mesh
+    """Make the gradients of all adapters those of the mean of the ranks' losses, and whole adapters
+    those of the first rank."""
+    world = dist.get_world_size()
+    mesh = implementation.ep_mesh
     if implementation.tp_mesh.size() > 1 or world % mesh.size():
         raise InputError(
-            "adapters of experts on several ranks need tp_size=1 and pp_size=1: change distributed_config"
+            "adapters of experts on several ranks need tp_size=1 and pp_size=1: change "
+            "distributed_config"
         )
     layers = [
         linear
@@ -438,9 +473,10 @@ def _average(model: nn.Module, wrappers: Sequence[Any], implementation: Any) -> 
         _Mean(of_experts, dist.new_subgroups_by_enumeration(alike)[0])
     known = {id(weight) for weight in of_experts}
     others = [
-        each for each in model.parameters()
+        each
+        for each in model.parameters()
         if each.requires_grad and id(each) not in known and not isinstance(each, DTensor)
-    ]  # fmt: skip
+    ]
     for each in others:
         dist.broadcast(each.data, 0)
     if others:

@@ -1,8 +1,10 @@
-"""`quantization_config=moesaic.transformers.FourBitExpertsConfig()`: experts become NF4 while a checkpoint is read.
+"""`quantization_config=moesaic.transformers.FourBitExpertsConfig()`: experts become NF4 while a
+checkpoint is read.
 
-transformers reads one parameter at a time, of which a rank gets its own experts, and this quantizes it before the next one is
-read: no rank ever holds the model, and a device holds one parameter of a layer in 16 bits at a time; of a checkpoint that
-`weights.load_model` reads, one expert. All else stays as it is.
+transformers reads one parameter at a time, of which a rank gets its own experts, and this quantizes
+it before the next one is read: no rank ever holds the model, and a device holds one parameter of a
+layer in 16 bits at a time; of a checkpoint that `weights.load_model` reads, one expert. All else
+stays as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moesaic.errors import InputError
 from moesaic.kernels import nf4
-from moesaic.transformers.experts import FLAGS, refusal, split_inputs
+from moesaic.transformers.experts_backend import FLAGS, refusal, split_inputs
 from moesaic.transformers.lora import (
     adopt_at_first_call,
     groups_name,
@@ -32,13 +34,15 @@ METHOD = "moesaic_nf4_experts"
 
 @register_quantization_config(METHOD)
 class FourBitExpertsConfig(QuantizationConfigMixin):
-    """Asks `from_pretrained` for experts in NF4, in the layout of bitsandbytes' `Experts4bit`; attention and all else stay.
+    """Asks `from_pretrained` for experts in NF4, in the layout of bitsandbytes' `Experts4bit`;
+    attention and all else stay.
 
     The experts are frozen; train adapters with PEFT's `target_parameters`.
 
     Args:
-        double: also keep the scales in eight bits, outside that layout: 4.13 bits for each weight, not 4.5. A call has them in
-            float32, so it saves no memory while several layers' activations are kept, without gradient checkpointing.
+        double: also keep the scales in eight bits, outside that layout: 4.13 bits for each weight,
+            not 4.5. A call has them in float32, so it saves no memory while several layers'
+            activations are kept, without gradient checkpointing.
     """
 
     def __init__(self, double: bool = False, **_: Any) -> None:
@@ -48,7 +52,8 @@ class FourBitExpertsConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class FourBitExpertsQuantizer(HfQuantizer):
-    """Makes room for codes and scales in a model, and quantizes each weight of experts as it is read."""
+    """Makes room for codes and scales in a model, and quantizes each weight of experts as it is
+    read."""
 
     def is_serializable(self) -> bool:
         """Return that a model so loaded is not saved whole; its adapters are."""
@@ -80,7 +85,8 @@ class FourBitExpertsQuantizer(HfQuantizer):
         found = [module for module in model.modules() if four_bit_weights(module)]
         if not found:
             raise InputError(
-                f"{type(model).__name__} has no experts that can be in NF4: leave quantization_config out"
+                f"{type(model).__name__} has no experts that can be in NF4: leave "
+                "quantization_config out"
             )
         for module in found:
             for name in four_bit_weights(module):
@@ -88,10 +94,11 @@ class FourBitExpertsQuantizer(HfQuantizer):
                 experts, height, width = weight.mT.shape if module.is_transposed else weight.shape
                 if width % nf4.BLOCK:
                     raise InputError(
-                        f"{name} of {type(module).__name__} reads {width} inputs, no multiple of {nf4.BLOCK}: "
-                        "leave quantization_config out"
+                        f"{name} of {type(module).__name__} reads {width} inputs, no multiple of "
+                        f"{nf4.BLOCK}: leave quantization_config out"
                     )
-                blocks, double = width // nf4.BLOCK, self.quantization_config.double
+                blocks = width // nf4.BLOCK
+                double = self.quantization_config.double
                 kinds: list[tuple[str, tuple[int, ...], torch.dtype]] = [
                     (name, (height, width // 2), torch.uint8)
                 ]
@@ -117,7 +124,8 @@ class FourBitExpertsQuantizer(HfQuantizer):
 
 
 class _Quantize(ConversionOps):
-    """Quantizes one weight of this rank's experts; blocks lie along the input width, and a gate's rows come first."""
+    """Quantizes one weight of this rank's experts; blocks lie along the input width, and a gate's
+    rows come first."""
 
     def convert(
         self, input_dict: dict[str, Any], model: Any = None, **others: Any
@@ -132,7 +140,7 @@ class _Quantize(ConversionOps):
                 expert = expert.mT if module.is_transposed else expert
                 if name != "down_proj":
                     expert = split_inputs(module, expert.unsqueeze(0)).flatten(0, 2)
-                codes, scales = (nf4.recover if expert.dtype == torch.float32 else nf4.quantize)(
+                codes, scales = (nf4.requantize if expert.dtype == torch.float32 else nf4.quantize)(
                     expert
                 )
                 parts = {full_name: codes, scales_name(full_name): scales}
@@ -148,7 +156,8 @@ class _Quantize(ConversionOps):
 
 
 def dequantized(module: Any, name: str) -> Tensor:
-    """Return the numbers that this rank's part of a weight in NF4 stands for, in the family's layout, float32."""
+    """Return the numbers that this rank's part of a weight in NF4 stands for, in the family's
+    layout, float32."""
     weight = nf4.dequantize(
         local_part(getattr(module, name)), scales_of(module, name), torch.float32
     )
@@ -158,7 +167,8 @@ def dequantized(module: Any, name: str) -> Tensor:
 
 
 def four_bit_weights(module: Any) -> tuple[str, ...]:
-    """Return the names of the weights of an experts module that can be in NF4; () for other modules."""
+    """Return the names of the weights of an experts module that can be in NF4; () for other
+    modules."""
     if not all(hasattr(module, flag) for flag in FLAGS):
         return ()
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")

@@ -1,42 +1,80 @@
-"""Checkpoints of transformers' `Trainer` from which a run goes on, on as many ranks as there are then.
+"""Checkpoints of transformers' `Trainer` from which a run goes on, on as many ranks as there are
+then.
 
-transformers refuses to checkpoint the optimizer of a model that `distributed_config` shards, and cannot read weights back into
-one. Even in one process it leaves out, with a warning, weights whose names in files differ from the model's: the experts and
-routers of many families. Here `from_pretrained` reads the weights, and torch's distributed checkpoint keeps the optimizer
-under the parameters' names.
+transformers refuses to checkpoint the optimizer of a model that `distributed_config` shards, and
+cannot read weights back into one. Even in one process it leaves out, with a warning, weights whose
+names in files differ from the model's: the experts and routers of many families. Here
+`from_pretrained` reads the weights, and the optimizer's tensors are kept in safetensors files under
+the parameters' names. No file is a pickle.
 """
 
 from __future__ import annotations
 
+import random
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
-from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
+from transformers.distributed import load_optimizer_distributed
 
 from moesaic.errors import InputError
+from moesaic.files import kind_of, read_text, write
+from moesaic.resuming import COMPLETE, Checkpoints, DamagedError, checksum, require_sealed, seal
+from moesaic.storage.nested import dumped, loaded, read_nested, write_nested
+from moesaic.storage.shards import IndexReader, read_index, write_tensors
 
 OPTIMIZER = "optimizer"
-"""Folder of a checkpoint that holds the optimizer's state, as torch's distributed checkpoint writes it."""
-SCHEDULER = "scheduler.pt"
-"""The schedule's file of a checkpoint, as `Trainer` calls it."""
+"""Folder of a checkpoint that holds the optimizer's state: tensors of all ranks, and `OPTIONS`."""
+OPTIONS = "options.json"
+"""What the optimizer's folder holds besides tensors: learning rates and the like, by parameter."""
+SCHEDULER = "scheduler.json"
+"""The schedule's file of a checkpoint."""
+ARGUMENTS = "training_args.bin"
+EARLIER_SCHEDULER = "scheduler.pt"
+"""A pickle of the arguments, which `Trainer` leaves; and the schedule's file of earlier
+versions."""
+CHECKPOINTS = Checkpoints(
+    name=re.compile(r"checkpoint-([1-9][0-9]{0,11})"),
+    final="checkpoint-",
+    replaced="",
+    files=(),
+    texts=(),
+)
+"""What `Trainer` calls its checkpoints. It deletes old ones itself."""
+T = TypeVar("T")
 
 
 class Resumable:
-    """Makes a trainer resume exactly, also a model sharded by `distributed_config`, also on another number of ranks.
+    """Makes a trainer resume exactly, also a model sharded by `distributed_config`, also on another
+    number of ranks.
 
-    Put it before a trainer's class: `class ResumableTrainer(Resumable, Trainer): pass`. Keep the product of ranks,
-    `per_device_train_batch_size` and `gradient_accumulation_steps`, so that the run goes on with the batch that follows.
+    Put it before a trainer's class: `class ResumableTrainer(Resumable, Trainer): pass`. Keep the
+    product of ranks, `per_device_train_batch_size` and `gradient_accumulation_steps`, so that the
+    run goes on with the batch that follows.
+
+    Checkpoints hold the checksums of their files. One that is damaged is not resumed.
 
     Raises:
-        InputError: a checkpoint to resume from was written by a trainer without this class, or the trainer adds adapters to a
-            model on several ranks and is to save more than the model.
+        InputError: a checkpoint to resume from is damaged, or was written by a trainer without this
+            class, or the trainer adds adapters to a model on several ranks and is to save more than
+            the model.
     """
 
     args: Any
@@ -49,10 +87,9 @@ class Resumable:
         if args is None or not isinstance(model, PreTrainedModel):
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
             return
-        asked, args.save_only_model = (
-            args.save_only_model,
-            True,
-        )  # else transformers refuses a sharded model here
+        # else transformers refuses a sharded model here
+        asked = args.save_only_model
+        args.save_only_model = True
         try:
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
         finally:
@@ -66,8 +103,46 @@ class Resumable:
                 "Resumable: adapters on several ranks are not resumed: pass save_only_model=True"
             )
 
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any
+    ) -> Any:
+        """Train as `Trainer.train` does; with `resume_from_checkpoint=True` from the newest
+        undamaged checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _on_first(self._newest)
+        return super().train(resume_from_checkpoint, *others, **options)  # type: ignore[misc]
+
+    def _newest(self) -> str | bool:
+        """Return the newest undamaged checkpoint; True if there is none at all."""
+        folder = Path(self.args.output_dir)
+        if not CHECKPOINTS.listed(folder, typed=True):
+            return True
+        remedy = "train anew, or put an undamaged one back"
+        return str(CHECKPOINTS.newest(folder, _undamaged, warnings.warn, remedy, typed=True))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]
+        rank, world = _place()
+        if world > 1:
+            dist.barrier()  # all ranks have written their files
+        files = sorted(
+            path
+            for path in folder.rglob("*")
+            if kind_of(path) == "a file" and path.name != COMPLETE
+        )
+        own = {path.relative_to(folder).as_posix(): checksum(path) for path in files[rank::world]}
+        sums = [own]
+        if world > 1:
+            sums = [{} for _ in range(world)]
+            dist.all_gather_object(sums, own)
+        if self.args.should_save:
+            seal(folder, {name: value for part in sums for name, value in part.items()})
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Read a checkpoint's weights as `from_pretrained` does, under the names of its files."""
+        """Read a checkpoint's weights as `from_pretrained` does, under the names of its files;
+        first compare its checksums."""
+        _on_first(lambda: _require_undamaged(Path(resume_from_checkpoint)))
         if not isinstance(self.model, PreTrainedModel):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
@@ -85,31 +160,215 @@ class Resumable:
             return
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model without the pickle of the arguments that `Trainer` leaves beside it."""
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        (Path(output_dir or self.args.output_dir) / ARGUMENTS).unlink(missing_ok=True)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with _alone():
-            save_optimizer_distributed(
-                self.model, _inner(self.optimizer), str(Path(output_dir) / OPTIMIZER)
-            )
+        _save_optimizer(
+            self.model, _inner(self.optimizer), Path(output_dir) / OPTIMIZER, self.args.should_save
+        )
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+            write(Path(output_dir) / SCHEDULER, dumped(self.lr_scheduler.state_dict()) + "\n")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the optimizer and the schedule; overrides `Trainer`'s method. Reads the files that
+        `_save_optimizer_and_scheduler` writes, or those of the earlier format."""
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        if not (folder / OPTIMIZER).is_dir() or not (folder / SCHEDULER).is_file():
+        is_old_format = _is_old_format(folder)
+        if not (folder / OPTIMIZER).is_dir() or not (
+            is_old_format or (folder / SCHEDULER).is_file()
+        ):
             raise InputError(
-                f"{folder}: has no {OPTIMIZER}/ and {SCHEDULER} of a Resumable trainer: resume a checkpoint that one wrote "
-                "with save_only_model=False, or load its weights by from_pretrained and start anew"
+                f"{folder}: has no {OPTIMIZER}/ and {SCHEDULER} of a Resumable trainer: resume a "
+                "checkpoint that one wrote with save_only_model=False, or load its weights by "
+                "from_pretrained and start anew"
             )
-        with _alone():
-            load_optimizer_distributed(self.model, _inner(self.optimizer), str(folder / OPTIMIZER))
-        schedule = torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True)
+        if is_old_format:
+            with _without_warning_of_one_process():
+                load_optimizer_distributed(
+                    self.model, _inner(self.optimizer), str(folder / OPTIMIZER)
+                )
+            schedule = torch.load(folder / EARLIER_SCHEDULER, map_location="cpu", weights_only=True)
+        else:
+            _load_optimizer(self.model, _inner(self.optimizer), folder / OPTIMIZER)
+            schedule = read_json(folder / SCHEDULER)
         self.lr_scheduler.load_state_dict(_for_groups(schedule, len(self.optimizer.param_groups)))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        numpy: Any = np.random.get_state()
+        kind, keys, *others = numpy
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": (kind, torch.from_numpy(keys.astype("int64")), *others),
+            "cpu": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+        write_nested(self._random_states(Path(output_dir)), state)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = self._random_states(Path(checkpoint))
+        if not path.is_file():  # of fewer ranks, or of an earlier version
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            return
+        state = read_nested(path)
+        kind, keys, *others = state["numpy"]
+        random.setstate(state["python"])
+        np.random.set_state((kind, keys.numpy().astype("uint32"), *others))
+        torch.set_rng_state(state["cpu"])
+        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+    def _random_states(self, folder: Path) -> Path:
+        """Return the file of this rank's random states."""
+        return folder / f"random-{self.args.process_index}-of-{self.args.world_size}.safetensors"
+
+
+def _save_optimizer(model: Any, optimizer: Any, folder: Path, is_first: bool) -> None:
+    """Save an optimizer's state under the parameters' names. All ranks call it together."""
+    state = {name: _contiguous(value) for name, value in _states(model, optimizer).items()}
+    write_tensors(
+        folder,
+        {name: value for name, value in state.items() if isinstance(value, Tensor)},
+        is_alone=_is_alone(),
+    )
+    if is_first:
+        rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        write(folder / OPTIONS, dumped(rest) + "\n")
+
+
+def _load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
+    """Load what `_save_optimizer` saved, on any number of ranks. All ranks call it together."""
+    before = _states(model, optimizer)
+    state = {name: _contiguous(value) for name, value in before.items()}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    options = read_json(folder / OPTIONS)
+    stored = _stored(folder)
+    lacking = [
+        name
+        for name, value in state.items()
+        if name not in (stored if isinstance(value, Tensor) else options)
+    ]
+    if lacking:
+        raise InputError(
+            f"{folder}: has no {lacking[0]}: it is of another model or optimizer, resume with "
+            "those that wrote it"
+        )
+    state_dict_loader.load(tensors, storage_reader=IndexReader(folder), no_dist=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            before[name] = options[name]
+        elif isinstance(value, DTensor) and value is not before[name]:
+            before[name] = value.redistribute(placements=before[name].placements)
+    set_optimizer_state_dict(model, optimizer, before, options=FLAT)
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""An optimizer's state by names that do not depend on how parameters are grouped, which depends on
+the mesh."""
+
+
+def _states(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's state by name: tensors, and options of each parameter's group."""
+    return dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
+
+
+def _contiguous(value: Any) -> Any:
+    """Return a DTensor whose part on each rank is one block, as files store them; anything else
+    unchanged."""
+    if not isinstance(value, DTensor):
+        return value
+    blocks = tuple(Shard(each.dim) if hasattr(each, "dim") else each for each in value.placements)
+    return value if blocks == value.placements else value.redistribute(placements=blocks)
+
+
+def _is_alone() -> bool:
+    """Whether no other ranks take part."""
+    return not (dist.is_available() and dist.is_initialized())
+
+
+def _stored(folder: Path) -> Collection[str]:
+    """Return the names of the tensors in a folder."""
+    try:
+        return read_index(folder)
+    except OSError as error:
+        raise InputError(
+            f"{folder}: its list of tensors cannot be read ({error.strerror}): resume an "
+            "earlier checkpoint"
+        ) from error
+
+
+def read_json(path: Path) -> Any:
+    """Return a state in JSON.
+
+    Raises:
+        InputError: it cannot be read, or is damaged.
+    """
+    try:
+        return loaded(read_text(path))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path}: cannot be read, or is damaged ({reason:.200}): resume an earlier checkpoint"
+        ) from error
+
+
+def _require_undamaged(folder: Path) -> None:
+    """Raise InputError for a damaged or incomplete checkpoint of a Resumable trainer; those of
+    others have no checksums."""
+    try:
+        _undamaged(folder)
+    except DamagedError as damage:
+        raise InputError(
+            f"{folder}: the checkpoint is damaged ({damage}): resume an older one; "
+            "resume_from_checkpoint=True finds it"
+        ) from damage
+
+
+def _undamaged(folder: Path) -> Path:
+    """Return a checkpoint that matches its checksums; DamagedError if it does not. Those of earlier
+    versions, with the schedule in an archive of torch, and those of other trainers have none."""
+    is_own = (folder / OPTIMIZER).is_dir() and not _is_old_format(folder)
+    if is_own or (folder / COMPLETE).exists():
+        require_sealed(folder)
+    return folder
+
+
+def _is_old_format(folder: Path) -> bool:
+    """Return whether an earlier version of this class wrote a checkpoint, in its own format."""
+    return (folder / EARLIER_SCHEDULER).is_file() and not (folder / SCHEDULER).is_file()
+
+
+def _place() -> tuple[int, int]:
+    """Return this process's rank, and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _on_first(question: Callable[[], T]) -> T:
+    """Return on all ranks what the first one answers, or raise the InputError that it raises."""
+    rank, world = _place()
+    answer: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            answer[0] = question()
+        except InputError as error:
+            answer[1] = str(error)
+    if world > 1:
+        dist.broadcast_object_list(answer, 0)
+    if answer[1] is not None:
+        raise InputError(answer[1])
+    found: T = answer[0]
+    return found
 
 
 def _for_groups(schedule: dict[str, Any], groups: int) -> dict[str, Any]:
-    """Return a schedule's state for another number of parameter groups: `Trainer` makes one for each mesh of the parameters."""
+    """Return a schedule's state for another number of parameter groups: `Trainer` makes one for
+    each mesh of the parameters."""
     written = len(schedule["_last_lr"])
     if written == groups:
         return schedule
@@ -121,15 +380,16 @@ def _for_groups(schedule: dict[str, Any], groups: int) -> dict[str, Any]:
     differ = [key for key, value in of_group.items() if any(each != value[0] for each in value)]
     if differ:
         raise InputError(
-            f"{SCHEDULER}: parameter groups differ in {', '.join(differ)}, and there are {written} of them in the checkpoint "
-            f"but {groups} now: resume on as many ranks as before"
+            f"{SCHEDULER}: parameter groups differ in {', '.join(differ)}, and there are "
+            f"{written} of them in the checkpoint but {groups} now: resume on as many ranks as "
+            "before"
         )
     return schedule | {key: value[:1] * groups for key, value in of_group.items()}
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Silence torch's word that a checkpoint of one process is meant."""
+def _without_warning_of_one_process() -> Iterator[None]:
+    """Silence torch's warning, outside a process group, that it assumes one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,4 +1,5 @@
-"""A model card for the hub (README.md): what a converted or exported model is, what it was made from, how that was verified."""
+"""A model card for the hub (README.md): what a converted or exported model is, what it was made
+from, how that was verified."""
 
 from __future__ import annotations
 

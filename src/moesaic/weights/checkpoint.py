@@ -1,4 +1,5 @@
-"""Opens a checkpoint: checks its tensors against the model of its configuration, and collects optimizer states."""
+"""Opens a checkpoint: checks its tensors against the model of its configuration, and collects
+optimizer states."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from moesaic.weights.layout import (
     pieces,
 )
 from moesaic.weights.megatron import Megatron
-from moesaic.weights.model import AbstractFormat, Architecture
+from moesaic.weights.model_tensors import MOST_LAYERS, AbstractFormat, Architecture
 from moesaic.weights.torchtitan import Torchtitan
 
 FORMATS: dict[str, AbstractFormat] = {
@@ -32,11 +33,22 @@ FORMATS: dict[str, AbstractFormat] = {
     "torchtitan": Torchtitan(),
     "megatron": Megatron(),
 }
-"""Formats, by the names that `moesaic convert` accepts. A new format needs an entry here and a file of rules."""
+"""Formats, by the names that `moesaic convert` accepts. A new format needs an entry here and a file
+of rules."""
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "fp32_param")
 """Optimizer states that have the shape of their parameter."""
 COUNTER = "step"
 """The optimizer state that is one number per parameter."""
+MORE_TOKENS = (
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+    "n_mtp_layers",
+)
+"""Names in configurations for the number of layers for multi-token prediction, which come after the
+last layer."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors that Megatron pads with rows for unused token ids."""
 
@@ -53,12 +65,15 @@ class Checkpoint:
     """Entries of the checkpoint that are not part of the model as transformers loads it."""
 
     def into(self, layout: Layout, state: str | None = None) -> dict[str, Readable]:
-        """Return the weights, or one optimizer state, in another layout. Each tensor is gathered when it is read.
+        """Return the weights, or one optimizer state, in another layout. Each tensor is gathered
+        when it is read.
 
         Raises:
-            InputError: of the tensors that become one, only some have the state, or their counters differ.
+            InputError: of the tensors that become one, only some have the state, or their counters
+                differ.
         """
-        sources, gathered = self.tensors[state], dict[str, Readable]()
+        sources = self.tensors[state]
+        gathered = dict[str, Readable]()
         for name in layout.by_stored:
             tensor = GatheredTensor(name, layout, self.layout, sources)
             present = [source_name for source_name in tensor.source_names if source_name in sources]
@@ -71,17 +86,19 @@ class Checkpoint:
             )
             if len(present) < len(tensor.source_names) or len(counts) > 1:
                 raise InputError(
-                    f"{state} is not the same for all of {first_names(tensor.source_names)}, which become one tensor"
+                    f"{state} is not the same for all of {first_names(tensor.source_names)}, "
+                    "which become one tensor"
                 )
             gathered[name] = sources[present[0]] if state == COUNTER else tensor
         return gathered
 
     def digests(self) -> dict[str, dict[str, Any]]:
-        """Return SHA-256 hashes of all elements in the model's own order, which do not depend on the format.
+        """Return SHA-256 hashes of all elements in the model's own order, which do not depend on
+        the format.
 
         Returns:
-            by optimizer state ("weights" for the weights), then by name: a tensor's hash or, for an experts module, a list with
-            the hash of each expert.
+            by optimizer state ("weights" for the weights), then by name: a tensor's hash or, for an
+            experts module, a list with the hash of each expert.
         """
         layout = identity(self.model.shapes)
         return {
@@ -91,7 +108,8 @@ class Checkpoint:
     def _digests(self, tensors: Mapping[str, Readable]) -> dict[str, Any]:
         digests: dict[str, Any] = {}
         for name in sorted(tensors):
-            tensor, experts = tensors[name], self.model.experts_of(name)
+            tensor = tensors[name]
+            experts = self.model.experts_of(name)
             if experts is None or not tensor.shape:
                 digests[name] = _updated(
                     hashlib.sha256(), tensor, full_region(tensor.shape)
@@ -109,7 +127,8 @@ class Checkpoint:
 
 
 def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
-    """Add a tensor's dtype and its elements in a region to a hash, buffer by buffer, and return the hash."""
+    """Add a tensor's dtype and its elements in a region to a hash, buffer by buffer, and return the
+    hash."""
     running.update(str(tensor.dtype).encode())
     for piece in pieces(tuple(len(dim) for dim in region), tensor.dtype.itemsize):
         absolute = tuple(
@@ -131,7 +150,8 @@ def format_of(folder: Path) -> str:
     names = [name for name, format in FORMATS.items() if format.recognises(folder)]
     if not names:
         raise InputError(
-            f"{folder}: no checkpoint of {', '.join(FORMATS)} there: name the folder that holds its files"
+            f"{folder}: no checkpoint of {', '.join(FORMATS)} there: name the folder that "
+            "holds its files"
         )
     return names[0]
 
@@ -139,11 +159,10 @@ def format_of(folder: Path) -> str:
 def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Checkpoint:
     """Open the checkpoint in a folder and check that it holds exactly a model's tensors.
 
-    Like transformers, it does not tie weights of which the checkpoint holds different values: the returned checkpoint's model
-    is then the untied one.
+    Like transformers, it does not tie weights of which the checkpoint holds different values: the
+    returned checkpoint's model is then the untied one.
 
     Args:
-        folder: the checkpoint's folder.
         format_name: the format, a key of `FORMATS`.
         model: the model that the checkpoint must hold.
 
@@ -168,11 +187,15 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     extra = stored.keys() - weights.keys()
     extra -= _states(checkpoint, format, stored)
     unexpected = model.model._keys_to_ignore_on_load_unexpected or ()
-    ignored = [re.compile(pattern) for pattern in (*unexpected, r"rotary_emb\.inv_freq$")]
+    ignored = [
+        re.compile(pattern)
+        for pattern in (*unexpected, r"rotary_emb\.inv_freq$", *_of_more_tokens(model.config))
+    ]
     ignorable = {name for name in extra if any(pattern.search(name) for pattern in ignored)}
     if extra - ignorable:
         raise InputError(
-            f"{folder}: {len(extra - ignorable)} tensors are unknown to the model: {first_names(extra - ignorable)}"
+            f"{folder}: {len(extra - ignorable)} tensors are unknown to the model: "
+            f"{first_names(extra - ignorable)}"
         )
     checkpoint.left_behind += sorted(ignorable)
     checkpoint.tensors[None] = {
@@ -181,13 +204,38 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     return checkpoint
 
 
+def _of_more_tokens(config: Any) -> list[str]:
+    """Return patterns of the names of layers for multi-token prediction that a configuration says
+    are there.
+
+    transformers has none of them, and its own patterns name them by the number of layers of the
+    published models.
+    """
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0)
+    more = max(_count(text, name) for name in MORE_TOKENS)
+    if not more:
+        return []
+    numbers = "|".join(str(layers + number) for number in range(more))
+    return [rf"^model\.layers\.({numbers})\.", r"^(model\.)?(mtp|nextn)(_\w+)?\."]
+
+
+def _count(config: Any, name: str) -> int:
+    """Return a number of layers that a configuration gives; 0 if it gives none, or no number that
+    can be one."""
+    found = getattr(config, name, None)
+    return found if type(found) is int and 0 < found <= MOST_LAYERS else 0
+
+
 def _without_copies(
     format: AbstractFormat, model: Architecture, stored: Mapping[str, Readable]
 ) -> tuple[Architecture, Mapping[str, Readable], list[str]]:
-    """Find the tied weights that a checkpoint nevertheless holds, and compare each with the tensor that it is tied to.
+    """Find the tied weights that a checkpoint nevertheless holds, and compare each with the tensor
+    that it is tied to.
 
     Returns:
-        the model, untied if the two differ; the tensors that it has, by their stored names; and the copies that are left out.
+        the model, untied if the two differ; the tensors that it has, by their stored names; and the
+        copies that are left out.
     """
     if not model.tied:
         return model, stored, []
@@ -196,10 +244,8 @@ def _without_copies(
     places = {block.tensor: str(format.stored_name(block.stored, None)) for block in blocks}
     pairs = {places[name]: places[twin] for name, twin in model.tied.items()}
     tensors = dict(stored)
-    for (
-        name,
-        twin,
-    ) in pairs.items():  # as transformers does, whichever of the two is there stands for both
+    # as transformers does, whichever of the two is there stands for both
+    for name, twin in pairs.items():
         tensors |= {
             n: stored[other]
             for n, other in ((name, twin), (twin, name))
@@ -233,13 +279,16 @@ def _equal(one: Readable, other: Readable) -> bool:
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
-    """Raise InputError if a stored tensor has another shape than expected. Rows that pad the vocabulary are left behind."""
-    shape, expected = checkpoint.tensors[None][name].shape, checkpoint.layout.shapes[name]
+    """Raise InputError if a stored tensor has another shape than expected. Rows that pad the
+    vocabulary are left behind."""
+    shape = checkpoint.tensors[None][name].shape
+    expected = checkpoint.layout.shapes[name]
     if shape == expected:
         return
     if name not in PADDED or shape[1:] != expected[1:] or shape[0] < expected[0]:
         raise InputError(
-            f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: use the model's own configuration"
+            f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: use "
+            "the model's own configuration"
         )
     checkpoint.left_behind.append(
         f"{name}: rows {expected[0]} to {shape[0] - 1}, which pad the vocabulary"

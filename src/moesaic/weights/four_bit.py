@@ -1,6 +1,7 @@
-"""Reads weights that bitsandbytes has in NF4: of linear layers, and of stacked experts (`Experts4bit`).
+"""Reads weights that bitsandbytes has in NF4: of linear layers, and of stacked experts
+(`Experts4bit`).
 
-They become float32, from which `nf4.recover` gets the same bits again.
+They become float32, from which `nf4.requantize` gets the same bits again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.kernels import nf4
-from moesaic.weights.files import Stored
 from moesaic.weights.layout import Computed, Region, full_region, ranges
+from moesaic.weights.tensor_files import Stored
 
 STATE = ".quant_state.bitsandbytes__nf4"
 """Suffix of the tensor with the sizes of a linear layer's weight, as JSON."""
@@ -45,23 +46,31 @@ class FourBit:
 
     def fits(self) -> bool:
         """Return whether the tensors have the sizes and dtypes of such a weight."""
-        blocks, kind = self.scales.shape[0], torch.float32
-        if self.values is not None and self.groups is not None:
-            kind = torch.uint8
-            if (self.values.shape, self.groups.shape) != ((256,), (-(-blocks // self.size),)):
+        blocks = self.scales.shape[0]
+        scale_dtype = torch.float32
+        if self.values is not None and self.groups is not None:  # the scales are quantized too
+            scale_dtype = torch.uint8
+            num_groups = -(-blocks // self.size)
+            if self.values.shape != (256,) or self.groups.shape != (num_groups,):
                 return False
-        same = (
-            math.prod(self.shape) == 2 * self.codes.shape[0] == nf4.BLOCK * blocks
+        if self.codes.dtype != torch.uint8 or self.scales.dtype != scale_dtype:
+            return False
+        num_values = math.prod(self.shape)
+        return (
+            num_values == 2 * self.codes.shape[0]
+            and num_values == nf4.BLOCK * blocks
             and min(self.shape) > 0
         )
-        return same and (self.codes.dtype, self.scales.dtype) == (torch.uint8, kind)
 
     def read(self, at: Region) -> Tensor:
         """Return the numbers in a region, float32."""
         rows, *others = ranges(at)
-        inner, half = math.prod(self.shape[1:]), nf4.BLOCK // 2
-        start, end = rows[0] * inner, (rows[-1] + 1) * inner
-        first, last = start // nf4.BLOCK, -(-end // nf4.BLOCK)
+        inner = math.prod(self.shape[1:])
+        half = nf4.BLOCK // 2
+        start = rows[0] * inner
+        end = (rows[-1] + 1) * inner
+        first = start // nf4.BLOCK
+        last = -(-end // nf4.BLOCK)
         scales = torch.from_numpy(self.scales.read((range(first, last),))).view(self.scales.dtype)
         if self.values is not None and self.groups is not None:
             of_each = _whole(self.groups)[torch.arange(first, last) // self.size]
@@ -78,7 +87,8 @@ class FourBit:
 
 
 def of_linear(stored: Mapping[str, Stored], weight: str, folder: Path) -> Computed:
-    """Return a linear layer's weight by its name; InputError if its tensors do not belong together."""
+    """Return a linear layer's weight by its name; InputError if its tensors do not belong
+    together."""
     try:
         sizes = json.loads(_whole(stored[weight + STATE]).numpy().tobytes())
         is_nested = weight + ".nested_absmax" in stored
@@ -105,12 +115,14 @@ def of_linear(stored: Mapping[str, Stored], weight: str, folder: Path) -> Comput
 
 
 def of_experts(codes: Stored, scales: Stored, name: str, hidden: int, folder: Path) -> Computed:
-    """Return a weight of stacked experts of `Experts4bit`, which stores it flat; InputError if its sizes do not fit.
+    """Return a weight of stacked experts of `Experts4bit`, which stores it flat; InputError if its
+    sizes do not fit.
 
     Args:
         hidden: width of a token.
     """
-    experts, numbers = codes.shape[0], 2 * math.prod(codes.shape[1:])
+    experts = codes.shape[0]
+    numbers = 2 * math.prod(codes.shape[1:])
     other = numbers // max(hidden, 1)
     shape = (experts, hidden, other) if name.endswith("down_proj") else (experts, other, hidden)
     found = FourBit(shape=shape, codes=_flat(codes), scales=_flat(scales))
@@ -132,6 +144,6 @@ def _whole(stored: Stored) -> Tensor:
 
 def _refusal(name: str, folder: Path) -> InputError:
     return InputError(
-        f"{folder}: {name} is not in NF4 with blocks of {nf4.BLOCK}, as bitsandbytes saves it: fetch it again, or name the "
-        "checkpoint that it was quantized from"
+        f"{folder}: {name} is not in NF4 with blocks of {nf4.BLOCK}, as bitsandbytes saves it: "
+        "fetch it again, or name the checkpoint that it was quantized from"
     )

@@ -1,7 +1,9 @@
-"""The formats that use transformers' names: the Hugging Face hub's files, and Moesaic's own sharded checkpoints.
+"""The formats that use transformers' names: the Hugging Face hub's files, and Moesaic's own sharded
+checkpoints.
 
-On the hub, each expert has its own matrices; in memory, transformers stacks all experts of a layer in one tensor. The mapping
-comes from transformers' conversion tables, which are applied in reverse to tensors on the meta device.
+On the hub, each expert has its own matrices; in memory, transformers stacks all experts of a layer
+in one tensor. The mapping comes from transformers' conversion tables, which are applied in reverse
+to tensors on the meta device.
 """
 
 from __future__ import annotations
@@ -14,18 +16,31 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
 from moesaic.errors import InputError
+from moesaic.storage.shards import INDEX as SHARD_INDEX
 from moesaic.train.distributed_checkpoint import SHARDS
-from moesaic.weights.files import INDEX, read_dcp, read_safetensors, write_dcp, write_safetensors
 from moesaic.weights.layout import Readable, Region, StoredBlock, full_region
-from moesaic.weights.model import AbstractFormat, Architecture
+from moesaic.weights.model_tensors import AbstractFormat, Architecture
 from moesaic.weights.quantized import dequantized
+from moesaic.weights.tensor_files import (
+    INDEX,
+    read_safetensors,
+    read_shards,
+    write_safetensors,
+    write_shards,
+)
 
 ADAPTER = "adapter_config.json"
 """PEFT's file, on account of which transformers adds an adapter to the weights as it loads them."""
 
 
+class UnmappedError(InputError):
+    """Raised for a model whose tensors transformers makes from the hub's in a way that is no
+    rearrangement of elements."""
+
+
 class Hub(AbstractFormat):
-    """Safetensors with the hub's names, which `from_pretrained` and inference engines read. Has no optimizer states."""
+    """Safetensors with the hub's names, which `from_pretrained` and inference engines read. Has no
+    optimizer states."""
 
     title = "Hugging Face safetensors"
 
@@ -35,10 +50,11 @@ class Hub(AbstractFormat):
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
         if (folder / ADAPTER).exists():
             raise InputError(
-                f"{folder / ADAPTER}: an adapter lies beside the weights: merge it with PEFT's merge_and_unload, save the "
-                "model and convert the result, or take the adapter away"
+                f"{folder / ADAPTER}: an adapter lies beside the weights: merge it with PEFT's "
+                "merge_and_unload, save the model and convert the result, or take the adapter "
+                "away"
             )
-        return dequantized(read_safetensors(folder), folder), []
+        return dequantized(read_safetensors(folder), folder)
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
         write_safetensors(folder, tensors)
@@ -49,9 +65,8 @@ class Hub(AbstractFormat):
             for t in get_model_conversion_mapping(model.model, add_legacy=False)
             if not isinstance(t, PrefixChange)
         ]
-        model.model._weight_conversions = (
-            tables  # otherwise each call below looks the tables up again
-        )
+        # otherwise each call below looks the tables up again
+        model.model._weight_conversions = tables
         converters = [
             (table.reverse_transform(), table)
             for table in tables
@@ -69,17 +84,18 @@ class Hub(AbstractFormat):
             hub_tensors = revert_weight_conversion(
                 model.model, {tensor: torch.empty(shape, device="meta")}
             )
-            if not kinds:
+            if tensor in names and not hub_tensors.keys() <= set(names):
+                # As transformers saves it under its present names, or bitsandbytes' `Experts4bit`.
+                yield StoredBlock(tensor, full_region(shape), tensor, full_region(shape))
+            elif not kinds:
                 (name,) = hub_tensors
                 yield StoredBlock(name, full_region(shape), tensor, full_region(shape))
             elif kinds <= {"MergeModulelist", "Concatenate"} and len(hub_tensors) % shape[0] == 0:
-                if tensor in names:  # stacked already, as in bitsandbytes' `Experts4bit`
-                    yield StoredBlock(tensor, full_region(shape), tensor, full_region(shape))
-                else:
-                    yield from _unstacked(tensor, shape, list(hub_tensors))
+                yield from _unstacked(tensor, shape, list(hub_tensors))
             else:
-                raise InputError(
-                    f"the hub's names for {tensor} result from {', '.join(sorted(kinds))}: not supported"
+                raise UnmappedError(
+                    f"the hub's names for {tensor} result from {', '.join(sorted(kinds))}: "
+                    "not supported"
                 )
 
 
@@ -101,7 +117,8 @@ def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterato
 
 
 class Moesaic(AbstractFormat):
-    """Moesaic's own sharded checkpoint of a transformers model: the model's names in memory, and optimizer states.
+    """Moesaic's own sharded checkpoint of a transformers model: the model's names in memory, and
+    optimizer states.
 
     A model that uses `moesaic.transformers` can load it on any mesh; each rank reads its own part.
     """
@@ -109,13 +126,13 @@ class Moesaic(AbstractFormat):
     title = "Moesaic's sharded checkpoint"
 
     def recognises(self, folder: Path) -> bool:
-        return (folder / SHARDS / ".metadata").exists()
+        return any((folder / SHARDS / name).exists() for name in (SHARD_INDEX, ".metadata"))
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
-        return read_dcp(folder / SHARDS)
+        return read_shards(folder / SHARDS)
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
-        write_dcp(folder / SHARDS, tensors)
+        write_shards(folder / SHARDS, tensors)
 
     def stored_name(self, stored: str, state: str | None) -> str | None:
         return f"model.{stored}" if state is None else f"optimizer.{stored}.{state}"

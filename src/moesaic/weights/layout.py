@@ -1,8 +1,9 @@
 """Describes where a format stores a model's elements, as blocks.
 
-A block maps a rectangle of a stored tensor to a rectangle of one of the model's tensors, which are those that a transformers
-model of this configuration has in memory. A format consists of such blocks only. Hence any two formats can be converted into
-each other, conversions never compute with values, and missing or duplicate elements are detected before a byte is read.
+A block maps a rectangle of a stored tensor to a rectangle of one of the model's tensors, which are
+those that a transformers model of this configuration has in memory. A format consists of such
+blocks only. Hence any two formats can be converted into each other, conversions never compute with
+values, and missing or duplicate elements are detected before a byte is read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from moesaic.errors import InputError
 
 Dim: TypeAlias = "int | range"
-"""Indices along one dimension of a tensor: a range, or a single index. As in NumPy, a single index removes the dimension."""
+"""Indices along one dimension of a tensor: a range, or a single index. As in NumPy, a single index
+removes the dimension."""
 Region: TypeAlias = tuple[Dim, ...]
 BUFFER = 16 * 2**20
 """Largest number of bytes that are moved at once."""
@@ -38,7 +40,8 @@ class Readable(Protocol):
         """Shape of the whole tensor."""
 
     def read(self, at: Region) -> np.ndarray:
-        """Return a contiguous copy of the elements in a region, reinterpreted as integers of the same size."""
+        """Return a contiguous copy of the elements in a region, reinterpreted as integers of the
+        same size."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class StoredBlock:
         return StoredBlock(self.tensor, self.index, self.stored, self.at, self.transposed)
 
     def cut(self, region: Region) -> StoredBlock | None:
-        """Return the part of this block inside a region of the stored tensor; None if they do not overlap."""
+        """Return the part of this block inside a region of the stored tensor; None if they do not
+        overlap."""
         at: list[Dim] = []
         for pair in zip(self.at, region):
             shared = _intersect(*pair)
@@ -87,7 +91,8 @@ class StoredBlock:
         if self.transposed:
             tensor_dims[-2:] = reversed(tensor_dims[-2:])
         for i, j in zip(stored_dims, tensor_dims):
-            whole, target = self.at[i], self.index[j]
+            whole = self.at[i]
+            target = self.index[j]
             assert isinstance(whole, range)
             assert isinstance(target, range)
             index[j] = _matching(whole, at[i], target)
@@ -111,10 +116,13 @@ def _intersect(a: Dim, b: Dim) -> Dim | None:
 
 
 def _matching(whole: range, part: Dim, target: range) -> Dim:
-    """Return the elements of `target` at the positions that the elements of `part` have in `whole`."""
+    """Return the elements of `target` at the positions that the elements of `part` have in
+    `whole`; `part` is a sub-range of `whole`, or one of its elements."""
     if isinstance(part, int):
         return target[whole.index(part)]
-    first, step = whole.index(part[0]), max(1, part.step // whole.step)
+    first = whole.index(part[0])
+    # `_intersect` keeps a step or widens a step of 1, so this is at least 1; a slice refuses 0
+    step = max(1, part.step // whole.step)
     return target[first : first + (len(part) - 1) * step + 1 : step]
 
 
@@ -134,7 +142,8 @@ def volume(region: Region) -> int:
 
 
 def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]:
-    """Yield contiguous regions of at most `BUFFER` bytes (or one row) that cover a tensor in row-major order."""
+    """Yield contiguous regions of at most `BUFFER` bytes (or one row) that cover a tensor in
+    row-major order."""
     inner = next(
         (d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= BUFFER), len(shape)
     )
@@ -149,7 +158,8 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]
 
 
 class BlockIndex:
-    """Blocks by the name of their stored tensor and, for blocks of a single expert or layer, by its number."""
+    """Blocks by the name of their stored tensor and, for blocks of a single expert or layer, by its
+    number."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, dict[int | None, list[StoredBlock]]] = defaultdict(
@@ -165,7 +175,8 @@ class BlockIndex:
         return iter(self._blocks)
 
     def cuts(self, name: str, region: Region) -> Iterator[tuple[StoredBlock, StoredBlock]]:
-        """Yield (block, the part of the block inside the region) for each block of a tensor that overlaps a region."""
+        """Yield (block, the part of the block inside the region) for each block of a tensor that
+        overlaps a region."""
         blocks = self._blocks[name]
         outer = region[0] if region else ()
         for number in (
@@ -183,13 +194,13 @@ class Layout:
     """All blocks of a format for one model.
 
     Args:
-        blocks: the blocks.
         shapes: shapes of the model's tensors.
         title: name of the format, for messages.
         copies: whether one stored element may be several elements of the model.
 
     Raises:
-        InputError: the format has no place for an element of the model. The message names the tensors.
+        InputError: the format has no place for an element of the model. The message names the
+            tensors.
     """
 
     def __init__(
@@ -200,7 +211,8 @@ class Layout:
         *,
         copies: bool = False,
     ) -> None:
-        self.by_stored, self.by_tensor = BlockIndex(), BlockIndex()
+        self.by_stored = BlockIndex()
+        self.by_tensor = BlockIndex()
         sizes: dict[str, int] = defaultdict(int)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for block in blocks:
@@ -213,7 +225,8 @@ class Layout:
         lost = [name for name, shape in shapes.items() if sizes[name] != math.prod(shape)]
         if lost:
             raise InputError(
-                f"{title} has no place for {first_names(lost)}: convert this model to another format"
+                f"{title} has no place for {first_names(lost)}: convert this model to another "
+                "format"
             )
         for name, shape in () if copies else self.shapes.items():
             assert math.prod(shape) == sum(
@@ -269,12 +282,14 @@ class GatheredTensor:
         if len(dtypes) != 1:
             (one, first), (other, second), *_ = dtypes.items()
             raise InputError(
-                f"{first} is {one}, {second} {other}, and both become {self.name}: give them one dtype first"
+                f"{first} is {one}, {second} {other}, and both become {self.name}: give them "
+                "one dtype first"
             )
         return next(iter(dtypes))
 
     def read(self, at: Region) -> np.ndarray:
-        """Return the elements in a region, gathered from all blocks of the source that overlap it."""
+        """Return the elements in a region, gathered from all blocks of the source that overlap
+        it."""
         out = np.empty([len(dim) for dim in at if isinstance(dim, range)], integer(self.dtype))
         for _, own_part in self.layout.by_stored.cuts(self.name, at):
             for _, source_part in self.source.by_tensor.cuts(own_part.tensor, own_part.index):
@@ -296,7 +311,8 @@ def _numpy_index(places: Region, at: Region) -> tuple[Any, ...]:
         if isinstance(place, int):
             index.append(dim.index(place))
         else:
-            first, last = dim.index(place[0]), dim.index(place[-1])
+            first = dim.index(place[0])
+            last = dim.index(place[-1])
             index.append(slice(first, last + 1, max(1, (last - first) // max(1, len(place) - 1))))
     return tuple(index)
 

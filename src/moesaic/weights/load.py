@@ -1,7 +1,8 @@
 """Loads a checkpoint that is quantized, or not in the hub's format, into a model of transformers.
 
-transformers' loader gets tensors that are read, and dequantized, as it slices them: each rank reads its own part. Of experts
-that become NF4 it gets one at a time, so besides the model's own memory there is a tensor of another kind, or an expert.
+transformers' loader gets tensors that are read, and dequantized, as it slices them: each rank reads
+its own part. Of experts that become NF4 it gets one at a time, so besides the model's own memory
+there is a tensor of another kind, or an expert.
 """
 
 from __future__ import annotations
@@ -12,50 +13,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers import GenerationConfig
 
+from moesaic.errors import InputError
 from moesaic.transformers.nf4 import FourBitExpertsConfig, four_bit_weights
 from moesaic.weights.checkpoint import format_of, open_checkpoint
-from moesaic.weights.layout import Readable, full_region, identity, pieces
-from moesaic.weights.model import Architecture, read_config
-from moesaic.weights.quantized import LOADED
-
-OF_HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
-"""The options that say what is fetched from the hub, and how."""
+from moesaic.weights.hub import UnmappedError
+from moesaic.weights.layout import Readable, first_names, full_region, identity, pieces
+from moesaic.weights.model_tensors import Architecture
+from moesaic.weights.quantized import LOADED, dequantized
+from moesaic.weights.source import OF_HUB, read_config, read_generation, source_folder
+from moesaic.weights.tensor_files import read_safetensors
 
 
 def load_model(source: str | Path, **options: Any) -> Any:
-    """Return what `from_pretrained` does: a causal language model of transformers with the weights of a checkpoint.
+    """Return what `from_pretrained` does: a causal language model of transformers with the weights
+    of a checkpoint.
 
-    The checkpoint may have any format that `convert` reads, and may be quantized: fp8 in blocks, mxfp4, or bitsandbytes' NF4.
-    With `quantization_config=FourBitExpertsConfig()` experts become NF4, and keep the bits if they are in NF4 already; all else
-    is dequantized.
+    The checkpoint may have any format that `convert` reads, and may be quantized: fp8, mxfp4, or
+    bitsandbytes' NF4. With `quantization_config=FourBitExpertsConfig()` experts become NF4, and
+    keep the bits if they are in NF4 already; all else is dequantized. What its files choose of code
+    is left out, as in `convert`.
 
     Args:
         source: folder of the checkpoint, or its name on the hub.
-        options: those of `from_pretrained`, such as `dtype`, `device_map`, `distributed_config`, `experts_implementation`,
-            `revision` and `token`. A `dtype` of "auto" is the checkpoint's.
+        options: those of `from_pretrained`, such as `dtype`, `device_map`, `distributed_config`,
+            `experts_implementation`, `revision` and `token`. A `dtype` of "auto" is the
+            checkpoint's.
 
     Raises:
-        InputError: the checkpoint is incomplete, or is of a model, a format or a quantization that is not supported.
+        InputError: the checkpoint is incomplete, or is of a model, a format or a quantization that
+            is not supported.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        patterns: dict[str, Any] = {
-            "allow_patterns": ["*.json", "*.safetensors"],
-            "ignore_patterns": ["*/*"],
-        }
-        of_hub = {name: options.pop(name) for name in OF_HUB if name in options}
-        folder = Path(snapshot_download(str(source), **patterns, **of_hub))
-    checkpoint = open_checkpoint(
-        folder, format_of(folder), Architecture(read_config(folder, None, LOADED))
-    )
-    architecture = checkpoint.model
-    tensors = checkpoint.into(identity(architecture.shapes))
-    state: dict[str, Any] = {name: Sliced(tensor) for name, tensor in tensors.items()}
-    if isinstance(options.get("quantization_config"), FourBitExpertsConfig):
+    of_hub = {name: options.pop(name) for name in OF_HUB if name in options}
+    folder = source_folder(source, **of_hub)
+    architecture, state, is_named_as_stored = _state(folder)
+    if (
+        isinstance(options.get("quantization_config"), FourBitExpertsConfig)
+        and not is_named_as_stored
+    ):
         for path, module in architecture.experts.items():
             for name in (f"{path}.{weight}" for weight in four_bit_weights(module)):
                 state[name] = OneByOne(state[name], range(module.num_experts))
@@ -63,17 +59,56 @@ def load_model(source: str | Path, **options: Any) -> Any:
     options["dtype"] = (
         (architecture.config.dtype or torch.bfloat16) if dtype in ("auto", None) else dtype
     )
-    if (folder / "generation_config.json").exists():
-        options.setdefault("generation_config", GenerationConfig.from_pretrained(folder))
-    loaded = type(architecture.model).from_pretrained(
-        None, config=architecture.config, state_dict=state, **options
+    generation = read_generation(folder)
+    if generation is not None:
+        options.setdefault("generation_config", generation)
+    says = options.pop("output_loading_info", False)
+    model, found = type(architecture.model).from_pretrained(
+        None, config=architecture.config, state_dict=state, output_loading_info=True, **options
     )
-    model = (
-        loaded[0] if isinstance(loaded, tuple) else loaded
-    )  # a tuple with `output_loading_info=True`
+    if is_named_as_stored:
+        require_all(model, found, folder)
     model.name_or_path = str(source)
-    del model._weight_conversions  # none was used, and saving needs those of the family
-    return loaded
+    if "_weight_conversions" in vars(model) and not is_named_as_stored:
+        del model._weight_conversions  # none was used, and saving needs those of the family
+    return (model, found) if says else model
+
+
+def _state(folder: Path) -> tuple[Architecture, dict[str, Any], bool]:
+    """Return what a checkpoint holds, as transformers' loader slices it: by the model's names, or
+    as they are stored.
+
+    The latter is for families whose tensors transformers computes from the hub's in a way of its
+    own.
+
+    Returns:
+        the model, untied if the checkpoint holds two values of a tied weight; the tensors; whether
+        names are those stored.
+    """
+    architecture = Architecture(read_config(folder, None, LOADED))
+    try:
+        checkpoint = open_checkpoint(folder, format_of(folder), architecture)
+    except UnmappedError:
+        stored, _ = dequantized(read_safetensors(folder), folder)
+        return architecture, {name: Sliced(tensor) for name, tensor in stored.items()}, True
+    tensors = checkpoint.into(identity(checkpoint.model.shapes))
+    return checkpoint.model, {name: Sliced(tensor) for name, tensor in tensors.items()}, False
+
+
+def require_all(model: Any, found: dict[str, Any], folder: Path) -> None:
+    """Raise InputError if transformers found tensors missing, of another shape, or unknown to the
+    model."""
+    for kind, words in (
+        ("missing_keys", "missing"),
+        ("mismatched_keys", "of another shape"),
+        ("unexpected_keys", "unknown"),
+    ):
+        names = {each if isinstance(each, str) else str(each[0]) for each in found.get(kind) or ()}
+        if names:
+            raise InputError(
+                f"{folder}: {len(names)} tensors of {type(model).__name__} are {words}: "
+                f"{first_names(names)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +137,8 @@ class Sliced:
 
 @dataclass(frozen=True)
 class OneByOne:
-    """A weight of experts as transformers' loader slices it: `FourBitExpertsQuantizer` reads one expert after the other."""
+    """A weight of experts as transformers' loader slices it: `FourBitExpertsQuantizer` reads one
+    expert after the other."""
 
     weight: Sliced
     own: range

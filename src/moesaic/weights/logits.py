@@ -1,6 +1,8 @@
-"""Runs a model before and after its conversion and compares the logits. transformers loads the hub's files itself.
+"""Runs a model before and after its conversion and compares the logits. transformers loads the
+hub's files itself.
 
-It says what no hash of our own reading can say: that transformers finds in the source what the output holds.
+It says what no hash of our own reading can say: that transformers finds in the source what the
+output holds.
 """
 
 from __future__ import annotations
@@ -16,15 +18,22 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import Checkpoint
+from moesaic.weights.fp8 import sizes_of_blocks
 from moesaic.weights.layout import Computed, Readable, first_names, full_region, identity
-from moesaic.weights.quantized import block_size, quantization
+from moesaic.weights.quantized import quantization
 
 TOKENS = 16
-"""Length of the text on which logits are compared: token i is 7 i + 1, modulo the vocabulary size."""
+"""Length of the text on which logits are compared: token i is 7 i + 1, modulo the vocabulary
+size."""
 LOGITS_BYTES = 2**31
 """By default, the logits of models of at most this many bytes are compared."""
 TOLERANCE = 1e-4
-"""The largest difference that is rounding, as a share of the largest logit: that of float32 over a deep model."""
+"""The largest difference that is rounding, as a share of the largest logit: that of float32 over a
+deep model."""
+MERGED_TOLERANCE = 1e-3
+SHORT_TOLERANCE = 0.05
+"""The same for adapters that are merged, in float32, whose products other kernels may compute, and
+in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +51,13 @@ def compare_logits(old: Side, new: Side) -> dict[str, Any]:
     """Run both models on the fixed text in float32, or in float64 if they are stored so.
 
     Returns:
-        "tokens", "largest_difference" and "largest" (of the logits of both, in absolute value) over all finite logits, and
-        "not_finite", the number of logits that are equally infinite, or not numbers, on both sides.
+        "tokens", "largest_difference" and "largest" (of the logits of both, in absolute value) over
+        all finite logits, and "not_finite", the number of logits that are equally infinite, or not
+        numbers, on both sides.
 
     Raises:
-        InputError: they differ by more than rounding, or transformers loads another value than was converted.
+        InputError: they differ by more than rounding, or transformers loads another value than was
+            converted.
     """
     return compare(_logits(old), _logits(new), new.folder)
 
@@ -63,7 +74,8 @@ def fixed_text(vocab_size: int) -> Tensor:
 
 def compare(old: Tensor, new: Tensor, out: Path) -> dict[str, Any]:
     """Compare logits, as `compare_logits` says; `out` names the output in messages."""
-    old, new = old.double(), new.double()
+    old = old.double()
+    new = new.double()
     alike = ~old.isfinite() & ((old == new) | (old.isnan() & new.isnan()))
     difference = (old - new)[~alike].abs()
     largest, most = (
@@ -80,13 +92,39 @@ def compare(old: Tensor, new: Tensor, out: Path) -> dict[str, Any]:
     return found
 
 
+def compare_merged(adapted: Tensor, merged: Tensor, dtype: torch.dtype, out: str) -> None:
+    """Compare logits of a model with adapters and of the model into which these are merged, (1,
+    tokens, vocabulary).
+
+    In 16 bits, rounding may send a token to another expert. So the tokens' largest differences are
+    then compared by their median, with the tolerance of these bits.
+
+    Raises:
+        InputError: they differ by more than rounding.
+    """
+    adapted = adapted.double().cpu().flatten(0, 1)
+    merged = merged.double().cpu().flatten(0, 1)
+    of_tokens = (adapted - merged).abs().amax(1)
+    is_wide = dtype.itemsize >= 4
+    difference = float(of_tokens.max() if is_wide else of_tokens.median())
+    most = float(adapted.abs().max())
+    if not difference <= (MERGED_TOLERANCE if is_wide else SHORT_TOLERANCE) * most:
+        raise InputError(
+            f"{out}: the logits of the merged model differ from those of the adapted one by "
+            f"{difference:.3g}, of {most:.3g} at most: nothing merged is kept; the adapters are "
+            "saved, use them with the model that they were trained on"
+        )
+
+
 def require_alike(found: dict[str, Any], where: str) -> None:
     """Raise InputError if logits that were compared differ by more than rounding."""
-    largest, most = found["largest_difference"], found.get("largest", 1.0)
+    largest = found["largest_difference"]
+    most = found.get("largest", 1.0)
     if not largest <= TOLERANCE * most:
         raise InputError(
-            f"{where}: its logits differ from those of the source by {largest:.3g}, of {most:.3g} at most: this program reads "
-            "the source in another way than transformers does, do not use the output"
+            f"{where}: its logits differ from those of the source by {largest:.3g}, of {most:.3g} "
+            "at most: this program reads the source in another way than transformers does, do "
+            "not use the output"
         )
 
 
@@ -95,9 +133,8 @@ def _logits(side: Side) -> Tensor:
     try:
         model = _loaded(side)
         if side.checkpoint.model.experts:
-            model.set_experts_implementation(
-                "eager"
-            )  # the default implementation does not support float64
+            # the default implementation does not support float64
+            model.set_experts_implementation("eager")
         tokens = fixed_text(model.config.get_text_config().vocab_size)
         logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
     except InputError:
@@ -105,14 +142,15 @@ def _logits(side: Side) -> Tensor:
     except Exception as error:  # a model may raise anything
         reason = " ".join(str(error).split())
         raise InputError(
-            f"{side.folder}: transformers cannot load or run the model to compare logits ({reason:.200}): "
-            "--logits no converts without"
+            f"{side.folder}: transformers cannot load or run the model to compare logits "
+            f"({reason:.200}): --logits no converts without"
         ) from error
     return logits
 
 
 def _loaded(side: Side) -> Any:
-    """Return the model as transformers loads it from the hub's files; else filled with the tensors of the checkpoint."""
+    """Return the model as transformers loads it from the hub's files; else filled with the tensors
+    of the checkpoint."""
     model = side.checkpoint.model
     tensors = side.checkpoint.into(identity(model.shapes))
     wide = (
@@ -125,7 +163,8 @@ def _loaded(side: Side) -> Any:
         return type(model.model).from_pretrained(
             None, config=model.config, state_dict=values, dtype=wide
         )
-    config, quantized = copy.deepcopy(side.config), quantization(side.folder / "config.json")
+    config = copy.deepcopy(side.config)
+    quantized = quantization(side.folder / "config.json")
     if quantized:
         config.quantization_config = quantized | {"dequantize": True}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
@@ -138,22 +177,33 @@ def _loaded(side: Side) -> Any:
     others = [name for name, tensor in tensors.items() if not _same(_values(tensor), theirs[name])]
     if others:
         raise InputError(
-            f"{side.folder}: transformers loads {first_names(others)} with other values than this program"
+            f"{side.folder}: transformers loads {first_names(others)} with other values than "
+            "this program"
         )
     return loaded
 
 
 def _can_load(side: Side) -> bool:
-    """Whether transformers reads the weights right: it takes the blocks of an fp8 matrix for equal ones, the last too."""
-    matrices = [
-        t
-        for t in side.checkpoint.tensors[None].values()
-        if isinstance(t, Computed) and len(t.shape) == 2
+    """Whether transformers reads the weights right by itself, without a package of the
+    quantization's.
+
+    It takes the blocks of an fp8 matrix for equal ones, the last too, and knows blocks of matrices
+    alone.
+    """
+    table = quantization(side.folder / "config.json")
+    hub = side.checkpoint.layout
+    if not table or table.get("quant_method") == "mxfp4":
+        return True
+    sizes = sizes_of_blocks(table)
+    if sizes is None:
+        return False
+    computed = [
+        hub.shapes[name]
+        for name, t in side.checkpoint.tensors[None].items()
+        if isinstance(t, Computed)
     ]
     return all(
-        n % size == 0
-        for matrix in matrices
-        for n, size in zip(matrix.shape, block_size(side.folder))
+        len(shape) == 2 and not any(n % size for n, size in zip(shape, sizes)) for shape in computed
     )
 
 
@@ -162,7 +212,8 @@ def _values(tensor: Readable) -> Tensor:
 
 
 def _same(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors are equal in the dtype of the second; what is not a number equals what is not."""
+    """Whether two tensors are equal in the dtype of the second; what is not a number equals what is
+    not."""
     ours = ours.to(theirs.dtype)
     return ours.shape == theirs.shape and bool(
         ((ours == theirs) | (ours.isnan() & theirs.isnan())).all()

@@ -1,8 +1,10 @@
-"""Megatron-Core checkpoints of format torch_dist: Megatron's names, in files of torch.distributed.checkpoint.
+"""Megatron-Core checkpoints of format torch_dist: Megatron's names, in files of
+torch.distributed.checkpoint.
 
-If all layers have the same structure, Megatron stacks each kind of tensor over all layers, with the layer as first dimension.
-Otherwise each layer's names contain its number. Gate and up projection are the upper and lower half of one tensor. Queries,
-keys and values are one tensor too, interleaved by groups of heads.
+If all layers have the same structure, Megatron stacks each kind of tensor over all layers, with the
+layer as first dimension. Otherwise each layer's names contain its number. Gate and up projection
+are the upper and lower half of one tensor. Queries, keys and values are one tensor too, interleaved
+by groups of heads.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.files import write, writing
-from moesaic.weights.files import opened, read_dcp, write_dcp
 from moesaic.weights.layout import Computed, Readable, Region, StoredBlock
-from moesaic.weights.model import (
+from moesaic.weights.model_tensors import (
     LAYER,
     AbstractFormat,
     Architecture,
@@ -28,6 +29,7 @@ from moesaic.weights.model import (
     by_rules,
     half,
 )
+from moesaic.weights.tensor_files import opened, read_dcp, write_dcp
 
 OUTSIDE = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
@@ -39,40 +41,52 @@ OUTSIDE = {
 def grouped(projection: str) -> Place:
     """Return the place of q, k or v in Megatron's joint tensor.
 
-    For each key head, that tensor holds the heads of its queries, their gates (if any), the key head and its value head.
+    For each key head, that tensor holds the heads of its queries, their gates (if any), the key
+    head and its value head.
     """
 
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
-        groups, heads = config.num_key_value_heads, config.num_attention_heads
-        kinds = (
-            2 if config.model_type == "qwen3_next" else 1
-        )  # q_proj holds each head's query rows, then its gate rows
-        shared, own_kinds = heads // groups, kinds if projection == "q" else 1
-        num_heads = heads if projection == "q" else groups
-        width = part.shape[part.rows] // (num_heads * own_kinds)
-        first = {"q": 0, "k": shared * kinds, "v": shared * kinds + 1}[projection]
-        for head in range(num_heads):
-            group, head_in_group = divmod(head, shared) if projection == "q" else (head, 0)
-            for kind in range(own_kinds):
-                row = (head * own_kinds + kind) * width
-                target = (
-                    group * (shared * kinds + 2) + first + kind * shared + head_in_group
-                ) * width
-                yield "", range(row, row + width), range(target, target + width)
+        """Yield (suffix of the name, rows of the part, rows of the joint tensor) of each head."""
+        groups = config.num_key_value_heads
+        # q_proj holds each head's query rows, then its gate rows
+        kinds = 2 if config.model_type == "qwen3_next" else 1
+        queries = config.num_attention_heads // groups
+        before_key = queries * kinds
+        per_group = before_key + 2
+        if projection != "q":
+            width = part.shape[part.rows] // groups
+            first = before_key if projection == "k" else before_key + 1
+            for group in range(groups):
+                yield "", _block(group, width), _block(group * per_group + first, width)
+            return
+        width = part.shape[part.rows] // (groups * queries * kinds)
+        for head in range(groups * queries):
+            group, query = divmod(head, queries)
+            for kind in range(kinds):
+                target = group * per_group + kind * queries + query
+                yield "", _block(head * kinds + kind, width), _block(target, width)
 
     return place
 
 
+def _block(number: int, width: int) -> range:
+    """Return the rows of one of consecutive blocks of `width` rows."""
+    return range(number * width, (number + 1) * width)
+
+
 def cut(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
-    """Split an input projection of linear attention, or its convolution, into tensors for q, k, v, z, beta and alpha."""
-    heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+    """Split an input projection of linear attention, or its convolution, into tensors for q, k, v,
+    z, beta and alpha."""
+    heads = config.linear_num_key_heads
+    width = config.linear_key_head_dim
     shared = config.linear_num_value_heads // heads
     values = shared * config.linear_value_head_dim
     sizes = {"query": width, "key": width, "value": values, "z": values}
     if part.tensor.endswith("in_proj_ba.weight"):
         sizes = {"beta": shared, "alpha": shared}
     elif part.tensor.endswith("conv1d.weight"):
-        sizes, heads = {"query": heads * width, "key": heads * width, "value": heads * values}, 1
+        sizes = {"query": heads * width, "key": heads * width, "value": heads * values}
+        heads = 1
     row = 0
     for head in range(heads):
         for name, size in sizes.items():
@@ -154,7 +168,8 @@ SPARSE: Rules = {
 class Megatron(AbstractFormat):
     """Megatron-Core's torch_dist format.
 
-    Reads the newest iteration below the given folder, or the given folder itself if it is that of an iteration.
+    Reads the newest iteration below the given folder, or the given folder itself if it is that of
+    an iteration.
     """
 
     title = "Megatron-Core"
@@ -206,7 +221,8 @@ class Megatron(AbstractFormat):
             moved = values + 1 if to_model else values - 1
             if not to_model and not torch.equal(moved + 1, values):
                 raise InputError(
-                    f"{stored} is stored minus one, which {tensor.dtype} cannot undo: convert to another format"
+                    f"{stored} is stored minus one, which {tensor.dtype} cannot undo: convert "
+                    "to another format"
                 )
             return moved
 

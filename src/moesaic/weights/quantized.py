@@ -1,14 +1,15 @@
-"""Dequantizes the hub's quantized weights as they are read: fp8 in blocks (DeepSeek-V3), mxfp4 (gpt-oss), `four_bit.py`'s NF4.
+"""Dequantizes the hub's quantized weights as they are read: `fp8.py`'s, mxfp4 (gpt-oss),
+`four_bit.py`'s NF4.
 
-The values are those that transformers computes on loading: an element times the scale of its block, in bfloat16. For mxfp4
-that is exact; for fp8 the product is rounded once, from float32, whatever the scale's dtype. Only the region that is read is
-computed.
+The values are those that transformers computes on loading: an element times its scale, in bfloat16.
+For mxfp4 that is exact. Only the region that is read is computed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,38 +19,49 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.files import read_text
-from moesaic.weights import four_bit
-from moesaic.weights.files import Stored
-from moesaic.weights.layout import Computed, Readable, Region, full_region, ranges
+from moesaic.weights import four_bit, fp8
+from moesaic.weights.layout import Computed, Readable, Region, ranges
+from moesaic.weights.tensor_files import Stored
 
-FP8_SCALE = "_scale_inv"
-"""Suffix of the tensor with the scales of an fp8 matrix, one per block."""
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of the tensors of an mxfp4 weight: 16 bytes for each 32 values, and the power of two that scales these."""
+BLOCKS = "_blocks"
+SCALES = "_scales"
+"""Suffixes of the tensors of an mxfp4 weight: 16 bytes for each 32 values, and the power of two
+that scales these."""
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = torch.tensor([*HALF, *(-value for value in HALF)])
 """Value of each four-bit code (Open Compute Project, Microscaling Formats, E2M1)."""
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-"""Dtypes that the scales of fp8 blocks may have; e8m0 is a power of two."""
 METHODS = ("fp8", "mxfp4")
-"""Values of a configuration's `quant_method` whose weights can be converted."""
+"""Quantizations whose weights can be converted."""
 LOADED = (*METHODS, "bitsandbytes")
-"""Values of a configuration's `quant_method` whose weights can be loaded."""
+"""Quantizations whose weights can be loaded."""
+QUANTIZATION = "hf_quant_config.json"
+"""The file in which NVIDIA's Model Optimizer says how it quantized, if config.json does not."""
 
 
-def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readable]:
-    """Return a checkpoint's tensors with quantized ones replaced by their values, in bfloat16 or, of NF4, in float32.
+def dequantized(
+    stored: Mapping[str, Stored], folder: Path
+) -> tuple[dict[str, Readable], list[str]]:
+    """Return a checkpoint's tensors with quantized ones replaced by their values, in bfloat16 or,
+    of NF4, in float32.
 
     Args:
         stored: the stored tensors, by the hub's names.
         folder: the checkpoint's folder; its config.json gives the block size of fp8.
 
+    Returns:
+        the tensors, and what was left behind: scales of activations and of caches of keys and
+        values.
+
     Raises:
-        InputError: scales are missing, or do not fit the block size or the weights.
+        InputError: scales are missing, do not fit the block size or the weights, or weights are in
+            another form.
     """
     tensors: dict[str, Readable] = dict(stored)
-    sizes = block_size(folder) if any(tensor.dtype in FP8 for tensor in stored.values()) else (1, 1)
+    table = quantization(folder / "config.json")
+    of_fp8 = fp8.Fp8(stored, table, folder)
+    left = of_fp8.left_behind
+    for name in left:
+        del tensors[name]
     for name, tensor in stored.items():
         if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:
             weight = name.removesuffix(BLOCKS)
@@ -60,26 +72,17 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
                 (*scales.shape[:3], 16),
             ):
                 raise InputError(
-                    f"{folder}: {name} and {weight + SCALES} are not mxfp4 of one shape: fetch them again"
+                    f"{folder}: {name} and {weight + SCALES} are not mxfp4 of one shape: "
+                    "fetch them again"
                 )
             experts, rows, groups = scales.shape
             make = partial(_from_mxfp4, tensor, scales)
             tensors[weight] = Computed(torch.bfloat16, (experts, 32 * groups, rows), make)
             del tensors[name], tensors[weight + SCALES]
-        elif tensor.dtype in FP8:
-            found = stored.get(name + FP8_SCALE)
-            fits = found is not None and found.shape == tuple(
-                -(-n // size) for n, size in zip(tensor.shape, sizes)
-            )
-            if found is None or not fits or len(tensor.shape) != 2 or found.dtype not in FP8_SCALES:
-                raise InputError(
-                    f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in {_names(FP8_SCALES)}: "
-                    "correct quantization_config.weight_block_size, or convert the checkpoint that it was quantized from"
-                )
-            tensors[name] = Computed(
-                torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, found, sizes)
-            )
-            del tensors[name + FP8_SCALE]
+        elif of_fp8.is_weight(name):
+            tensors[name], used = of_fp8.values(name)
+            for each in used:
+                del tensors[each]
         elif name.endswith(four_bit.STATE):
             weight = name.removesuffix(four_bit.STATE)
             tensors[weight] = four_bit.of_linear(stored, weight, folder)
@@ -93,27 +96,92 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
             width = hidden if type(hidden) is int else 0
             tensors[name] = four_bit.of_experts(tensor, stored[absmax], name, width, folder)
             del tensors[absmax]
-    return tensors
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return tensors, [f"{name}: of activations or of a cache, not of a weight" for name in left]
 
 
 def quantization(path: Path) -> dict[str, Any]:
-    """Return `quantization_config` of a config.json; empty if there is none.
+    """Return how the weights beside a config.json are quantized: its `quantization_config`, or what
+    `QUANTIZATION` says.
+
+    Returns:
+        the table, empty if they are not quantized.
 
     Raises:
         InputError: it is no table, or the file is damaged.
     """
     table = _table(path).get("quantization_config")
+    if table is None and (path.parent / QUANTIZATION).exists():
+        theirs = _table(path.parent / QUANTIZATION).get("quantization")
+        path = path.parent / QUANTIZATION
+        if not isinstance(theirs, dict):
+            raise InputError(
+                f"{path}: has no table of settings named quantization: restore the file"
+            )
+        table = {"quant_method": "modelopt", **theirs} if theirs.get("quant_algo") else None
     if table is None or isinstance(table, dict):
         return table or {}
     raise InputError(f"{path}: quantization_config is not a table of settings: restore the file")
 
 
+def refused_quantization(path: Path, methods: Sequence[str]) -> str:
+    """Return why weights that are quantized as a config.json says are not read; empty if they are
+    read, or not quantized.
+
+    Args:
+        methods: quantizations that the caller can read.
+
+    Raises:
+        InputError: see `quantization`.
+    """
+    table = quantization(path)
+    kind, detail = _kind_of(table)
+    if not table or kind in methods:
+        return ""
+    named = f"{table.get('quant_method')}{detail and f', {detail}'}"
+    known = f"{', '.join(methods[:-1])} and {methods[-1]}"
+    verb = "convert" if tuple(methods) == METHODS else "name"
+    return (
+        f"the weights are quantized ({named}), and only {known} are read: {verb} the checkpoint "
+        "that they were quantized from"
+    )
+
+
+def _kind_of(table: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the quantization of `LOADED` that a table describes ("" for another one), and what it
+    says of the weights."""
+    method = table.get("quant_method")
+    if method in LOADED or method == "fbgemm_fp8":
+        return ("fp8" if method == "fbgemm_fp8" else str(method)), ""
+    if method == "modelopt" and isinstance(algorithm := table.get("quant_algo"), str):
+        return ("fp8" if re.match(r"(MX)?FP8|MIXED_PRECISION", algorithm) else ""), algorithm
+    of_weights = []
+    if method in ("compressed-tensors", "modelopt"):
+        groups = table.get("config_groups")
+        tables = groups.values() if isinstance(groups, dict) else ()
+        of_weights = [each.get("weights") for each in tables if isinstance(each, dict)]
+        sparse = table.get("sparsity_config")
+        if isinstance(sparse, dict) and sparse.get("format", "dense") != "dense":
+            return "", f"sparse, {sparse['format']}"
+    elif method == "quark" and isinstance(settings := table.get("global_quant_config"), dict):
+        of_weights = [settings.get("weight")]
+    kinds = {_in_words(each) for each in of_weights if isinstance(each, dict)}
+    is_fp8 = bool(kinds) and kinds <= {"float of 8 bits", "fp8_e4m3", "fp8_e5m2"}
+    return ("fp8" if is_fp8 else ""), " and ".join(sorted(kinds))
+
+
+def _in_words(weights: Mapping[str, Any]) -> str:
+    """Return the numbers in which a table of compressed-tensors or quark says that weights are
+    stored."""
+    return (
+        str(weights["dtype"])
+        if "dtype" in weights
+        else f"{weights.get('type')} of {weights.get('num_bits')} bits"
+    )
+
+
 def _table(path: Path) -> dict[str, Any]:
-    """Return the entries of a config.json; empty if there is none, and one that is no configuration if it is damaged."""
+    """Return the entries of a config.json; empty if there is none, and one that is no configuration
+    if it is damaged."""
     try:
         table = json.loads(read_text(path)) if path.exists() else {}
     except (OSError, ValueError, RecursionError):
@@ -121,31 +189,8 @@ def _table(path: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {"quantization_config": "damaged"}
 
 
-def block_size(folder: Path) -> tuple[int, int]:
-    """Return (rows, columns) of the fp8 blocks that share a scale."""
-    path = folder / "config.json"
-    sizes = quantization(path).get("weight_block_size") or [128, 128]
-    if (
-        isinstance(sizes, list)
-        and len(sizes) == 2
-        and all(type(size) is int and size > 0 for size in sizes)
-    ):
-        return sizes[0], sizes[1]
-    raise InputError(
-        f"{path}: quantization_config.weight_block_size is not two numbers above 0, such as [128, 128]: restore the file"
-    )
-
-
 def _sizes(at: Region) -> list[int]:
     return [len(dim) for dim in at if isinstance(dim, range)]
-
-
-def _from_fp8(tensor: Stored, scales: Stored, sizes: tuple[int, ...], at: Region) -> Tensor:
-    whole = ranges(at)
-    values = torch.from_numpy(tensor.read(whole)).view(tensor.dtype).float()
-    of_blocks = torch.from_numpy(scales.read(full_region(scales.shape))).view(scales.dtype).float()
-    rows, columns = (torch.tensor(list(dim)) // size for dim, size in zip(whole, sizes))
-    return (values * of_blocks[rows][:, columns]).bfloat16().view(_sizes(at))
 
 
 def _from_mxfp4(blocks: Stored, scales: Stored, at: Region) -> Tensor:

@@ -1,8 +1,10 @@
-"""Exports a run of `moesaic train` as a checkpoint for the Hugging Face hub: Mixtral or, with QK norm, Qwen3-MoE.
+"""Exports a run of `moesaic train` as a checkpoint for the Hugging Face hub: Mixtral or, with QK
+norm, Qwen3-MoE.
 
-Without its short convolutions, our transformer block equals theirs: RMSNorm before each layer, rotary positions,
-grouped-query attention, SwiGLU experts, and a softmax over the chosen experts. Options that these models lack are refused by
-name. Capacities and losses are dropped, since they matter in training only; the hub's models are dropless.
+Without its short convolutions, our transformer block equals theirs: RMSNorm before each layer,
+rotary positions, grouped-query attention, SwiGLU experts, and a softmax over the chosen experts.
+Options that these models lack are refused by name. Capacities and losses are dropped, since they
+matter in training only; the hub's models are dropless.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from moesaic.routing.capacity import Dropless
 from moesaic.train.state import Trained, load_trained
 from moesaic.train.tokenizer import AbstractTokenizer
 from moesaic.weights.card import CARD, card
-from moesaic.weights.files import filling, require_room
 from moesaic.weights.layout import first_names
 from moesaic.weights.logits import compare, compares_logits, fixed_text
+from moesaic.weights.tensor_files import filling, require_room
 
 EPS = torch.finfo(torch.float32).eps
 """Epsilon of our RMSNorm in float32."""
@@ -44,17 +46,17 @@ def export_run(folder: Path, out: Path, *, logits: bool | None = None) -> dict[s
     """Write a run's newest checkpoint in the format of the hub.
 
     Args:
-        folder: the run's folder.
         out: the folder to write; must not exist or be empty.
-        logits: whether to compare the logits of the run's model with those of the written one, as transformers loads it; None
-            to do so for models of at most 2 GiB.
+        logits: whether to compare the logits of the run's model with those of the written one, as
+            transformers loads it; None to do so for models of at most 2 GiB.
 
     Returns:
-        "model" (its class in transformers), "parameters" (their number), "tokenizer" (whether the run has one, which was
-        written), "logits" (as in a receipt; None if they were not compared).
+        "model" (its class in transformers), "parameters" (their number), "tokenizer" (whether the
+        run has one, which was written), "logits" (as in a receipt; None if they were not compared).
 
     Raises:
-        InputError: there is no run, its model has no equivalent in transformers, or logits differ by more than rounding.
+        InputError: there is no run, its model has no equivalent in transformers, or logits differ
+            by more than rounding.
     """
     require_room(out)
     trained = load_trained(folder, "cpu")
@@ -75,7 +77,8 @@ def export_run(folder: Path, out: Path, *, logits: bool | None = None) -> dict[s
 
 
 def write_tokenizer(tokenizer: AbstractTokenizer, out: Path) -> None:
-    """Write a run's tokenizer so that transformers' AutoTokenizer encodes as it does; separators become ends of text.
+    """Write a run's tokenizer so that transformers' AutoTokenizer encodes as it does; separators
+    become ends of text.
 
     Text is text to a run, where transformers would find special tokens in it or add some around it.
     """
@@ -93,7 +96,8 @@ def write_tokenizer(tokenizer: AbstractTokenizer, out: Path) -> None:
 
 @torch.no_grad()
 def _compared(trained: Trained, out: Path) -> dict[str, Any]:
-    """Compare the logits of a run's model, without capacities, with those of the model that transformers loads."""
+    """Compare the logits of a run's model, without capacities, with those of the model that
+    transformers loads."""
     for module in trained.model.modules():
         if isinstance(module, MoE):
             module.eval_capacity = Dropless()
@@ -105,7 +109,8 @@ def _compared(trained: Trained, out: Path) -> dict[str, Any]:
 
 
 def to_hub(trained: Trained) -> Any:
-    """Return a run's model as a transformers model in float32, with adapters merged into its experts.
+    """Return a run's model as a transformers model in float32, with adapters merged into its
+    experts.
 
     Raises:
         InputError: the model has no equivalent in transformers. The message names the option.
@@ -129,8 +134,9 @@ def to_hub(trained: Trained) -> Any:
     ]
     if not_loaded or unknown:
         raise InputError(
-            f"{trained.folder}: transformers {transformers.__version__} has other names for the tensors, "
-            f"such as {(not_loaded + unknown)[0]}: {to_install('.[transformers]')}, which brings the right version"
+            f"{trained.folder}: transformers {transformers.__version__} has other names for the "
+            f"tensors, such as {(not_loaded + unknown)[0]}: {to_install('.[transformers]')}, "
+            "which brings the right version"
         )
     return model
 
@@ -139,15 +145,38 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
     """Return the transformers configuration that is equivalent to a model configuration of ours.
 
     Args:
-        shape: our configuration.
         vocab_size: number of token ids.
         where: the run, for messages.
 
     Raises:
         InputError: neither Mixtral nor Qwen3-MoE is equivalent.
     """
-    block, moe = shape.block, shape.moe
-    sparse, normed = [shape.is_sparse(layer) for layer in range(shape.num_layers)], block.qk_norm
+    _refuse_without_equivalent(shape, where)
+    moe = shape.moe
+    common = _common_config(shape, vocab_size)
+    if not shape.block.qk_norm:
+        return transformers.MixtralConfig(
+            **common,
+            intermediate_size=moe.hidden,
+            num_local_experts=moe.num_experts,
+            sliding_window=None,
+        )
+    return transformers.Qwen3MoeConfig(
+        **common,
+        intermediate_size=shape.active_hidden,
+        moe_intermediate_size=moe.hidden,
+        num_experts=moe.num_experts,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[layer for layer in range(shape.num_layers) if not shape.is_sparse(layer)],
+    )
+
+
+def _refuse_without_equivalent(shape: ModelConfig, where: str) -> None:
+    """Raise InputError if neither Mixtral nor Qwen3-MoE is equivalent to a configuration."""
+    block = shape.block
+    moe = shape.moe
+    is_sparse = all(shape.is_sparse(layer) for layer in range(shape.num_layers))
     reasons = (
         (block.kind != "decoder", f"model.block.kind={block.kind}"),
         (block.norm != "rms", f"model.block.norm={block.norm}"),
@@ -162,19 +191,24 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         (moe.router != "softmax", f"model.moe.router={moe.router}"),
         (moe.shared_hidden > 0, f"model.moe.shared_hidden={moe.shared_hidden}"),
         (
-            not all(sparse) and not normed,
+            not is_sparse and not block.qk_norm,
             f"model.moe_every={shape.moe_every} without model.block.qk_norm",
         ),
     )
     for holds, what in reasons:
         if holds:
             raise InputError(f"{where}: Mixtral and Qwen3-MoE do not support {what}")
+
+
+def _common_config(shape: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the fields that have the same names in Mixtral's and Qwen3-MoE's configurations."""
+    block = shape.block
     factor = block.rope_factor
     rope: dict[str, Any] = {
         "rope_type": "default" if factor == 1 else "linear",
         "rope_theta": block.rope_theta,
     }
-    common: dict[str, Any] = {
+    return {
         "vocab_size": vocab_size,
         "hidden_size": shape.dim,
         "num_hidden_layers": shape.num_layers,
@@ -185,31 +219,16 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         "rms_norm_eps": block.norm_eps or EPS,
         "tie_word_embeddings": block.tied,
         "rope_parameters": rope if factor == 1 else {**rope, "factor": factor},
-        "num_experts_per_tok": moe.top_k,
+        "num_experts_per_tok": shape.moe.top_k,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if not normed:
-        return transformers.MixtralConfig(
-            **common,
-            intermediate_size=moe.hidden,
-            num_local_experts=moe.num_experts,
-            sliding_window=None,
-        )
-    return transformers.Qwen3MoeConfig(
-        **common,
-        intermediate_size=shape.active_hidden,
-        moe_intermediate_size=moe.hidden,
-        num_experts=moe.num_experts,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[layer for layer, is_sparse in enumerate(sparse) if not is_sparse],
-    )
 
 
 def hub_values(model: GPT) -> dict[str, Tensor]:
-    """Return the weights of a model by the names that they have in transformers' Mixtral and Qwen3-MoE."""
+    """Return the weights of a model by the names that they have in transformers' Mixtral and
+    Qwen3-MoE."""
     values: dict[str, Any] = {
         "model.embed_tokens.weight": model.embedding.weight,
         "model.norm.weight": model.norm.weight,
@@ -248,7 +267,8 @@ def _attention(attention: Attention) -> dict[str, Tensor]:
     else:
         assert attention.q is not None
         assert attention.kv is not None
-        (q,), (k, v) = attention.q.weight, attention.kv.weight
+        (q,) = attention.q.weight
+        (k, v) = attention.kv.weight
     weights = {
         "q_proj.weight": q,
         "k_proj.weight": k,

@@ -1,6 +1,7 @@
 """torchtitan's checkpoints: the names of torchtitan 0.3, in files of torch.distributed.checkpoint.
 
-For a model that torchtitan does not have, each part gets the name that such a part has in torchtitan's other models.
+For a model that torchtitan does not have, each part gets the name that such a part has in
+torchtitan's other models.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from moesaic.weights.files import read_dcp, write_dcp
 from moesaic.weights.layout import Readable, StoredBlock
-from moesaic.weights.model import AbstractFormat, Architecture, Rules, by_rules
+from moesaic.weights.model_tensors import AbstractFormat, Architecture, Rules, by_rules
+from moesaic.weights.tensor_files import read_dcp, write_dcp
 
 OUTSIDE = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -69,11 +70,13 @@ WITH_BIAS = {
     "mlp.experts.down_proj": EXPERTS + "mlp2_weight_EDF",
     "mlp.experts.down_proj_bias": EXPERTS + "mlp2_bias_ED",
 }
-"""Names for experts with biases, as in gpt-oss, which interleaves the rows of gate and up projection."""
+"""Names for experts with biases, as in gpt-oss, which interleaves the rows of gate and up
+projection."""
 
 
 class Torchtitan(AbstractFormat):
-    """torchtitan's format. The model's names have no prefix; optimizer states are under `optimizer.state`."""
+    """torchtitan's format. The model's names have no prefix; optimizer states are under
+    `optimizer.state`."""
 
     title = "torchtitan"
 

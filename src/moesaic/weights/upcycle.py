@@ -1,11 +1,15 @@
-"""Upcycles dense models into sparse ones: every feed-forward layer becomes experts that together compute the same function.
+"""Upcycles dense models into sparse ones: every feed-forward layer becomes experts that together
+compute the same function.
 
-- Sparse upcycling (Komatsuzaki et al. 2023) copies the layer into each expert and initializes the router at random.
-- Fine-grained upcycling (He et al. 2024) splits the layer into shards and makes copies of all shards. The shards of one copy
-  share a router row (a virtual group), so a token always reaches complete copies.
+- Sparse upcycling (Komatsuzaki et al. 2023) copies the layer into each expert and initializes the
+  router at random.
+- Fine-grained upcycling (He et al. 2024) splits the layer into shards and makes copies of all
+  shards. The shards of one copy share a router row (a virtual group), so a token always reaches
+  complete copies.
 
-Both preserve the function if routing weights are normalised over the chosen experts: they then sum to 1 over identical copies.
-With shards, each weight is smaller by the number of shards, so a shard's output is scaled by that number.
+Both preserve the function if routing weights are normalised over the chosen experts: they then sum
+to 1 over identical copies. With shards, each weight is smaller by the number of shards, so a
+shard's output is scaled by that number.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from moesaic.weights.layout import (
     full_region,
     identity,
 )
-from moesaic.weights.model import LAYER, Architecture, Part
+from moesaic.weights.model_tensors import LAYER, Architecture, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,8 @@ class Upcycling:
     top_k: int = 2
     """Experts per token; a multiple of granularity."""
     granularity: int = 1
-    """Shards into which each feed-forward layer is split; 1 copies it whole. A power of two, so that scaling is exact."""
+    """Shards into which each feed-forward layer is split; 1 copies it whole. A power of two, so
+    that scaling is exact."""
     router_std: float = 0.02
     """Standard deviation of the router's weights."""
     seed: int = 0
@@ -50,7 +55,8 @@ class Upcycling:
         shards = self.granularity
         if shards < 1 or shards & (shards - 1):
             raise InputError(
-                f"granularity={shards}: give a power of two, so that a shard's output is scaled exactly"
+                f"granularity={shards}: give a power of two, so that a shard's output is "
+                "scaled exactly"
             )
         for name in ("num_experts", "top_k"):
             if getattr(self, name) < 1 or getattr(self, name) % shards:
@@ -62,13 +68,15 @@ class Upcycling:
 
 
 INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""Dense model type -> the sparse type that differs in its feed-forward layers only and normalises routing weights."""
+"""Dense model type -> the sparse type that differs in its feed-forward layers only and normalises
+routing weights."""
 
 
 def _router(
     shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, layer: int
 ) -> Computed:
-    """Return a router with rows from a normal distribution. All shards of one copy have the same row."""
+    """Return a router with rows from a normal distribution. All shards of one copy have the same
+    row."""
 
     def make(at: Region) -> torch.Tensor:
         generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
@@ -94,7 +102,8 @@ def _scaled(tensor: Readable, factor: int) -> Computed:
 
 
 def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
-    """Return a sparse checkpoint that computes the same function as a dense one. Its tensors are read on demand only.
+    """Return a sparse checkpoint that computes the same function as a dense one. Its tensors are
+    read on demand only.
 
     Raises:
         InputError: the type of model has no sparse counterpart, or sizes do not divide.
@@ -140,7 +149,8 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
 def _shards(
     part: Part, stored: str, shape: tuple[int, ...], settings: Upcycling, *, cut: int
 ) -> Iterator[StoredBlock]:
-    """Yield the blocks that give each expert its shard of a dense matrix: some rows or, if `cut` is 1, columns."""
+    """Yield the blocks that give each expert its shard of a dense matrix: some rows or, if `cut` is
+    1, columns."""
     width = shape[cut] // settings.granularity
     for expert in range(settings.num_experts):
         shard = expert % settings.granularity
@@ -151,18 +161,21 @@ def _shards(
 
 def _sparse_config(config: Any, settings: Upcycling) -> Any:
     """Return the configuration of the sparse model."""
-    kind, table = INTO.get(config.model_type), config.to_dict()
+    kind = INTO.get(config.model_type)
+    table = config.to_dict()
     if kind is None:
         raise InputError(
             f"{config.model_type} cannot be upcycled: take a dense model of type {', '.join(INTO)}"
         )
     if table.get("attention_bias") or table.get("mlp_bias"):
         raise InputError(
-            f"{config.model_type} with biases in attention or mlp cannot be upcycled: {kind} has none"
+            f"{config.model_type} with biases in attention or mlp cannot be upcycled: {kind} "
+            "has none"
         )
     if config.intermediate_size % settings.granularity:
         raise InputError(
-            f"granularity={settings.granularity}: must divide intermediate_size={config.intermediate_size}"
+            f"granularity={settings.granularity}: must divide "
+            f"intermediate_size={config.intermediate_size}"
         )
     width = config.intermediate_size // settings.granularity
     for name in ("model_type", "architectures", "transformers_version"):

@@ -1,4 +1,5 @@
-"""Layers under the arbiter: the same results whatever it chooses, its own programs, and recomputations without a new choice."""
+"""Layers under the arbiter: the same results whatever it chooses, its own programs, and
+recomputations without a new choice."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def lean(layer: MoE, by: float) -> None:
 def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mesh, whole = GRIDS["ep"], make_layer()
+    mesh = GRIDS["ep"]
+    whole = make_layer()
     ran: list[Any] = []
     programs: list[dict[str, Compiled]] = []
     run_program = runtime.run_program
@@ -128,7 +130,8 @@ class Counting(AnyOption):
     asked: list[int]
 
     def start(self, plans: Mapping[str, Plan]) -> AbstractChooser:
-        arbitration, asked = super().start(plans), self.asked
+        arbitration = super().start(plans)
+        asked = self.asked
         choose = arbitration.choose
 
         def counted(load: CallLoad) -> CallDecision:
@@ -140,7 +143,8 @@ class Counting(AnyOption):
 
 
 def test_a_recomputation_runs_what_its_forward_pass_chose() -> None:
-    mesh, whole = GRIDS["ep"], make_layer()
+    mesh = GRIDS["ep"]
+    whole = make_layer()
 
     def rank(transport: AbstractTransport) -> tuple[int, list[tuple[Tensor, Tensor]]]:
         asked: list[int] = []
@@ -167,10 +171,12 @@ def test_a_recomputation_runs_what_its_forward_pass_chose() -> None:
 
 
 def test_arbiters_of_two_layers_remember_apart() -> None:
-    mesh, settings = GRIDS["ep"], Arbiter(costs=DEAR)
+    mesh = GRIDS["ep"]
+    settings = Arbiter(costs=DEAR)
     plans = settings.option_plans(Plan(replication="arbiter"), mesh)
     one, other = (settings.start(plans) for _ in range(2))
-    copies, even = np.zeros((4, 4), dtype=np.int64), np.full((4, 4), 12)
+    copies = np.zeros((4, 4), dtype=np.int64)
+    even = np.full((4, 4), 12)
     copies[:, 0] = 50
     assert one.choose(CallLoad(mesh, copies, 4, 8, 4)).option != "alone"
     assert len(one.choose(CallLoad(mesh, copies, 4, 8, 4)).seconds) > 1
@@ -187,7 +193,8 @@ def test_ranks_with_other_settings_are_refused() -> None:
 
         assert "ranks [2] run another plan" in refused(run_ranks, 4, rank)
 
-    usual, arbiter = Arbiter(costs=DEAR), Plan(replication="arbiter")
+    usual = Arbiter(costs=DEAR)
+    arbiter = Plan(replication="arbiter")
     for other in (Arbiter(costs=DEAR, margin=0.2), Arbiter()):
         check([usual, usual, other, usual], arbiter)
     check([Shadow(), Shadow(), Shadow(DEAR), Shadow()], Plan(replication="shadow"))

@@ -1,4 +1,5 @@
-"""Whether samples move is decided by what moving saved last, compared with what the arbiter's other options save."""
+"""Whether samples move is decided by what moving saved last, compared with what the arbiter's other
+options save."""
 
 from __future__ import annotations
 
@@ -60,9 +61,8 @@ def test_samples_move_first_and_go_on_while_that_gains_more() -> None:
     each = saved_seconds(saving(1000), COSTS, 16)
     for _ in range(4):
         assert arbiter.prefers_moving()
-        arbiter.note_move(
-            saving(1000), verdict(2 * each, 1.5 * each), 16
-        )  # half against three quarters
+        # half against three quarters
+        arbiter.note_move(saving(1000), verdict(2 * each, 1.5 * each), 16)
 
 
 def test_they_stay_where_replication_gains_more_and_try_again_now_and_then() -> None:
@@ -84,9 +84,8 @@ def test_the_margin_keeps_either_choice() -> None:
     each = saved_seconds(saving(1000), COSTS, 16)
     arbiter = made()
     arbiter.prefers_moving()
-    arbiter.note_move(
-        saving(1000), verdict(2 * each, 0.96 * each), 16
-    )  # 0.5 moving, 0.48 replication
+    # 0.5 moving, 0.48 replication
+    arbiter.note_move(saving(1000), verdict(2 * each, 0.96 * each), 16)
     assert arbiter.prefers_moving()
     arbiter.note_move(saving(1000), verdict(2 * each, 0.8 * each), 16)
     assert not arbiter.prefers_moving()
@@ -110,7 +109,8 @@ def test_the_decision_that_is_kept_says_what_ran() -> None:
 
 
 def test_going_home_is_no_choice_and_teaches_nothing() -> None:
-    arbiter, home = made(), saving(0)
+    arbiter = made()
+    home = saving(0)
     home.goal = object()
     arbiter.prefers_moving()
     arbiter.note_move(home, verdict(1.0, 0.5), 16)

@@ -34,11 +34,11 @@ from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import Capacity
-from moesaic.runtime.counted import CountedCall
+from moesaic.runtime.call_counts import CountedCall
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import budget_by_rows, failures, run_case
-from moesaic_lab.balance.memory import Alive, Unwatched
+from moesaic_lab.balance.tracked_memory import Alive, Unwatched
 from moesaic_lab.recorder import Recorder
 
 
@@ -106,13 +106,15 @@ PLANS = {
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 SKEWED = [200, 8, 8, 8, 8, 8, 8, 8]
 """Tokens of a rank for each expert; those of the first rank are 3.25 times the mean."""
-TOKENS, WIDTH = 256, 32
+TOKENS = 256
+WIDTH = 32
 ROUTED = 16 * TOKENS * WIDTH
 """Bytes that router, routing and the gradient of the input may take, which budgets do not count."""
 
 
 def peak_bytes(plan: Plan, shares: list[int]) -> tuple[int, BudgetUse]:
-    """Return the largest number of live bytes of a rank in a forward and backward pass, and what its budget did."""
+    """Return the largest number of live bytes of a rank in a forward and backward pass, and what
+    its budget did."""
     return _peak_bytes(plan, tuple(shares))
 
 
@@ -140,8 +142,8 @@ def _peak_bytes(plan: Plan, shares: tuple[int, ...]) -> tuple[int, BudgetUse]:
 
 @pytest.mark.parametrize("plan", thinned(PLANS, every=3))
 def test_no_rank_holds_more_bytes_than_the_budget_whatever_the_routing(plan: str) -> None:
-    """The budget is 1.5 times a rank's bytes under balance. First the hottest of 4 ranks has 3.25 times the mean, then all
-    tokens go to one expert."""
+    """The budget is 1.5 times a rank's bytes under balance. First the hottest of 4 ranks has 3.25
+    times the mean, then all tokens go to one expert."""
     balanced, _ = peak_bytes(PLANS[plan], [TOKENS // 8] * 8)
     budget = balanced * 3 // 2
     limited = replace(PLANS[plan], memory_budget=budget)
@@ -162,7 +164,8 @@ def test_no_rank_holds_more_bytes_than_the_budget_whatever_the_routing(plan: str
 
 
 def test_slices_that_fit_beside_each_other_are_not_run_again() -> None:
-    """If there is room for much of what the call keeps, the experts of the busiest rank run only once for most rows."""
+    """If there is room for much of what the call keeps, the experts of the busiest rank run only
+    once for most rows."""
     whole, _ = peak_bytes(Plan(), [TOKENS, *[0] * 7])
     seen = {}
     for share in (0.35, 0.85):
@@ -176,14 +179,16 @@ def test_slices_that_fit_beside_each_other_are_not_run_again() -> None:
 
 
 def test_what_a_call_holds_is_told_before_it_runs() -> None:
-    """The predicted bytes of a plan's programs equal the live bytes while they run, under balance and under skew."""
+    """The predicted bytes of a plan's programs equal the live bytes while they run, under balance
+    and under skew."""
     skewed = [160, 14, 14, 14, 14, 14, 13, 13]
     for name in ("s1", "s3", "baseline", "multicast", "hier2d", "spill"):
         plan = PLANS[name]
         for shares in ([TOKENS // 8] * 8, skewed) if name == "s1" else (skewed,):
             told = told_bytes(plan, shares)
             found, _ = peak_bytes(plan, shares)
-            # Rows that one all-to-all brings stay where they arrive. A CPU gathers x and dy by blocks, here one block.
+            # Rows that one all-to-all brings stay where they arrive. A CPU gathers x and dy by
+            # blocks, here one block.
             block = 2 * FOUR.world * sum(shares[:2]) * WIDTH * 4 if name == "s1" else 0
             assert 0.8 * told - ROUTED <= found <= told + ROUTED + block, name
 
@@ -199,7 +204,8 @@ def told_bytes(plan: Plan, shares: list[int]) -> float:
         policy = replication_policy(plan.replication)
         programs = programs_of(work, policy)
         decision = policy.start({name: each.plan for name, each in programs.items()}).choose(load)
-        work, replicated = programs[decision.program], decision.replicated
+        work = programs[decision.program]
+        replicated = decision.replicated
     own = tuple(weight[:2] for weight in whole.experts.weights()[0])
     call = CountedCall(
         copies, copies.sum(1), 2 * WIDTH, lambda: whole.experts.sizes(own, torch.float32)
@@ -208,7 +214,8 @@ def told_bytes(plan: Plan, shares: list[int]) -> float:
 
 
 def test_a_budget_that_nothing_fits_is_refused_in_one_line_that_tells_one_that_fits() -> None:
-    whole, x = MoE(DIM, 8, 8, 2, losses=()).double(), tokens_of(0, 12)
+    whole = MoE(DIM, 8, 8, 2, losses=()).double()
+    x = tokens_of(0, 12)
 
     def run(budget: int) -> BudgetUse:
         layer = copy.deepcopy(whole)
@@ -226,7 +233,8 @@ def test_a_budget_that_nothing_fits_is_refused_in_one_line_that_tells_one_that_f
 
 
 def test_what_was_done_is_counted() -> None:
-    """4 ranks send all their 6 tokens to expert 0 of rank 0: 24 rows, 18 more than the budget of 6 rows."""
+    """4 ranks send all their 6 tokens to expert 0 of rank 0: 24 rows, 18 more than the budget of 6
+    rows."""
     grid = Grid(world=4, ep=4)
     whole = MoE(DIM, 8, 8, 1, router="hash", losses=()).double()
 
@@ -298,7 +306,8 @@ def test_where_nothing_is_replicated_a_call_is_that_of_the_plan_without_replicat
         transport: AbstractTransport, x: Tensor, replication: str, much: bool
     ) -> tuple[list[Any], Tensor]:
         recorder = Recorder(transport)
-        layer, policy = copy.deepcopy(whole), None if replication == "none" else Everything(much)
+        layer = copy.deepcopy(whole)
+        policy = None if replication == "none" else Everything(much)
         plan = Plan(schedule="s2", replication=replication, chunks=2)
         layer.parallelize(
             Mesh(grid, recorder), plan, calls=None if policy is None else calls_by(policy)
@@ -346,7 +355,8 @@ def test_backward_again_accumulation_and_checkpointing() -> None:
 
 
 def test_slices_draw_the_same_random_numbers_again() -> None:
-    """The layer is linear in x except for a dropout, so x times its gradient sums to y only if the masks are the same."""
+    """The layer is linear in x except for a dropout, so x times its gradient sums to y only if the
+    masks are the same."""
 
     def dropping(dim: int, hidden: int, count: int) -> ModuleExperts:
         return ModuleExperts(
@@ -366,7 +376,8 @@ def test_slices_draw_the_same_random_numbers_again() -> None:
 
 
 def test_half_precision_gradients_are_summed_in_float32() -> None:
-    """Of 300 equal slices: a sum in bfloat16 would stop growing at 256 times the value of a slice."""
+    """Of 300 equal slices: a sum in bfloat16 would stop growing at 256 times the value of a
+    slice."""
     torch.manual_seed(0)
     whole = MoE(DIM, 8, EXPERTS, 1, router="hash", losses=()).bfloat16()
     x = torch.ones(300, DIM).bfloat16()

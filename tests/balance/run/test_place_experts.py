@@ -1,4 +1,5 @@
-"""Experts that move between steps: the model, its optimizer and its checkpoints equal those with experts that stay."""
+"""Experts that move between steps: the model, its optimizer and its checkpoints equal those with
+experts that stay."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from meshes import compiled, every_rank, make_layer, on_mesh, part_of, tokens_of
 from torch import Tensor
 
 from helpers import GivenOrders, refused
-from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates
+from moesaic.balance.expert_placement import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates
 from moesaic.balance.machine import Machine
-from moesaic.balance.run.experts import ExpertPlacement, Moved
+from moesaic.balance.run.expert_moves import ExpertPlacement, Moved
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
@@ -28,7 +29,8 @@ from moesaic.runtime.routing_cache import checkpoint
 from moesaic_lab.recorder import Recorder
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
-STEPS, EVERY = 4, 2
+STEPS = 4
+EVERY = 2
 ORDERS = [[2, 3, 0, 1], [3, 1, 0, 2]]
 TWO = Grid(world=2, ep=2)
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
@@ -90,17 +92,16 @@ def trained(
 ) -> tuple[list[Tensor], list[Moved]]:
     """Train a layer, with the plans in turn; return all results that a rank sees, and the moves."""
     kind = "biases" if whole.experts.names[1] else "swiglu"
-    layer, mesh = (
-        on_mesh(whole, grid, transport, compiled(plans[0], grid, kind)),
-        Mesh(grid, transport),
-    )
+    layer = on_mesh(whole, grid, transport, compiled(plans[0], grid, kind))
+    mesh = Mesh(grid, transport)
     optimizer = make(layer.parameters())
     placement = (
         None
         if placer is None
         else ExpertPlacement([layer], mesh, optimizer, every=EVERY, placer=placer)
     )
-    found, moves = [], []
+    found = []
+    moves = []
     for number in range(STEPS):
         if len(plans) > 1:
             layer.use_plan(plans[number % len(plans)])
@@ -179,7 +180,8 @@ def test_what_moves_is_counted_and_nothing_else_is_sent() -> None:
 
 
 def test_weights_lie_where_the_order_says_and_come_home() -> None:
-    whole, order = make_layer(), np.array([2, 0, 3, 1])
+    whole = make_layer()
+    order = np.array([2, 0, 3, 1])
     grid = FOLDED
 
     def rank(transport: AbstractTransport, _: Tensor) -> None:
@@ -223,7 +225,8 @@ def test_decides_from_the_load_of_training_since_the_last_decision() -> None:
         optimizer = adamw(layer.parameters())
         mesh = Mesh(FOUR, transport)
         placement = ExpertPlacement([layer], mesh, optimizer, every=2, placer=Watching())
-        moves, counts = [], torch.zeros(8)
+        moves = []
+        counts = torch.zeros(8)
         for number in range(4):
             layer.train()
             x = tokens_of(transport.rank, seed=number).requires_grad_()
@@ -261,15 +264,15 @@ def test_hot_experts_are_moved_apart_once_and_stay() -> None:
     whole = MoE(4, 8, 8, 1, losses=(), router="switch").double()
     with torch.no_grad():
         whole.router.weight.zero_()
-        whole.router.weight[0, 0], whole.router.weight[1, 0] = (
-            9.0,
-            -9.0,
-        )  # all tokens go to two experts of the first rank
+        # all tokens go to two experts of the first rank
+        whole.router.weight[0, 0] = 9.0
+        whole.router.weight[1, 0] = -9.0
     whole.router.weight.requires_grad_(False)
     slow = ExpertRates(machine=Machine(tflops=1e-9))  # computes so slowly that any move pays
 
     def rank(transport: AbstractTransport) -> tuple[list[Moved], list[int]]:
-        layer, mesh = on_mesh(whole, FOUR, transport, Plan()), Mesh(FOUR, transport)
+        layer = on_mesh(whole, FOUR, transport, Plan())
+        mesh = Mesh(FOUR, transport)
         optimizer = adamw(layer.experts.parameters())
         placement = ExpertPlacement([layer], mesh, optimizer, every=1, placer=Balanced(slow))
         found = []

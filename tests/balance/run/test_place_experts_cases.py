@@ -1,4 +1,5 @@
-"""Experts in random orders under random plans, meshes, routers, capacities and precisions: results equal the plain layer's."""
+"""Experts in random orders under random plans, meshes, routers, capacities and precisions: results
+equal the plain layer's."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_deepep_finds_experts_where_they_are() -> None:
 
 
 def test_samples_that_move_find_experts_that_moved() -> None:
-    """Expert and sample placement together: where samples should go depends on where the next layer's experts are."""
+    """Expert and sample placement together: where samples should go depends on where the next
+    layer's experts are."""
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     whole = make_layer()
     after = Homes(np.array([[7, 1], [0, 3], [4, 2], [6, 5]]))

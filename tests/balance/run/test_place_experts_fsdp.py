@@ -1,4 +1,5 @@
-"""Experts that move under FSDP, which may cut between experts: on four processes, and on six with an uneven cut."""
+"""Experts that move under FSDP, which may cut between experts: on four processes, and on six with
+an uneven cut."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from helpers import GivenOrders
-from moesaic.balance.run.experts import ExpertPlacement
+from moesaic.balance.run.expert_moves import ExpertPlacement
 from moesaic.comm.mesh import Mesh
 from moesaic.experts import PlainExperts
 from moesaic.layer import MoE
@@ -25,7 +26,10 @@ from moesaic.program.plan import Plan
 from moesaic.testing.runner import leave
 from worlds import start
 
-EXPERTS, DIM, HIDDEN, STEPS = 8, 4, 6, 2
+EXPERTS = 8
+DIM = 4
+HIDDEN = 6
+STEPS = 2
 CUTS = ("trainer", "experts")
 """Where FSDP cuts: as in the trainer, or every parameter between experts."""
 
@@ -48,7 +52,8 @@ def build(mesh: Mesh, cut: str) -> MoE:
 
 
 def train(mesh: Mesh, cut: str, moves: bool) -> list[Tensor]:
-    """Return outputs, and finally all parameters and moments of the experts, gathered, with every expert in its own slot."""
+    """Return outputs, and finally all parameters and moments of the experts, gathered, with every
+    expert in its own slot."""
     layer = build(mesh, cut)
     optimizer = torch.optim.AdamW(layer.experts.parameters(), lr=0.05, fused=True)
     draw = np.random.default_rng(0)

@@ -1,4 +1,5 @@
-"""Why experts cannot be moved, with one message on every rank; and what moves with them besides weights and moments."""
+"""Why experts cannot be moved, with one message on every rank; and what moves with them besides
+weights and moments."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from meshes import make_layer, on_mesh
 from test_place_experts import TWO, adamw, step
 
 from helpers import refused
-from moesaic.balance.run.experts import ExpertPlacement
+from moesaic.balance.run.expert_moves import ExpertPlacement
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
@@ -25,7 +26,8 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> list[str]:
-        layer, said = on_mesh(whole, TWO, transport, Plan()), []
+        layer = on_mesh(whole, TWO, transport, Plan())
+        said = []
         optimizer = adamw(layer.parameters())
         mesh = Mesh(TWO, transport)
         placement = ExpertPlacement([layer], mesh, optimizer, every=1)
@@ -38,7 +40,8 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
             said.append(refusal(lambda orders=orders: placement.place(orders)))
         step(layer, mesh, optimizer, 0)
         w1 = layer.experts.get_parameter("w13")
-        before, state = w1.detach().clone(), optimizer.state[w1]
+        before = w1.detach().clone()
+        state = optimizer.state[w1]
         for strange in (torch.zeros(7), [torch.zeros(2)]):
             optimizer.state[w1] = {**state, "odd": strange}
             said.append(refusal(lambda: placement.place([np.array([1, 0, 3, 2])])))
@@ -53,9 +56,13 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
     one, two = run_ranks(2, rank)
     assert one == two
     expected = [
-        "must name each of 0 to 3 once, got", "0 orders for 1 layers: give one each", "layer 0 order differs",
-        "the optimizer's weight.odd of w13, (7,), cannot be cut by expert", "keeps a list as its odd", "differs",
-    ]  # fmt: skip
+        "must name each of 0 to 3 once, got",
+        "0 orders for 1 layers: give one each",
+        "layer 0 order differs",
+        "the optimizer's weight.odd of w13, (7,), cannot be cut by expert",
+        "keeps a list as its odd",
+        "differs",
+    ]
     for text, words in zip(one, expected, strict=True):
         assert words in text
         assert "\n" not in text

@@ -20,17 +20,20 @@ from moesaic.runtime.expert_parallel import PlainCalls
 SOURCE = f"{Path(moesaic.__file__).parent}/"
 GRID = Grid(world=2, ep=2, ranks_per_node=1)
 ORDER = "runtime/expert_order.py"
-"""The order of experts, after moves: balancing code in a folder that layers without balancing use too."""
+"""The order of experts, after moves: balancing code in a folder that layers without balancing use
+too."""
 BUDGET = "balance/budget.py"
 """Memory budgets: planning uses them too and imports no runtime."""
 
 
 def entered(plan: Plan, *, placed: bool = False) -> set[str]:
-    """Return the paths of the balancing files with functions that a layer's training step runs, on any rank."""
+    """Return the paths of the balancing files with functions that a layer's training step runs, on
+    any rank."""
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> set[str]:
-        layer, found = on_mesh(whole, GRID, transport, plan), set()
+        layer = on_mesh(whole, GRID, transport, plan)
+        found = set()
         if placed:
             layer.on_mesh.order.watches = True
 
@@ -68,7 +71,8 @@ def test_a_switch_of_plans_switches_what_decides() -> None:
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> list[type]:
-        layer, found = on_mesh(whole, GRID, transport, Plan()), []
+        layer = on_mesh(whole, GRID, transport, Plan())
+        found = []
         for plan in (Plan(), Plan(memory_budget=8), Plan()):
             layer.use_plan(plan)
             found.append(type(layer.on_mesh.calls))

@@ -19,13 +19,17 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic_lab.policies.stay import Stay
 
-DIM, EXPERTS, SLOTS, LENGTH = 64, 8, 2, 16
+DIM = 64
+EXPERTS = 8
+SLOTS = 2
+LENGTH = 16
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 ROW = DIM * 8
 
 
 def layers() -> list[MoE]:
-    """Two layers that route a token by its first entries and add nothing to it, so predictions come true."""
+    """Two layers that route a token by its first entries and add nothing to it, so predictions come
+    true."""
     made = [MoE(DIM, 8, EXPERTS, 2, losses=()).double() for _ in range(2)]
     for layer in made:
         with torch.no_grad():
@@ -47,7 +51,8 @@ def local_batch() -> torch.Tensor:
 def sent(
     placer: AbstractPlacer, *, rides: bool, backward: bool = False
 ) -> tuple[int, tuple[Volume, Volume]]:
-    """Return the bytes between nodes of a pass through both layers, and the volumes that the first decision predicted."""
+    """Return the bytes between nodes of a pass through both layers, and the volumes that the first
+    decision predicted."""
     found = passes(placer, rides=rides, backward=backward)
     return sum(crossed for crossed, _ in found), found[0][1].moves[0].volumes()
 
@@ -56,10 +61,12 @@ def passes(
     placer: AbstractPlacer, *, rides: bool, backward: bool = False
 ) -> list[tuple[int, SampleTrip]]:
     """Return the bytes that each rank sends to the other node, and its trip."""
-    whole, x = layers(), local_batch()
+    whole = layers()
+    x = local_batch()
 
     def rank(transport: LoopbackTransport) -> tuple[int, SampleTrip]:
-        mine, mesh = copy.deepcopy(whole), Mesh(GRID, transport)
+        mine = copy.deepcopy(whole)
+        mesh = Mesh(GRID, transport)
         for layer in mine:
             layer.parallelize(mesh, Plan())
         trip = Relocator(mesh, placer).start(
@@ -85,7 +92,8 @@ def passes(
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("rides", [True, False])
 def test_the_bytes_that_are_saved_are_those_that_were_promised(rides: bool, backward: bool) -> None:
-    """A separate residual is sent after both layers; the second time to the first homes, whatever was decided."""
+    """A separate residual is sent after both layers; the second time to the first homes, whatever
+    was decided."""
     still, _ = sent(Stay(), rides=rides, backward=backward)
     moving, (before, after) = sent(TwoStage(least_gain=0.0), rides=rides, backward=backward)
     assert before.inter > 400

@@ -1,4 +1,5 @@
-"""A model with samples that move between ranks has the same loss and gradients as without moves, in float64."""
+"""A model with samples that move between ranks has the same loss and gradients as without moves, in
+float64."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.equivalence import budget_by_rows
 
-DIM, LENGTH, SLOTS, EXPERTS = 4, 3, 3, 4
+DIM = 4
+LENGTH = 3
+SLOTS = 3
+EXPERTS = 4
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 SHARDS = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
 COPIES = Grid(world=4, ep=2, ranks_per_node=2)
@@ -56,7 +60,8 @@ HOME_FIRST = [
     (FOUR, Plan(memory_budget=5)),
     (SHARDS, Plan(gather_weights=1)),
 ]
-"""Plans under which results return home first, and S1 with tensor-parallel groups, under which they need not."""
+"""Plans under which results return home first, and S1 with tensor-parallel groups, under which they
+need not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,8 @@ class Block(nn.Module):
 
     def __init__(self, case: Case, number: int) -> None:
         super().__init__()
-        self.case, self.number = case, number
+        self.case = case
+        self.number = number
         self.qkv = nn.Linear(DIM, 3 * DIM)
         self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
         normalize = "after" if case.top_k > 1 else "before"
@@ -105,7 +111,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, before: Tensor, move: SampleMove | None
     ) -> Tensor:
-        """Run the block. `before` has the samples that are here; after the layer, `move` knows the new ones."""
+        """Run the block. `before` has the samples that are here; after the layer, `move` knows the
+        new ones."""
         pre = self.case.norm == "before"
         q, k, v = self.qkv(self.norms[0](x) if pre else x).chunk(3, dim=-1)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -159,7 +166,8 @@ class RandomHomes(AbstractPlacer):
     """A random placement within the replicas, the same on all ranks."""
 
     def decide(self, load: SampleLoad) -> Homes:
-        random, rank = np.random.default_rng(int(load.copies[0].sum())), load.homes.rank.copy()
+        random = np.random.default_rng(int(load.copies[0].sum()))
+        rank = load.homes.rank.copy()
         for ranks in load.replicas:
             members = np.flatnonzero(np.isin(rank, ranks))
             rank[members] = random.permutation(rank[members])
@@ -182,13 +190,16 @@ def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def run_case(case: Case, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Run with moving samples on loopback; return per rank: loss, input gradient, parameter gradients, samples moved."""
+    """Run with moving samples on loopback; return per rank: loss, input gradient, parameter
+    gradients, samples moved."""
     torch.manual_seed(0)
-    whole, compiled = Model(case).double(), compile_plan(case.plan, case.grid, bias=case.bias)
+    whole = Model(case).double()
+    compiled = compile_plan(case.plan, case.grid, bias=case.bias)
     x, goal, mask = batch(case)
 
     def rank(transport: AbstractTransport) -> dict[str, Any]:
-        model, mesh = copy.deepcopy(whole), Mesh(case.grid, transport)
+        model = copy.deepcopy(whole)
+        mesh = Mesh(case.grid, transport)
         for block in model.blocks:
             block.moe.parallelize(mesh, compiled)
             budget_by_rows(block.moe)
@@ -216,7 +227,8 @@ def check(case: Case, *, seed: int = 0) -> None:
     x.requires_grad_()
     loss = alone(x, goal, mask).mean()
     loss.backward()
-    found, grid = run_case(case, seed=seed), case.grid
+    found = run_case(case, seed=seed)
+    grid = case.grid
     close = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(
         torch.stack([each["loss"] for each in found]).mean(), loss.detach(), **close

@@ -1,4 +1,5 @@
-"""Policies that rest after passes without moves: when they rest, that nothing is exchanged then, and that results stay."""
+"""Policies that rest after passes without moves: when they rest, that nothing is exchanged then,
+and that results stay."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Lazy(AbstractPlacer):
     rest = 3
 
     def __init__(self, moves: set[int]) -> None:
-        self.asked, self._moves = 0, moves
+        self.asked = 0
+        self._moves = moves
 
     def decide(self, load: SampleLoad) -> Homes:
         self.asked += 1
@@ -47,7 +49,8 @@ class Lazy(AbstractPlacer):
 
 
 def test_it_rests_after_two_passes_in_which_nobody_moved() -> None:
-    rest, seen = Rest(), []
+    rest = Rest()
+    seen = []
     moved: list[bool | None] = []
     for _ in range(12):
         seen.append(rest.begins(3, moved))
@@ -100,11 +103,14 @@ def test_passes_that_rest_tell_nothing_and_compute_the_same(moves: set[int]) -> 
 
     def rank(transport: AbstractTransport) -> tuple[list[float], list[int], int]:
         recorder = Recorder(transport)
-        mesh, mine = Mesh(FOUR, recorder), copy.deepcopy(layers)
+        mesh = Mesh(FOUR, recorder)
+        mine = copy.deepcopy(layers)
         for layer in mine:
             layer.parallelize(mesh, Plan())
         placer = Lazy(moves)
-        relocator, errors, messages = Relocator(mesh, placer), [], []
+        relocator = Relocator(mesh, placer)
+        errors = []
+        messages = []
         for number in range(7):
             x = tokens_of(transport.rank, seed=number).view(2, 3, -1)
             expected = forward(mine, x, None)
@@ -116,9 +122,8 @@ def test_passes_that_rest_tell_nothing_and_compute_the_same(moves: set[int]) -> 
 
     for errors, messages, asked in run_ranks(4, rank):
         assert max(errors) < 1e-12
-        if (
-            moves
-        ):  # asked twice in a pass of three layers: still, moved, still, still, then it rests
+        # asked twice in a pass of three layers: still, moved, still, still, then it rests
+        if moves:
             assert asked == 8
             assert max(messages[4:]) < min(messages[:4])
         else:
@@ -131,7 +136,8 @@ def test_gradients_in_a_pass_that_rests_are_those_of_the_plain_layer() -> None:
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> float:
-        mesh, gradients = Mesh(FOUR, transport), []
+        mesh = Mesh(FOUR, transport)
+        gradients = []
         relocator = Relocator(mesh, Lazy(set()))
         for moving in (False, True):
             layer = copy.deepcopy(whole)

@@ -1,4 +1,5 @@
-"""Samples that move: exchanges of whole samples, the state of a trip, a language model, and error messages."""
+"""Samples that move: exchanges of whole samples, the state of a trip, a language model, and error
+messages."""
 
 from __future__ import annotations
 
@@ -82,8 +83,11 @@ def gpt_step(
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"checkpoint_activations": True}, {"moe": {"router": "hash"}}, {"moe_every": 2, "moe": {"shared_hidden": 8}}
-]  # fmt: skip
+    {},
+    {"checkpoint_activations": True},
+    {"moe": {"router": "hash"}},
+    {"moe_every": 2, "moe": {"shared_hidden": 8}},
+]
 
 
 @pytest.mark.parametrize(
@@ -94,12 +98,14 @@ OPTIONS: list[dict[str, Any]] = [
 def test_a_language_model_computes_the_same(
     options: dict[str, Any], ends_home: bool, padded: bool
 ) -> None:
-    """Compared with the same mesh without placement: mean loss, every gradient, every expert's load. Without padding, the
-    residual is sent with the results."""
+    """Compared with the same mesh without placement: mean loss, every gradient, every expert's
+    load. Without padding, the residual is sent with the results."""
     torch.manual_seed(0)
     whole = MovingGPT(gpt_config(**copy.deepcopy(options)), 11).double()
-    tokens, targets = torch.randint(0, 11, (8, 6)), torch.randint(0, 11, (8, 6))
-    targets[2, 1:], targets[7] = -1, -1
+    tokens = torch.randint(0, 11, (8, 6))
+    targets = torch.randint(0, 11, (8, 6))
+    targets[2, 1:] = -1
+    targets[7] = -1
     mask = torch.rand(8, 6) > 0.2 if padded else None
     random = np.random.default_rng(0)
     homes = [Homes(random.permutation(8).reshape(4, 2)) for _ in range(4)]
@@ -107,7 +113,8 @@ def test_a_language_model_computes_the_same(
     def rank(transport: AbstractTransport) -> list[tuple[Tensor, list[Tensor], dict[str, Tensor]]]:
         found = []
         for moves in (False, True):
-            model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
+            model = copy.deepcopy(whole)
+            mesh = Mesh(FOUR, transport)
             for block in model.blocks:
                 if isinstance(block.ffn, MoE):
                     block.ffn.parallelize(mesh, Plan(chunks=2))
@@ -141,10 +148,12 @@ def test_a_language_model_computes_the_same(
 
 def test_a_language_model_without_targets_gives_its_own_samples_logits() -> None:
     torch.manual_seed(0)
-    whole, tokens = MovingGPT(gpt_config(), 11).double(), torch.randint(0, 11, (8, 6))
+    whole = MovingGPT(gpt_config(), 11).double()
+    tokens = torch.randint(0, 11, (8, 6))
 
     def rank(transport: AbstractTransport) -> Tensor:
-        model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
+        model = copy.deepcopy(whole)
+        mesh = Mesh(FOUR, transport)
         for block in model.blocks:
             block.ffn.parallelize(mesh, Plan())
         model.relocator = Relocator(mesh, Given([AFTER, BEFORE]))
@@ -166,14 +175,16 @@ def test_in_evaluation_samples_stay() -> None:
 
 
 def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> None:
-    first, second = make_layer(seed=1), make_layer(seed=2)
+    first = make_layer(seed=1)
+    second = make_layer(seed=2)
     expected = [
         second(tokens_of(rank, 6).view(2, 3, DIM), return_routing=True)[1] for rank in range(4)
     ]
 
     def rank(transport: AbstractTransport) -> tuple[np.ndarray, np.ndarray | None, int]:
         mesh = Mesh(FOUR, transport)
-        one, two = copy.deepcopy(first), copy.deepcopy(second)
+        one = copy.deepcopy(first)
+        two = copy.deepcopy(second)
         for layer in (one, two):
             layer.parallelize(mesh, Plan())
         trip = Relocator(mesh, TwoStage(least_gain=0.0)).start(
@@ -209,7 +220,8 @@ def run_trip(
     **options: Any,
 ) -> Tensor:
     """Return one layer's call in a trip of two layers."""
-    layer, mesh = make_layer(**options.pop("layer", {})), Mesh(FOUR, transport)
+    layer = make_layer(**options.pop("layer", {}))
+    mesh = Mesh(FOUR, transport)
     layer.parallelize(mesh, plan or Plan())
     relocator = Relocator(mesh, Stay())
     trip = relocator.start([Following(layer.router, 2)] * 2, samples, length)

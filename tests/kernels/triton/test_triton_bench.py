@@ -1,4 +1,5 @@
-"""The GPU benchmark end to end on tiny layers, with clocks and memory counters replaced, to find errors without a GPU."""
+"""The GPU benchmark end to end on tiny layers, with clocks and memory counters replaced, to find
+errors without a GPU."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_grouped_mm_computes_the_same_layer(device, layer):
 def imitated_sonic(
     x, scores, token, expert, gate_up, bias, down, other_bias, num_experts, stream, activation
 ):
-    """Compute what sonicmoe.functional.moe_general_routing_inputs documents: gate and up rows interleaved, experts last."""
+    """Compute what sonicmoe.functional.moe_general_routing_inputs documents: gate and up rows
+    interleaved, experts last."""
     assert (bias, other_bias, activation) == (None, None, "swiglu")
     assert [each.stride()[1] for each in (gate_up, down)] == [1, 1]
     assert gate_up.shape == (2 * down.shape[1], down.shape[0], num_experts)
@@ -136,16 +138,20 @@ def imitated_sonic(
 @pytest.fixture
 def sonic_moe(monkeypatch):
     """Install fake packages sonicmoe, with a slow implementation, and quack."""
-    functional, enums = ModuleType("sonicmoe.functional"), ModuleType("sonicmoe.enums")
+    functional = ModuleType("sonicmoe.functional")
+    enums = ModuleType("sonicmoe.enums")
     functional.moe_general_routing_inputs = imitated_sonic
     enums.ActivationType = SimpleNamespace(SWIGLU="swiglu")
     products = ModuleType("quack.gemm_interface")
     for name in ("gemm", "gemm_gated", "gemm_dgated"):
         setattr(products, name, lambda *, tuned=True: tuned)
     modules = {
-        "sonicmoe": ModuleType("sonicmoe"), "sonicmoe.functional": functional, "sonicmoe.enums": enums,
-        "quack": ModuleType("quack"), "quack.gemm_interface": products,
-    }  # fmt: skip
+        "sonicmoe": ModuleType("sonicmoe"),
+        "sonicmoe.functional": functional,
+        "sonicmoe.enums": enums,
+        "quack": ModuleType("quack"),
+        "quack.gemm_interface": products,
+    }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return products

@@ -1,4 +1,5 @@
-"""The choice of experts by Triton against the torch functions: choices bit for bit, weights, sums and gradients closely."""
+"""The choice of experts by Triton against the torch functions: choices bit for bit, weights, sums
+and gradients closely."""
 
 from __future__ import annotations
 
@@ -15,9 +16,13 @@ RULES = {
     "switch": ChoiceRule(3, by_sigmoid=False, normalize=False, scale=0.5),
     "sigmoid": ChoiceRule(4, by_sigmoid=True, normalize=True, scale=2.5),
     "plain sigmoid": ChoiceRule(1, by_sigmoid=True, normalize=False, scale=1.0),
-    "two best groups": ChoiceRule(3, by_sigmoid=True, normalize=True, scale=1.0, num_groups=4, top_groups=2, by_best_two=True),
-    "best groups": ChoiceRule(2, by_sigmoid=False, normalize=True, scale=1.0, num_groups=2, top_groups=1),
-}  # fmt: skip
+    "two best groups": ChoiceRule(
+        3, by_sigmoid=True, normalize=True, scale=1.0, num_groups=4, top_groups=2, by_best_two=True
+    ),
+    "best groups": ChoiceRule(
+        2, by_sigmoid=False, normalize=True, scale=1.0, num_groups=2, top_groups=1
+    ),
+}
 SUMS = {
     "no sums": WantedSums(balance=False, z=False, reduced=True),
     "losses": WantedSums(balance=True, z=True, reduced=True),
@@ -54,7 +59,8 @@ def both(monkeypatch, device, logits, rule, wanted, *, valid=None, bias=None, gi
 
 
 def check(expected, actual):
-    (torch_chosen, torch_grad), (chosen, grad) = expected, actual
+    (torch_chosen, torch_grad) = expected
+    (chosen, grad) = actual
     for name in ("expert", "token", "slot", "counts", "nonfinite", "num_valid"):
         assert torch.equal(getattr(torch_chosen, name), getattr(chosen, name)), name
     for name in ("weight", "balance", "z"):
@@ -95,10 +101,8 @@ def test_odd_rows_are_chosen_and_counted_as_by_torch(rule, device, monkeypatch):
 
 
 def test_given_experts_are_used_again(device, monkeypatch):
-    logits, given = (
-        torch.randn(6, 8),
-        torch.tensor([[7, 0], [1, 2], [3, 4], [0, 1], [5, 6], [2, 7]]).flatten(),
-    )
+    logits = torch.randn(6, 8)
+    given = torch.tensor([[7, 0], [1, 2], [3, 4], [0, 1], [5, 6], [2, 7]]).flatten()
     expected, actual = both(
         monkeypatch, device, logits, RULES["softmax"], SUMS["losses"], given=given
     )

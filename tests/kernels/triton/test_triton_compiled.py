@@ -1,4 +1,5 @@
-"""Every kernel compiles for Ampere, Ada and Hopper, fits the device and uses its tensor cores; no GPU needed."""
+"""Every kernel compiles for Ampere, Ada and Hopper, fits the device and uses its tensor cores; no
+GPU needed."""
 
 from __future__ import annotations
 
@@ -28,9 +29,14 @@ from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for
 from moesaic_lab.device.mlp import moe_mlp
 
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
-TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 512, 8, 16, 1024, 256
+TOKENS = 512
+TOP_K = 8
+EXPERTS = 16
+DIM = 1024
+HIDDEN = 256
 SPILLED_BYTES = 64
-"""The most spilled bytes per thread: a few in an epilogue cost nothing, hundreds mean that the epilogue does not fit."""
+"""The most spilled bytes per thread: a few in an epilogue cost nothing, hundreds mean that the
+epilogue does not fit."""
 FLOAT_ATOMIC = re.compile(r"\b(atom|red)\.\S*\.(f16|bf16|f32|f64)")
 
 capabilities = pytest.mark.parametrize("capability", DEVICES)
@@ -44,16 +50,16 @@ def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
     """Run a layer forward and backward on zeros."""
     order = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
     up = zeros(EXPERTS, 2 if gated else 1, HIDDEN, DIM, dtype=dtype)
-    down, weight = (
-        zeros(EXPERTS, DIM, HIDDEN, dtype=dtype),
-        zeros(TOKENS * TOP_K, dtype=torch.float32),
-    )
-    x, activation = zeros(TOKENS, DIM, dtype=dtype), "silu" if gated else "gelu"
+    down = zeros(EXPERTS, DIM, HIDDEN, dtype=dtype)
+    weight = zeros(TOKENS * TOP_K, dtype=torch.float32)
+    x = zeros(TOKENS, DIM, dtype=dtype)
+    activation = "silu" if gated else "gelu"
     moe_mlp(x, up, down, weight, *order, top_k=TOP_K, activation=activation).sum().backward()
 
 
 def check(kernels: list[CompiledKernel], capability: int) -> set[str]:
-    """Check compiled kernels against the limits of the device; return the names of those that use its tensor cores."""
+    """Check compiled kernels against the limits of the device; return the names of those that use
+    its tensor cores."""
     room = DEVICES[capability].shared_bytes
     assert {
         kernel.name: kernel.shared_bytes for kernel in kernels if kernel.shared_bytes > room
@@ -89,11 +95,17 @@ def test_what_gpt_oss_runs_fits_the_registers(capability, tmp_path):
         for sizes in ((2, HIDDEN, DIM), (2, HIDDEN), (DIM, HIDDEN), (DIM,))
     ]
     work = ExpertWork(
-        x=zeros(TOKENS, DIM).detach(), gates=torch.zeros(rows), gates_first=False, activation="silu",
-        dispatch=Dispatch(token=token, by_token=token, starts=torch.arange(0, rows, TOP_K), per_token=TOP_K),
-        ends=torch.zeros(EXPERTS, dtype=torch.int32), clamp=Clamp(7.0, 1.702, 1.0),
+        x=zeros(TOKENS, DIM).detach(),
+        gates=torch.zeros(rows),
+        gates_first=False,
+        activation="silu",
+        dispatch=Dispatch(
+            token=token, by_token=token, starts=torch.arange(0, rows, TOP_K), per_token=TOP_K
+        ),
+        ends=torch.zeros(EXPERTS, dtype=torch.int32),
+        clamp=Clamp(7.0, 1.702, 1.0),
         **dict(zip(("up", "up_bias", "down", "down_bias"), made)),
-    )  # fmt: skip
+    )
     with compiling_for(capability, tmp_path) as kernels:
         y, pre = expert_stage.forward(work, torch.bfloat16)
         expert_stage.backward(work, pre, y, Wanted())
@@ -149,7 +161,8 @@ def test_a_layer_in_float32_fits_the_registers(capability, precision, tmp_path):
 
 @pytest.mark.slow
 def test_hopper_fetches_weights_by_descriptor(tmp_path):
-    """Rows in expert order are loaded by descriptor too; persistent programs flatten their loops."""
+    """Rows in expert order are loaded by descriptor too; persistent programs flatten their
+    loops."""
     tile = Tile(rows=128, columns=128, depth=64, warps=8, stages=3, programs=1, descriptors=1)
     ends = torch.tensor([TOKENS], dtype=torch.int32)
     with compiling_for(90, tmp_path) as kernels, torch.no_grad():
@@ -164,9 +177,13 @@ def test_hopper_fetches_weights_by_descriptor(tmp_path):
 @pytest.mark.slow
 @capabilities
 def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_path):
-    """Checks rows in expert order, as on a mesh, gathered tokens, and operands of more than 2^31 elements."""
-    rows, token = TOKENS * TOP_K, torch.zeros(TOKENS * TOP_K, dtype=torch.int32)
-    p, x, ends = zeros(rows, DIM), zeros(TOKENS, HIDDEN), torch.zeros(EXPERTS, dtype=torch.int32)
+    """Checks rows in expert order, as on a mesh, gathered tokens, and operands of more than 2^31
+    elements."""
+    rows = TOKENS * TOP_K
+    token = torch.zeros(TOKENS * TOP_K, dtype=torch.int32)
+    p = zeros(rows, DIM)
+    x = zeros(TOKENS, HIDDEN)
+    ends = torch.zeros(EXPERTS, dtype=torch.int32)
     large = torch.empty(2**20, 2**11, dtype=torch.bfloat16, device="meta")
     shape = Shape(
         product="weight_grad",
@@ -200,14 +217,10 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
 
 def choose_on_device(rule: ChoiceRule, num_experts: int) -> None:
     """Run the kernels of the choice forward and backward on zeros."""
-    logits, wanted = (
-        torch.zeros(TOKENS, num_experts),
-        WantedSums(balance=True, z=True, reduced=True),
-    )
-    chosen, bias = (
-        empty_chosen(logits, rule, wanted),
-        torch.zeros(num_experts) if rule.by_sigmoid else None,
-    )
+    logits = torch.zeros(TOKENS, num_experts)
+    wanted = WantedSums(balance=True, z=True, reduced=True)
+    chosen = empty_chosen(logits, rule, wanted)
+    bias = torch.zeros(num_experts) if rule.by_sigmoid else None
     choose_by_triton(logits, bias, torch.ones(TOKENS, dtype=torch.bool), None, rule, wanted, chosen)
     numbers = (
         chosen.expert,
@@ -232,10 +245,8 @@ def test_everything_else_compiles(capability, tmp_path):
                 choose_on_device(rule, num_experts)
         sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
         weight = torch.zeros(TOKENS * TOP_K)
-        starts, by_token = (
-            torch.arange(0, TOKENS * TOP_K, TOP_K),
-            torch.zeros(TOKENS * TOP_K, dtype=torch.int64),
-        )
+        starts = torch.arange(0, TOKENS * TOP_K, TOP_K)
+        by_token = torch.zeros(TOKENS * TOP_K, dtype=torch.int64)
         for per_token in (TOP_K, 0):
             for weights in (None, weight):
                 sum_tokens(
@@ -265,3 +276,16 @@ def test_everything_else_compiles(capability, tmp_path):
         "_int8_encode_kernel",
         "_fp8_encode_kernel",
     }
+
+
+def test_the_choice_is_not_compiled_again_for_other_numbers_of_tokens(tmp_path):
+    rule = ChoiceRule(1, by_sigmoid=False, normalize=True, scale=1.0)
+    wanted = WantedSums(False, False, reduced=True)
+    with compiling_for(90, tmp_path) as kernels:
+        for num_tokens in (8, 16, 17, 100, 512, *range(1000, 1100, 8), 2000, 8191, 8192):
+            logits = torch.zeros(num_tokens, EXPERTS)
+            choose_by_triton(
+                logits, None, None, None, rule, wanted, empty_chosen(logits, rule, wanted)
+            )
+    variants = {kernel.ptx for kernel in kernels if kernel.name == "_choose_kernel"}
+    assert 1 <= len(variants) <= 4, "numbers that 16 divides are compiled apart from others"

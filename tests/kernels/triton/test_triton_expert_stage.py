@@ -16,7 +16,11 @@ from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.work import ExpertWork, Places, Wanted
 
-TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 13, 2, 3, 40, 24
+TOKENS = 13
+TOP_K = 2
+EXPERTS = 3
+DIM = 40
+HIDDEN = 24
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 """The largest error in each dtype, relative to the norm in float64."""
 
@@ -30,14 +34,15 @@ def work_of(
     tokens: int = TOKENS,
     dim: int = DIM,
 ) -> ExpertWork:
-    expert = (
-        torch.rand(tokens, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)
-    )  # the last expert gets no rows
+    # the last expert gets no rows
+    expert = torch.rand(tokens, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)
     token = torch.arange(tokens).repeat_interleave(TOP_K)
     if dispatch == "varying":
         sent = torch.rand(len(token)) < 0.7
-        expert, token = expert[sent], token[sent]
-    expert, token = expert.to(device), token.to(device)
+        expert = expert[sent]
+        token = token[sent]
+    expert = expert.to(device)
+    token = token.to(device)
     counts = torch.bincount(expert, minlength=EXPERTS)
     per_token = None if dispatch == "varying" else TOP_K
     permutation = sort_by_expert(token, expert, counts, tokens, per_token)
@@ -76,10 +81,8 @@ def check(work: ExpertWork, wanted: Wanted, tolerance: float) -> None:
 
 def with_biases(work: ExpertWork) -> ExpertWork:
     made = {"device": work.x.device, "dtype": work.x.dtype}
-    up_bias, down_bias = (
-        torch.randn(work.up.shape[:3], **made),
-        torch.randn(len(work.down), work.x.shape[1], **made),
-    )
+    up_bias = torch.randn(work.up.shape[:3], **made)
+    down_bias = torch.randn(len(work.down), work.x.shape[1], **made)
     return replace(work, up_bias=up_bias, down_bias=down_bias)
 
 
@@ -88,7 +91,8 @@ FORMS = (
     ("silu", True, CLAMP),
     *((name, gated, None) for name in ACTIVATIONS for gated in (False, True)),
 )
-"""(activation, whether there is a gate, clamp). A tight clamp cuts off many pre-activations on either side."""
+"""(activation, whether there is a gate, clamp). A tight clamp cuts off many pre-activations on
+either side."""
 
 
 def in_turn(*axes: Iterable[object]) -> list[tuple[object, ...]]:
@@ -119,7 +123,8 @@ def test_every_form_of_expert_stays_near_float64_in_every_dtype(
 
 @pytest.mark.parametrize(("tokens", "dtype"), list(zip((0, 40, 1), NEAR)), ids=str)
 def test_what_gpt_oss_runs_with_no_row_one_and_many(tokens, dtype, device):
-    """Biases and clamped SwiGLU, with experts without rows, and rows in several tiles of widths that no tile divides."""
+    """Biases and clamped SwiGLU, with experts without rows, and rows in several tiles of widths
+    that no tile divides."""
     work = with_biases(
         replace(work_of(device, dtype=dtype, tokens=tokens, dim=72), activation="silu", clamp=CLAMP)
     )

@@ -1,4 +1,5 @@
-"""Each grouped product against float64: gathered or not, both storage orders, by pointers and by descriptors."""
+"""Each grouped product against float64: gathered or not, both storage orders, by pointers and by
+descriptors."""
 
 from __future__ import annotations
 
@@ -51,16 +52,12 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     ids=str,
 )
 def test_rows_times(tile, counts, order, size, device):
-    ends, tile, transposed, (dim, width) = (
-        ends_of(counts, device),
-        TILES[tile],
-        order == "(E, N, K)",
-        size,
-    )
-    x, w = (
-        torch.randn(sum(counts) + 3, dim, device=device),
-        torch.randn(len(counts), width, dim, device=device),
-    )
+    ends = ends_of(counts, device)
+    tile = TILES[tile]
+    transposed = order == "(E, N, K)"
+    (dim, width) = size
+    x = torch.randn(sum(counts) + 3, dim, device=device)
+    w = torch.randn(len(counts), width, dim, device=device)
     stored = w if transposed else w.transpose(1, 2).contiguous()
     actual = rows_times(x, stored, ends, tile, transposed=transposed)
     close(actual[: sum(counts)], rows_times_reference(x, w, ends))
@@ -69,7 +66,8 @@ def test_rows_times(tile, counts, order, size, device):
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_rows_times_a_slice_of_wider_weights(tile, device):
     ends = ends_of([4, 0, 6], device)
-    x, wide = torch.randn(10, 24, device=device), torch.randn(3, 40, 24, device=device)
+    x = torch.randn(10, 24, device=device)
+    wide = torch.randn(3, 40, 24, device=device)
     w = wide[:, 8:28]
     actual = rows_times(x, w, ends, tile, transposed=True)
     close(actual, rows_times_reference(x, w, ends))
@@ -81,10 +79,12 @@ def test_rows_times_a_slice_of_wider_weights(tile, device):
     ids=str,
 )
 def test_outer_products(tile, counts, gathered, device):
-    ends, tile = ends_of(counts, device), TILES[tile]
+    ends = ends_of(counts, device)
+    tile = TILES[tile]
     num_rows = sum(counts)
     token = torch.randint(0, max(1, num_rows), (num_rows,), device=device).to(torch.int32)
-    p, q = torch.randn(num_rows, 40, device=device), torch.randn(num_rows, 24, device=device)
+    p = torch.randn(num_rows, 40, device=device)
+    q = torch.randn(num_rows, 24, device=device)
     actual = outer_products(
         p,
         q,
@@ -101,10 +101,12 @@ def test_outer_products(tile, counts, gathered, device):
 
 @pytest.mark.parametrize(("tile", "gathered"), list(zip(TILES.values(), ("p", "q", None))), ids=str)
 def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, device):
-    """Infinite rows of one expert, and undefined rows after those of all experts, cause no NaN in another's gradient."""
+    """Infinite rows of one expert, and undefined rows after those of all experts, cause no NaN in
+    another's gradient."""
     ends = ends_of([21, 3, 20], device)
     token = torch.arange(50, device=device).to(torch.int32)
-    p, q = torch.randn(50, 40, device=device), torch.randn(50, 24, device=device)
+    p = torch.randn(50, 40, device=device)
+    q = torch.randn(50, 24, device=device)
     exact = outer_products_reference(p, q, ends)
     for side in (p, q):
         side[21:24], side[44:] = float("inf"), float("nan")
@@ -131,8 +133,12 @@ def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, devic
 )
 def test_up_and_the_gradient_of_down(tile, counts, form, device):
     """Rows already in expert order, as in a distributed layer: no gather, one weight per row."""
-    ends, num_rows, dim, width = ends_of(counts, device), sum(counts), 40, 24
-    tile, (activation, gated) = TILES[tile], form
+    ends = ends_of(counts, device)
+    num_rows = sum(counts)
+    dim = 40
+    width = 24
+    tile = TILES[tile]
+    (activation, gated) = form
     x = torch.randn(num_rows, dim, device=device)
     matrices = torch.randn(len(counts), 2 if gated else 1, width, dim, device=device) / dim**0.5
     options = {"activation": activation, "weight": torch.rand(num_rows, device=device)}
@@ -140,10 +146,8 @@ def test_up_and_the_gradient_of_down(tile, counts, form, device):
     expected = up_reference(x, matrices, ends, **options)
     for mine, exact in zip((pre, hidden), expected, strict=True):
         close(mine, exact)
-    dy, down = (
-        torch.randn(num_rows, dim, device=device),
-        torch.randn(len(counts), dim, width, device=device),
-    )
+    dy = torch.randn(num_rows, dim, device=device)
+    down = torch.randn(len(counts), dim, width, device=device)
     d_pre, again, parts = down_grad(dy, down, pre, ends, tile, **options)
     expected = down_grad_reference(dy, down, pre, ends, **options)
     for mine, exact in zip((d_pre, again, parts.sum(1)), expected, strict=True):
@@ -151,7 +155,8 @@ def test_up_and_the_gradient_of_down(tile, counts, form, device):
 
 
 def test_backward_makes_the_very_hidden_rows_of_forward(device):
-    """Both compute them from the rounded pre-activations, so the gradient of `down` is that of the forward function."""
+    """Both compute them from the rounded pre-activations, so the gradient of `down` is that of the
+    forward function."""
     ends = ends_of([20, 13], device)
     x = torch.randn(33, 40, device=device, dtype=torch.bfloat16)
     matrices, down = (
@@ -166,8 +171,10 @@ def test_backward_makes_the_very_hidden_rows_of_forward(device):
 
 def test_the_epilogue_in_splits_is_the_epilogue(device):
     ends = ends_of([70, 0, 50], device)
-    dy, down = torch.randn(120, 24, device=device), torch.randn(3, 24, 96, device=device)
-    pre, weight = torch.randn(120, 192, device=device), torch.rand(120, device=device)
+    dy = torch.randn(120, 24, device=device)
+    down = torch.randn(3, 24, 96, device=device)
+    pre = torch.randn(120, 192, device=device)
+    weight = torch.rand(120, device=device)
     tile = Tile(rows=64, columns=128, depth=16, warps=4, stages=2)
     assert num_column_splits(tile) > 1
     d_pre, hidden, parts = down_grad(dy, down, pre, ends, tile, activation="silu", weight=weight)

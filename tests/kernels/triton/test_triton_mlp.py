@@ -42,9 +42,8 @@ def layer(
 ) -> dict[str, Any]:
     num_tokens, top_k, num_experts, dim, hidden = sizes
     expert = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(torch.int32)
-    expert[expert == 0] = (
-        -1 if dropped or num_experts == 1 else min(1, num_experts - 1)
-    )  # expert 0 gets no rows
+    # expert 0 gets no rows
+    expert[expert == 0] = -1 if dropped or num_experts == 1 else min(1, num_experts - 1)
     if num_experts == 1 and not dropped:
         expert.zero_()
     return {
@@ -69,7 +68,8 @@ def leaves_of(inputs: dict[str, Any], dtype: torch.dtype | None = None) -> dict[
 def run(
     inputs: dict[str, Any], activation: str, tile: Tile | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    leaves, expert = leaves_of(inputs), inputs["expert"]
+    leaves = leaves_of(inputs)
+    expert = inputs["expert"]
     order = sort(expert.reshape(-1).to(inputs["x"].device), len(inputs["up"]))
     tiles = None if tile is None else dict.fromkeys(TILES, tile)
     return moe_mlp(
@@ -79,7 +79,8 @@ def run(
 
 def check(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> None:
     y, leaves = run(inputs, activation, tile)
-    exact, expert = leaves_of(inputs, torch.float64), inputs["expert"]
+    exact = leaves_of(inputs, torch.float64)
+    expert = inputs["expert"]
     matrices = [exact[name] for name in ("x", "up", "down")]
     expected = moe_mlp_reference(*matrices, exact["weight"].view(expert.shape), expert, activation)
     dy = torch.randn_like(y)
@@ -115,7 +116,8 @@ def test_copies_that_are_not_sent_add_nothing_and_get_no_gradient(device):
 
 
 def test_more_tiles_than_one(device):
-    """Every kernel runs several row tiles, column tiles and steps, also with persistent programs."""
+    """Every kernel runs several row tiles, column tiles and steps, also with persistent
+    programs."""
     inputs = layer((20, 2, 2, 40, 24), torch.float32, device, gated=True)
     tile = Tile(
         rows=16, columns=16, depth=16, warps=4, stages=2, group=2, programs=1, descriptors=1
@@ -155,7 +157,11 @@ def test_shapes_name_every_tile():
 
 
 def test_logits_of_nan_and_experts_that_do_not_exist_spoil_no_other_token(device):
-    num_tokens, top_k, num_experts, dim, hidden = 20, 2, 5, 16, 16
+    num_tokens = 20
+    top_k = 2
+    num_experts = 5
+    dim = 16
+    hidden = 16
     logits = torch.randn(num_tokens, num_experts, device=device)
     logits[::3] = float("nan")
     logits[1::7, 2] = float("nan")

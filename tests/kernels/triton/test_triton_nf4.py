@@ -17,7 +17,9 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 @pytest.mark.parametrize("counts", COUNTS)
 def test_it_equals_the_product_with_the_dequantized_matrices(device, counts, dtype, transposed):
     torch.manual_seed(0)
-    sizes, height, width = COUNTS[counts], 40, 192
+    sizes = COUNTS[counts]
+    height = 40
+    width = 192
     codes, scales = nf4.quantize(torch.randn(len(sizes), height, width, device=device))
     spare = 7 if counts == "rows of no expert" else 0
     x = torch.randn(sum(sizes) + spare, width if transposed else height, device=device).to(dtype)

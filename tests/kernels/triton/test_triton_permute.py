@@ -1,4 +1,5 @@
-"""Sums of tokens' rows against float64: with weights, unsent copies and varying numbers of rows per token."""
+"""Sums of tokens' rows against float64: with weights, unsent copies and varying numbers of rows per
+token."""
 
 from __future__ import annotations
 
@@ -38,12 +39,13 @@ def by_token_of(
 )
 def test_each_token_gets_the_sum_of_its_rows(size, dtype, form, copies, device):
     num_tokens, top_k, dim = size
-    weighted, varying, dropped = form == "weighted", copies == "varying", copies == "some dropped"
+    weighted = form == "weighted"
+    varying = copies == "varying"
+    dropped = copies == "some dropped"
     by_token, starts = by_token_of(num_tokens, top_k, varying=varying, dropped=dropped)
     rows = torch.randn(len(by_token), dim).to(dtype)
-    rows[~torch.isin(torch.arange(len(rows)), by_token)] = (
-        torch.nan
-    )  # rows of unsent copies must not be read
+    # rows of unsent copies must not be read
+    rows[~torch.isin(torch.arange(len(rows)), by_token)] = torch.nan
     weights = torch.rand(len(by_token)) if weighted else None
     expected = torch.zeros(num_tokens, dim, dtype=torch.float64)
     ends = [*starts[1:].tolist(), len(by_token)][:num_tokens]
@@ -65,5 +67,6 @@ def test_each_token_gets_the_sum_of_its_rows(size, dtype, form, copies, device):
 
 def test_the_operator_holds_what_it_promises(device):
     by_token, starts = (each.to(device) for each in by_token_of(6, 2, varying=False, dropped=False))
-    rows, weights = torch.randn(12, 10, device=device), torch.rand(12, device=device)
+    rows = torch.randn(12, 10, device=device)
+    weights = torch.rand(12, device=device)
     torch.library.opcheck(sum_tokens.overload, (rows, by_token, starts, weights, 2, torch.float32))

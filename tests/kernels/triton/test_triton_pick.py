@@ -1,4 +1,5 @@
-"""The library end to end with the Triton kernels, as `kernels/pick.py` chooses them on a GPU, against the CPU's kernels."""
+"""The library end to end with the Triton kernels, as `kernels/pick.py` chooses them on a GPU,
+against the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ EXPERTS = {
 
 @pytest.fixture
 def picked(monkeypatch, interpreted):
-    """Make the library treat CPU tensors, on which the interpreter runs, like GPU tensors; on a GPU nothing is changed."""
+    """Make the library treat CPU tensors, on which the interpreter runs, like GPU tensors; on a GPU
+    nothing is changed."""
     if interpreted:
         for user in USERS:
             module = importlib.import_module(f"moesaic.{user}")
@@ -78,9 +80,8 @@ def layer_of(router="softmax", experts="swiglu", **options):
 
 @pytest.mark.parametrize("router", thinned(ROUTERS, every=2))
 def test_every_router_gives_what_it_gives_on_a_cpu(router, device, request):
-    layer = layer_of(router).train(
-        router not in ("noisy", "gshard")
-    )  # random draws differ between devices
+    # random draws differ between devices
+    layer = layer_of(router).train(router not in ("noisy", "gshard"))
     check(layer, torch.randn(13, 16), device, request)
 
 
@@ -102,7 +103,8 @@ def test_weights_on_either_side_and_few_tokens(weight, tokens, device, request):
 
 @pytest.mark.parametrize("odd", [-math.nan, math.inf])
 def test_an_odd_token_spoils_its_own_result_alone(odd, device, picked):
-    layer, x = layer_of().to(device), torch.randn(13, 16, device=device)
+    layer = layer_of().to(device)
+    x = torch.randn(13, 16, device=device)
     x[4] = odd
     y, routing = layer(x, return_routing=True)
     assert (~y.isfinite().all(1)).nonzero().flatten().tolist() == [4]
@@ -133,12 +135,11 @@ def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
     expert = torch.randint(0, 4, (len(token),))
     if per_token is None:
         sent = torch.rand(len(token)) < 0.5
-        token, expert = token[sent], expert[sent]
+        token = token[sent]
+        expert = expert[sent]
     counts = torch.bincount(expert, minlength=5)
-    rows, weights = (
-        torch.randn(len(token), dim).to(dtype),
-        torch.rand(len(token)) if weighted else None,
-    )
+    rows = torch.randn(len(token), dim).to(dtype)
+    weights = torch.rand(len(token)) if weighted else None
     x = torch.randn(tokens, dim).to(dtype)
     plain = sort_by_expert(token, expert, counts, tokens, per_token)
     results = [
@@ -174,10 +175,12 @@ def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
     ids=str,
 )
 def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monkeypatch):
-    """Through the codecs' methods, with rows in any layout and messages at any address; float64 is left to torch."""
+    """Through the codecs' methods, with rows in any layout and messages at any address; float64 is
+    left to torch."""
     codec = codec_named(name)
     rows = (torch.randn(7, 40) * 10.0 ** torch.linspace(-9, 3, 7)[:, None]).to(dtype).t()
-    rows[3, 2], rows[5, 4] = math.nan, -math.inf
+    rows[3, 2] = math.nan
+    rows[5, 4] = -math.inf
     message = codec.encode(rows)
     decoded = codec.decode(message, *rows.shape, dtype)
     request.getfixturevalue("picked")

@@ -16,11 +16,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return rows from tiny to huge, a row of zeros, one with an infinity, one with a NaN, one of subnormals, one of ties."""
+    """Return rows from tiny to huge, a row of zeros, one with an infinity, one with a NaN, one of
+    subnormals, one of ties."""
     rows = torch.randn(num_rows, dim) * 10.0 ** torch.linspace(-12, 3, num_rows)[:, None]
     if num_rows > 5:
         rows[1] = 0
-        rows[2, dim // 2], rows[3, dim - 1] = torch.inf, torch.nan
+        rows[2, dim // 2] = torch.inf
+        rows[3, dim - 1] = torch.nan
         rows[4] = torch.arange(dim) * 1e-41
         rows[5] = (torch.arange(dim) % 255 - 127) * 0.5
     return rows.to(dtype)
@@ -30,7 +32,8 @@ def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     ("name", "dtype", "size"), pairwise(OPS, DTYPES, ((1, 1), (7, 300), (6, 128))), ids=str
 )
 def test_bytes_and_rows_are_the_oracles(name, dtype, size, device):
-    (codec, encode), (num_rows, dim) = OPS[name], size
+    (codec, encode) = OPS[name]
+    (num_rows, dim) = size
     rows = bad_rows(num_rows, dim, dtype)
     expected = codec.encode(rows)
     message = torch.full_like(expected, 77, device=device)

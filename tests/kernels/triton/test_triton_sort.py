@@ -25,10 +25,8 @@ def test_sort_is_stable_and_complete(num_copies, num_experts, sent, device):
         )
     if sent == "one expert":
         expert.fill_(num_experts - 1)
-    actual, expected = (
-        RowOrder(*sort(expert.to(device), num_experts)),
-        sort_reference(expert, num_experts),
-    )
+    actual = RowOrder(*sort(expert.to(device), num_experts))
+    expected = sort_reference(expert, num_experts)
     for name in RowOrder._fields:
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
 
@@ -47,7 +45,8 @@ def test_every_row_of_an_expert_is_in_one_tile(counts, unused, device):
     num_rows = int(ends[-1]) + unused
     schedule = row_tiles(ends.to(device), num_rows, 16).tolist()
     capacity = max_tiles(num_rows, len(counts), 16)
-    total, fields = schedule[0], schedule[1:]
+    total = schedule[0]
+    fields = schedule[1:]
     actual = [tuple(fields[i * capacity + tile] for i in range(3)) for tile in range(total)]
     assert actual == row_tiles_reference(ends, 16)
     assert total <= capacity

@@ -71,10 +71,8 @@ def test_a_layer_takes_the_nearest_measured_tile_of_its_generation():
     )
     wide = Tile(rows=128, columns=256, depth=64, warps=8, stages=3, programs=1, descriptors=1)
     measured = shapes(262_144, 128, 4096, 512, 2, gated=True)
-    near, far = (
-        shapes(8192 * 8, 64, 2048, 1024, 2, gated=True),
-        shapes(327_680, 128, 768, 256, 2, gated=True),
-    )
+    near = shapes(8192 * 8, 64, 2048, 1024, 2, gated=True)
+    far = shapes(327_680, 128, 768, 256, 2, gated=True)
     for device in (h200, DEVICES[2]):
         assert [tile_for(shape["down"], device) for shape in (measured, near)] == [wide, wide]
         assert tile_for(measured["up"], device) == replace(wide, columns=128, programs=0)
@@ -96,7 +94,8 @@ def a_shape() -> Shape:
 
 
 def test_search_keeps_the_fastest_and_survives_tiles_that_fail():
-    device, said = DEVICES[2], []
+    device = DEVICES[2]
+    said = []
 
     def seconds_of(tile: Tile) -> float:
         if tile.programs:
@@ -110,7 +109,8 @@ def test_search_keeps_the_fastest_and_survives_tiles_that_fail():
 
 
 def test_search_stays_with_the_default_for_noise_failures_and_deadlines():
-    device, shape = DEVICES[2], a_shape()
+    device = DEVICES[2]
+    shape = a_shape()
     first = default_tile(shape, device)
     assert search(shape, device, lambda tile: 1.0 if tile == first else 0.99) == (first, True)
     assert search(shape, device, lambda tile: 1 / 0) == (first, False)
@@ -123,12 +123,11 @@ def test_search_stays_with_the_default_for_noise_failures_and_deadlines():
 
 
 def test_a_file_serves_only_the_device_it_was_made_on(tmp_path):
-    path, shape, tile = (
-        tmp_path / "deep" / "tiles.json",
-        a_shape(),
-        Tile(rows=64, columns=64, depth=64, warps=4, stages=2),
-    )
-    here, there = Tuned(device=DEVICES[2]).with_tile(shape, tile), Tuned(device=DEVICES[1])
+    path = tmp_path / "deep" / "tiles.json"
+    shape = a_shape()
+    tile = Tile(rows=64, columns=64, depth=64, warps=4, stages=2)
+    here = Tuned(device=DEVICES[2]).with_tile(shape, tile)
+    there = Tuned(device=DEVICES[1])
     save(path, here)
     save(path, there.with_tile(shape, default_tile(shape, DEVICES[1])))
     assert load(path, DEVICES[2]).by_bucket == {bucket(shape): tile}

@@ -1,7 +1,8 @@
-"""The layer compiles with the Triton versions of the other supported torch versions, for Hopper or Ampere in turn.
+"""The layer compiles with the Triton versions of the other supported torch versions, for Hopper or
+Ampere in turn, and runs under their interpreters.
 
-`make test-random` installs them in build/triton/<version>. Each is imported in a process of its own. `make test-triton`
-compiles everything with each of them, for every GPU.
+`make test-random` installs them in build/triton/<version>. Each is imported in a process of its
+own. `make test-triton` compiles everything with each of them, for every GPU.
 """
 
 from __future__ import annotations
@@ -31,32 +32,39 @@ PLUGIN = (
 def test_the_layer_compiles_by_another_triton(
     triton: Path, capability: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "named.py").write_text(PLUGIN)
-    paths = os.pathsep.join(
-        filter(None, (str(triton), str(tmp_path), os.environ.get("PYTHONPATH")))
-    )
-    environment = os.environ | {
-        "PYTHONPATH": paths,
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-    }
-    tests = str(Path(__file__).with_name("test_triton_compiled.py"))
     layer = f"test_a_layer_runs_on_the_tensor_cores and bfloat16 and {capability}"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        tests,
-        "-k",
-        layer,
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "named",
-    ]
+    assert "1 passed" in run_with(triton, tmp_path, "test_triton_compiled.py", "-k", layer)
+
+
+@pytest.mark.random
+@pytest.mark.skipif(not FOUND, reason="no other Triton is in build/triton: run make test-random")
+@pytest.mark.parametrize("triton", [pytest.param(path, id=path.name) for path in FOUND])
+def test_kernels_run_under_the_interpreter_of_another_triton(triton: Path, tmp_path: Path) -> None:
+    files = ("test_triton_expert_stage.py", "test_triton_permute.py", "test_triton_pick.py")
+    quick = ("-m", "not slow and not random")
+    assert " passed" in run_with(triton, tmp_path, *files, *quick, TRITON_INTERPRET="1")
+
+
+def run_with(triton: Path, folder: Path, *words: str, **variables: str) -> str:
+    """Run tests of this folder with the Triton of a folder; return what pytest printed. They must
+    pass."""
+    (folder / "named.py").write_text(PLUGIN)
+    paths = os.pathsep.join(filter(None, (str(triton), str(folder), os.environ.get("PYTHONPATH"))))
+    environment = (
+        os.environ
+        | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+        | variables
+    )
+    command = [sys.executable, "-m", "pytest", *words, "-p", "no:cacheprovider", "-p", "named"]
     process = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=550, check=False
+        command,
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
     )
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
-    assert "1 passed" in process.stdout
     assert f"Triton is {triton.name}\n" in process.stdout
+    return process.stdout

@@ -1,4 +1,5 @@
-"""No call of a layer on one GPU makes the host wait; checked on a simulated GPU, with the kernels under the interpreter."""
+"""No call of a layer on one GPU makes the host wait; checked on a simulated GPU, with the kernels
+under the interpreter."""
 
 from __future__ import annotations
 
@@ -28,9 +29,8 @@ def step(layer, x, mask):
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.* encountered in:RuntimeWarning"
-)  # rows of unsent copies hold arbitrary values
+# rows of unsent copies hold arbitrary values
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -44,11 +44,13 @@ def test_one_gpu_waits_for_nothing(case, dtype, interpreted):
     if not interpreted:
         pytest.skip("the stand-in stands in for a GPU that is not there")
     layer = MoE(16, 24, 4, 2, losses=(), **CASES[case]).to(dtype)
-    x, mask = torch.randn(7, 16).to(dtype), torch.arange(7) % 5 > 0
+    x = torch.randn(7, 16).to(dtype)
+    mask = torch.arange(7) % 5 > 0
     expected = step(copy.deepcopy(layer), x, mask)
     with pretending(triton=True), interpreting(), StandIn() as stand_in:
         there = to_device(layer)
-        x, mask = x.to(DEVICE), mask.to(DEVICE)
+        x = x.to(DEVICE)
+        mask = mask.to(DEVICE)
         step(there, x, mask)
         there.zero_grad(set_to_none=True)
         stand_in.record.clear()

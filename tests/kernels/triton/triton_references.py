@@ -21,7 +21,8 @@ def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 def down_grad_reference(
     dy: Tensor, down: Tensor, pre: Tensor, ends: Tensor, *, activation: str, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (d_pre, hidden, d_weight) of rows in expert order by autograd in float64; `pre` is (R, I) or (R, 2 I)."""
+    """Compute (d_pre, hidden, d_weight) of rows in expert order by autograd in float64; `pre` is
+    (R, I) or (R, 2 I)."""
     with torch.enable_grad():
         pre, weight = (each.detach().double().requires_grad_() for each in (pre, weight))
         first, *other = pre.split(down.shape[2], 1)
@@ -32,14 +33,16 @@ def down_grad_reference(
 
 
 def outer_products_reference(p: Tensor, q: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows of one side with those of the other, in float64; both are in expert order."""
+    """Multiply each expert's rows of one side with those of the other, in float64; both are in
+    expert order."""
     starts = [0, *ends.tolist()[:-1]]
     return torch.stack([p[a:b].double().T @ q[a:b].double() for a, b in zip(starts, ends.tolist())])
 
 
 def row_tiles_reference(ends: Tensor, height: int) -> list[tuple[int, int, int]]:
     """Return (expert, first row, end of the expert's rows) for each tile, in order."""
-    tiles, start = [], 0
+    tiles = []
+    start = 0
     for expert, end in enumerate(ends.tolist()):
         tiles += [(expert, row, end) for row in range(start, end, height)]
         start = end

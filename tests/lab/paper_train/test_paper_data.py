@@ -1,5 +1,5 @@
-"""Hidden tokens and pairs of texts: which tokens are hidden, the layout of a pair's row, refusals, and the default
-pairs."""
+"""Hidden tokens and pairs of texts: which tokens are hidden, the layout of a pair's row, refusals,
+and the default pairs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def test_no_message_of_django_is_in_both_parts_in_whatever_language() -> None:
         assert {text.partition(b": ")[0].decode() for text in texts} == set(LANGUAGES)
         return Counter(text.partition(b": ")[2] for text in texts)
 
-    train, held = messages(corpus.train), messages(corpus.val)
+    train = messages(corpus.train)
+    held = messages(corpus.val)
     assert len(held) > 30
     assert max(held.values()) == len(LANGUAGES)
     assert not set(train) & set(held)

@@ -1,4 +1,5 @@
-"""The encoder and the encoder-decoder against the models that they imitate, as implemented in transformers; translation."""
+"""The encoder and the encoder-decoder against the models that they imitate, as implemented in
+transformers; translation."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def build(block: BlockConfig, **changes: Any) -> Encoder | EncoderDecoder:
 def test_a_centred_convolution_mixes_the_positions_around_it(
     width: int, seen: tuple[int, ...]
 ) -> None:
-    conv, x = CentredConv(3, width).double(), torch.randn(2, 7, 3, dtype=torch.float64)
+    conv = CentredConv(3, width).double()
+    x = torch.randn(2, 7, 3, dtype=torch.float64)
     torch.testing.assert_close(conv(x), x)
     torch.nn.init.normal_(conv.taps)
     mask = torch.rand(2, 7) < 0.7
@@ -46,7 +48,8 @@ def test_a_centred_convolution_mixes_the_positions_around_it(
 
 
 def test_padding_moves_nothing_in_an_encoder_with_convolutions() -> None:
-    ours, tokens = build(BlockConfig(kind="encoder"), conv_width=4), ids(2, LENGTH)
+    ours = build(BlockConfig(kind="encoder"), conv_width=4)
+    tokens = ids(2, LENGTH)
     mask = torch.arange(LENGTH).expand(2, -1) < torch.tensor([[LENGTH], [7]])
     other = torch.where(mask, tokens, ids(2, LENGTH))
     torch.testing.assert_close(
@@ -57,15 +60,22 @@ def test_padding_moves_nothing_in_an_encoder_with_convolutions() -> None:
 def test_the_block_of_bert_is_that_of_bert_and_padding_moves_nothing() -> None:
     ours = build(BERT, ffn="dense", dense_hidden=48)
     config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=LENGTH, layer_norm_eps=1e-5,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=LENGTH,
+        layer_norm_eps=1e-5,
+    )
     theirs = transformers.BertModel(config, add_pooling_layer=False)
     values = {"embeddings.word_embeddings.weight": ours.embedding.weight}
     values |= {"embeddings.position_embeddings.weight": ours.positions.weight}
     values |= {f"embeddings.LayerNorm.{n}": p for n, p in ours.embedding_norm.named_parameters()}
     for i, block in enumerate(ours.blocks):
-        at, attention, expert = f"encoder.layer.{i}", block.attention, block.ffn.expert
+        at = f"encoder.layer.{i}"
+        attention = block.attention
+        expert = block.ffn.expert
         for number, name in enumerate(("query", "key", "value")):
             values[f"{at}.attention.self.{name}.weight"] = attention.qkv.weight[number]
             values[f"{at}.attention.self.{name}.bias"] = attention.qkv.bias[number]
@@ -87,7 +97,8 @@ def test_the_block_of_bert_is_that_of_bert_and_padding_moves_nothing() -> None:
         }
     copy(theirs, values, "cls.predictions.transform", "token_type")
     torch.nn.init.zeros_(theirs.embeddings.token_type_embeddings.weight)
-    tokens, mask = ids(2, LENGTH), torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
+    tokens = ids(2, LENGTH)
+    mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
     hidden = theirs.double().eval()(tokens, attention_mask=mask.long()).last_hidden_state
     logits = ours(tokens, mask=mask).logits
     torch.testing.assert_close(logits[mask], (hidden @ ours.embedding.weight.T)[mask])
@@ -128,7 +139,8 @@ def test_only_what_is_written_counts_and_each_pair_the_same() -> None:
 
 
 def test_a_translation_is_the_likeliest_token_again_and_again() -> None:
-    model, sources = build(PAIRS), [[3, 4, 5], [6]]
+    model = build(PAIRS)
+    sources = [[3, 4, 5], [6]]
     assert isinstance(model, EncoderDecoder)
     for source, written in zip(sources, translate(model, sources)):
         expected: list[int] = []

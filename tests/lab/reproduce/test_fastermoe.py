@@ -1,4 +1,5 @@
-"""FasterMoE's equations, printed and corrected, its choice of shadows, and its layers as programs."""
+"""FasterMoE's equations, printed and corrected, its choice of shadows, and its layers as
+programs."""
 
 from __future__ import annotations
 
@@ -47,9 +48,11 @@ def test_shadowed_copies_are_computed_where_they_come_from() -> None:
 
 
 def test_the_corrected_cost_counts_remote_copies_in_bytes() -> None:
-    """Eq. 7 on two workers: 3 passes of 4 B alpha D^2 / P, 4 all-to-alls of remote copies times D times 4 bytes."""
+    """Eq. 7 on two workers: 3 passes of 4 B alpha D^2 / P, 4 all-to-alls of remote copies times D
+    times 4 bytes."""
     counts = np.array([[5, 20], [7, 1]])
-    compute, move = 3 * 4 * 21 * 2 * 64**2 / 1e12, 4 * 20 * 64 * 4 / 1e9
+    compute = 3 * 4 * 21 * 2 * 64**2 / 1e12
+    move = 4 * 20 * 64 * 4 / 1e9
     assert unshadowed_seconds(MACHINE, counts, "corrected") == pytest.approx(compute + move)
     assert unshadowed_seconds(MACHINE, counts, "printed") == pytest.approx(
         compute + 4 * 21 * 64 * 4 / 1e9
@@ -89,7 +92,10 @@ def test_the_corrected_choice_is_never_worse_than_none_by_its_own_cost() -> None
 
 
 def test_the_roofline_of_totals_is_exact_and_the_printed_one_is_not() -> None:
-    compute, move, workers, rows = 0.03, 0.02, 4, 1000.0
+    compute = 0.03
+    move = 0.02
+    workers = 4
+    rows = 1000.0
     machine = FasterMoEMachine(
         flops=4 * (rows / workers) * 2 * 64**2 / compute, bandwidth=1e9, dim=64
     )
@@ -103,9 +109,11 @@ def test_the_roofline_of_totals_is_exact_and_the_printed_one_is_not() -> None:
 
 def test_even_loads_need_no_shadow_and_hot_ones_gain() -> None:
     bed = FasterMoEBed(GPT_S)
-    even, hot = bed.counts(0.0, 1), bed.counts(1.6, 1)
+    even = bed.counts(0.0, 1)
+    hot = bed.counts(1.6, 1)
     assert bed.chosen(even) == []
-    slow, fast = bed.run(PLAIN, hot), bed.run(PLAIN, even)
+    slow = bed.run(PLAIN, hot)
+    fast = bed.run(PLAIN, even)
     assert slow.seconds > 2 * fast.seconds
     assert bed.shadowed(PLAIN, hot, bed.chosen(hot)) < slow.seconds
     assert bed.run(bed.smart, hot).seconds < slow.seconds
@@ -119,7 +127,8 @@ def test_a_tree_starts_up_once_per_level_and_one_rank_alone_sends_nothing() -> N
 
 def test_zero_gathers_once_more_in_stage_3_than_it_reduces_in_stage_2() -> None:
     bed = FasterMoEBed(GPT_S)
-    two, three = bed.zero_seconds(2), bed.zero_seconds(3)
+    two = bed.zero_seconds(2)
+    three = bed.zero_seconds(3)
     assert three > two
     nbytes = 16 * 2 * 1024 * 2048 * 4
     assert three - two > 0.5 * nbytes / bed.nic
@@ -128,11 +137,10 @@ def test_zero_gathers_once_more_in_stage_3_than_it_reduces_in_stage_2() -> None:
 def test_equations_1_and_2_are_the_busiest_gpu_and_the_busiest_directed_link() -> None:
     bed = FasterMoEBed(GPT_S)
     counts = np.zeros((16, 16), dtype=np.int64)
-    counts[0, 8], counts[1, 9], counts[2, 2] = (
-        100,
-        100,
-        500,
-    )  # two cross to the other node, one stays where it is
+    # two cross to the other node, one stays where it is
+    counts[0, 8] = 100
+    counts[1, 9] = 100
+    counts[2, 2] = 500
     computing, moving = bed.predicted(counts)
     assert computing == pytest.approx(3 * bed.machine.compute_seconds(500))
     assert moving == pytest.approx(4 * 200 * 1024 * 4 / bed.nic)
@@ -151,7 +159,8 @@ def test_recorded_loads_have_the_layer_s_copies_and_gains_follow_their_skew() ->
     for of_layers in tables.values():
         assert len(of_layers) >= 3
         assert all((counts.sum(1) == bed.model.layer.copies).all() for counts in of_layers)
-    even, hot = np.full((16, 16), 128), skewed(16, (3,), 1024, cold=68)
+    even = np.full((16, 16), 128)
+    hot = skewed(16, (3,), 1024, cold=68)
     assert gains(bed, [even]).shadow == 1
     assert gains(bed, [even]).experts == 0
     assert gains(bed, [hot]).shadow > 1.5

@@ -1,4 +1,5 @@
-"""Every constant says which figures it was made of, and none of these figures counts as validation."""
+"""Every constant says which figures it was made of, and none of these figures counts as
+validation."""
 
 from __future__ import annotations
 
@@ -21,10 +22,23 @@ from moesaic_lab.reproduce.records import (
 
 BOOK = read_book()
 QUICK = (
-    "schemoe.nic", "parm.a.link", "parm.a.message", "parm.b.link", "parm.b.message", "schemoe.turn", "schemoe.tflops",
-    "schemoe.codec", "schemoe.rest.layer", "schemoe.rest.fixed", "tutel.tflops", "netmoe.nic",
-    "netmoe.tflops", "netmoe.launch", "tutel.swin.train", "tutel.swin.infer",
-)  # fmt: skip
+    "schemoe.nic",
+    "parm.a.link",
+    "parm.a.message",
+    "parm.b.link",
+    "parm.b.message",
+    "schemoe.turn",
+    "schemoe.tflops",
+    "schemoe.codec",
+    "schemoe.rest.layer",
+    "schemoe.rest.fixed",
+    "tutel.tflops",
+    "netmoe.nic",
+    "netmoe.tflops",
+    "netmoe.launch",
+    "tutel.swin.train",
+    "tutel.swin.infer",
+)
 """Constants that are found in a second."""
 
 
@@ -126,8 +140,9 @@ def test_figures_that_follow_from_sizes_are_no_evidence() -> None:
     known = {name for name in BOOK.cells if BOOK.role(name) == "arithmetic"}
     assert len(known) == 15
     assert {name.rsplit(".", 1)[0] for name in known} == {
-        "schemoe.a2a", *(f"netmoe.before.{where}.{gpus}" for where in ("intra", "inter") for gpus in (16, 32)),
-    }  # fmt: skip
+        "schemoe.a2a",
+        *(f"netmoe.before.{where}.{gpus}" for where in ("intra", "inter") for gpus in (16, 32)),
+    }
     rows = BOOK.rows(dict.fromkeys(known, 1.0) | {"netmoe.compute.4": 1.79})
     assert Reproduction(paper="netmoe", title="", rows=rows, constants=()).errors() == [0.0]
 

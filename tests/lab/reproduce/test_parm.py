@@ -34,11 +34,14 @@ def test_a_cell_of_the_sweep_has_162_layers() -> None:
 
 
 def test_the_corrected_rule_is_the_closed_form() -> None:
-    """Papers.md 1.5: y = s k f S D = 4 * 20,000; S1 costs 2 y / m + gather of S D, S2 y / m + overlapped of y / m."""
-    m, s, y, sd = 2, 4, 80_000.0, 10_000.0
-    level = (y / m + sd) / (
-        y / m
-    )  # of the overlapped rate, at which both cost the same if the others are 1
+    """Papers.md 1.5: y = s k f S D = 4 * 20,000; S1 costs 2 y / m + gather of S D, S2 y / m +
+    overlapped of y / m."""
+    m = 2
+    s = 4
+    y = 80_000.0
+    sd = 10_000.0
+    # of the overlapped rate, at which both cost the same if the others are 1
+    level = (y / m + sd) / (y / m)
     assert corrected(rates(1.0, 1.0, level * 1.01), LAYER, m, s) == "s1"
     assert corrected(rates(1.0, 1.0, level * 0.99), LAYER, m, s) == "s2"
 
@@ -46,8 +49,10 @@ def test_the_corrected_rule_is_the_closed_form() -> None:
 def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_width_twice() -> (
     None
 ):
-    """Its y is E T M N_ESP with M in T already: 20,000 * 10 * s; at m = 4 it takes SAA of y, so S2 must be m times cheaper."""
-    m, sd = 4, 10_000.0
+    """Its y is E T M N_ESP with M in T already: 20,000 * 10 * s; at m = 4 it takes SAA of y, so S2
+    must be m times cheaper."""
+    m = 4
+    sd = 10_000.0
     for s in (1, 4):
         y = 200_000.0 * s
         level = (y / m + sd) / y
@@ -57,7 +62,8 @@ def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_w
 
 
 def test_operations_are_fitted_to_the_simulated_cluster() -> None:
-    """Testbed A, one node: y / m elements of fp32 of which 7/8 leave, a ring over m; 664 us per message."""
+    """Testbed A, one node: y / m elements of fp32 of which 7/8 leave, a ring over m; 664 us per
+    message."""
     bed = Bed(BOOK, "a")
     found = operations(
         bed.runs.simulator, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8), bed.top_k
@@ -70,7 +76,8 @@ def test_operations_are_fitted_to_the_simulated_cluster() -> None:
 
 
 def test_tensor_groups_of_two_make_the_schedules_about_twice_as_fast() -> None:
-    """Papers.md 1.9: where computing or the all-to-all dominates, the ratio tends to m; gathers add to it."""
+    """Papers.md 1.9: where computing or the all-to-all dominates, the ratio tends to m; gathers add
+    to it."""
     bed = Bed(BOOK, "b")
     times = bed.cell(8, 2, 2, ("baseline", "s1"))
     assert sum(each.count for each in times) <= 162

@@ -29,7 +29,8 @@ def test_every_preset_of_a_paper_is_here() -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_preset_is_the_machine_of_its_reproduction(name: str) -> None:
-    ours, theirs = read_cluster(name), MACHINES[name](read_book())
+    ours = read_cluster(name)
+    theirs = MACHINES[name](read_book())
     for one, other in zip(ours.links, theirs.links, strict=True):
         for field, value in vars(other).items():
             assert getattr(one, field) == (

@@ -30,8 +30,10 @@ def test_the_sweep_has_81_layers_and_cuts_half_experts_in_two() -> None:
     found = list(sweep(16))
     assert len(set(found)) == 81
     assert {(layer.grid.ep, layer.grid.etp, layer.workload.num_experts) for layer in found} == {
-        (8, 2, 8), (16, 1, 16), (16, 1, 32)
-    }  # fmt: skip
+        (8, 2, 8),
+        (16, 1, 16),
+        (16, 1, 32),
+    }
 
 
 def test_gains_are_over_the_best_of_all_plans_of_each_layer() -> None:
@@ -68,7 +70,8 @@ def test_what_connections_and_the_fabric_cost_are_fields_of_the_cluster() -> Non
 
 
 def test_products_message_by_message_are_slower() -> None:
-    bed, layer = TutelCluster(BOOK), single(16)
+    bed = TutelCluster(BOOK)
+    layer = single(16)
     assert layer.rows_per_message == 1024
     small = TutelLayer(gpus=16, tokens=256, dim=2048, hidden=2048)
     assert bed.seconds(Plan(), layer, flexible=False) > bed.seconds(Plan(), layer)
@@ -96,7 +99,8 @@ def test_the_masks_of_fairseq_grow_with_the_square_of_the_tokens() -> None:
 
 
 def test_a_gate_costs_what_its_tokens_and_experts_are_many() -> None:
-    """2,048 GPUs have 128 times the experts of 16: a product of half the experts' own operations, and passes over it."""
+    """2,048 GPUs have 128 times the experts of 16: a product of half the experts' own operations,
+    and passes over it."""
     bed = TutelCluster(BOOK)
     few, many = (bed.gate_seconds(single(gpus)) for gpus in (16, 2048))
     assert many > 50 * few
@@ -121,9 +125,12 @@ def test_no_routing_weight_travels() -> None:
 
 
 def test_parts_of_a_linear_all_to_all_start_up_once_per_expert() -> None:
-    """Of dispatch and combine: a message to each of 248 peers on other nodes, or two parts of two messages to each."""
-    bed, layer = TutelCluster(BOOK), TutelLayer(gpus=256, tokens=4096, dim=1024, hidden=1024)
-    one, two = cluster(BOOK, 256), cluster(BOOK, 256, None, 2)
+    """Of dispatch and combine: a message to each of 248 peers on other nodes, or two parts of two
+    messages to each."""
+    bed = TutelCluster(BOOK)
+    layer = TutelLayer(gpus=256, tokens=4096, dim=1024, hidden=1024)
+    one = cluster(BOOK, 256)
+    two = cluster(BOOK, 256, None, 2)
     assert [link.message_us for link in two.links] == [2 * link.message_us for link in one.links]
     assert two.links[1].connection_us == 2 * one.links[1].connection_us
     whole, parts = (
@@ -137,8 +144,10 @@ def test_parts_of_a_linear_all_to_all_start_up_once_per_expert() -> None:
 
 def test_weights_travel_where_tokens_are_many_and_tokens_where_weights_are_large() -> None:
     bed = TutelCluster(BOOK)
-    many, large = mapped(4096, 2048, 8.0), mapped(1024, 32768)
-    tokens, weights = Plan(gather_weights=4), Plan(gather_weights=0)
+    many = mapped(4096, 2048, 8.0)
+    large = mapped(1024, 32768)
+    tokens = Plan(gather_weights=4)
+    weights = Plan(gather_weights=0)
     assert bed.seconds(weights, many) < bed.seconds(tokens, many)
     assert bed.seconds(tokens, large) < bed.seconds(weights, large)
 

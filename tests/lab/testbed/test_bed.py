@@ -68,15 +68,27 @@ def test_nonsense_rates_name_themselves(text):
         ({"nodes": 0}, "nodes=0: must be at least 1"),
         ({"ranks_per_node": -1}, "ranks_per_node=-1: must be at least 1"),
         ({"nodes": 251}, "nodes=251 x ranks_per_node=2: at most 250 nodes and 1024 ranks"),
-        ({"nodes": 100, "ranks_per_node": 11}, "nodes=100 x ranks_per_node=11: at most 250 nodes and 1024 ranks"),
+        (
+            {"nodes": 100, "ranks_per_node": 11},
+            "nodes=100 x ranks_per_node=11: at most 250 nodes and 1024 ranks",
+        ),
         ({"inter": ("1gbit",)}, "inter has 1 rates for 2 nodes: write one rate, or one per node"),
-        ({"inter": ("1gbit", "fast")}, "inter='fast' is no rate: write a number with kbit, mbit or gbit, as in 200mbit"),
-        ({"intra": "1"}, "intra='1' is no rate: write a number with kbit, mbit or gbit, as in 200mbit"),
+        (
+            {"inter": ("1gbit", "fast")},
+            "inter='fast' is no rate: write a number with kbit, mbit or gbit, as in 200mbit",
+        ),
+        (
+            {"intra": "1"},
+            "intra='1' is no rate: write a number with kbit, mbit or gbit, as in 200mbit",
+        ),
         ({"per_message": -1}, "per_message=-1: write bytes from 0 to 65535"),
         ({"per_message": 65536}, "per_message=65536: write bytes from 0 to 65535"),
-        ({"changes": (Change(at_seconds=1, node=2, rate="1mbit"),)}, "change.node=2: nodes are 0 to 1"),
+        (
+            {"changes": (Change(at_seconds=1, node=2, rate="1mbit"),)},
+            "change.node=2: nodes are 0 to 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_beds_that_make_no_sense(fields, message):
     with pytest.raises(InputError) as error:
         Bed(**fields)

@@ -1,4 +1,5 @@
-"""Functions and commands on the ranks of a bed: what comes back, and what is said when a rank fails."""
+"""Functions and commands on the ranks of a bed: what comes back, and what is said when a rank
+fails."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def rate_of_link():
 
 
 def rates_seen(last):
-    """Look at this node's link, on node 1 until it has a rate; returns the different rates that it had."""
+    """Look at this node's link, on node 1 until it has a rate; returns the different rates that it
+    had."""
     seen = [rate_of_link()]
     while dist.get_rank() == 1 and seen[-1] != last:
         rate = rate_of_link()
@@ -165,7 +167,8 @@ def test_nothing_of_a_run_is_left_for_the_next(cluster):
 
 
 def test_two_beds_at_once(cluster):
-    first, second = cluster(2, 1), cluster(2, 1, inter="1gbit")
+    first = cluster(2, 1)
+    second = cluster(2, 1, inter="1gbit")
     assert first.run(about, "a")[1][0] == "a"
     assert second.run(about, "b")[1][0] == "b"
     assert not {net for net, _ in first.run(network)} & {net for net, _ in second.run(network)}
@@ -179,19 +182,20 @@ def test_a_link_changes_during_a_run_and_changes_back(cluster):
     bed = cluster(2, 1, changes=changes)
     other, own = bed.run(rates_seen, "3Mbit")
     assert other == ["200Mbit"]
-    rates = [
-        "200Mbit",
-        "2Mbit",
-        "3Mbit",
-    ]  # of which a rank that could not look for a second has missed some
+    # of which a rank that could not look for a second has missed some
+    rates = ["200Mbit", "2Mbit", "3Mbit"]
     assert own == [rate for rate in rates if rate in own]
     assert bed.run(rate_of_link) == ["200Mbit", "200Mbit"]
 
 
 def test_commands_get_the_environment_of_torchrun(cluster, capfd, tmp_path):
     bed = cluster(2, 2)
-    script = "echo $RANK $LOCAL_RANK $GROUP_RANK $NODE_RANK $WORLD_SIZE $MASTER_ADDR $EXTRA $(pwd); touch said$RANK; "
-    script += "while [ $(ls | wc -l) -lt 4 ]; do sleep 0.05; done; exit $RANK"  # the first that fails ends the others
+    script = (
+        "echo $RANK $LOCAL_RANK $GROUP_RANK $NODE_RANK $WORLD_SIZE $MASTER_ADDR $EXTRA $(pwd); "
+        "touch said$RANK; "
+    )
+    # the first that fails ends the others
+    script += "while [ $(ls | wc -l) -lt 4 ]; do sleep 0.05; done; exit $RANK"
     assert bed.command(["sh", "-c", script], env={"EXTRA": "x"}, cwd=tmp_path) == [0, 1, 2, 3]
     lines = sorted(capfd.readouterr().out.splitlines())
     assert lines == [

@@ -1,4 +1,5 @@
-"""`moesaic testbed`: a command per rank, its exit code, the torchrun line, and what the machine can do."""
+"""`moesaic testbed`: a command per rank, its exit code, the torchrun line, and what the machine can
+do."""
 
 from __future__ import annotations
 
@@ -29,14 +30,17 @@ def test_a_command_runs_once_per_rank(cluster_launcher, capfd):
         "--threads",
         "3",
     ]
-    script = "tc class show dev eth0 > /dev/null; echo $RANK $LOCAL_RANK $GROUP_RANK $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS"
+    script = (
+        "tc class show dev eth0 > /dev/null; echo $RANK $LOCAL_RANK $GROUP_RANK "
+        "$MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS"
+    )
     assert main(["testbed", "run", *flags, "--", "sh", "-c", script]) == 0
     out, err = capfd.readouterr()
     lines = sorted(out.splitlines())
     assert lines == [f"{rank} {rank % 2} {rank // 2} 10.64.0.2:29500 3" for rank in range(4)]
     assert err == (
-        "on a real cluster, on every node: torchrun --nnodes 2 --nproc-per-node 2 --node-rank <0..1> --master-addr <node 0> "
-        f"--master-port 29500 --no-python sh -c '{script}'\n"
+        "on a real cluster, on every node: torchrun --nnodes 2 --nproc-per-node 2 --node-rank "
+        f"<0..1> --master-addr <node 0> --master-port 29500 --no-python sh -c '{script}'\n"
     )
 
 
@@ -89,7 +93,10 @@ def test_one_exit_code_for_all(codes, expected):
 def test_the_line_for_a_real_cluster(words, expected):
     assert torchrun_line(1, 8, words) == f"torchrun --nnodes 1 --nproc-per-node 8 {expected}"
     assert torchrun_line(3, 8, words) == (
-        "torchrun --nnodes 3 --nproc-per-node 8 --node-rank <0..2> --master-addr <node 0> --master-port 29500 "
+        (
+            "torchrun --nnodes 3 --nproc-per-node 8 --node-rank <0..2> --master-addr <node 0> "
+            "--master-port 29500 "
+        )
         + expected
     )
 
@@ -98,20 +105,38 @@ def test_the_line_for_a_real_cluster(words, expected):
     ("arguments", "message"),
     [
         (["nonsense"], "unknown word nonsense: write run or info"),
-        (["run"], "no command: write it after --, as in moesaic testbed run --nodes 2 -- python train.py"),
-        (["run", "--nodes", "2", "--"],
-         "no command: write it after --, as in moesaic testbed run --nodes 2 -- python train.py"),
-        (["run", "--inter", "200mbps", "--", "true"],
-         "inter='200mbps' is no rate: write a number with kbit, mbit or gbit, as in 200mbit"),
-        (["run", "--node", "2", "--", "true"], "unknown argument --node, did you mean --nodes?; --help lists all"),
-        (["run", "--changes", "1:0", "--", "true"], "--changes 1:0: write seconds:node:rate, as in 10:1:20mbit"),
-        (["run", "--changes", "x:0:1mbit", "--", "true"], "--changes x:0:1mbit: write seconds:node:rate, as in 10:1:20mbit"),
-        (["run", "--changes", "1:0:1", "--", "true"],
-         "change.rate='1' is no rate: write a number with kbit, mbit or gbit, as in 200mbit"),
+        (
+            ["run"],
+            "no command: write it after --, as in moesaic testbed run --nodes 2 -- python train.py",
+        ),
+        (
+            ["run", "--nodes", "2", "--"],
+            "no command: write it after --, as in moesaic testbed run --nodes 2 -- python train.py",
+        ),
+        (
+            ["run", "--inter", "200mbps", "--", "true"],
+            "inter='200mbps' is no rate: write a number with kbit, mbit or gbit, as in 200mbit",
+        ),
+        (
+            ["run", "--node", "2", "--", "true"],
+            "unknown argument --node, did you mean --nodes?; --help lists all",
+        ),
+        (
+            ["run", "--changes", "1:0", "--", "true"],
+            "--changes 1:0: write seconds:node:rate, as in 10:1:20mbit",
+        ),
+        (
+            ["run", "--changes", "x:0:1mbit", "--", "true"],
+            "--changes x:0:1mbit: write seconds:node:rate, as in 10:1:20mbit",
+        ),
+        (
+            ["run", "--changes", "1:0:1", "--", "true"],
+            "change.rate='1' is no rate: write a number with kbit, mbit or gbit, as in 200mbit",
+        ),
         (["run", "--threads", "0", "--", "true"], "--threads 0: must be at least 1"),
         (["info", "--all"], "unknown argument --all: info takes none"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(arguments, message, capsys):
     assert main(["testbed", *arguments]) == 2
     assert capsys.readouterr().err == f"moesaic testbed: {message}\n"
@@ -141,7 +166,10 @@ def attend() -> None:
 
 
 def test_ctrl_c_reaches_ranks_and_lets_them_save(cluster_launcher, tmp_path):
-    script = f"trap 'echo saved > {tmp_path}/rank$RANK; exit 0' INT; echo up; while :; do sleep 0.1; done"
+    script = (
+        f"trap 'echo saved > \"{tmp_path}/rank$RANK\"; exit 0' INT; echo up; while :; do sleep "
+        "0.1; done"
+    )
     words = [
         sys.executable,
         "-m",

@@ -1,6 +1,7 @@
 """However a bed ends, nothing of it stays: no process, no namespace, no link, no file, no mount.
 
-Each way is a script of its own, whose processes are known by a word in their environment. Other beds may run meanwhile.
+Each way is a script of its own, whose processes are known by a word in their environment. Other
+beds may run meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SCRIPT = """
     from moesaic_testbed import Bed, Launcher
 
     def stay():
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)  # somebody whom no process group reaches
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)  # no process group reaches it
         os.write(1, b"up\\n")
         time.sleep(1000)
 
@@ -57,7 +58,8 @@ def processes(token: str) -> dict[int, dict[str, str]]:
 
 
 def child_of(parent: int, running: Iterable[int]) -> int:
-    """Return the one process among some that another one started. (Numbers wrap, so the smallest need not be the first.)"""
+    """Return the one process among some that another one started. (Numbers wrap, so the smallest
+    need not be the first.)"""
     (child,) = (
         pid
         for pid in running
@@ -67,7 +69,8 @@ def child_of(parent: int, running: Iterable[int]) -> int:
 
 
 def inhabitants() -> dict[tuple[str, str], set[str]]:
-    """Return the namespaces of all processes of this machine, by number and beginning: numbers are given again."""
+    """Return the namespaces of all processes of this machine, by number and beginning: numbers are
+    given again."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -116,9 +119,14 @@ def start(body: str, token: str, folder: Path) -> subprocess.Popen[str]:
         textwrap.dedent(SCRIPT).replace("{body}", body).replace("{torch}", str("bed.run" in body))
     )
     return subprocess.Popen(
-        [sys.executable, str(script)], env={**os.environ, TOKEN: token}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, preexec_fn=attend,
-    )  # fmt: skip
+        [sys.executable, str(script)],
+        env={**os.environ, TOKEN: token},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=attend,
+    )
 
 
 def await_ranks(process: subprocess.Popen[str]) -> None:
@@ -131,7 +139,8 @@ def assert_nothing_is_left(
 ) -> None:
     """Check that no process of a bed is there, nor one that was in its namespaces while it ran.
 
-    The system gives the numbers of namespaces that are gone to new ones, of other beds too, whenever these make them.
+    The system gives the numbers of namespaces that are gone to new ones, of other beds too,
+    whenever these make them.
     """
     assert wait_until_gone(token) == {}
     stayed = {
@@ -143,16 +152,15 @@ def assert_nothing_is_left(
 
 @pytest.mark.parametrize(("what", "ending"), thinned(itertools.product(WAYS, ENDINGS), every=5))
 def test_nothing_is_left(what, ending, token, tmp_path):
-    before, mine = outside(), {os.readlink(f"/proc/self/ns/{kind}") for kind in KINDS}
+    before = outside()
+    mine = {os.readlink(f"/proc/self/ns/{kind}") for kind in KINDS}
     process = start(WAYS[what], token, tmp_path)
     await_ranks(process)
-    least = (
-        12 if what != "nothing runs" else 4
-    )  # parent, launcher, two around the bed, store, ranks
+    # parent, launcher, two around the bed, store, ranks
+    least = 12 if what != "nothing runs" else 4
     end = time.monotonic() + 300
-    while (
-        len(running := processes(token)) < least and time.monotonic() < end
-    ):  # what begins has no environment yet
+    # what begins has no environment yet
+    while len(running := processes(token)) < least and time.monotonic() < end:
         time.sleep(0.05)
     assert len(running) >= least
     everybody = inhabitants()
@@ -178,7 +186,8 @@ def test_nothing_is_left_after_an_exception_or_a_normal_end(body, said, token, t
     process = start(f"{show}; sys.stdin.readline(); {body}", token, tmp_path)
     assert process.stdout is not None
     *shown, codes = [process.stdout.readline().strip() for _ in range(5)]
-    used, everybody = set(shown), inhabitants()
+    used = set(shown)
+    everybody = inhabitants()
     assert (len(used), codes) == (2, "[0, 0, 0, 0]")
     out, err = process.communicate("\n", timeout=300)
     assert out == ""

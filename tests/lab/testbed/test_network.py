@@ -1,4 +1,5 @@
-"""The network of a bed: bytes cross the links that they should, by the links' own counters, never by time."""
+"""The network of a bed: bytes cross the links that they should, by the links' own counters, never
+by time."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from moesaic_testbed.wiring import addressing, cables, changing, namespaces, que
 
 SIZE = 1_000_000
 OVERHEAD = 1.03
-"""Headers of packets, acknowledgements of the other direction, and what ranks tell each other to connect."""
+"""Headers of packets, acknowledgements of the other direction, and what ranks tell each other to
+connect."""
 CHATTER = 30_000
 """Bytes that connecting takes at most, where no data goes."""
 
@@ -94,7 +96,10 @@ def test_shaping_as_text():
     assert shaping("eth0", None) == []
     assert shaping("eth0", 25e6) == [
         "qdisc replace dev eth0 root handle 1: htb default 1",
-        "class replace dev eth0 parent 1: classid 1:1 htb rate 200000000bit burst 20kb cburst 20kb quantum 16384",
+        (
+            "class replace dev eth0 parent 1: classid 1:1 htb rate 200000000bit burst 20kb cburst "
+            "20kb quantum 16384"
+        ),
         "qdisc replace dev eth0 parent 1:1 handle 2: bfifo limit 33554432",
     ]
     assert shaping("lo", 1.5, 5000)[1].endswith(

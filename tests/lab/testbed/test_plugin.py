@@ -1,4 +1,5 @@
-"""The fixture as users of the library get it: in a project of their own, skipping where there are no beds."""
+"""The fixture as users of the library get it: in a project of their own, skipping where there are
+no beds."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def test_missing_tools(tmp_path, monkeypatch, cluster_launcher):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert refusal() == "no emulated cluster on this machine: `ip` is missing: install iproute2"
     (tmp_path / "ip").symlink_to(shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin"))
-    assert (
-        refusal()
-        == "no emulated cluster on this machine: `tc` is missing: install iproute2, on some systems iproute2-tc"
+    assert refusal() == (
+        "no emulated cluster on this machine: `tc` is missing: install iproute2, on some "
+        "systems iproute2-tc"
     )
     with pytest.raises(InputError, match="`tc` is missing"), open_cluster():
         pass
@@ -45,8 +45,8 @@ def test_a_kernel_without_htb(tmp_path, monkeypatch, cluster_launcher):
     tc.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert refusal() == (
-        "no emulated cluster on this machine: `tc` said: Error: Specified qdisc kind is unknown.: the kernel needs htb: "
-        "modprobe sch_htb"
+        "no emulated cluster on this machine: `tc` said: Error: Specified qdisc kind is "
+        "unknown.: the kernel needs htb: modprobe sch_htb"
     )
 
 
@@ -78,7 +78,8 @@ def test_root_without_capabilities():
     os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to become somebody else"
 )
 def test_an_ordinary_user(cluster_launcher, tmp_path):
-    """Python may lie where only root can look: it is mounted anew, in a mount namespace of this test."""
+    """Python may lie where only root can look: it is mounted anew, in a mount namespace of this
+    test."""
     base = Path(sys.base_prefix)
     closed = next(
         (folder for folder in reversed(base.parents) if not folder.stat().st_mode & 1), None
@@ -91,11 +92,15 @@ def test_an_ordinary_user(cluster_launcher, tmp_path):
     reach += f"mount --move {aside} {base}"
     become = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups"
     code = (
-        "import os\nfrom moesaic_testbed import Bed, Launcher, refusal\nprint(os.geteuid(), refusal())\n"
-        "with Launcher(with_torch=False) as launcher, launcher.open(Bed(ranks_per_node=1, intra='1gbit')) as bed:\n"
-        "    print(bed.command(['sh', '-c', 'test $(tc class show dev eth0 | wc -l) = 1']))"
+        "import os\nfrom moesaic_testbed import Bed, Launcher, refusal\nprint(os.geteuid(), "
+        "refusal())\nwith Launcher(with_torch=False) as launcher, "
+        "launcher.open(Bed(ranks_per_node=1, intra='1gbit')) as bed:\n    "
+        "print(bed.command(['sh', '-c', 'test $(tc class show dev eth0 | wc -l) = 1']))"
     )
-    script = f'set -e; {reach if closed else ""}; cd /; exec {become} env HOME=/ {sys.executable} -c "$0"'
+    script = (
+        f"set -e; {reach if closed else ''}; cd /; exec {become} env HOME=/ {sys.executable} -c "
+        '"$0"'
+    )
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, code]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if "user.max_user_namespaces" in done.stdout:

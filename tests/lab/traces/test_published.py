@@ -1,4 +1,5 @@
-"""What LAER-MoE and SmartMoE recorded is read as it stands, and damaged files are refused in one line."""
+"""What LAER-MoE and SmartMoE recorded is read as it stands, and damaged files are refused in one
+line."""
 
 from __future__ import annotations
 

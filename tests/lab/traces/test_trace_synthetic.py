@@ -1,4 +1,5 @@
-"""Synthetic routing has the given skew, MaxVio, drift and locality, and is determined by its seed."""
+"""Synthetic routing has the given skew, MaxVio, drift and locality, and is determined by its
+seed."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ def test_a_seed_is_a_trace_and_layers_differ(tmp_path):
     config = SyntheticRouting(
         steps=4, num_layers=2, skew=1.0, drift=0.3, locality=0.3, tokens=True, groups=4
     )
-    one, other = make_segment(config), make_segment(config)
+    one = make_segment(config)
+    other = make_segment(config)
     assert (one.table == other.table).all()
     assert (one.table[:, :, 0] != one.table[:, :, 1]).any()
     assert (one.table != make_segment(SyntheticRouting(**{**vars(config), "seed": 1})).table).any()

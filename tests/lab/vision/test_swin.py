@@ -1,4 +1,5 @@
-"""The image model: published sizes, gradients everywhere, one rank or four, recomputed, evaluated."""
+"""The image model: published sizes, gradients everywhere, one rank or four, recomputed,
+evaluated."""
 
 from __future__ import annotations
 
@@ -23,9 +24,19 @@ from moesaic_lab.vision.config import PRESETS, SwinConfig
 from moesaic_lab.vision.swin import PatchMerging, SwinBlock, SwinMoE
 
 TINY = SwinConfig(
-    ffn="moe", image_size=8, channels=2, num_classes=5, patch_size=1, window=2, dim=4, depths=(2, 2), heads=(2, 2),
-    mlp_ratio=2.0, num_experts=4, dense_stages=0,
-)  # fmt: skip
+    ffn="moe",
+    image_size=8,
+    channels=2,
+    num_classes=5,
+    patch_size=1,
+    window=2,
+    dim=4,
+    depths=(2, 2),
+    heads=(2, 2),
+    mlp_ratio=2.0,
+    num_experts=4,
+    dense_stages=0,
+)
 
 
 def drawn(config: SwinConfig, std: float = 0.5) -> SwinMoE:
@@ -99,7 +110,8 @@ def test_every_parameter_has_a_gradient(ffn: str, router: str, norm: str) -> Non
 
 
 def test_behind_a_norm_the_routing_weight_of_one_expert_is_lost() -> None:
-    """Why presets with MoE layers normalise in front of a layer: LayerNorm(g * y) is LayerNorm(y)."""
+    """Why presets with MoE layers normalise in front of a layer: LayerNorm(g * y) is
+    LayerNorm(y)."""
     share = {}
     for norm in ("post", "pre"):
         config = replace(TINY, norm=norm, balance_loss=0.0)
@@ -141,7 +153,8 @@ def test_matrices_start_small_and_biases_at_zero() -> None:
 
 
 def test_logits_are_of_the_mean_token() -> None:
-    model, normed = drawn(replace(TINY, norm="pre")), []
+    model = drawn(replace(TINY, norm="pre"))
+    normed = []
     model.norm.register_forward_hook(lambda module, inputs, y: normed.append(y))
     logits = model(batch(TINY)[0])
     torch.testing.assert_close(logits, model.head(normed[0].flatten(1, 2).sum(1) / 16))
@@ -157,7 +170,8 @@ def test_it_starts_as_the_identity_where_norms_stand_behind_layers() -> None:
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_merging_reads_tiles_column_by_column(norm: str) -> None:
-    merge, x = PatchMerging(3, norm), torch.randn(2, 4, 6, 3)
+    merge = PatchMerging(3, norm)
+    x = torch.randn(2, 4, 6, 3)
     merged = merge(x)
     assert merged.shape == (2, 2, 3, 6)
     tile = torch.cat([x[1, 2, 4], x[1, 3, 4], x[1, 2, 5], x[1, 3, 5]])
@@ -189,7 +203,8 @@ def test_four_ranks_have_the_loss_and_gradients_of_one(
     loss, expected = gradients(copy.deepcopy(whole), images, labels)
 
     def rank(transport: AbstractTransport) -> tuple[Tensor, dict[str, Tensor]]:
-        mesh, model = Mesh(grid, transport), copy.deepcopy(whole)
+        mesh = Mesh(grid, transport)
+        model = copy.deepcopy(whole)
         for layer in model.moe_layers():
             layer.parallelize(mesh, plan)
         group = grid.coordinate(transport.rank, "dp")
@@ -228,7 +243,8 @@ def by_torch(model: SwinMoE) -> SwinMoE:
     again = copy.deepcopy(model)
     for block in again.blocks:
         assert isinstance(block, SwinBlock)
-        run, context = block.forward, partial(replay_contexts, block)
+        run = block.forward
+        context = partial(replay_contexts, block)
         block.forward = partial(torch_checkpoint, run, use_reentrant=False, context_fn=context)  # type: ignore[method-assign]
     return again
 
@@ -238,7 +254,8 @@ def test_recomputation_changes_no_bit(router: str) -> None:
     model = drawn(
         replace(TINY, router=router, top_k=2, capacity=Capacity.fixed(1.0, order="score"))
     )
-    again, calls = by_torch(model), [0]
+    again = by_torch(model)
+    calls = [0]
     for layer in again.moe_layers():
         layer.experts.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
     results = []
@@ -271,7 +288,8 @@ def dropped(model: SwinMoE, images: Tensor) -> list[int]:
 def test_evaluation_has_a_capacity_of_its_own() -> None:
     images, _ = batch(TINY)
     config = replace(TINY, capacity=Dropless(), eval_capacity=Capacity.fixed(0.5))
-    model, tight = drawn(config), drawn(replace(TINY, capacity=Capacity.fixed(0.5)))
+    model = drawn(config)
+    tight = drawn(replace(TINY, capacity=Capacity.fixed(0.5)))
     torch.testing.assert_close(model.eval()(images), tight(images))
     assert not torch.allclose(model.train()(images), tight(images))
     assert dropped(copy.deepcopy(model).train(), images) == [0, 0]

@@ -1,4 +1,5 @@
-"""Windowed attention against pixel pairs written out, with shifts; windows, coordinates and biases are in the pairs."""
+"""Windowed attention against pixel pairs written out, with shifts; windows, coordinates and biases
+are in the pairs."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ def by_pixel_pairs(layer: WindowAttention, image: Tensor) -> Tensor:
 
     Two pixels see each other if the same lines of the grid, which the shift moves, lie around both.
     """
-    side, window, heads = len(image), layer.window, layer.num_heads
+    side = len(image)
+    window = layer.window
+    heads = layer.num_heads
     weights = layer.qkv.weight.unbind()
-    q, k, v = (
-        image @ weights[0].T + layer.q_bias,
-        image @ weights[1].T,
-        image @ weights[2].T + layer.v_bias,
-    )
+    q = image @ weights[0].T + layer.q_bias
+    k = image @ weights[1].T
+    v = image @ weights[2].T + layer.v_bias
     width = image.shape[2] // heads
     scale = layer.log_scale.exp().clamp(max=100)
     out = torch.zeros_like(image)
@@ -89,7 +90,8 @@ def test_gradients_equal_those_over_pixel_pairs(shape: tuple[int, int, int]) -> 
 
 
 def test_no_temperature_falls_below_a_hundredth() -> None:
-    layer, image = drawn(4, 2, 1), torch.randn(1, 4, 4, 6, dtype=torch.float64)
+    layer = drawn(4, 2, 1)
+    image = torch.randn(1, 4, 4, 6, dtype=torch.float64)
     layer.log_scale.data.fill_(math.log(100))
     limit = layer(image)
     layer.log_scale.data.fill_(9.0)

@@ -9,7 +9,8 @@ import pytest
 from moesaic.errors import InputError
 from moesaic_lab.vision.config import PRESETS, SwinConfig
 
-SMALL, MOE = PRESETS["swinv2-s"], PRESETS["swinv2-moe-s"]
+SMALL = PRESETS["swinv2-s"]
+MOE = PRESETS["swinv2-moe-s"]
 
 BAD: dict[str, tuple[SwinConfig, dict[str, object]]] = {
     "swin.image_size=200: must be a multiple of 32, which all stages can halve": (
@@ -77,9 +78,5 @@ def test_stages_halve_the_image_and_double_the_width() -> None:
     assert [SMALL.hidden(stage) for stage in stages] == [384, 768, 1536, 3072]
     assert [SMALL.window_of(stage) for stage in stages] == [12, 12, 12, 6]
     assert [SMALL.shift(stage, 0) for stage in stages] == [0, 0, 0, 0]
-    assert [SMALL.shift(stage, 1) for stage in stages] == [
-        6,
-        6,
-        0,
-        0,
-    ]  # one window has nowhere to go
+    # one window has nowhere to go
+    assert [SMALL.shift(stage, 1) for stage in stages] == [6, 6, 0, 0]

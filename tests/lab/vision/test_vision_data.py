@@ -1,4 +1,5 @@
-"""Images of digits: what is in them, how they are split, which ones a batch holds; and what is said without scikit-learn."""
+"""Images of digits: what is in them, how they are split, which ones a batch holds; and what is said
+without scikit-learn."""
 
 from __future__ import annotations
 
@@ -100,9 +101,8 @@ def test_images_are_moved_by_what_is_asked_for() -> None:
     pixels = torch.full((2, 1, 8, 8), -1.0)
     pixels[:, :, 2, 5] = 1.0
     assert torch.allclose(moved(pixels, torch.zeros(2, 4)), pixels, atol=1e-6)
-    right = moved(
-        pixels, torch.tensor([[0.0, 0.0, -1.0, 0.0]]).expand(2, 4)
-    )  # an eighth of 8 pixels
+    # an eighth of 8 pixels
+    right = moved(pixels, torch.tensor([[0.0, 0.0, -1.0, 0.0]]).expand(2, 4))
     expected = torch.full_like(pixels, -1.0)
     expected[:, :, 2, 6] = 1.0
     torch.testing.assert_close(right, expected, rtol=0, atol=1e-5)
@@ -113,9 +113,8 @@ def test_images_are_moved_by_what_is_asked_for() -> None:
     plus = torch.full((1, 1, 9, 9), -1.0)
     plus[:, :, 4] = plus[:, :, :, 4] = 1.0
     turned = moved(plus, torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
-    torch.testing.assert_close(
-        turned.rot90(1, (2, 3)), turned
-    )  # a cross is alike after a quarter turn
+    # a cross is alike after a quarter turn
+    torch.testing.assert_close(turned.rot90(1, (2, 3)), turned)
     assert (turned - plus).abs().max() > 0.3
 
 

@@ -1,4 +1,5 @@
-"""`moesaic vision`: digits are learnt, on ranks as alone; weights go on; layers freeze; folders of pictures; probe."""
+"""`moesaic vision`: digits are learnt, on ranks as alone; weights go on; layers freeze; folders of
+pictures; probe."""
 
 from __future__ import annotations
 
@@ -67,13 +68,10 @@ def test_ranks_train_as_one_and_write_the_same_weights(
                 weights(tmp_path / "one"),
             )
         alone, one = ones[ffn]
-        together, several = (
-            json.loads((tmp_path / name / "results.json").read_text()),
-            weights(tmp_path / name),
-        )
-        assert together["accuracy"] == pytest.approx(
-            alone["accuracy"], abs=0.01
-        )  # pixels of a part round otherwise
+        together = json.loads((tmp_path / name / "results.json").read_text())
+        several = weights(tmp_path / name)
+        # pixels of a part round otherwise
+        assert together["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)
         assert one.keys() == several.keys()
         for key, tensor in one.items():
             torch.testing.assert_close(several[key], tensor, rtol=1e-3, atol=1e-4)
@@ -98,7 +96,8 @@ def test_weights_go_on_and_moe_layers_stay_where_they_are_frozen(tmp_path: Path,
     )
     assert tight["accuracy"] != found["accuracy"]
     train(options(tmp_path / "c", init=str(tmp_path / "a" / "model.safetensors"), freeze_moe=True))
-    before, after = weights(tmp_path / "a"), weights(tmp_path / "c")
+    before = weights(tmp_path / "a")
+    after = weights(tmp_path / "c")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     frozen = {name for name in before if ".experts." in name or ".router." in name}
     assert frozen

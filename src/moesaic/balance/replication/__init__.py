@@ -1,1 +1,2 @@
-"""Replication policies: for each call, which ranks help to compute the copies of other ranks' experts."""
+"""Replication policies: for each call, which ranks help to compute the copies of other ranks'
+experts."""

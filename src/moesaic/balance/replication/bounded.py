@@ -1,11 +1,14 @@
-"""Replication within a memory budget, counted in rows: the room that weights leave, tables that fit, and their cost.
+"""Replication within a memory budget, counted in rows: the room that weights leave, tables that
+fit, and their cost.
 
 A rank's memory has two peaks, and a budget must cover the larger one.
 
-    While the gradients of experts are computed, a rank holds each row three times (input, gradient of the result, gradient of
-    the input), the row's hidden activations, and the weights and gradient of each replicated expert.
-    While weights or their gradients travel, a rank holds at most two thirds of that per row. In addition it holds the messages
-    for every helper and those that it relays. A home that replicates also holds the packed weights and the summed gradients.
+    While the gradients of experts are computed, a rank holds each row three times (input, gradient
+    of the result, gradient of the input), the row's hidden activations, and the weights and
+    gradient of each replicated expert.
+    While weights or their gradients travel, a rank holds at most two thirds of that per row. In
+    addition it holds the messages for every helper and those that it relays. A home that replicates
+    also holds the packed weights and the summed gradients.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ from moesaic.balance.replication.tables import rows_of, spread, within
 from moesaic.program.replications import NOTHING, Replications
 
 HELD = 2
-"""Memory of a replicated expert at a helper or relay, relative to the expert's weights: weights and gradient, or the message
-received and the message sent."""
+"""Memory of a replicated expert at a helper or relay, relative to the expert's weights: weights and
+gradient, or the message received and the message sent."""
 AT_HOME = 2
-"""Memory of every expert of a home that replicates any, relative to the expert's weights: packed and gathered weights in the
-forward pass; received gradients and their sum with the home's own gradient in the backward pass."""
+"""Memory of every expert of a home that replicates any, relative to the expert's weights: packed
+and gathered weights in the forward pass; received gradients and their sum with the home's own
+gradient in the backward pass."""
 EVEN = 1.25
-"""A load relative to the mean. Replication down to this load is tried too if the budget allows more."""
+"""A load relative to the mean. Replication down to this load is tried too if the budget allows
+more."""
 MOST_TABLES = 4
 """The largest number of slices for which tables are tried."""
 
@@ -32,46 +37,53 @@ MOST_TABLES = 4
 def rows_for_weights(load: CallLoad) -> int:
     """Return the number of rows that need as much memory as the weights of one shard of an expert.
 
-    The memory of a row is that at the peak: input, both gradients, and the hidden units of each matrix.
+    The memory of a row is that at the peak: input, both gradients, and the hidden units of each
+    matrix.
     """
     matrices = ReplicationCosts().matrices
     return -(-load.units * load.dim * matrices // (3 * load.dim + matrices * load.units))
 
 
 def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
-    """Return the rows that each place may compute in addition to replicated weights, (ep,) int64; 0 or negative if the weights
-    exceed the budget.
+    """Return the rows that each place may compute in addition to replicated weights, (ep,) int64; 0
+    or negative if the weights exceed the budget.
 
     Args:
         replica: the load of one replica of the experts.
         helped: (num_experts, ep) bool, whether an expert is replicated to a place.
         budget: most rows at the experts of one rank.
     """
-    home, ep, size = replica.load.home, len(replica.origins), rows_for_weights(replica.load)
+    home = replica.load.home
+    ep = len(replica.origins)
+    size = rows_for_weights(replica.load)
     replicates = np.bincount(home, weights=helped.any(1), minlength=ep) > 0
     messages = replica.sent(helped)
+    # experts' weights that a place holds at each of the two peaks
+    in_gradients = HELD * helped.sum(0)
     travelling = HELD * messages.sum(0) + messages.sum(1) + AT_HOME * replicates * (len(home) // ep)
-    rows: np.ndarray = np.minimum(
-        budget - size * HELD * helped.sum(0), (budget - size * travelling) * 3 // 2
-    )
+    left_in_gradients = budget - size * in_gradients
+    left_while_travelling = (budget - size * travelling) * 3 // 2  # rows take two thirds then
+    rows: np.ndarray = np.minimum(left_in_gradients, left_while_travelling)
     return np.minimum(rows, budget)
 
 
 def within_budget(
     load: CallLoad, replicated: Replications, budget: int, slices: int = 1
 ) -> Replications | None:
-    """Return a table of replicated copies with which a call fits a budget in `slices` slices; None if the search finds none.
+    """Return a table of replicated copies with which a call fits a budget in `slices` slices; None
+    if the search finds none.
 
-    The excess copies of a place, of its largest expert, are replicated to the place with most room. Few experts thus move many
-    copies.
+    The excess copies of a place, of its largest expert, are replicated to the place with most room.
+    Few experts thus move many copies.
 
     Args:
-        load: the load of the call.
         replicated: the table that a policy decided on.
-        budget: the copies that one rank may compute at once, if its memory for replicated weights counts as copies too.
+        budget: the copies that one rank may compute at once, if its memory for replicated weights
+            counts as copies too.
         slices: number of parts in which the call may run, one after the other.
     """
-    replicas, tables = replica_loads(load, ReplicationCosts()), []
+    replicas = replica_loads(load, ReplicationCosts())
+    tables = []
     for replica in replicas:
         table = _fitted(replica, within(replica, replicated), budget, slices)
         if table is None:
@@ -84,7 +96,8 @@ def _fitted(
     replica: ReplicaLoad, initial: Replications, budget: int, slices: int
 ) -> Replications | None:
     """Return a table of replicated copies that fits every place; None if the search finds none."""
-    giving, weights = Giving(replica, initial), slices * HELD * rows_for_weights(replica.load)
+    giving = Giving(replica, initial)
+    weights = slices * HELD * rows_for_weights(replica.load)
     for _ in range(giving.helped.size):
         room = slices * limits(replica, giving.helped, budget) - giving.loads
         giver = int(room.argmin())
@@ -98,18 +111,18 @@ def _fitted(
 def fitting_tables(
     load: CallLoad, replicated: Replications, budget: int, most_slices: int
 ) -> list[Replications]:
-    """Return tables with which a call fits a budget in the fewest slices for which the search finds any.
+    """Return tables with which a call fits a budget in the fewest slices for which the search finds
+    any.
 
     Args:
-        load: the load of the call.
-        replicated: the table that a policy decided on, as for `within_budget`. Tables extend it, or start without it.
+        replicated: the table that a policy decided on, as for `within_budget`. Tables extend it, or
+            start without it.
         budget: as for `within_budget`.
         most_slices: the largest number of slices.
     """
     mean = load.copies.sum() / len(load.copies)
-    even = min(
-        budget, int(np.ceil(mean * EVEN))
-    )  # under a loose budget it pays to replicate more than necessary
+    # under a loose budget it pays to replicate more than necessary
+    even = min(budget, int(np.ceil(mean * EVEN)))
     starts = [] if replicated.is_empty else [(replicated, budget)]
     starts += [(NOTHING, budget), *([(NOTHING, even)] if even < budget else [])]
     for slices in range(1, min(most_slices, MOST_TABLES) + 1):
@@ -125,10 +138,10 @@ def seconds(
 ) -> float:
     """Return the modelled seconds of a call in slices.
 
-    Weights travel for every slice. Slices that are not kept for the backward pass are dispatched and computed again.
+    Weights travel for every slice. Slices that are not kept for the backward pass are dispatched
+    and computed again.
 
     Args:
-        load: the load of the call.
         costs: rates of the cost model.
         replicated: the table of replicated copies.
         slices: number of slices of the call; 1 for a whole call.

@@ -1,8 +1,10 @@
-"""The cost model of replication: the time of a layer's forward and backward pass, by which all policies choose.
+"""The cost model of replication: the time of a layer's forward and backward pass, by which all
+policies choose.
 
-The model follows equations 7 and 8 of FasterMoE (He et al., PPoPP 2022), with corrections. Tokens that stay at home cross no
-link. Tokens that still travel are counted in addition to the weights. Bytes are counted as bytes. Each link has the rate of
-its kind; the links between the places that hold experts are computed once.
+The model follows equations 7 and 8 of FasterMoE (He et al., PPoPP 2022), with corrections. Tokens
+that stay at home cross no link. Tokens that still travel are counted in addition to the weights.
+Bytes are counted as bytes. Each link has the rate of its kind; the links between the places that
+hold experts are computed once.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from moesaic.program.passes.replicate import relays
 
 
 def ranks_by_place(grid: Grid) -> np.ndarray:
-    """Return the rank at each coordinate (edp, ep, etp) of the experts' mesh, (edp, ep, etp) int64."""
+    """Return the rank at each coordinate (edp, ep, etp) of the experts' mesh, (edp, ep, etp)
+    int64."""
     ranks = np.empty((grid.edp, grid.ep, grid.etp), dtype=np.int64)
     for rank in range(grid.world):
         ranks[tuple(grid.coordinate(rank, axis) for axis in ("edp", "ep", "etp"))] = rank
@@ -36,13 +39,14 @@ def nodes_of(grid: Grid) -> np.ndarray:
 def seconds_per_byte(
     machine: Machine, node: np.ndarray, node_links: tuple[float, ...] = ()
 ) -> np.ndarray:
-    """Return the seconds per byte from each place to each other place, (places, places); 0 within a place.
+    """Return the seconds per byte from each place to each other place, (places, places); 0 within a
+    place.
 
     Args:
         machine: the rates of one rank.
         node: (places,), the node of each place.
-        node_links: rate of each node's link to the other nodes, relative to the machine's; the slower end counts. () if all
-            nodes have the machine's rate.
+        node_links: rate of each node's link to the other nodes, relative to the machine's; the
+            slower end counts. () if all nodes have the machine's rate.
     """
     link = np.array(node_links or (1.0,))[node % len(node_links or (1.0,))]
     between = machine.inter_gbps * np.minimum(link[:, None], link[None, :])
@@ -52,7 +56,8 @@ def seconds_per_byte(
 
 
 def slowness_of(speeds: tuple[float, ...], ranks: np.ndarray) -> np.ndarray:
-    """Return the time of a copy on the slowest rank of each place, relative to the rates, from the ranks of each place."""
+    """Return the time of a copy on the slowest rank of each place, relative to the rates, from the
+    ranks of each place."""
     speed = np.array(speeds or (1.0,))
     slowest: np.ndarray = (1 / speed[ranks % len(speed)]).max(-1)
     return slowest
@@ -60,7 +65,8 @@ def slowness_of(speeds: tuple[float, ...], ranks: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def relays_of(grid: Grid, places: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
-    """Return the place that relays the weights of each home to each helper, (home, helper) int64; None without relays.
+    """Return the place that relays the weights of each home to each helper, (home, helper) int64;
+    None without relays.
 
     Args:
         grid: the mesh.
@@ -100,7 +106,8 @@ class CallLoad:
 
     @cached_property
     def replicas(self) -> list[np.ndarray]:
-        """For each replica of the experts, the ranks whose copies it computes, by place of ep: (ep, origins) int64 each."""
+        """For each replica of the experts, the ranks whose copies it computes, by place of ep: (ep,
+        origins) int64 each."""
         return list(ranks_by_place(self.grid))
 
 
@@ -108,7 +115,7 @@ class CallLoad:
 class ReplicationCosts:
     """The rates of a machine and the sizes of a layer from which the cost of a call is computed.
 
-    `planner/rates.py` derives them from a cluster.
+    `planner/policy_rates.py` derives them from a cluster.
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -118,15 +125,17 @@ class ReplicationCosts:
     matrices: int = 3
     """Weight matrices of an expert: 3 for SwiGLU, 2 for a plain expert."""
     expert_us: float = 0.0
-    """Host time in microseconds, forward and backward, for each expert that is replicated to a place: packing, placing, calls.
-    Small if grouped products compute all experts at once. Only the arbiter counts it."""
-    part_us: float = 100.0
-    """Host time in microseconds to launch each further all-to-all and its products, if a call runs step by step. Only the
+    """Host time in microseconds, forward and backward, for each expert that is replicated to a
+    place: packing, placing, calls. Small if grouped products compute all experts at once. Only the
     arbiter counts it."""
+    part_us: float = 100.0
+    """Host time in microseconds to launch each further all-to-all and its products, if a call runs
+    step by step. Only the arbiter counts it."""
     speeds: tuple[float, ...] = ()
     """Speed of each rank's products relative to `machine`; () if equal."""
     node_links: tuple[float, ...] = ()
-    """Rate of each node's link to the other nodes, in both directions, relative to `machine`; () if equal."""
+    """Rate of each node's link to the other nodes, in both directions, relative to `machine`; () if
+    equal."""
     backward: bool = True
     """Count the backward pass too: twice the products, and every transfer again."""
 
@@ -137,13 +146,15 @@ class ReplicationCosts:
 
     @property
     def passes(self) -> int:
-        """How often a dispatched row crosses a link: to the expert and back, and again for gradients."""
+        """How often a dispatched row crosses a link: to the expert and back, and again for
+        gradients."""
         return 4 if self.backward else 2
 
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """The places of one replica of the experts and the costs between them, which are the same in all calls."""
+    """The places of one replica of the experts and the costs between them, which are the same in
+    all calls."""
 
     grid: Grid
     origins: np.ndarray
@@ -163,13 +174,16 @@ class ReplicaLinks:
 
     @cached_property
     def seconds_per_byte(self) -> np.ndarray:
-        """(ep, ep): seconds per byte from place to place, without other messages; 0 within a place."""
+        """(ep, ep): seconds per byte from place to place, without other messages; 0 within a
+        place."""
         return seconds_per_byte(self.costs.machine, self.nodes, self.costs.node_links)
 
     @cached_property
     def start_up(self) -> np.ndarray:
-        """(ep, ep): seconds per message from place to place, whatever its size; 0 within a place."""
-        machine, node = self.costs.machine, self.nodes
+        """(ep, ep): seconds per message from place to place, whatever its size; 0 within a
+        place."""
+        machine = self.costs.machine
+        node = self.nodes
         micro = np.where(
             node[:, None] == node[None, :], machine.intra_latency_us, machine.inter_latency_us
         )
@@ -178,11 +192,14 @@ class ReplicaLinks:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """(2, ep, ep) int64: numbers of the links over which bytes leave a place and arrive at another one.
+        """(2, ep, ep) int64: numbers of the links over which bytes leave a place and arrive at
+        another one.
 
-        Ranks have links of their own inside nodes and between nodes, or share them with their neighbours.
+        Ranks have links of their own inside nodes and between nodes, or share them with their
+        neighbours.
         """
-        machine, ep = self.costs.machine, len(self.origins)
+        machine = self.costs.machine
+        ep = len(self.origins)
         inside = self.nodes[:, None] == self.nodes[None, :]
         links = []
         for ranks in (machine.intra_ranks, machine.inter_ranks):
@@ -195,9 +212,11 @@ class ReplicaLinks:
     def end_seconds(self) -> np.ndarray:
         """(2, ep, ep): seconds for which a byte from place to place occupies each of its two links.
 
-        Each shard of an expert gets a byte, so links that carry several of a place's shards carry as many bytes.
+        Each shard of an expert gets a byte, so links that carry several of a place's shards carry
+        as many bytes.
         """
-        machine, first = self.costs.machine, self.origins[:, 0]
+        machine = self.costs.machine
+        first = self.origins[:, 0]
         rates = self.costs.node_links or (1.0,)
         of_node = np.array(rates)[self.nodes % len(rates)]
         inside = self.nodes[:, None] == self.nodes[None, :]
@@ -214,19 +233,21 @@ class ReplicaLinks:
 
     @cached_property
     def via(self) -> np.ndarray | None:
-        """(home, helper): the place on the helper's node that relays the weights of each home to the helper; None where the
-        program has no relays."""
+        """(home, helper): the place on the helper's node that relays the weights of each home to
+        the helper; None where the program has no relays."""
         return relays_of(self.grid, tuple(map(tuple, self.origins.tolist())))
 
     def busy(self, moved: np.ndarray) -> np.ndarray:
-        """Return the seconds on each link, (4 * ep,), if each of the items that places send, (ep, ep), were one byte."""
+        """Return the seconds on each link, (4 * ep,), if each of the items that places send, (ep,
+        ep), were one byte."""
         seconds: np.ndarray = np.bincount(
             self.ends.reshape(-1), (moved * self.end_seconds).reshape(-1), 4 * len(self.origins)
         )
         return seconds
 
     def busy_by(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Return the seconds on each link, (n, 4 * ep), of a byte from each `source` place, (n,), to its `target`."""
+        """Return the seconds on each link, (n, 4 * ep), of a byte from each `source` place, (n,),
+        to its `target`."""
         seconds = np.zeros((len(source), 4 * len(self.origins)))
         number = np.arange(len(source))
         for links, rates in zip(self.ends, self.end_seconds):
@@ -236,7 +257,8 @@ class ReplicaLinks:
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """The load of one replica of the experts by place of ep, with the cost model that policies use."""
+    """The load of one replica of the experts by place of ep, with the cost model that policies
+    use."""
 
     load: CallLoad
     links: ReplicaLinks
@@ -301,15 +323,16 @@ class ReplicaLoad:
 
         Args:
             rows: (ep, ep), copies of place i that place j computes.
-            weights: (ep, ep), experts whose weights place i sends to place j, as returned by `sent`.
+            weights: (ep, ep), experts whose weights place i sends to place j, as returned by
+                `sent`.
         """
         return self.closed_form(
             self.busiest(rows.sum(0)), self.fullest(rows), self.fullest(weights)
         )
 
     def busiest(self, computed: np.ndarray) -> float:
-        """Return the load of the place that takes longest, in the copies that a rank of the described speed computes in that
-        time.
+        """Return the load of the place that takes longest, in the copies that a rank of the
+        described speed computes in that time.
 
         Args:
             computed: (ep,), copies that each place computes.
@@ -317,19 +340,21 @@ class ReplicaLoad:
         return float((computed * self.links.slowness).max())
 
     def limits(self, limit: float) -> np.ndarray:
-        """Return the copies that each place may compute, (ep,) int64: `limit` times its share if all places take equally
-        long."""
+        """Return the copies that each place may compute, (ep,) int64: `limit` times its share if
+        all places take equally long."""
         fair = 1 / self.links.slowness / (1 / self.links.slowness).sum()
         limits: np.ndarray = np.ceil(np.round(self.copies.sum() * fair * limit, 6)).astype(np.int64)
         return limits
 
     def closed_form(self, computed: Seconds, rows: Seconds, weights: Seconds) -> Seconds:
-        """Return the modelled seconds of calls: the sum of products, transfer of rows and transfer of weights.
+        """Return the modelled seconds of calls: the sum of products, transfer of rows and transfer
+        of weights.
 
         Args:
             computed: copies at the busiest place, () or (calls,); see `busiest`.
             rows: seconds on the fullest link if each row were one byte, in the shape of `computed`.
-            weights: seconds on the fullest link if each expert's weights were one byte, in the shape of `computed`.
+            weights: seconds on the fullest link if each expert's weights were one byte, in the
+                shape of `computed`.
         """
         return (
             self.compute_seconds(computed) + self.travel_seconds(rows) + self.fetch_seconds(weights)
@@ -344,11 +369,13 @@ class ReplicaLoad:
         return self.costs.passes * self.row_bytes * rows
 
     def fetch_seconds(self, weights: Seconds) -> Seconds:
-        """Return the seconds of weights and their gradients on the fullest link; see `closed_form`."""
+        """Return the seconds of weights and their gradients on the fullest link; see
+        `closed_form`."""
         return self.costs.passes / 2 * self.weight_bytes * weights
 
     def fullest(self, moved: np.ndarray) -> float:
-        """Return the seconds on the fullest link if every item that places send, (ep, ep), were one byte."""
+        """Return the seconds on the fullest link if every item that places send, (ep, ep), were one
+        byte."""
         return float(self.links.busy(moved).max())
 
 

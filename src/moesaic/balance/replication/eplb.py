@@ -1,12 +1,13 @@
-"""EPLB's redundant experts (DeepSeek-V3, section 3.4; the balancer that DeepSeek published): a baseline, and one of the tables
-among which the arbiter chooses.
+"""EPLB's redundant experts (DeepSeek-V3, section 3.4; the balancer that DeepSeek published): a
+baseline, and one of the tables among which the arbiter chooses.
 
-Every place has room for a few redundant experts. Each of these becomes a replica of the expert that has the largest load per
-replica. The replicas, heaviest first, go to the least loaded place that has room and does not hold the expert. An expert's
-home and its redundant experts then share the expert's token copies equally. EPLB ignores the cost of sending weights.
+Every place has room for a few redundant experts. Each of these becomes a replica of the expert that
+has the largest load per replica. The replicas, heaviest first, go to the least loaded place that
+has room and does not hold the expert. An expert's home and its redundant experts then share the
+expert's token copies equally. EPLB ignores the cost of sending weights.
 
-EPLB also reorders experts, which is expert placement here. It decides from past statistics; this policy sees the counts of the
-call itself and so looks better than EPLB.
+EPLB also reorders experts, which is expert placement here. It decides from past statistics; this
+policy sees the counts of the call itself and so looks better than EPLB.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class EPLB(AbstractReplicaPolicy):
 
 
 def redundant(replica: ReplicaLoad, per_place: int) -> Replications:
-    """Return the replications with `per_place` redundant experts per place; all holders of an expert share its copies equally.
+    """Return the replications with `per_place` redundant experts per place; all holders of an
+    expert share its copies equally.
 
     Args:
-        replica: the load of one replica of the experts.
         per_place: number of redundant experts per place.
     """
     holds = redundant_places(replica, np.full(len(replica.origins), per_place))
@@ -40,15 +41,18 @@ def redundant(replica: ReplicaLoad, per_place: int) -> Replications:
 
 
 def redundant_places(replica: ReplicaLoad, room: np.ndarray) -> np.ndarray:
-    """Return which places hold each expert, as its home or as a redundant expert, (num_experts, ep) bool.
+    """Return which places hold each expert, as its home or as a redundant expert, (num_experts, ep)
+    bool.
 
     Args:
-        replica: the load of one replica of the experts.
         room: (ep,), number of redundant experts that each place may hold.
     """
-    loads, home, ep = replica.copies.sum(0), replica.load.home, len(replica.origins)
+    loads = replica.copies.sum(0)
+    home = replica.load.home
+    ep = len(replica.origins)
     num_replicas = replicas_by_load(loads, len(loads) + int(room.sum()), ep)
-    share, room_left = loads / num_replicas, room.copy()
+    share = loads / num_replicas
+    room_left = room.copy()
     holds = np.zeros((len(loads), ep), dtype=bool)
     holds[np.arange(len(loads)), home] = True
     place_loads = np.bincount(home, share, ep)
@@ -83,7 +87,8 @@ def replicas_by_load(loads: np.ndarray, slots: int, ep: int) -> np.ndarray:
 
 
 def from_tables(replica: ReplicaLoad, moved: np.ndarray) -> Replications:
-    """Return the replications, with origins, that give each helper its copies; a helper's own copies are taken first.
+    """Return the replications, with origins, that give each helper its copies; a helper's own
+    copies are taken first.
 
     Args:
         replica: the load of one replica of the experts.

@@ -1,6 +1,8 @@
-"""The interface of replication policies, which decide from a call's counts which copies helpers compute instead of the home.
+"""The interface of replication policies, which decide from a call's counts which copies helpers
+compute instead of the home.
 
-A policy only decides. Every rank calls it with the same counts and gets the same decision, so no rank waits for another.
+A policy only decides. Every rank calls it with the same counts and gets the same decision, so no
+rank waits for another.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
 from moesaic.program.replications import Replications
 
-ALONE, REPLICATED = "alone", "replicated"
+ALONE = "alone"
+REPLICATED = "replicated"
 """Names of the programs without replication ("leaving a call alone") and with it."""
 
 
@@ -46,11 +49,13 @@ class CallDecision:
     replicated: Replications | None = None
     """The replicated copies; None if nothing is replicated."""
     seconds: Mapping[str, float]
-    """Modelled seconds, forward and backward, of every option when options were last compared; {} if a policy has no choice."""
+    """Modelled seconds, forward and backward, of every option when options were last compared; {}
+    if a policy has no choice."""
     moved: Callable[[], tuple[CallTraffic, CallTraffic]] = lambda: (CallTraffic(), CallTraffic())
     """Returns what moves if the call is left alone, and by the decision."""
     decision_seconds: float = 0.0
-    """Processor time of the decision, which delays the call. The time of other processes on the same core is not included."""
+    """Processor time of the decision, which delays the call. The time of other processes on the
+    same core is not included."""
 
 
 class AbstractChooser(ABC):
@@ -58,7 +63,8 @@ class AbstractChooser(ABC):
 
     @abstractmethod
     def choose(self, load: CallLoad) -> CallDecision:
-        """Return the decision for a call; the same on all ranks, since it depends only on the loads so far."""
+        """Return the decision for a call; the same on all ranks, since it depends only on the loads
+        so far."""
 
 
 class AbstractReplicationPolicy(ABC):
@@ -67,14 +73,16 @@ class AbstractReplicationPolicy(ABC):
     costs: ReplicationCosts | None = None
     """The rates of the cost model; None if the policy uses none or the default rates."""
     has_choice: ClassVar[bool] = False
-    """Whether the policy chooses among several ways to run a call, and its decisions are recorded."""
+    """Whether the policy chooses among several ways to run a call, and its decisions are
+    recorded."""
 
     @abstractmethod
     def decide(self, load: CallLoad) -> np.ndarray:
         """Return the table of replicated copies, (world, num_experts, ep) int64.
 
-        Entry [o, e, h] is the number of copies that origin o has for expert e and that helper h, a place of ep, computes. The
-        entry of the expert's home is always 0. The decision is deterministic: the lowest index wins ties.
+        Entry [o, e, h] is the number of copies that origin o has for expert e and that helper h, a
+        place of ep, computes. The entry of the expert's home is always 0. The decision is
+        deterministic: the lowest index wins ties.
 
         Args:
             load: the load of the call, the same on all ranks.
@@ -86,7 +94,8 @@ class AbstractReplicationPolicy(ABC):
         Raises:
             InputError: if `decide` returns no such table.
         """
-        table, shape = self.decide(load), (*load.copies.shape, load.grid.ep)
+        table = self.decide(load)
+        shape = (*load.copies.shape, load.grid.ep)
         if not isinstance(table, np.ndarray) or table.dtype.kind != "i" or table.shape != shape:
             found = (
                 f"{table.dtype} {table.shape}"
@@ -94,13 +103,14 @@ class AbstractReplicationPolicy(ABC):
                 else type(table).__name__
             )
             raise InputError(
-                f"replication policy {type(self).__name__} decided {found}: return integers of shape {shape}, (world, "
-                "num_experts, ep)"
+                f"replication policy {type(self).__name__} decided {found}: return integers of "
+                f"shape {shape}, (world, num_experts, ep)"
             )
         return Replications.of(table)
 
     def option_plans(self, plan: Plan, grid: Grid) -> dict[str, Plan]:
-        """Return the plans whose programs calls may run, by name: first one that replicates nothing, then one that does.
+        """Return the plans whose programs calls may run, by name: first one that replicates
+        nothing, then one that does.
 
         Further plans are left out if they do not compile.
         """
@@ -108,12 +118,14 @@ class AbstractReplicationPolicy(ABC):
         return {ALONE: replace(plan, replication=NO_REPLICATION), REPLICATED: plan}
 
     def start(self, plans: Mapping[str, Plan]) -> AbstractChooser:
-        """Return what decides for the calls of one layer, given the plans of the programs that it may run."""
+        """Return what decides for the calls of one layer, given the plans of the programs that it
+        may run."""
         del plans
         return _ByTable(self)
 
     def settings_text(self) -> str:
-        """Return the policy's settings as text, which ranks compare, since the settings must be the same on all ranks.
+        """Return the policy's settings as text, which ranks compare, since the settings must be the
+        same on all ranks.
 
         Only attributes that are numbers, strings, tuples, dictionaries or dataclasses are included.
         """
@@ -128,7 +140,8 @@ class AbstractReplicationPolicy(ABC):
 
 
 class _ByTable(AbstractChooser):
-    """Runs the program with replication if the policy's table replicates anything, so an empty table costs nothing."""
+    """Runs the program with replication if the policy's table replicates anything, so an empty
+    table costs nothing."""
 
     def __init__(self, policy: AbstractReplicationPolicy) -> None:
         self._policy = policy
@@ -139,7 +152,8 @@ class _ByTable(AbstractChooser):
             replicated.helper == load.home[replicated.expert]
         ).any():
             raise InputError(
-                f"replication policy {type(self._policy).__name__} replicates less than a copy, or to load.home: leave it out"
+                f"replication policy {type(self._policy).__name__} replicates less than a "
+                "copy, or to load.home: leave it out"
             )
         if replicated.is_empty:
             return CallDecision(option=ALONE, program=ALONE, seconds={})
@@ -149,7 +163,8 @@ class _ByTable(AbstractChooser):
 
 
 def programs_of(compiled: Compiled, policy: AbstractReplicationPolicy) -> dict[str, Compiled]:
-    """Return the programs that calls may run under a plan that replicates, by name; options that do not fit are left out.
+    """Return the programs that calls may run under a plan that replicates, by name; options that do
+    not fit are left out.
 
     Raises:
         InputError: if the plan without replication does not fit.
@@ -177,11 +192,7 @@ class AbstractReplicaPolicy(AbstractReplicationPolicy):
 
     @abstractmethod
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        """Return the copies to replicate between the places of one replica of the experts.
-
-        Args:
-            replica: the load of that replica.
-        """
+        """Return the copies to replicate between the places of one replica of the experts."""
 
     def replications(self, load: CallLoad) -> Replications:
         replicas = replica_loads(load, self.costs)
@@ -195,14 +206,16 @@ class Replicated(AbstractReplicationPolicy):
     """A policy with a fixed table, whatever the load, for tests and replays.
 
     Args:
-        replicated: (world, num_experts, ep) int64, the table; entries above a call's copies are reduced.
+        replicated: (world, num_experts, ep) int64, the table; entries above a call's copies are
+            reduced.
     """
 
     def __init__(self, replicated: np.ndarray) -> None:
         self.replicated = replicated
 
     def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the table, reduced to the copies of the call; lower-numbered helpers get theirs first."""
+        """Return the table, reduced to the copies of the call; lower-numbered helpers get theirs
+        first."""
         before = np.cumsum(self.replicated, axis=2) - self.replicated
         available = np.maximum(load.copies[:, :, None] - before, 0)
         return np.minimum(self.replicated, available)

@@ -1,8 +1,10 @@
-"""FasterMoE's shadowing rule as printed (He et al., PPoPP 2022, section 4.1, Algorithm 1 with equation 8), a baseline.
+"""FasterMoE's shadowing rule as printed (He et al., PPoPP 2022, section 4.1, Algorithm 1 with
+equation 8), a baseline.
 
-The rule's cost omits the tokens that still travel, so it may choose replicas that slow a layer down. It stops at the first
-expert that does not help, so it replicates nothing if two experts are equally hot. Loads are summed over origins, as in the
-paper; a released implementation summed over experts and never replicated anything.
+The rule's cost omits the tokens that still travel, so it may choose replicas that slow a layer
+down. It stops at the first expert that does not help, so it replicates nothing if two experts are
+equally hot. Loads are summed over origins, as in the paper; a released implementation summed over
+experts and never replicated anything.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class ShadowRates:
     """Seconds to send an expert's weights and to fetch their gradients."""
 
     def unshadowed(self, computed: np.ndarray) -> float:
-        """Return the seconds without shadows (eq. 7): all copies travel, including those that stay at home.
+        """Return the seconds without shadows (eq. 7): all copies travel, including those that stay
+        at home.
 
         Args:
             computed: (places,), copies that each place computes.
@@ -36,12 +39,14 @@ class ShadowRates:
         return float(computed.max()) * (self.copy + self.trip)
 
     def shadowed(self, computed: np.ndarray, shadows: int) -> float:
-        """Return the seconds with shadows (eq. 8): no copy travels, but the weights of every shadow do."""
+        """Return the seconds with shadows (eq. 8): no copy travels, but the weights of every shadow
+        do."""
         return float(computed.max()) * self.copy + shadows * self.weights
 
 
 def shadows_of(copies: np.ndarray, home: np.ndarray, rates: ShadowRates) -> list[int]:
-    """Return the experts to shadow by Algorithm 1, hottest first, as long as the time of equation 8 falls.
+    """Return the experts to shadow by Algorithm 1, hottest first, as long as the time of equation 8
+    falls.
 
     The first comparison is with the time of equation 7.
 
@@ -65,10 +70,12 @@ def shadows_of(copies: np.ndarray, home: np.ndarray, rates: ShadowRates) -> list
 
 
 class Published(AbstractReplicaPolicy):
-    """A policy that replicates experts to all places, hottest first, as long as the time of equation 8 falls."""
+    """A policy that replicates experts to all places, hottest first, as long as the time of
+    equation 8 falls."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        load, places = replica.load, np.arange(len(replica.origins))
+        load = replica.load
+        places = np.arange(len(replica.origins))
         slowest = float(replica.links.seconds_per_byte.max())
         rates = ShadowRates(
             copy=replica.seconds_per_copy,

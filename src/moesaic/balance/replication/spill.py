@@ -1,8 +1,8 @@
-"""Spilling: copies above a limit go from overloaded places to places with room, followed by the weights; the limit is the
-fastest by the cost model.
+"""Spilling: copies above a limit go from overloaded places to places with room, followed by the
+weights; the limit is the fastest by the cost model.
 
-The algorithm is that of least-loaded expert parallelism. Copies of all origins may move; those of the
-helper itself move first, since they need not travel.
+The algorithm is that of least-loaded expert parallelism. Copies of all origins may move; those of
+the helper itself move first, since they need not travel.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from moesaic.balance.replication.tables import seconds_under
 from moesaic.program.replications import NOTHING, Replications
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""The limits that are tried: copies of a place relative to its share if all places take equally long."""
+"""The limits that are tried: copies of a place relative to its share if all places take equally
+long."""
 MOST_HELPED = 8
-"""Most experts that may be replicated to one place, which holds their weights until the backward pass, and then their
-gradients."""
+"""Most experts that may be replicated to one place, which holds their weights until the backward
+pass, and then their gradients."""
 
 
 class Spill(AbstractReplicaPolicy):
-    """A policy that spills down to the limit that is fastest by the cost model, or not at all if that is fastest."""
+    """A policy that spills down to the limit that is fastest by the cost model, or not at all if
+    that is fastest."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
         tables = [NOTHING, *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
@@ -34,7 +36,8 @@ class Spill(AbstractReplicaPolicy):
 def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> Replications:
     """Return replications under which no place computes more than `most` if possible.
 
-    The fullest place gives first. It gives copies of its largest expert to the emptiest place that may help.
+    The fullest place gives first. It gives copies of its largest expert to the emptiest place that
+    may help.
 
     Args:
         replica: the load of one replica of the experts.
@@ -49,16 +52,18 @@ def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> Replications:
 
 
 class Giving:
-    """A greedy algorithm that replicates copies of a place's largest expert to the place with most room, step by step.
+    """A greedy algorithm that replicates copies of a place's largest expert to the place with most
+    room, step by step.
 
     Args:
-        replica: the load of one replica of the experts.
         initial: the replications at the start.
     """
 
     def __init__(self, replica: ReplicaLoad, initial: Replications) -> None:
-        self._home, self._places = replica.load.home, np.arange(len(replica.origins))
-        self._initial, self._given = initial, list[tuple[int, int, int, int]]()
+        self._home = replica.load.home
+        self._places = np.arange(len(replica.origins))
+        self._initial = initial
+        self._given = list[tuple[int, int, int, int]]()
         self._staying = initial.staying(replica.copies)
         self.helped = initial.helped(len(self._home), len(self._places))
         """(num_experts, ep) bool: whether an expert is replicated to a place."""
@@ -75,12 +80,15 @@ class Giving:
         )
 
     def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:
-        """Replicate the excess copies of a place, at most those of one expert to one helper, and return whether any moved.
+        """Replicate the excess copies of a place, at most those of one expert to one helper, and
+        return whether any moved.
 
         Args:
             giver: a place without room.
-            room: (ep,) int64, further copies that each place may compute; negative if it has too many.
-            weights: the memory of an expert's weights, as a number of copies, which a new replica takes from the helper's room.
+            room: (ep,) int64, further copies that each place may compute; negative if it has too
+                many.
+            weights: the memory of an expert's weights, as a number of copies, which a new replica
+                takes from the helper's room.
         """
         own_experts = np.flatnonzero(self._home == giver)
         expert = int(own_experts[self._staying[:, own_experts].sum(0).argmax()])
@@ -93,12 +101,11 @@ class Giving:
         amount = int(min(room_left[helper], new - room[giver], self._staying[:, expert].sum()))
         if not may_help[helper] or amount <= 0:
             return False
-        staying, remaining = self._staying[:, expert], amount
+        staying = self._staying[:, expert]
+        remaining = amount
         others = [int(place) for place in np.argsort(-staying, kind="stable") if place != helper]
-        for place in (
-            helper,
-            *others,
-        ):  # the helper's own tokens first, then those of the places with most of them
+        # the helper's own tokens first, then those of the places with most of them
+        for place in (helper, *others):
             moved = min(remaining, int(staying[place]))
             staying[place] -= moved
             self._given += [(place, expert, helper, moved)] if moved else []

@@ -1,8 +1,10 @@
-"""Fast construction of replication tables by shadowing and spilling, without loops over experts, ranks or copies.
+"""Fast construction of replication tables by shadowing and spilling, without loops over experts,
+ranks or copies.
 
-Shadowing is FasterMoE's (He et al., PPoPP 2022, section 4.1) and takes the best prefix of hot experts. Spilling follows
-`replication/spill.py` (least-loaded expert parallelism). A decision in every call must cost almost nothing: all prefixes are
-evaluated at once, and givers are matched to helpers by laying excess and room end to end.
+Shadowing is FasterMoE's (He et al., PPoPP 2022, section 4.1) and takes the best prefix of hot
+experts. Spilling follows `replication/spill.py` (least-loaded expert parallelism). A decision in
+every call must cost almost nothing: all prefixes are evaluated at once, and givers are matched to
+helpers by laying excess and room end to end.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.program.replications import NOTHING, Replications
 
 DECIMALS = 12
-"""Decimals to which modelled seconds are rounded before they are compared. Processors of different ranks may differ in the
-last bits, but all ranks must decide identically."""
+"""Decimals to which modelled seconds are rounded before they are compared. Processors of different
+ranks may differ in the last bits, but all ranks must decide identically."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +31,23 @@ class Rows:
     replicated: np.ndarray
     """(ep, ep) int64: copies of place i that place j computes as a helper."""
     fetched: np.ndarray
-    """(ep, ep) int64: experts whose weights place i sends to place j, either its own weights or relayed ones."""
+    """(ep, ep) int64: experts whose weights place i sends to place j, either its own weights or
+    relayed ones."""
     held: int = 0
     """The largest number of experts that are replicated to one place."""
 
 
 def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
     """Return the copies and weights that move between places if `replicated` is applied."""
-    home, ep = replica.load.home, len(replica.origins)
+    home = replica.load.home
+    ep = len(replica.origins)
     per_place = replica.load.num_experts // ep
     at_home = replica.copies.reshape(ep, ep, per_place).sum(2)
     if replicated.is_empty:
         nothing = np.zeros((ep, ep), dtype=np.int64)
         return Rows(at_home, nothing, nothing)
-    home_cell, helper_cell = (
-        replicated.origin * ep + home[replicated.expert],
-        replicated.origin * ep + replicated.helper,
-    )
+    home_cell = replicated.origin * ep + home[replicated.expert]
+    helper_cell = replicated.origin * ep + replicated.helper
     moved, helped = (
         np.bincount(cell, replicated.amount, ep * ep).astype(np.int64).reshape(ep, ep)
         for cell in (home_cell, helper_cell)
@@ -64,14 +66,15 @@ def shadows(
 ) -> Replications:
     """Return the shadows of the fastest prefix of the (expert, place) pairs, ordered by copies.
 
-    A shadow is an expert replicated to a place that then computes all its own copies for that expert.
+    A shadow is an expert replicated to a place that then computes all its own copies for that
+    expert.
 
     Args:
-        replica: the load of one replica of the experts.
         price: additional seconds per expert at the place to which most experts are replicated.
         at_most: the most experts that may be replicated to one place.
         tries: the length of the longest prefix that is tried.
-        whole: replicate an expert to all places or to none, as in the paper: fewer experts, with more copies each.
+        whole: replicate an expert to all places or to none, as in the paper: fewer experts, with
+            more copies each.
     """
     place, expert, most_held = _ranked(replica, at_most, tries, whole)
     if not len(place):
@@ -87,50 +90,68 @@ def shadows(
 def shadows_above(
     replica: ReplicaLoad, least: float, *, at_most: int = 8, whole: bool = False
 ) -> Replications:
-    """Return the shadows of all (place, expert) pairs with enough copies away from home; with `whole`, of all such experts.
+    """Return the shadows of all (place, expert) pairs with enough copies away from home; with
+    `whole`, of all such experts.
 
     Args:
         replica, at_most, whole: as for `shadows`.
         least: the threshold, as a share of all copies; see `least_of`.
     """
-    away, total = _away(replica), int(replica.copies.sum())
+    away = _away(replica)
+    threshold = least * int(replica.copies.sum())
     if whole:
-        hot = np.flatnonzero(away.sum(0) >= least * total)
-        hot = hot[np.argsort(-away.sum(0)[hot], kind="stable")][:at_most]
-        expert, place = (
-            each.reshape(-1) for each in np.meshgrid(hot, np.arange(len(away)), indexing="ij")
-        )
-        has_copies = away[place, expert] > 0
-        place, expert = place[has_copies], expert[has_copies]
+        place, expert = _hot_experts(away, threshold, at_most)
     else:
-        flat = away.reshape(-1)
-        pairs = np.flatnonzero(flat >= max(least * total, 1.0))
-        pairs = pairs[np.argsort(-flat[pairs], kind="stable")]
-        place, expert = np.divmod(pairs, away.shape[1])
-        place, expert, _ = _fitting(place, expert, len(away), at_most)
+        place, expert = _hot_pairs(away, threshold, at_most)
     return Replications(place, expert, place, replica.copies[place, expert])
+
+
+def _hot_experts(away: np.ndarray, threshold: float, at_most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the (place, expert) pairs with copies of the experts with most copies, from a
+    threshold on; experts with more copies come first."""
+    per_expert = away.sum(0)
+    hot = np.flatnonzero(per_expert >= threshold)
+    hot = hot[np.argsort(-per_expert[hot], kind="stable")][:at_most]
+    expert = np.repeat(hot, len(away))
+    place = np.tile(np.arange(len(away)), len(hot))
+    has_copies = away[place, expert] > 0
+    return place[has_copies], expert[has_copies]
+
+
+def _hot_pairs(away: np.ndarray, threshold: float, at_most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the (place, expert) pairs with most copies, from a threshold on; pairs with more
+    copies come first."""
+    copies = away.reshape(-1)
+    hot = np.flatnonzero(copies >= max(threshold, 1.0))
+    hot = hot[np.argsort(-copies[hot], kind="stable")]
+    place, expert = np.divmod(hot, away.shape[1])
+    place, expert, _ = _fitting(place, expert, len(away), at_most)
+    return place, expert
 
 
 def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False) -> float:
     """Return the share of all copies from which a pair (with `whole`, an expert) is shadowed.
 
-    The threshold is halfway between the coldest pair that is shadowed and the hottest pair that is not.
+    The threshold is halfway between the coldest pair that is shadowed and the hottest pair that is
+    not.
 
     Args:
-        replica: the load of one replica of the experts.
         shadows: the nonempty return value of the function `shadows` for this load.
         whole: as for `shadows`.
     """
-    away, total = _away(replica), max(1, int(replica.copies.sum()))
+    away = _away(replica)
+    total = max(1, int(replica.copies.sum()))
     values = away.sum(0) if whole else away.reshape(-1)
     shadowed = values[np.unique(shadows.expert)] if whole else shadows.amount
-    coldest, place = int(shadowed.min()), len(values) - len(shadowed) - 1
+    coldest = int(shadowed.min())
+    place = len(values) - len(shadowed) - 1
     hottest = int(np.partition(values, place)[place]) if place >= 0 else 0
     return (coldest + min(hottest, coldest)) / (2 * total)
 
 
 def _away(replica: ReplicaLoad) -> np.ndarray:
-    """Return the copies that each place has for experts of other places, (ep, num_experts) int64; 0 for its own experts."""
+    """Return the copies that each place has for experts of other places, (ep, num_experts) int64; 0
+    for its own experts."""
     return np.where(
         np.arange(len(replica.origins))[:, None] == replica.load.home[None, :], 0, replica.copies
     )
@@ -139,8 +160,10 @@ def _away(replica: ReplicaLoad) -> np.ndarray:
 def _ranked(
     replica: ReplicaLoad, at_most: int, tries: int, whole: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (place, expert) pairs in the order of replication, and for every prefix the most experts on one place."""
-    away, ep = _away(replica), len(replica.origins)
+    """Return (place, expert) pairs in the order of replication, and for every prefix the most
+    experts on one place."""
+    away = _away(replica)
+    ep = len(replica.origins)
     if whole:
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
         order = (np.arange(ep)[None, :] * away.shape[1] + hottest[:, None]).reshape(-1)
@@ -154,7 +177,8 @@ def _ranked(
 def _fitting(
     place: np.ndarray, expert: np.ndarray, ep: int, at_most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first `at_most` pairs of each place, and for every prefix of these the most experts on one place."""
+    """Return the first `at_most` pairs of each place, and for every prefix of these the most
+    experts on one place."""
     held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
     fits = held <= at_most
     most_held = np.concatenate([[0], np.maximum.accumulate(held[fits])])
@@ -162,7 +186,8 @@ def _fitting(
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the largest values (of all, if fewer), (count,) int64, largest first, then in index order."""
+    """Return the indices of the largest values (of all, if fewer), (count,) int64, largest first,
+    then in index order."""
     if len(values) < 4 * count:
         return np.argsort(-values, kind="stable")[:count]
     threshold = np.partition(values, len(values) - count)[len(values) - count]
@@ -174,32 +199,42 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
 def _prefix_seconds(
     replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray, amount: np.ndarray
 ) -> np.ndarray:
-    """Return the modelled seconds of every prefix, (n + 1,), starting with the empty one. Relayed weights count once per
-    node."""
-    ep, links, count = len(replica.origins), replica.links, len(place)
+    """Return the modelled seconds of every prefix, (n + 1,), starting with the empty one. Relayed
+    weights count once per node."""
+    ep = len(replica.origins)
+    links = replica.links
+    count = len(place)
     owner = replica.load.home[expert]
     via = owner if links.via is None else links.via[owner, place]
     is_new_message = np.zeros(count, dtype=bool)
     is_new_message[np.unique(expert * ep + via, return_index=True)[1]] = True
     rows = rows_of(replica, NOTHING).home
 
-    def fullest(start: np.ndarray | float, changes: np.ndarray) -> np.ndarray:
-        sums = np.empty((count + 1, changes.shape[1]))
-        sums[0] = start
-        np.cumsum(changes, axis=0, out=sums[1:])
-        sums[1:] += sums[0]
-        maxima: np.ndarray = sums.max(1, initial=0.0)
-        return maxima
-
-    helps, owns = (np.eye(ep)[each] for each in (place, owner))
-    computed = fullest(
+    helps = np.eye(ep)[place]
+    owns = np.eye(ep)[owner]
+    computed = _largest_of_prefixes(
         rows.sum(0) * links.slowness, amount[:, None] * (helps - owns) * links.slowness
     )
-    tokens = fullest(links.busy(rows), -amount[:, None] * links.busy_by(place, owner))
-    weights = fullest(
+    tokens = _largest_of_prefixes(links.busy(rows), -amount[:, None] * links.busy_by(place, owner))
+    weights = _largest_of_prefixes(
         0.0, is_new_message[:, None] * links.busy_by(owner, via) + links.busy_by(via, place)
     )
     return replica.closed_form(computed, tokens, weights)
+
+
+def _largest_of_prefixes(start: np.ndarray | float, changes: np.ndarray) -> np.ndarray:
+    """Return the largest of some values after every prefix of their changes, (n + 1,).
+
+    Args:
+        start: (values,), before any change.
+        changes: (n, values).
+    """
+    sums = np.empty((len(changes) + 1, changes.shape[1]))
+    sums[0] = start
+    np.cumsum(changes, axis=0, out=sums[1:])
+    sums[1:] += sums[0]
+    largest: np.ndarray = sums.max(1, initial=0.0)
+    return largest
 
 
 def spills(
@@ -212,10 +247,12 @@ def spills(
     Args:
         replica: the load of one replica of the experts.
         replicated: the copies that are replicated already.
-        limit: the copies that a place may compute, relative to its share if all places take equally long.
+        limit: the copies that a place may compute, relative to its share if all places take equally
+            long.
         near_first: prefer places on the same node.
     """
-    ep, home = len(replica.origins), replica.load.home
+    ep = len(replica.origins)
+    home = replica.load.home
     staying = replicated.staying(replica.copies)
     loads = np.bincount(home, staying.sum(0), ep) + np.bincount(
         replicated.helper, replicated.amount, ep
@@ -243,7 +280,8 @@ def seconds_under(replica: ReplicaLoad, replicated: Replications) -> float:
 
 
 def spread(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> Replications:
-    """Return the table over all ranks. The replicated copies of a place are taken from its ranks in their order.
+    """Return the table over all ranks. The replicated copies of a place are taken from its ranks in
+    their order.
 
     Args:
         replicas: the loads of the replicas of the experts.
@@ -253,7 +291,8 @@ def spread(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) 
 
 
 def within(replica: ReplicaLoad, replicated: Replications) -> Replications:
-    """Return the part of a table over all ranks that is of one replica of the experts, with places for origins."""
+    """Return the part of a table over all ranks that is of one replica of the experts, with places
+    for origins."""
     place = np.full(len(replica.load.copies), -1)
     place[replica.origins] = np.arange(len(replica.origins))[:, None]
     places = place[replicated.origin]
@@ -262,7 +301,8 @@ def within(replica: ReplicaLoad, replicated: Replications) -> Replications:
 
 def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
     """Return the table of one replica of the experts with ranks, not places, as origins."""
-    ranks, experts = replica.origins.shape[1], replica.load.num_experts
+    ranks = replica.origins.shape[1]
+    experts = replica.load.num_experts
     if ranks == 1 or replicated.is_empty:
         return replicated._replace(origin=replica.origins[replicated.origin, 0])
     cells, number = np.unique(replicated.origin * experts + replicated.expert, return_inverse=True)
@@ -283,8 +323,10 @@ def _matched(
     places: np.ndarray,
     limits: np.ndarray,
 ) -> Replications:
-    """Return the replications from those of `places` that are above `limits`, (ep,), to the others of `places`."""
-    excess, room = np.maximum((loads - limits)[places], 0), np.maximum((limits - loads)[places], 0)
+    """Return the replications from those of `places` that are above `limits`, (ep,), to the others
+    of `places`."""
+    excess = np.maximum((loads - limits)[places], 0)
+    room = np.maximum((limits - loads)[places], 0)
     givers = places[np.argsort(-excess, kind="stable")]
     helpers = places[np.argsort(-room, kind="stable")]
     per_place = replica.load.num_experts // len(replica.origins)
@@ -297,7 +339,8 @@ def _matched(
     gives = amounts > 0
     if not gives.any() or not room.any():
         return NOTHING
-    experts, amounts = experts[gives], amounts[gives]
+    experts = experts[gives]
+    amounts = amounts[gives]
     replicated = _overlaps(amounts[None], np.maximum((limits - loads)[helpers], 0)[None])[0]
     return from_origins(replica, staying, experts, helpers, replicated)
 
@@ -309,7 +352,8 @@ def from_origins(
     helpers: np.ndarray,
     replicated: np.ndarray,
 ) -> Replications:
-    """Return replications with their origins: the helper's own copies are taken first, those of the expert's home last.
+    """Return replications with their origins: the helper's own copies are taken first, those of the
+    expert's home last.
 
     Args:
         replica: the load of one replica of the experts.
@@ -338,8 +382,10 @@ def from_origins(
 
 
 def _overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the overlaps of two partitions of each row, (k, a, b), from the lengths of the parts, (k, a) and (k, b)."""
-    ends, other_ends = first.cumsum(1)[:, :, None], second.cumsum(1)[:, None, :]
+    """Return the overlaps of two partitions of each row, (k, a, b), from the lengths of the parts,
+    (k, a) and (k, b)."""
+    ends = first.cumsum(1)[:, :, None]
+    other_ends = second.cumsum(1)[:, None, :]
     starts = np.maximum(ends - first[:, :, None], other_ends - second[:, None, :])
     lengths: np.ndarray = np.maximum(np.minimum(ends, other_ends) - starts, 0)
     return lengths

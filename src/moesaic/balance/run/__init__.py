@@ -1,1 +1,2 @@
-"""Balancing at run time: calls that replicate experts or run in slices, and moves of samples and experts."""
+"""Balancing at run time: calls that replicate experts or run in slices, and moves of samples and
+experts."""

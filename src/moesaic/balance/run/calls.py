@@ -1,12 +1,13 @@
-"""Call policies that balance: decide which programs a call runs and which copies it replicates, within its memory budget.
+"""Call policies that balance: decide which programs a call runs and which copies it replicates,
+within its memory budget.
 
-A decision is made once all ranks have a call's counts. Under plans that replicate, the replication policy chooses a program and
-a table of replicated copies. Decisions depend on the calls before, so a recomputation repeats that of its forward pass: both
-passes must run the same program.
+A decision is made once all ranks have a call's counts. Under plans that replicate, the replication
+policy chooses a program and a table of replicated copies. Decisions depend on the calls before, so
+a recomputation repeats that of its forward pass: both passes must run the same program.
 
-If samples may move, the gain is known only after the call, since placement is solved while the call runs. The layer's next call
-compares it with what the best other option saved last. If samples stay, placement is tried again from time to time. All ranks
-have both numbers, so they decide identically.
+If samples may move, the gain is known only after the call, since placement is solved while the call
+runs. The layer's next call compares it with what the best other option saved last. If samples stay,
+placement is tried again from time to time. All ranks have both numbers, so they decide identically.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import partial
 import numpy as np
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moesaic import named
+from moesaic import policies
 from moesaic.balance import replication_policy
 from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
@@ -30,10 +31,10 @@ from moesaic.balance.replication.policy import (
     programs_of,
 )
 from moesaic.balance.run.relocate import SampleMove
-from moesaic.balance.run.slices import run_slices
+from moesaic.balance.run.sliced_calls import run_slices
 from moesaic.program.compile import Compiled
 from moesaic.routing.route import RoutingRecord
-from moesaic.runtime.counted import CountedCall
+from moesaic.runtime.call_counts import CountedCall
 from moesaic.runtime.expert_parallel import AbstractCallPolicy, Chosen
 
 KEPT = 64
@@ -41,19 +42,20 @@ KEPT = 64
 AGAIN = 17
 """Calls after which moving samples is tried again, if another option was faster."""
 MARGIN = 0.05
-"""Share by which moving samples must be faster than the best other option to replace it, or the other way round."""
+"""Share by which moving samples must be faster than the best other option to replace it, or the
+other way round."""
 RELOCATE = "relocate"
 """Name of the option that moves samples."""
 
 
 class BalancedCalls(AbstractCallPolicy):
-    """Decides how each call of one layer runs under a plan that replicates copies, has a memory budget, or both.
+    """Decides how each call of one layer runs under a plan that replicates copies, has a memory
+    budget, or both.
 
     Args:
-        compiled: the compiled plan of the layer.
-        num_experts: number of experts of the layer.
         dim: width of a token.
-        policy: the replication policy to use instead of the one that the plan names; None for the plan's.
+        policy: the replication policy to use instead of the one that the plan names; None for the
+            plan's.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class BalancedCalls(AbstractCallPolicy):
         policy: AbstractReplicationPolicy | None = None,
     ) -> None:
         super().__init__(compiled)
-        self._num_experts, self._dim = num_experts, dim
+        self._num_experts = num_experts
+        self._dim = dim
         self.budget = MemoryBudget(compiled, num_experts, None if policy is None else policy.costs)
         self._policy: AbstractReplicationPolicy | None = None
         self.programs: dict[str, Compiled] = {}
-        """The programs that calls may run, by the name that the replication policy gives them; {} without replication."""
+        """The programs that calls may run, by the name that the replication policy gives them; {}
+        without replication."""
         if compiled.replicates:
             self._policy = policy or replication_policy(compiled.plan.replication)
             self.programs = programs_of(compiled, self._policy)
@@ -81,7 +85,8 @@ class BalancedCalls(AbstractCallPolicy):
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that are equal on two ranks if they run the same programs with the same policy settings."""
+        """16 bytes that are equal on two ranks if they run the same programs with the same policy
+        settings."""
         if self._policy is None:
             return self.compiled.digest
         digests = b"".join(each.digest for each in self.programs.values())
@@ -91,7 +96,8 @@ class BalancedCalls(AbstractCallPolicy):
 
     @property
     def bare(self) -> Compiled:
-        """The programs under which samples may move: those without replication if the policy has a choice, else the plan's."""
+        """The programs under which samples may move: those without replication if the policy has a
+        choice, else the plan's."""
         return self.programs[ALONE] if self.has_choice else self.compiled
 
     @property
@@ -105,13 +111,15 @@ class BalancedCalls(AbstractCallPolicy):
 
     def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
         """Return the policy's choice, changed if the memory budget requires it."""
-        compiled, replicated = self.compiled, None
+        compiled = self.compiled
+        replicated = None
         if self._policy is not None:
             decision: CallDecision | None = self._decided_by_call.get(record.by_rank)
             if decision is None:
                 decision = self._chooser.choose(self._load(call.copies, call.units))
                 self._note(record, decision)
-            compiled, replicated = self.programs[decision.program], decision.replicated
+            compiled = self.programs[decision.program]
+            replicated = decision.replicated
         compiled, replicated, cut = self.budget.hold(compiled, replicated, call)
         return Chosen(compiled, replicated, None if cut is None else partial(run_slices, cut))
 
@@ -126,7 +134,8 @@ class BalancedCalls(AbstractCallPolicy):
             self._decisions.append(decision)
 
     def stays(self, move: SampleMove) -> bool:
-        """Return whether samples stay in a call that might move them. Then the layer runs as without moves.
+        """Return whether samples stay in a call that might move them. Then the layer runs as
+        without moves.
 
         Args:
             move: the move of the call; it keeps the decision.
@@ -148,7 +157,6 @@ class BalancedCalls(AbstractCallPolicy):
 
         Args:
             record: the record of the call's routing.
-            move: the move of the samples.
             copies: (world, num_experts) int64: copies of each origin for each expert.
             units: hidden units of one shard of an expert.
         """
@@ -159,7 +167,8 @@ class BalancedCalls(AbstractCallPolicy):
         self._decisions[-1] = self._moves.note_move(move, decision, self._dim)
 
     def take(self) -> list[CallDecision]:
-        """Return the decisions since the last `take` of a policy that has a choice, oldest first."""
+        """Return the decisions since the last `take` of a policy that has a choice, oldest
+        first."""
         decisions = list(self._decisions)
         self._decisions.clear()
         return decisions
@@ -175,24 +184,29 @@ class MoveArbiter:
     def __init__(self, costs: ReplicationCosts) -> None:
         self._costs = costs
         self._tried: tuple[SampleMove, float, int] | None = None
-        """The last call in which samples moved, its predicted seconds if it had been left alone, and the width of a token."""
+        """The last call in which samples moved, its predicted seconds if it had been left alone,
+        and the width of a token."""
         self._share: float | None = None
-        """Predicted time with moving samples, relative to leaving the call alone; None before the first move."""
+        """Predicted time with moving samples, relative to leaving the call alone; None before the
+        first move."""
         self._other = 1.0
         """The same ratio for the best other option."""
-        self._moves, self._calls = True, 0
+        self._moves = True
+        self._calls = 0
 
     def prefers_moving(self) -> bool:
         """Return whether samples may move in the next call."""
         self._calls += 1
         if self._tried is not None:
-            (move, alone_seconds, dim), self._tried = self._tried, None
+            (move, alone_seconds, dim) = self._tried
+            self._tried = None
             saved = saved_seconds(move, self._costs, dim)
             self._share = 1 - saved / alone_seconds if alone_seconds else 1.0
         if self._share is None or self._calls >= AGAIN:
             self._calls = 0
             return True
-        moving, margin = self._share, 1 - MARGIN
+        moving = self._share
+        margin = 1 - MARGIN
         self._moves = (
             moving < 1 and not self._other < margin * moving
             if self._moves
@@ -209,7 +223,6 @@ class MoveArbiter:
         """Record that samples move in this call. Its gain is computed when the next call starts.
 
         Args:
-            move: the move of the call.
             decision: what the policy would have decided if samples stayed.
             dim: width of a token.
 
@@ -230,7 +243,8 @@ class MoveArbiter:
 
 
 def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
-    """Return the seconds that a move saves on average per rank, for this layer's results and the next layer's copies together.
+    """Return the seconds that a move saves on average per rank, for this layer's results and the
+    next layer's copies together.
 
     Args:
         move: a move that was decided.
@@ -239,24 +253,27 @@ def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
     """
     unmoved, moved = move.volumes()
     row_bits = 8 * dim * costs.element_bytes * (2 if costs.backward else 1)
-    inside, across = unmoved.intra - moved.intra, unmoved.inter - moved.inter
+    inside = unmoved.intra - moved.intra
+    across = unmoved.inter - moved.inter
     seconds = inside / costs.machine.intra_gbps + across / costs.machine.inter_gbps
     return row_bits * seconds / 1e9 / move.before.ranks
 
 
-def calls_by(policy: AbstractReplicationPolicy) -> named.CallsOf:
-    """Return what `parallelize(..., calls=...)` takes to let a given replication policy decide, whatever name the plan has."""
+def calls_by(policy: AbstractReplicationPolicy) -> policies.CallsOf:
+    """Return what `parallelize(..., calls=...)` takes to let a given replication policy decide,
+    whatever name the plan has."""
 
     def calls(compiled: Compiled, num_experts: int, dim: int) -> AbstractCallPolicy:
         if not compiled.replicates:
-            return named.calls_of(compiled, num_experts, dim)
+            return policies.calls_of(compiled, num_experts, dim)
         return BalancedCalls(compiled, num_experts, dim, policy)
 
     return calls
 
 
 def decisions_of(calls: AbstractCallPolicy | None) -> list[CallDecision]:
-    """Return the decisions since the last time of a call policy that has a choice, oldest first; [] for others."""
+    """Return the decisions since the last time of a call policy that has a choice, oldest first; []
+    for others."""
     return calls.take() if isinstance(calls, BalancedCalls) else []
 
 

@@ -1,22 +1,25 @@
-"""Moves samples between ranks between a model's MoE layers, with the same results. A forward pass is a trip.
+"""Moves samples between ranks between a model's MoE layers, with the same results. A forward pass
+is a trip.
 
-This is NetMoE (Liu et al., ICLR 2025). docs/balance.md explains how decisions are made, and under which plans results go
-straight to new homes. An MoE layer sends its results to the ranks from which the next layer's copies are cheap to send.
-Everything else that belongs to the samples (residuals, masks, ids, labels) follows. A sample is always whole on one rank, so
-computations along a sample have the same result on any rank.
+This is NetMoE (Liu et al., ICLR 2025). docs/balance.md explains how decisions are made, and under
+which plans results go straight to new homes. An MoE layer sends its results to the ranks from which
+the next layer's copies are cheap to send. Everything else that belongs to the samples (residuals,
+masks, ids, labels) follows. A sample is always whole on one rank, so computations along a sample
+have the same result on any rank.
 
     moving = MovingMoE(moe)                                      once per layer
     trip = relocator.start(followings, num_samples, length)      once per forward pass
     move = trip.next()                                           before each MoE layer
-    x = moving(norm(x), move=move, residual=Residual(x, norm))   routed here, delivered to the new homes, x added
+    x = moving(norm(x), move=move, residual=Residual(x, norm))   routed here, delivered to new homes
 
 or, if there is another operation between the layer and the sum,
 
-    y = moving(norm(x), move=move)                               decides where samples go, so it comes first
+    y = moving(norm(x), move=move)                               decides where samples go
     x = move.carry(x) + dropout(y)                               the residual follows separately
 
-A prediction of the next layer's routing only decides what is cheap; a wrong one costs time. Deciding costs 3 to 7 % of a step
-on an emulated cluster, even if no sample moves. So after passes without moves a policy rests, in the same passes on all ranks.
+A prediction of the next layer's routing only decides what is cheap; a wrong one costs time.
+Deciding costs 3 to 7 % of a step on an emulated cluster, even if no sample moves. So after passes
+without moves a policy rests, in the same passes on all ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ from moesaic.comm.collectives import (
 )
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Transfer
-from moesaic.draw import is_dtensor
 from moesaic.errors import InputError
+from moesaic.initial_values import is_dtensor
 from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.layouts import LayoutIndex
 from moesaic.program.sizes import Runs
@@ -58,15 +61,17 @@ def carry(
     after: Homes,
     rows: np.ndarray | None = None,
 ) -> Tensor:
-    """Return this rank's samples after a move; differentiable. All ranks call this; samples that stay are not sent.
+    """Return this rank's samples after a move; differentiable. All ranks call this; samples that
+    stay are not sent.
 
     Args:
         transport: the transport between all ranks.
-        x: (rows of this rank, ...): the rows of the samples on this rank before the move, slot by slot.
+        x: (rows of this rank, ...): the rows of the samples on this rank before the move, slot by
+            slot.
         before: homes of the samples before the move.
         after: homes of the samples after the move.
-        rows: (ranks, slots) int64: number of rows of each sample, by slot before the move, the same on all ranks; None for
-            one row per sample.
+        rows: (ranks, slots) int64: number of rows of each sample, by slot before the move, the same
+            on all ranks; None for one row per sample.
 
     Returns:
         (rows, ...), in the order of the slots after the move; values are moved bit by bit.
@@ -77,9 +82,11 @@ def carry(
         return x
     if not x.is_floating_point():
         return _exchange(transport, transport.take_tags(1), x, before, after, rows)
-    # The backward pass has a tag of its own from the start, since ranks may run different operations before it.
+    # The backward pass has a tag of its own from the start, since ranks may run different
+    # operations before it.
     tag = transport.take_tags(2)
-    tags_back, arrived = [tag + 1], rows_after(rows, before, after)
+    tags_back = [tag + 1]
+    arrived = rows_after(rows, before, after)
 
     def back(gradient: Tensor) -> Tensor:
         """Exchange in the other direction."""
@@ -90,7 +97,8 @@ def carry(
 
 
 def rows_after(rows: np.ndarray, before: Homes, after: Homes) -> np.ndarray:
-    """Return rows per sample, (ranks, slots) int64, by slot after a move, from `rows` by slot before it."""
+    """Return rows per sample, (ranks, slots) int64, by slot after a move, from `rows` by slot
+    before it."""
     moved: np.ndarray = rows[after.targets(before)]
     return moved
 
@@ -98,11 +106,13 @@ def rows_after(rows: np.ndarray, before: Homes, after: Homes) -> np.ndarray:
 def _exchange(
     transport: AbstractTransport, tag: int, x: Tensor, before: Homes, after: Homes, rows: np.ndarray
 ) -> Tensor:
-    """Send each sample to its new home. A message holds samples in the order of the slots that they leave."""
+    """Send each sample to its new home. A message holds samples in the order of the slots that they
+    leave."""
     rank = transport.rank
     targets, _ = before.targets(after)
     sources, source_slots = after.targets(before)
-    own_rows_before, own_rows_after = rows[rank], rows_after(rows, before, after)[rank]
+    own_rows_before = rows[rank]
+    own_rows_after = rows_after(rows, before, after)[rank]
     x = x.detach().contiguous()
     out = x.new_empty(int(own_rows_after.sum()), *x.shape[1:])
     sends: dict[int, Tensor] = {}
@@ -129,20 +139,25 @@ def _exchange(
 
 
 def _places(rows: np.ndarray, slots: np.ndarray) -> Tensor:
-    """Return the rows of some slots, (rows,) int64, in the order of `slots`; `rows` has the number of rows of each slot."""
+    """Return the rows of some slots, (rows,) int64, in the order of `slots`; `rows` has the number
+    of rows of each slot."""
     return torch.from_numpy(Runs((rows.cumsum() - rows)[slots], rows[slots]).rows)
 
 
 def sample_dropout(x: Tensor, p: float, samples: Tensor, seed: int) -> Tensor:
-    """Zero entries with probability p and scale the others by 1 / (1 - p), identically on whichever rank a sample is computed.
+    """Zero entries with probability p and scale the others by 1 / (1 - p), identically on whichever
+    rank a sample is computed.
 
-    The mask is drawn from the number of the sample, so it depends on the batch and not on a rank's random generator.
+    The mask is drawn from the number of the sample, so it depends on the batch and not on a rank's
+    random generator.
 
     Args:
         x: (samples, ...).
         p: probability, from 0 to below 1.
-        samples: (samples,) int64: the number of each sample in the whole batch, as in `SampleTrip.samples`.
-        seed: at least 0, and different for every call: derive it from the place in the model, micro-batch and step.
+        samples: (samples,) int64: the number of each sample in the whole batch, as in
+            `SampleTrip.samples`.
+        seed: at least 0, and different for every call: derive it from the place in the model,
+            micro-batch and step.
 
     Returns:
         of x's shape.
@@ -172,19 +187,22 @@ class Following:
 
 
 class Relocator:
-    """Decides where samples live after each MoE layer, for a model's forward passes. All ranks create it identically.
+    """Decides where samples live after each MoE layer, for a model's forward passes. All ranks
+    create it identically.
 
     Args:
         mesh: the mesh of the MoE layers.
         placer: the policy; None for NetMoE's two stages.
-        ends_home: whether the last MoE layer returns the samples to their first homes. False: it decides by its own cost, and
-            labels have to follow.
+        ends_home: whether the last MoE layer returns the samples to their first homes. False: it
+            decides by its own cost, and labels have to follow.
     """
 
     def __init__(
         self, mesh: Mesh, placer: AbstractPlacer | None = None, *, ends_home: bool = True
     ) -> None:
-        self.mesh, self.placer, self.ends_home = mesh, placer or TwoStage(), ends_home
+        self.mesh = mesh
+        self.placer = placer or TwoStage()
+        self.ends_home = ends_home
         self.group = mesh.grid.group(mesh.rank, ("tp",))
         """The tensor-parallel group of this rank, which shares its samples."""
         self.trip: SampleTrip | None = None
@@ -203,8 +221,9 @@ class Relocator:
             length: tokens per sample.
 
         Raises:
-            InputError: on every rank: if ranks have different numbers of samples or tokens, if a tensor-parallel group does
-                not split its samples evenly, or if a router looks across tokens or draws random numbers by rank.
+            InputError: on every rank: if ranks have different numbers of samples or tokens, if a
+                tensor-parallel group does not split its samples evenly, or if a router looks across
+                tokens or draws random numbers by rank.
         """
         before = [] if self.trip is None else self.trip.moves
         rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in before])
@@ -216,25 +235,25 @@ class Relocator:
         ).cpu()
         different = (sizes != sizes[0]).any(1).nonzero().flatten().tolist()
         if different:
-            (samples, tokens), (other_samples, other_tokens) = (
-                sizes[0].tolist(),
-                sizes[different[0]].tolist(),
-            )
+            (samples, tokens) = sizes[0].tolist()
+            (other_samples, other_tokens) = sizes[different[0]].tolist()
             raise InputError(
-                f"sample placement needs samples that split evenly: rank 0 has {samples} of {tokens} tokens, rank "
-                f"{different[0]} has {other_samples} of {other_tokens}: give every rank equally many samples of one length"
+                f"sample placement needs samples that split evenly: rank 0 has {samples} of "
+                f"{tokens} tokens, rank {different[0]} has {other_samples} of {other_tokens}: "
+                "give every rank equally many samples of one length"
             )
         tp = self.mesh.grid.tp
         if num_samples % tp:
             raise InputError(
-                f"sample placement with mesh.tp={tp} needs a multiple of {tp} samples per tensor group, got {num_samples}: "
-                "each of its ranks is responsible for equally many"
+                f"sample placement with mesh.tp={tp} needs a multiple of {tp} samples per tensor "
+                f"group, got {num_samples}: each of its ranks is responsible for equally many"
             )
         self.trip = SampleTrip(self, followings, num_samples // tp, length, rests=rests)
         return self.trip
 
     def compiled(self, plain: Compiled, *, bias: bool) -> Compiled | None:
-        """Return the programs that deliver to new homes, cached per plan; None if results under the plan go home first.
+        """Return the programs that deliver to new homes, cached per plan; None if results under the
+        plan go home first.
 
         Args:
             plain: the programs of the layer.
@@ -244,7 +263,9 @@ class Relocator:
         if key not in self._compiled:
             has_bias = "b" in plain.logical.inputs
             base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)
-            try:  # if all ranks of a tensor-parallel group send all copies of the group, results go home first
+            # if all ranks of a tensor-parallel group send all copies of the group, results go home
+            # first
+            try:
                 self._compiled[key] = (
                     moving(base) if plain.grid.tp == 1 or plain.routes_slices else None
                 )
@@ -253,7 +274,8 @@ class Relocator:
         return self._compiled[key]
 
     def shapes(self, plain: Compiled, num_experts: int, slots: int) -> LayoutIndex:
-        """Return the tables that all calls under a plan share, for a number of experts and of slots per rank."""
+        """Return the tables that all calls under a plan share, for a number of experts and of slots
+        per rank."""
         key = (plain.digest, num_experts, slots)
         if key not in self._shapes:
             self._shapes[key] = LayoutIndex(plain.grid, num_experts, slots, parts=plain.plan.chunks)
@@ -264,16 +286,19 @@ class Relocator:
         return self._solver.submit(self.placer.decide, load)
 
     def carry(self, x: Tensor, before: Homes, after: Homes) -> Tensor:
-        """Return values of the samples that a tensor-parallel group has after a move: (samples, ...), differentiable.
+        """Return values of the samples that a tensor-parallel group has after a move: (samples,
+        ...), differentiable.
 
         Args:
-            x: the values of the samples that it has before the move. Shapes are the same on all ranks, values within a group.
+            x: the values of the samples that it has before the move. Shapes are the same on all
+                ranks, values within a group.
             before: homes of the samples before the move.
             after: homes of the samples after the move.
         """
         if before.same_as(after):
             return x
-        transport, tp = self.mesh.transport, len(self.group)
+        transport = self.mesh.transport
+        tp = len(self.group)
         if tp == 1:
             return carry(transport, x, before, after)
         if x.is_floating_point():
@@ -296,8 +321,8 @@ class Rest:
 
         Args:
             rest: number of passes to rest for, after passes without moves; 0 to never rest.
-            moved: for each layer in the previous pass, which has ended: whether the policy moved samples; None if the policy
-                was not asked.
+            moved: for each layer in the previous pass, which has ended: whether the policy moved
+                samples; None if the policy was not asked.
         """
         moved_if_asked = [found for found in moved if found is not None]
         if moved_if_asked:
@@ -320,7 +345,9 @@ class SampleTrip:
         *,
         rests: bool = False,
     ) -> None:
-        self.relocator, self.length, self._rests = relocator, length, rests
+        self.relocator = relocator
+        self.length = length
+        self._rests = rests
         self.home = Homes.start(relocator.mesh.grid.world, slots)
         self.moves: list[SampleMove] = []
         """The moves of the MoE layers that the pass has reached."""
@@ -333,7 +360,8 @@ class SampleTrip:
 
     @property
     def samples(self) -> Tensor:
-        """(samples,) int64: this group's present samples, by number in the whole batch. Random masks may depend on them."""
+        """(samples,) int64: this group's present samples, by number in the whole batch. Random
+        masks may depend on them."""
         return samples_of(self.relocator, self.homes)
 
     def next(self) -> SampleMove:
@@ -349,21 +377,25 @@ class SampleTrip:
         return self.moves[-1]
 
     def bring(self, x: Tensor) -> Tensor:
-        """Return values of the samples that are here now, given those of the home samples: (samples, ...), differentiable."""
+        """Return values of the samples that are here now, given those of the home samples:
+        (samples, ...), differentiable."""
         return self.relocator.carry(x, self.home, self.homes)
 
     def take_home(self, x: Tensor) -> Tensor:
-        """Return values of this rank's home samples, given those of the samples here now: (samples, ...), differentiable."""
+        """Return values of this rank's home samples, given those of the samples here now: (samples,
+        ...), differentiable."""
         return self.relocator.carry(x, self.homes, self.home)
 
 
 def samples_of(relocator: Relocator, homes: Homes) -> Tensor:
-    """Return the samples of this rank's tensor-parallel group, (samples,) int64, by their number in the whole batch."""
+    """Return the samples of this rank's tensor-parallel group, (samples,) int64, by their number in
+    the whole batch."""
     return torch.from_numpy(homes.samples[list(relocator.group)].reshape(-1).copy())
 
 
 class SampleMove:
-    """One MoE layer's change of the homes. It is decided once; a recomputation reuses the decision of the first pass.
+    """One MoE layer's change of the homes. It is decided once; a recomputation reuses the decision
+    of the first pass.
 
     Args:
         relocator: the relocator whose policy decides.
@@ -371,7 +403,8 @@ class SampleMove:
         following: the next MoE layer; None after the last.
         length: tokens of a sample.
         goal: homes after the layer, if they are fixed; None to decide.
-        rests: the policy is not asked in this pass, and no sample moves: the layer runs as without moves.
+        rests: the policy is not asked in this pass, and no sample moves: the layer runs as without
+            moves.
     """
 
     def __init__(
@@ -384,19 +417,20 @@ class SampleMove:
         *,
         rests: bool = False,
     ) -> None:
-        self.relocator, self.before, self.length, self.goal, self.rests = (
-            relocator,
-            before,
-            length,
-            goal,
-            rests,
-        )
+        self.relocator = relocator
+        self.before = before
+        self.length = length
+        self.goal = goal
+        self.rests = rests
         self.load: SampleLoad | None = None
-        """The load from which homes are decided; None before the layer's call; without copies if the policy rests."""
+        """The load from which homes are decided; None before the layer's call; without copies if
+        the policy rests."""
         self.copies: np.ndarray | None = None
-        """(ranks, slots, num_experts) int64: the layer's copies of each sample, by its slot before; None before the call."""
+        """(ranks, slots, num_experts) int64: the layer's copies of each sample, by its slot before;
+        None before the call."""
         self.alone: np.ndarray | None = None
-        """(ranks, slots) int64: tokens of each sample without copies, by slot before the move; None before the call."""
+        """(ranks, slots) int64: tokens of each sample without copies, by slot before the move; None
+        before the call."""
         self.rides = False
         """Whether the residual was sent with the results; valid after the layer's call."""
         self.stays: bool | None = None
@@ -414,7 +448,8 @@ class SampleMove:
             return self.goal
         if self._future is None:
             raise InputError(
-                "sample placement: where samples go is decided in the MoE layer's call: call the layer with this move first"
+                "sample placement: where samples go is decided in the MoE layer's call: call "
+                "the layer with this move first"
             )
         return self._future.result()
 
@@ -424,22 +459,25 @@ class SampleMove:
         return None if self._future is None else not self.before.same_as(self.after)
 
     def targets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the sample in each slot goes: its new rank and its slot there, (ranks, slots) int64 each."""
+        """Return where the sample in each slot goes: its new rank and its slot there, (ranks,
+        slots) int64 each."""
         return self.before.targets(self.after)
 
     def carry(self, x: Tensor) -> Tensor:
-        """Move values of samples along: (samples, ...) or (samples * length, ...) of this rank's tensor-parallel group, of the
-        same shape on all ranks."""
+        """Move values of samples along: (samples, ...) or (samples * length, ...) of this rank's
+        tensor-parallel group, of the same shape on all ranks."""
         samples = self.before.slots * len(self.relocator.group)
         split = x.unflatten(0, (samples, -1)) if len(x) != samples else x
         return self.relocator.carry(split, self.before, self.after).view(x.shape)
 
     def carry_tokens(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Move rows of the tokens that have no copy. All ranks call this if any rank has such tokens.
+        """Move rows of the tokens that have no copy. All ranks call this if any rank has such
+        tokens.
 
         Args:
             rows: (tokens without copy, dim), differentiable.
-            token: (tokens without copy,) int64, ascending: their indices among the tokens of this rank.
+            token: (tokens without copy,) int64, ascending: their indices among the tokens of this
+                rank.
 
         Returns:
             the rows that arrive, and their indices among the tokens of this rank after the move.
@@ -455,8 +493,9 @@ class SampleMove:
         return carry(transport, rows, *route), place + first.repeat_interleave(arriving)
 
     def volumes(self) -> tuple[Volume, Volume]:
-        """Return the rows that cross links from this layer's experts to the next layer's (as predicted): first if no sample
-        moved, then as decided. Residuals that are sent count as rows."""
+        """Return the rows that cross links from this layer's experts to the next layer's (as
+        predicted): first if no sample moved, then as decided. Residuals that are sent count as
+        rows."""
         assert self.load is not None, "the MoE layer was not called with this move yet"
         return self.load.volume(self.before), self.load.volume(self.after)
 
@@ -470,7 +509,8 @@ class SampleMove:
         carried: int,
         is_direct: bool,
     ) -> None:
-        """Exchange this rank's counts with all ranks, and start to decide from all counts. All ranks call this.
+        """Exchange this rank's counts with all ranks, and start to decide from all counts. All
+        ranks call this.
 
         Args:
             copies: (slots, num_experts) int64: this layer's copies of this rank's samples.
@@ -480,7 +520,8 @@ class SampleMove:
             carried: rows per token that are sent separately, if the residual is not.
             is_direct: as in `SampleLoad`.
         """
-        mesh, self.rides = self.relocator.mesh, rides
+        mesh = self.relocator.mesh
+        self.rides = rides
         own_counts = torch.cat(
             [alone[:, None], copies, *([] if predicted is None else [predicted])], dim=1
         )
@@ -508,7 +549,8 @@ class SampleMove:
     def predict(
         self, x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | None
     ) -> Tensor | None:
-        """Predict the copies of each sample for each expert of the next layer, by routing this layer's input with its router.
+        """Predict the copies of each sample for each expert of the next layer, by routing this
+        layer's input with its router.
 
         Args:
             x_TD: (tokens, dim), this layer's input, all tokens of the tensor-parallel group.
@@ -525,7 +567,8 @@ class SampleMove:
         valid_T, token_ids = (
             None if each is None else each[own_tokens] for each in (valid_T, token_ids)
         )
-        router, top_k = self._following.router, self._following.top_k
+        router = self._following.router
+        top_k = self._following.top_k
         with (
             torch.no_grad(),
             torch.autocast(x_TD.device.type, enabled=False),
@@ -546,7 +589,8 @@ class SampleMove:
         return share_of(num_tokens, group.index(self.relocator.mesh.rank), len(group))
 
     def count(self, token: Tensor, expert: Tensor, num_experts: int) -> Tensor:
-        """Return the number of copies that each sample has for each expert, (slots, num_experts) int64."""
+        """Return the number of copies that each sample has for each expert, (slots, num_experts)
+        int64."""
         cell = token // self.length * num_experts + expert
         return torch.bincount(cell, minlength=self.before.slots * num_experts).view(-1, num_experts)
 
@@ -560,11 +604,12 @@ def _check_router(router: AbstractRouter, device: torch.device) -> None:
     """Raise InputError for a router whose choices depend on where samples are."""
     if router.looks_across_tokens:
         raise InputError(
-            f"sample placement clashes with the router {type(router).__name__}, whose choice for a token depends on its rank "
-            "or on the others there: choose one that looks at each token alone, such as softmax"
+            f"sample placement clashes with the router {type(router).__name__}, whose choice for "
+            "a token depends on its rank or on the others there: choose one that looks at each "
+            "token alone, such as softmax"
         )
     if router.draw(0, device) is not None:
         raise InputError(
-            f"sample placement clashes with the router {type(router).__name__}, which draws random numbers rank by rank: "
-            "choose one without noise, such as softmax"
+            f"sample placement clashes with the router {type(router).__name__}, which draws "
+            "random numbers rank by rank: choose one without noise, such as softmax"
         )

@@ -1,16 +1,20 @@
-"""The residual of an MoE block when samples change home: it is sent with the experts' results, or separately.
+"""The residual of an MoE block when samples change home: it is sent with the experts' results, or
+separately.
 
-In NetMoE (Liu et al., ICLR 2025, appendix A.1) every copy carries its token's residual, so that result and residual arrive as
-one row: y_e = x + E(x). The paper says that this keeps the result, but not under which conditions. Weighted by the router, x
-returns multiplied by the sum of its copies' weights. That sum is 1 for some routers, but not once a copy is dropped. So here
-each copy carries, in addition to its weight, a share of the residual, one over the number of its token's copies:
+In NetMoE (Liu et al., ICLR 2025, appendix A.1) every copy carries its token's residual, so that
+result and residual arrive as one row: y_e = x + E(x). The paper says that this keeps the result,
+but not under which conditions. Weighted by the router, x returns multiplied by the sum of its
+copies' weights. That sum is 1 for some routers, but not once a copy is dropped. So here each copy
+carries, in addition to its weight, a share of the residual, one over the number of its token's
+copies:
 
-    sum_k (g_k E_k(norm(x)) + s_k x) = sum_k g_k E_k(norm(x)) + x        since the shares s of a token sum to one,
+    sum_k (g_k E_k(norm(x)) + s_k x) = sum_k g_k E_k(norm(x)) + x   since shares add up to one,
 
-for every router and capacity. The row of a token without copies is sent separately from the old home to the new one. If there
-is a norm before the layer, tokens are sent without it, and the expert's rank applies the norm. Gradients are linear, so the
-norm's gradient is the sum over copies. If there is any other operation between the layer and the sum, the residual is sent
-separately (`SampleMove.carry`), which costs one more row per token that moves.
+for every router and capacity. The row of a token without copies is sent separately from the old
+home to the new one. If there is a norm before the layer, tokens are sent without it, and the
+expert's rank applies the norm. Gradients are linear, so the norm's gradient is the sum over copies.
+If there is any other operation between the layer and the sum, the residual is sent separately
+(`SampleMove.carry`), which costs one more row per token that moves.
 """
 
 from __future__ import annotations
@@ -23,15 +27,16 @@ from torch.func import functional_call
 
 from moesaic.comm.collectives import share
 from moesaic.comm.mesh import Mesh
-from moesaic.draw import Draw, draw_globally
 from moesaic.experts.experts import (
     AbstractExperts,
     DeferredWgrad,
     ExpertCall,
+    ExpertGradients,
     Runner,
     Weights,
     compute_dtype,
 )
+from moesaic.initial_values import Draw, draw_globally
 from moesaic.program.plan import Plan
 
 
@@ -42,14 +47,15 @@ class Residual:
     x: Tensor
     """The residual, of the shape of the layer's input."""
     norm: nn.Module | None = None
-    """The norm that computed the layer's input from x, token by token, such as RMSNorm; None if the input is x."""
+    """The norm that computed the layer's input from x, token by token, such as RMSNorm; None if the
+    input is x."""
 
 
 def rides_along(residual: Residual | None, plan: Plan, weight_first: bool) -> bool:
     """Return whether a residual may be sent with the experts' results.
 
-    Routing weights must multiply results, not inputs. Rows must have 32 bits or more, unchanged by codecs or autocast, since
-    otherwise every layer would round the residual stream.
+    Routing weights must multiply results, not inputs. Rows must have 32 bits or more, unchanged by
+    codecs or autocast, since otherwise every layer would round the residual stream.
     """
     if residual is None or weight_first or not plan.is_lossless:
         return False
@@ -58,13 +64,14 @@ def rides_along(residual: Residual | None, plan: Plan, weight_first: bool) -> bo
 
 
 class WithResidual(AbstractExperts):
-    """Experts that apply the norm to tokens themselves, and add a share of the token to each weighted result.
+    """Experts that apply the norm to tokens themselves, and add a share of the token to each
+    weighted result.
 
-    Their gates are (rows, 2): the routing weight, and the row's share of the residual. The norm's parameters are appended as
-    columns to the parameters that an expert's shards have in common, the same for every expert.
+    Their gates are (rows, 2): the routing weight, and the row's share of the residual. The norm's
+    parameters are appended as columns to the parameters that an expert's shards have in common, the
+    same for every expert.
 
     Args:
-        inner: the experts.
         norm: the norm before them; None for none.
         num_copies: (rows,) int64, number of copies of each row's token.
         mesh: the mesh of the layer.
@@ -74,7 +81,10 @@ class WithResidual(AbstractExperts):
         self, inner: AbstractExperts, norm: nn.Module | None, num_copies: Tensor, mesh: Mesh
     ) -> None:
         super().__init__(inner.dim, inner.num_experts)
-        self.inner, self.norm, self._num_copies, self._mesh = inner, norm, num_copies, mesh
+        self.inner = inner
+        self.norm = norm
+        self._num_copies = num_copies
+        self._mesh = mesh
         self._shapes = (
             {} if norm is None else {name: value.shape for name, value in norm.named_parameters()}
         )
@@ -118,26 +128,26 @@ class WithResidual(AbstractExperts):
         kept: Weights,
         dy: Tensor,
         deferred_wgrad: DeferredWgrad | None = None,
-    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
+    ) -> ExpertGradients:
         norm_row = self._split(call.common)[1]
         leaves = [call.rows.detach().requires_grad_(), norm_row.detach().requires_grad_()]
         with torch.enable_grad():
             normed = self._normed(*leaves)
         inside = self._inner_call(call, normed.detach())
-        inner_grads = self.inner.gradients(inside, kept, dy, deferred_wgrad)
-        assert inner_grads[1] is not None
+        of_inner = self.inner.gradients(inside, kept, dy, deferred_wgrad)
+        assert of_inner.gates is not None
         d_rows, d_norm_row = torch.autograd.grad(
-            normed, leaves, inner_grads[0], allow_unused=True, materialize_grads=True
+            normed, leaves, of_inner.rows, allow_unused=True, materialize_grads=True
         )
         d_rows = d_rows + self._share(dy, call)
         # Shares are constants without a gradient.
-        d_gates = torch.stack([inner_grads[1], torch.zeros_like(inner_grads[1])], dim=1)
-        d_common: Weights = inner_grads[3]
+        d_gates = torch.stack([of_inner.gates, torch.zeros_like(of_inner.gates)], dim=1)
+        d_common = of_inner.common
         if self._columns:
             d_norm = torch.zeros_like(call.common[0][:, -self._columns :])
             d_norm[:1] = d_norm_row
             d_common = (torch.cat([*d_common, d_norm], dim=1),)
-        return d_rows, d_gates, inner_grads[2], d_common
+        return ExpertGradients(d_rows, d_gates, of_inner.sharded, d_common)
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         self.inner.init_normal(std, out_std, draw)
@@ -155,15 +165,17 @@ class WithResidual(AbstractExperts):
         return self.inner.first(sharded, num_experts)
 
     def _joined(self, common: Weights) -> Weights:
-        """Return the parameters that an expert's shards have in common, with the norm's parameters appended; differentiable.
+        """Return the parameters that an expert's shards have in common, with the norm's parameters
+        appended; differentiable.
 
-        Every shard of an expert computes the whole gradient of the norm, and all of these gradients are summed over
-        data-parallel ranks. So each is divided by the number of shards. Each rank of a tensor-parallel group applies the norm
-        to its own rows.
+        Every shard of an expert computes the whole gradient of the norm, and all of these gradients
+        are summed over data-parallel ranks. So each is divided by the number of shards. Each rank
+        of a tensor-parallel group applies the norm to its own rows.
         """
         if self.norm is None or not self._columns:
             return common
-        grid, rank = self._mesh.grid, self._mesh.rank
+        grid = self._mesh.grid
+        rank = self._mesh.rank
         norm_row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
         norm_row = (
             norm_row
@@ -208,7 +220,8 @@ class WithResidual(AbstractExperts):
 
     @staticmethod
     def _share(rows: Tensor, call: ExpertCall) -> Tensor:
-        """Return each row times its residual share, divided by the number of shards, since their results are summed."""
+        """Return each row times its residual share, divided by the number of shards, since their
+        results are summed."""
         return rows * (_gates_and_shares(call)[:, 1:] / call.shards).to(rows.dtype)
 
 

@@ -1,1 +1,2 @@
-"""The arbiter and its parts: for each call, the choice among the programs and tables that a plan may run."""
+"""The arbiter and its parts: for each call, the choice among the programs and tables that a plan
+may run."""

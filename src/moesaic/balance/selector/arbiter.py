@@ -1,9 +1,10 @@
 """The arbiter: chooses for each call of a layer how tokens and weights move, by one model.
 
-After the one exchange of a call, every rank has the counts of all ranks. From these all ranks choose the same option without
-further messages: the one that the model predicts to be fastest. Comparing all options takes longer than a call could gain, so
-they are compared now and then, and what each saved is averaged over comparisons, since loads may alternate. In between, the
-chosen program runs with a table that is built from each call's own counts.
+After the one exchange of a call, every rank has the counts of all ranks. From these all ranks
+choose the same option without further messages: the one that the model predicts to be fastest.
+Comparing all options takes longer than a call could gain, so they are compared now and then, and
+what each saved is averaged over comparisons, since loads may alternate. In between, the chosen
+program runs with a table that is built from each call's own counts.
 """
 
 from __future__ import annotations
@@ -38,18 +39,23 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
 from moesaic.program.replications import NOTHING, Replications
 
-EVERY, COUNTS = 11, 192
-"""All options are compared in every `EVERY`-th call, less often if a call has more than `EVERY` times `COUNTS` counts: it takes
-longer then. The number is odd, since loads may alternate with a period of four."""
+EVERY = 11
+COUNTS = 192
+"""All options are compared in every `EVERY`-th call, less often if a call has more than `EVERY`
+times `COUNTS` counts: it takes longer then. The number is odd, since loads may alternate with a
+period of four."""
 SMALL = 1024
-"""The largest number of counts with which shadows are chosen anew in every call, as quickly as a table is scaled."""
+"""The largest number of counts with which shadows are chosen anew in every call, as quickly as a
+table is scaled."""
 WORSE = 0.15
-"""Share of the mean load by which a scaled table may leave the busiest place busier than when the table was built."""
+"""Share of the mean load by which a scaled table may leave the busiest place busier than when the
+table was built."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arbiter(AbstractReplicationPolicy):
-    """The settings of an arbiter, as a replication policy. `start` builds the arbiter of one layer."""
+    """The settings of an arbiter, as a replication policy. `start` builds the arbiter of one
+    layer."""
 
     has_choice = True
     costs: ReplicationCosts = field(default_factory=ReplicationCosts)
@@ -57,7 +63,8 @@ class Arbiter(AbstractReplicationPolicy):
     margin: float = 0.02
     """Share by which an option must be faster than leaving the call alone."""
     at_most: int = 8
-    """Most experts that may be replicated to one place as shadows; they need memory for weights and gradients."""
+    """Most experts that may be replicated to one place as shadows; they need memory for weights and
+    gradients."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin < 1:
@@ -68,7 +75,8 @@ class Arbiter(AbstractReplicationPolicy):
             raise InputError(f"arbiter.at_most={self.at_most}: must be at least 1")
 
     def option_plans(self, plan: Plan, grid: Grid) -> dict[str, Plan]:
-        """Return the plans among which the arbiter chooses: without replication, with it, with other r, and step by step."""
+        """Return the plans among which the arbiter chooses: without replication, with it, with
+        other r, and step by step."""
         return option_plans(plan, grid)
 
     def start(self, plans: Mapping[str, Plan]) -> Arbitration:
@@ -76,7 +84,8 @@ class Arbiter(AbstractReplicationPolicy):
         return Arbitration(self, plans)
 
     def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the fastest table of replicated copies by the model, (world, num_experts, ep) int64."""
+        """Return the fastest table of replicated copies by the model, (world, num_experts, ep)
+        int64."""
         plan = Plan(replication="arbiter")
         replicated = (
             self.start({ALONE: Plan(replication=NO_REPLICATION), REPLICATED: plan})
@@ -90,8 +99,8 @@ class Arbitration(AbstractChooser):
     """The arbiter of one layer, with the option that was fastest when all were last compared.
 
     Args:
-        settings: the settings of the arbiter.
-        plans: the plans of the programs that the layer may run, by name; the one without replication first.
+        plans: the plans of the programs that the layer may run, by name; the one without
+            replication first.
     """
 
     def __init__(self, settings: Arbiter, plans: Mapping[str, Plan]) -> None:
@@ -106,7 +115,8 @@ class Arbitration(AbstractChooser):
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return the decision for a call, from its counts and the model; the same on all ranks."""
-        started, replicas = time.thread_time(), self.weigher.replica_loads(load)
+        started = time.thread_time()
+        replicas = self.weigher.replica_loads(load)
         self._calls += 1
         if self._calls % max(EVERY, load.copies.size // COUNTS) == 1:
             self._compare(replicas)
@@ -114,14 +124,14 @@ class Arbitration(AbstractChooser):
         else:
             table = self._repeated(replicas)
         option = self._last
-        if (
-            table.is_empty and option.recipe.policy
-        ):  # nothing is left to replicate: the same steps without replication
+        # nothing is left to replicate: the same steps without replication
+        if table.is_empty and option.recipe.policy:
             program = STEPS if option.program == STEPS_REPLICATED else ALONE
             option = Option(program, Recipe(), (), 0.0)
 
         def moved() -> tuple[CallTraffic, CallTraffic]:
-            nothing, ran = (NOTHING,) * len(replicas), [within(each, table) for each in replicas]
+            nothing = (NOTHING,) * len(replicas)
+            ran = [within(each, table) for each in replicas]
             return tuple(  # type: ignore[return-value]
                 CallTraffic(
                     tuple(rows for work in works for rows in work.rows),
@@ -129,18 +139,23 @@ class Arbitration(AbstractChooser):
                     sum(work.weight_bytes for work in works),
                 )
                 for works in (
-                    self.weigher.works(ALONE, replicas, nothing), self.weigher.works(option.program, replicas, ran)
+                    self.weigher.works(ALONE, replicas, nothing),
+                    self.weigher.works(option.program, replicas, ran),
                 )
-            )  # fmt: skip
+            )
 
         return CallDecision(
-            option=option.name, program=option.program, replicated=None if table.is_empty else table,
-            seconds=self._seconds, moved=moved, decision_seconds=time.thread_time() - started,
-        )  # fmt: skip
+            option=option.name,
+            program=option.program,
+            replicated=None if table.is_empty else table,
+            seconds=self._seconds,
+            moved=moved,
+            decision_seconds=time.thread_time() - started,
+        )
 
     def _compare(self, replicas: Sequence[ReplicaLoad]) -> None:
-        """Compare all options for a call, and keep the fastest one. Under an even load the call is left alone, since the plan
-        was chosen for that case."""
+        """Compare all options for a call, and keep the fastest one. Under an even load the call is
+        left alone, since the plan was chosen for that case."""
         margin = self.settings.margin
         if all(is_even(replica, margin) for replica in replicas):
             options = [self.weigher.alone(replicas)]
@@ -150,14 +165,18 @@ class Arbitration(AbstractChooser):
         chosen = self._fastest_lately(options)
         if all(option is not chosen for option in options):  # its recipe is that of an earlier call
             chosen = replace(chosen, replicated=self.weigher.tables(chosen.recipe, replicas))
-        self._last, self._scaled = chosen, None
+        self._last = chosen
+        self._scaled = None
 
     def _fastest_lately(self, options: Sequence[Option]) -> Option:
-        """Return the option that saved most in all comparisons, each of which counts twice as much as the one before.
+        """Return the option that saved most in all comparisons, each of which counts twice as much
+        as the one before.
 
-        An option that is not among those of a call replicates nothing there, and so saves what its program saves without.
+        An option that is not among those of a call replicates nothing there, and so saves what its
+        program saves without.
         """
-        alone, known = options[0].seconds, {option.name: option for option in options}
+        alone = options[0].seconds
+        known = {option.name: option for option in options}
         now = {name: 1 - option.seconds / alone if alone else 0.0 for name, option in known.items()}
         without = now.get(STEPS, 0.0)
         now |= {
@@ -186,7 +205,8 @@ class Arbitration(AbstractChooser):
     def _spread(
         self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]
     ) -> Replications:
-        """Return a table over all ranks; it is kept for later calls, unless shadows are chosen as quickly as it is scaled."""
+        """Return a table over all ranks; it is kept for later calls, unless shadows are chosen as
+        quickly as it is scaled."""
         table = spread(replicas, replicated)
         if not table.is_empty and not (
             self._last.recipe.shadows and replicas[0].load.copies.size <= SMALL
@@ -196,9 +216,11 @@ class Arbitration(AbstractChooser):
 
 
 class ScaledTable:
-    """A table of replicated copies that is scaled to the counts of other calls: every entry keeps its share of the copies.
+    """A table of replicated copies that is scaled to the counts of other calls: every entry keeps
+    its share of the copies.
 
-    With many ranks and experts, building a table anew takes milliseconds; this is one integer product per entry.
+    With many ranks and experts, building a table anew takes milliseconds; this is one integer
+    product per entry.
 
     Args:
         replica: the load of a replica of the experts in the call for which the table was built.
@@ -206,10 +228,12 @@ class ScaledTable:
     """
 
     def __init__(self, replica: ReplicaLoad, table: Replications) -> None:
-        load, self._table = replica.load, table
+        load = replica.load
+        self._table = table
         self._runs = table.origin * load.num_experts + table.expert
         self._before = load.copies.reshape(-1)[self._runs]
-        self._slowness, self._source = replica.links.slowness, load.home[table.expert]
+        self._slowness = replica.links.slowness
+        self._source = load.home[table.expert]
         self._busiest = self._busiest_under(load, table.amount)
 
     def fitted(self, load: CallLoad) -> Replications | None:
@@ -222,8 +246,10 @@ class ScaledTable:
         return self._table._replace(amount=amounts).where(amounts > 0)
 
     def _busiest_under(self, load: CallLoad, amounts: np.ndarray) -> float:
-        """Return the load of the busiest place if these copies are replicated, relative to the mean."""
-        ep, copies = load.grid.ep, load.copies.sum(0)
+        """Return the load of the busiest place if these copies are replicated, relative to the
+        mean."""
+        ep = load.grid.ep
+        copies = load.copies.sum(0)
         moved = np.bincount(self._table.helper, amounts, ep) - np.bincount(
             self._source, amounts, ep
         )

@@ -1,14 +1,17 @@
-"""The options among which the arbiter chooses: programs that a call may run, with replication tables and modelled times.
+"""The options among which the arbiter chooses: programs that a call may run, with replication
+tables and modelled times.
 
-The programs are those of the plan without replication, with replication, with other values of r, and each also step by step.
+The programs are those of the plan without replication, with replication, with other values of r,
+and each also step by step.
 
-A recipe describes how to build a table. By it the table of a call is built from that call's own counts, without comparing
-options again.
+A recipe describes how to build a table. By it the table of a call is built from that call's own
+counts, without comparing options again.
 
-The model is that of `replication/cost.py`, a closed form over the busiest place and link that is cheap enough for every call.
-It is extended by what other options need: start-up times of messages, gathered weights for adaptive r (Tutel, Hwang et al.
-2023, section 4.1), products that overlap with the transfer of the next part (FasterMoE, He et al. 2022, section 4.2), weights
-that travel while the experts at home compute, and the host's time for each replicated expert.
+The model is that of `replication/cost.py`, a closed form over the busiest place and link that is
+cheap enough for every call. It is extended by what other options need: start-up times of messages,
+gathered weights for adaptive r (Tutel, Hwang et al. 2023, section 4.1), products that overlap with
+the transfer of the next part (FasterMoE, He et al. 2022, section 4.2), weights that travel while
+the experts at home compute, and the host's time for each replicated expert.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
 from moesaic.program.replications import NOTHING, Replications
 
-STEPS, STEPS_REPLICATED = "steps", f"steps+{REPLICATED}"
+STEPS = "steps"
+STEPS_REPLICATED = f"steps+{REPLICATED}"
 """Names of the programs that exchange group by group."""
 
 
@@ -65,7 +69,8 @@ def option_plans(plan: Plan, grid: Grid) -> dict[str, Plan]:
 
 
 def steps_of(grid: Grid) -> int:
-    """Return the number of peer groups of FasterMoE's smart schedule: one per node, or one per place of ep on a single node."""
+    """Return the number of peer groups of FasterMoE's smart schedule: one per node, or one per
+    place of ep on a single node."""
     nodes = grid.nodes_per_replica
     return nodes if nodes > 1 and grid.ep % nodes == 0 else grid.ep
 
@@ -78,21 +83,24 @@ REDUNDANT = (1, 2)
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parameters from which a table is built. They stay valid as long as loads change little."""
+    """The parameters from which a table is built. They stay valid as long as loads change
+    little."""
 
     shadows: bool = False
     """Whether places compute their own copies for hot experts."""
     whole: bool = False
     """Whether a hot expert is replicated to all places or to none."""
     limit: float | None = None
-    """The load above which a place spills copies, relative to the place's share; None for no spilling."""
+    """The load above which a place spills copies, relative to the place's share; None for no
+    spilling."""
     near_first: bool = False
     """Whether copies are spilled inside nodes first."""
     redundant: int = 0
     """Number of redundant experts on each place, as in EPLB; 0 for none."""
     least: tuple[float, ...] = ()
-    """For each replica of the experts, the share of all copies from which a pair is shadowed (an expert, with `whole`); see
-    `tables.least_of`. It is set when options are compared. The counts of each call then decide how many pairs reach it."""
+    """For each replica of the experts, the share of all copies from which a pair is shadowed (an
+    expert, with `whole`); see `tables.least_of`. It is set when options are compared. The counts of
+    each call then decide how many pairs reach it."""
 
     @property
     def policy(self) -> str:
@@ -105,7 +113,6 @@ class Recipe:
         """Return the replications between the places of one replica of the experts.
 
         Args:
-            replica: the load of that replica.
             least: the entry of `Recipe.least` for that replica.
             at_most: most experts that may be replicated to a place as shadows.
         """
@@ -120,7 +127,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Option:
-    """One way of running a call: a program and a recipe, with the tables and the modelled time for the call."""
+    """One way of running a call: a program and a recipe, with the tables and the modelled time for
+    the call."""
 
     program: str
     """Name of the program among `option_plans`."""
@@ -132,7 +140,8 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The name of the program, with the policy that builds the table: "alone", "shadow", "r=0", "steps+spill"."""
+        """The name of the program, with the policy that builds the table: "alone", "shadow", "r=0",
+        "steps+spill"."""
         return self.program.replace(REPLICATED, self.recipe.policy)
 
 
@@ -140,17 +149,21 @@ class Weigher:
     """The model of the options of a layer's calls.
 
     Args:
-        plans: the plans of the programs that the layer may run, by name; the one without replication first.
+        plans: the plans of the programs that the layer may run, by name; the one without
+            replication first.
         costs: rates of the cost model.
         at_most: most experts that may be replicated to a place as shadows.
     """
 
     def __init__(self, plans: Mapping[str, Plan], costs: ReplicationCosts, at_most: int) -> None:
-        self._plans, self._costs, self._at_most = dict(plans), costs, at_most
+        self._plans = dict(plans)
+        self._costs = costs
+        self._at_most = at_most
         self._links: tuple[Grid, list[ReplicaLinks]] | None = None
 
     def replica_loads(self, load: CallLoad) -> list[ReplicaLoad]:
-        """Return the load of each replica of the experts in a call. The links, which do not change, are computed once."""
+        """Return the load of each replica of the experts in a call. The links, which do not change,
+        are computed once."""
         if self._links is None or self._links[0] != load.grid:
             self._links = (load.grid, replica_links(load, self._costs))
         return [ReplicaLoad(load, each) for each in self._links[1]]
@@ -183,7 +196,8 @@ class Weigher:
 
     def all(self, replicas: Sequence[ReplicaLoad]) -> list[Option]:
         """Return all options for a call, first that of leaving the call alone."""
-        alone, tables = self.alone(replicas), self._best_tables(replicas)
+        alone = self.alone(replicas)
+        tables = self._best_tables(replicas)
         options = [alone]
         for program, plan in list(self._plans.items())[1:]:
             if plan.replicates:
@@ -196,7 +210,8 @@ class Weigher:
     def _option(
         self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work]
     ) -> Option:
-        plan, costs = self._plans[program], self._costs
+        plan = self._plans[program]
+        costs = self._costs
         parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
         seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
         seconds += parts * (costs.part_us + costs.machine.inter_latency_us) * 1e-6
@@ -205,7 +220,8 @@ class Weigher:
     def _best_tables(
         self, replicas: Sequence[ReplicaLoad]
     ) -> list[tuple[Recipe, tuple[Replications, ...], list[Work]]]:
-        """Return recipe, table and work of the best table of each policy, without policies that replicate nothing."""
+        """Return recipe, table and work of the best table of each policy, without policies that
+        replicate nothing."""
         prices = dict.fromkeys((self._costs.expert_us * 1e-6, 0.0))
         tables = [
             [self._shadowed(replicas, price, whole) for price in prices] for whole in (False, True)
@@ -264,18 +280,19 @@ class Work:
     """Bytes of weights and their gradients that cross links."""
 
     def seconds(self, parts: int) -> float:
-        """Return the modelled seconds if tokens travel home in `parts` parts, each of which is computed while the next travels.
+        """Return the modelled seconds if tokens travel home in `parts` parts, each of which is
+        computed while the next travels.
 
-        If the program replicates, weights and replicated copies travel while homes compute, and results return to their
-        origins while helpers compute.
+        If the program replicates, weights and replicated copies travel while homes compute, and
+        results return to their origins while helpers compute.
         """
-        compute, travel = self.home, self.travel
+        compute = self.home
+        travel = self.travel
         if not self.replicates:
             busiest = float(compute.max())
             return max(busiest, travel) + min(busiest, travel) / parts + self.fetch
-        arrives = (
-            self.fetch + self.travel_helped / 2
-        )  # over the same links as tokens that travel home
+        # over the same links as tokens that travel home
+        arrives = self.fetch + self.travel_helped / 2
         whole = travel / 2 + np.maximum(compute, arrives) + np.maximum(self.helped, travel / 2)
         in_parts = (
             np.maximum(compute, travel + arrives)
@@ -294,12 +311,11 @@ def work_of(replica: ReplicaLoad, replicated: Replications, chunks: int = 1) -> 
         replicated: the replications between the places of that replica.
         chunks: number of chunks in which the copies that are not replicated travel.
     """
-    rows, shards, passes = (
-        rows_of(replica, replicated),
-        replica.origins.shape[1],
-        replica.costs.passes,
-    )
-    messages, slowness = replica.links.start_up, replica.links.slowness
+    rows = rows_of(replica, replicated)
+    shards = replica.origins.shape[1]
+    passes = replica.costs.passes
+    messages = replica.links.start_up
+    slowness = replica.links.slowness
     moved = rows.home + rows.replicated
     across = int(moved.sum() - np.trace(moved))
     return Work(
@@ -327,54 +343,74 @@ def gathered_work(replica: ReplicaLoad, alone: Work, r: int) -> Work:
         alone: the work in that replica with r = etp.
         r: number of shards that a token visits; 0 if weights travel to the tokens instead.
     """
-    shards, per_place = replica.origins.shape[1], replica.load.num_experts // len(replica.origins)
-    within = _within_place(replica)
-    if r:
-        num_fetched = (shards // r - 1) * per_place
-        gathered = num_fetched * replica.weight_bytes * within
-        return replace(
-            alone,
-            travel=alone.travel * r / shards,
-            fetch=(replica.costs.passes - 1)
-            * gathered,  # forward, again in backward, and the gradients back
-            token_bytes=alone.token_bytes * r // shards,
-            weight_bytes=(replica.costs.passes - 1)
-            * num_fetched
-            * replica.weight_bytes
-            * replica.origins.size,
-        )
-    # Every rank fetches all shards of all experts of the replica and computes its own copies.
-    own_copies = replica.load.copies[replica.origins].sum(2)
-    sent = shards * per_place * (1 - np.eye(len(replica.origins)))
-    fetched = replica.weight_bytes * replica.fullest(sent) + _fullest(
-        shards * replica.links.start_up
+    return _shards_gathered(replica, alone, r) if r else _all_gathered(replica, alone)
+
+
+def _shards_gathered(replica: ReplicaLoad, alone: Work, r: int) -> Work:
+    """Return the work of a call in which a token visits `r` shards of an expert, and each rank
+    gathers the shards that the others of its place would have computed."""
+    shards = replica.origins.shape[1]
+    per_place = replica.load.num_experts // len(replica.origins)
+    transfers = replica.costs.passes - 1  # forward, backward again, gradients back
+    # the other shards / r - 1 shards that a rank computes of each expert of its place
+    num_fetched = (shards // r - 1) * per_place
+    gathered = num_fetched * replica.weight_bytes * _within_place(replica)
+    return replace(
+        alone,
+        # rows go to r ranks of a place instead of to all
+        travel=alone.travel * r / shards,
+        # a rank gathers inside its place only
+        fetch=transfers * gathered,
+        # as with `travel`
+        token_bytes=alone.token_bytes * r // shards,
+        # all ranks of the replica gather the same number of shards
+        weight_bytes=transfers * num_fetched * replica.weight_bytes * replica.origins.size,
     )
-    fetched += (shards - 1) * per_place * replica.weight_bytes * within
+
+
+def _all_gathered(replica: ReplicaLoad, alone: Work) -> Work:
+    """Return the work of a call in which weights travel to the tokens: every rank fetches all
+    shards of all experts of the replica, and computes its own copies."""
+    shards = replica.origins.shape[1]
+    per_place = replica.load.num_experts // len(replica.origins)
+    transfers = replica.costs.passes - 1  # forward, backward again, gradients back
+    own_copies = replica.load.copies[replica.origins].sum(2)
+    # between places: every place sends all its shards to each other place
+    sent = shards * per_place * (1 - np.eye(len(replica.origins)))
+    fetched = replica.weight_bytes * replica.fullest(sent)
+    # start-up: one message from each rank of another place
+    fetched += _fullest(shards * replica.links.start_up)
+    # inside a place: the shards of the other ranks
+    fetched += (shards - 1) * per_place * replica.weight_bytes * _within_place(replica)
+    # the shards of all other ranks
     num_fetched = (replica.origins.size - 1) * per_place
     return Work(
+        # the fullest rank of each place, whose products have whole experts instead of a shard
         home=replica.compute_seconds(own_copies.max(1) * shards * replica.links.slowness),
+        # unchanged
         helped=alone.helped,
+        # tokens stay
         travel=0.0,
-        fetch=(replica.costs.passes - 1) * fetched,
+        fetch=transfers * fetched,
         rows=tuple(own_copies.sum(1).tolist()),
-        weight_bytes=(replica.costs.passes - 1)
-        * num_fetched
-        * replica.weight_bytes
-        * replica.origins.size,
+        # all ranks of the replica fetch the same number of shards
+        weight_bytes=transfers * num_fetched * replica.weight_bytes * replica.origins.size,
     )
 
 
 def is_even(replica: ReplicaLoad, margin: float) -> bool:
     """Return whether a load is so even that replication cannot gain much.
 
-    That is so if no place computes, sends or receives more than the mean by `margin`, and if no place exchanges more bytes of
-    tokens with an expert of another place than the expert's weights have.
+    That is so if no place computes, sends or receives more than the mean by `margin`, and if no
+    place exchanges more bytes of tokens with an expert of another place than the expert's weights
+    have.
 
     Args:
         replica: the load of one replica of the experts.
         margin: a share of the mean.
     """
-    home, ep = replica.load.home, len(replica.origins)
+    home = replica.load.home
+    ep = len(replica.origins)
     away = replica.copies * (np.arange(ep)[:, None] != home[None, :])
     if 2 * int(away.max(initial=0)) * replica.row_bytes > replica.weight_bytes:
         return False
@@ -385,12 +421,14 @@ def is_even(replica: ReplicaLoad, margin: float) -> bool:
 
 
 def _fullest(seconds: np.ndarray) -> float:
-    """Return the seconds of the place that sends or receives longest, from the seconds between places, (ep, ep)."""
+    """Return the seconds of the place that sends or receives longest, from the seconds between
+    places, (ep, ep)."""
     return float(max(seconds.sum(0).max(), seconds.sum(1).max()))
 
 
 def _within_place(replica: ReplicaLoad) -> float:
     """Return the seconds per byte between two ranks with shards of the same experts."""
-    machine, grid = replica.costs.machine, replica.load.grid
+    machine = replica.costs.machine
+    grid = replica.load.grid
     nodes = {grid.node_of(int(rank)) for rank in replica.origins[0]}
     return 8 / ((machine.intra_gbps if len(nodes) == 1 else machine.inter_gbps) * 1e9)

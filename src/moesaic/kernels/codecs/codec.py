@@ -1,7 +1,9 @@
-"""The interface of codecs: encode rows into one message of bytes, decode them, and bound the error of decoded rows.
+"""The interface of codecs: encode rows into one message of bytes, decode them, and bound the error
+of decoded rows.
 
-Sender and receiver derive a message's length from the shape and the dtype of its rows. Only the message is sent, and scales are
-part of it. A codec is a pure function of its rows, is never differentiated, and knows neither ranks nor programs.
+Sender and receiver derive a message's length from the shape and the dtype of its rows. Only the
+message is sent, and scales are part of it. A codec is a pure function of its rows, is never
+differentiated, and knows neither ranks nor programs.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class AbstractCodec(ABC):
     """Encodes rows into bytes and decodes them.
 
-    `moesaic.codecs.CODECS` defines the layout of a message; subclasses write and read its parts. Rows with an infinity or a NaN
-    never decode to finite rows. A codec without a shared scale keeps each such value; one with a shared scale decodes all
-    values under that scale to NaN (`docs/codecs.md`).
+    `moesaic.codecs.CODECS` defines the layout of a message; subclasses write and read its parts.
+    Rows with an infinity or a NaN never decode to finite rows. A codec without a shared scale keeps
+    each such value; one with a shared scale decodes all values under that scale to NaN
+    (`docs/codecs.md`).
     """
 
     name: ClassVar[str]
@@ -37,11 +40,13 @@ class AbstractCodec(ABC):
         return CODECS[self.name]
 
     def layout(self, num_rows: int, dim: int, dtype: torch.dtype) -> tuple[Part, ...]:
-        """Return the layout of a message of (num_rows, dim) rows in `dtype`, neither number being 0."""
+        """Return the layout of a message of (num_rows, dim) rows in `dtype`, neither number
+        being 0."""
         return self.spec.layout(num_rows, dim, _name(dtype))
 
     def num_bytes(self, num_rows: int, dim: int, dtype: torch.dtype) -> int:
-        """Return the length of the message of (num_rows, dim) rows in `dtype`, in bytes; 0 for no rows."""
+        """Return the length of the message of (num_rows, dim) rows in `dtype`, in bytes; 0 for no
+        rows."""
         return int(self.spec.num_bytes(num_rows, dim, _name(dtype)))
 
     def encode(self, rows: Tensor) -> Tensor:
@@ -51,7 +56,8 @@ class AbstractCodec(ABC):
             rows: (R, D) in a dtype of `FLOATS`, on any device, in any memory layout; R may be 0.
 
         Returns:
-            (num_bytes,) uint8, contiguous, on the device of `rows`. The codec "none" returns a view of contiguous rows.
+            (num_bytes,) uint8, contiguous, on the device of `rows`. The codec "none" returns a view
+            of contiguous rows.
 
         Raises:
             InputError: the codec does not support this dtype.
@@ -76,7 +82,8 @@ class AbstractCodec(ABC):
             dtype: dtype of the encoded rows.
 
         Returns:
-            (R, D) in `dtype`. The codec "none" returns a view of the message if that is aligned. Sum decoded rows in float32.
+            (R, D) in `dtype`. The codec "none" returns a view of the message if that is aligned.
+            Sum decoded rows in float32.
         """
         expected = self.num_bytes(num_rows, dim, dtype)
         assert message.shape == (expected,), (
@@ -90,7 +97,8 @@ class AbstractCodec(ABC):
         """Return the codec's upper bound of `|decode(encode(rows)) - rows|` for these rows.
 
         Returns:
-            (R, D) float64; infinite for values that are not finite, or that decode to NaN because of another value.
+            (R, D) float64; infinite for values that are not finite, or that decode to NaN because
+            of another value.
         """
         rows = rows.detach()
         self._check(rows)
@@ -118,7 +126,8 @@ class AbstractCodec(ABC):
         if rows.dtype not in FLOATS and not self.spec.is_lossless:
             takes = ", ".join(map(_name, FLOATS))
             raise InputError(
-                f"codec {self.name} takes rows in {takes}, got {rows.dtype}: use codec none for them"
+                f"codec {self.name} takes rows in {takes}, got {rows.dtype}: use codec none "
+                "for them"
             )
 
 
@@ -127,15 +136,18 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def split(message: Tensor, layout: tuple[Part, ...]) -> list[Tensor]:
-    """Return the parts of a message as tensors with their own shape and dtype: views of aligned parts, copies of others.
+    """Return the parts of a message as tensors with their own shape and dtype: views of aligned
+    parts, copies of others.
 
     Args:
         message: (num_bytes,) uint8; all parts of a newly allocated message are aligned.
         layout: the message's parts.
     """
-    parts, start = [], 0
+    parts = []
+    start = 0
     for part in layout:
-        dtype, end = getattr(torch, part.dtype), start + int(part.num_bytes)
+        dtype = getattr(torch, part.dtype)
+        end = start + int(part.num_bytes)
         field = message[start:end]
         if field.storage_offset() % dtype.itemsize or field.data_ptr() % dtype.itemsize:
             field = field.clone()
@@ -146,7 +158,8 @@ def split(message: Tensor, layout: tuple[Part, ...]) -> list[Tensor]:
 
 @final
 class Identity(AbstractCodec):
-    """Sends the bytes of the rows unchanged, for any dtype. The message is a view of the rows if they are contiguous."""
+    """Sends the bytes of the rows unchanged, for any dtype. The message is a view of the rows if
+    they are contiguous."""
 
     name: ClassVar[str] = "none"
 

@@ -1,8 +1,10 @@
-"""The 8-bit codecs: int8 with a scale per row, and float8 e4m3 with a scale per 128 values of a row.
+"""The 8-bit codecs: int8 with a scale per row, and float8 e4m3 with a scale per 128 values of a
+row.
 
-ScheMoE's int8 (its released code) is affine, truncates, divides by zero for constant rows and sends its scales in separate
-exchanges. This int8 is symmetric and rounds to nearest. Zero stays zero, so padding loses no accuracy and adds nothing to sums
-of rows. The float8 blocks are the tiles of DeepSeek-V3 (its section 3.3.2), but for communication only.
+ScheMoE's int8 (its released code) is affine, truncates, divides by zero for constant rows and sends
+its scales in separate exchanges. This int8 is symmetric and rounds to nearest. Zero stays zero, so
+padding loses no accuracy and adds nothing to sums of rows. The float8 blocks are the tiles of
+DeepSeek-V3 (its section 3.3.2), but for communication only.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ class AbstractEightBit(AbstractCodec):
 
 @final
 class Int8(AbstractEightBit):
-    """Sends `round(127 x / max|x|)` for each row, and the scale `max|x| / 127` as float32 (float64 for float64 rows).
+    """Sends `round(127 x / max|x|)` for each row, and the scale `max|x| / 127` as float32 (float64
+    for float64 rows).
 
-    The scale is never below the smallest normal number. A row of zeros therefore stays zero, and a row with all values below
-    1.5e-36 (float32) is rounded to multiples of 1.2e-38. A row with an infinity or a NaN decodes to NaN throughout.
+    The scale is never below the smallest normal number. A row of zeros therefore stays zero, and a
+    row with all values below 1.5e-36 (float32) is rounded to multiples of 1.2e-38. A row with an
+    infinity or a NaN decodes to NaN throughout.
     """
 
     name: ClassVar[str] = "int8"
@@ -64,22 +68,23 @@ class Int8(AbstractEightBit):
     def _bound(self, rows: Tensor) -> Tensor:
         values = rows.to(compute_dtype(rows.dtype))
         scale = scales(values.abs().amax(1, keepdim=True), INT8_LARGEST).double()
-        # Half a step; 2**-14 steps cover the rounding of the scale and of the quotient: 3 x 127 x 2**-24 in float32.
+        # Half a step; 2**-14 steps cover the rounding of the scale and of the quotient: 3 x 127 x
+        # 2**-24 in float32.
         step = scale * (0.5 + 2.0**-14)
         return with_cast(rows, step)
 
 
 def scales(largest: Tensor, levels: float) -> Tensor:
-    """Return the scale that maps `largest` to `levels`: at least the smallest normal number; NaN if `largest` is not finite.
+    """Return the scale that maps `largest` to `levels`: at least the smallest normal number; NaN if
+    `largest` is not finite.
 
     Args:
         largest: largest magnitudes, any shape, float32 or float64.
         levels: the largest number of the 8-bit format.
     """
     smallest = torch.finfo(largest.dtype).smallest_normal
-    quotient = largest / torch.full_like(
-        largest, levels
-    )  # by a number, a GPU multiplies by the rounded reciprocal
+    # by a number, a GPU multiplies by the rounded reciprocal
+    quotient = largest / torch.full_like(largest, levels)
     return quotient.clamp_(min=smallest).where(largest.isfinite(), torch.nan)
 
 
@@ -87,9 +92,10 @@ def scales(largest: Tensor, levels: float) -> Tensor:
 class Fp8(AbstractEightBit):
     """Scales each block to a largest magnitude of 448 and casts it to e4m3, to nearest.
 
-    The error of a value is at most 1/16 of the value, or 2**-10 of the scale where e4m3 is subnormal: for values below
-    2**-6 / 448, i.e. 3.5e-5, of the block's largest. Scales are float32 (float64 for float64 rows), never below the smallest
-    normal number. A block with an infinity or a NaN decodes to NaN throughout; other blocks of the row are not affected.
+    The error of a value is at most 1/16 of the value, or 2**-10 of the scale where e4m3 is
+    subnormal: for values below 2**-6 / 448, i.e. 3.5e-5, of the block's largest. Scales are float32
+    (float64 for float64 rows), never below the smallest normal number. A block with an infinity or
+    a NaN decodes to NaN throughout; other blocks of the row are not affected.
     """
 
     name: ClassVar[str] = "fp8"
@@ -109,13 +115,15 @@ class Fp8(AbstractEightBit):
     def _bound(self, rows: Tensor) -> Tensor:
         values = rows.to(compute_dtype(rows.dtype))
         scale = per_value(scales(block_max(values), FP8_LARGEST), rows.shape[1]).double()
-        # The last factor covers the rounding of scale and quotient: at most 4 x 2**-24 of the value in float32.
+        # The last factor covers the rounding of scale and quotient: at most 4 x 2**-24 of the value
+        # in float32.
         step = torch.maximum(rows.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-18)
         return with_cast(rows, step)
 
 
 def block_max(values: Tensor) -> Tensor:
-    """Return the largest magnitude of each block of `FP8_WIDTH` values: (R, D) -> (R, ceil(D / FP8_WIDTH))."""
+    """Return the largest magnitude of each block of `FP8_WIDTH` values: (R, D) -> (R, ceil(D /
+    FP8_WIDTH))."""
     rows, dim = values.shape
     padded = F.pad(values, (0, -dim % FP8_WIDTH))
     return padded.view(rows, -1, FP8_WIDTH).abs().amax(2)

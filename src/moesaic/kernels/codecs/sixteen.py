@@ -1,8 +1,9 @@
 """The 16-bit codecs: bfloat16 and float16.
 
-If the rows' dtype has a wider range than the 16-bit dtype, each row is scaled by a power of two that moves its largest value to
-the top of the range. The scaling is exact. A row within float16's range therefore decodes to the result of a plain cast, or
-closer to the original for values that the cast makes subnormal. Other rows neither overflow nor vanish.
+If the rows' dtype has a wider range than the 16-bit dtype, each row is scaled by a power of two
+that moves its largest value to the top of the range. The scaling is exact. A row within float16's
+range therefore decodes to the result of a plain cast, or closer to the original for values that the
+cast makes subnormal. Other rows neither overflow nor vanish.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ class AbstractSixteenBit(AbstractCodec):
     transport: ClassVar[torch.dtype]
     """The 16-bit dtype that is sent."""
     top: ClassVar[int]
-    """Scaling moves a row's largest value below 2**top. 2**top must be a finite number of `transport`."""
+    """Scaling moves a row's largest value below 2**top. 2**top must be a finite number of
+    `transport`."""
 
     def _is_scaled(self, dtype: torch.dtype) -> bool:
-        """Return whether the message has a power of two per row, since `dtype` has a wider range than `transport`."""
+        """Return whether the message has a power of two per row, since `dtype` has a wider range
+        than `transport`."""
         return len(self.layout(1, 1, dtype)) > 1
 
     def _shift(self, values: Tensor) -> Tensor:
-        """Return each row's power of two, (R, 1) int32 exponents; values that are not finite are ignored."""
+        """Return each row's power of two, (R, 1) int32 exponents; values that are not finite are
+        ignored."""
         largest = values.abs().where(values.isfinite(), 0.0).amax(1, keepdim=True)
         return self.top - torch.frexp(largest).exponent
 
@@ -71,7 +75,8 @@ class AbstractSixteenBit(AbstractCodec):
 
 @final
 class Bf16(AbstractSixteenBit):
-    """Sends bfloat16: 8 significant bits, the range of float32. Only float64 rows are scaled by powers of two."""
+    """Sends bfloat16: 8 significant bits, the range of float32. Only float64 rows are scaled by
+    powers of two."""
 
     name: ClassVar[str] = "bf16"
     transport: ClassVar[torch.dtype] = torch.bfloat16

@@ -1,23 +1,29 @@
 """zfp at a fixed rate: blocks of 4 rows x 4 columns, each encoded in the same number of bits.
 
-ScheMoE (section 6) uses it on CUDA. The algorithm is Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays" (2014). The
-package zfpy computes it on the CPU. Rows on another device are copied to the CPU and back, which waits for the device. The
-fixed rate lets sender and receiver know a message's length.
+ScheMoE (section 6) uses it on CUDA. The algorithm is Lindstrom, "Fixed-Rate Compressed
+Floating-Point Arrays" (2014). The package zfpy computes it on the CPU. Rows on another device are
+copied to the CPU and back, which waits for the device. The fixed rate lets sender and receiver know
+a message's length.
 
 The error bound follows from the block's exponent and the rate. zfp (Lindstrom 2014, section 2; the
-documentation's "Algorithm") turns a block of 4 x 4 values into 30-bit integers (62-bit for float64) relative to the block's
-largest exponent. It transforms rows and columns, writes the coefficients in negabinary and sends their bit planes from the top
-until the block's bits are used up. If p planes are sent whole, the last one at place k, then:
+documentation's "Algorithm") turns a block of 4 x 4 values into 30-bit integers (62-bit for float64)
+relative to the block's largest exponent. It transforms rows and columns, writes the coefficients in
+negabinary and sends their bit planes from the top until the block's bits are used up. If p planes
+are sent whole, the last one at place k, then:
 
-- the bits cut from a coefficient are at most 2/3 * 2**k in magnitude: all even or all odd negabinary places below k;
-- in a plane that is sent in part, one coefficient may get a bit that it does not have: another 1/6 * 2**k;
-- the inverse transform amplifies errors of all coefficients at most 15/4 times per dimension, and of a single one 3/2 times;
+- the bits cut from a coefficient are at most 2/3 * 2**k in magnitude: all even or all odd
+  negabinary places below k;
+- in a plane that is sent in part, one coefficient may get a bit that it does not have: another
+  1/6 * 2**k;
+- the inverse transform amplifies errors of all coefficients at most 15/4 times per dimension, and
+  of a single one 3/2 times;
 - the error of a value is therefore at most (2/3 * (15/4)**2 + 1/6 * (3/2)**2) * 2**k = 9.75 * 2**k;
-- the casts and the halvings of the transform lose at most 128 units of the integers, and the cast of a large integer to
-  a float loses a few units of the float.
+- the casts and the halvings of the transform lose at most 128 units of the integers, and the cast
+  of a large integer to a float loses a few units of the float.
 
-From p = 6 on no integer wraps around. A block takes at most 16 p + 15 bits for p planes, so rate 8 always reaches p = 6. Below
-that only the range of the integers bounds the error: 3 times the block's largest power of two.
+From p = 6 on no integer wraps around. A block takes at most 16 p + 15 bits for p planes, so rate 8
+always reaches p = 6. Below that only the range of the integers bounds the error: 3 times the
+block's largest power of two.
 """
 
 from __future__ import annotations
@@ -38,28 +44,32 @@ from moesaic.kernels.codecs.codec import AbstractCodec
 BLOCK = 4
 """The number of rows, and of columns, of a zfp block."""
 FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
-"""Values below this fraction of the message's largest value are sent as zero. Blocks below 2**-98 (float32) or 2**-962
-(float64) would decode to noise, since zfp's own scale overflows for them."""
+"""Values below this fraction of the message's largest value are sent as zero. Blocks below 2**-98
+(float32) or 2**-962 (float64) would decode to noise, since zfp's own scale overflows for them."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Zfp(AbstractCodec):
-    """Sends `rate` bits per value, shared among the 16 values of a block, most significant bits first.
+    """Sends `rate` bits per value, shared among the 16 values of a block, most significant bits
+    first.
 
-    The message also holds a power of two, which moves the message's largest magnitude below 1, and a bit per row. A row with an
-    infinity or a NaN decodes to NaN throughout; its block is encoded with zeros in its place. Rows and columns are padded to
-    multiples of 4 with copies of the last row and column.
+    The message also holds a power of two, which moves the message's largest magnitude below 1, and
+    a bit per row. A row with an infinity or a NaN decodes to NaN throughout; its block is encoded
+    with zeros in its place. Rows and columns are padded to multiples of 4 with copies of the last
+    row and column.
 
-    The error is relative to the largest value of the *block*: small values in a block with large ones lose some or all of their
-    digits. zfp suits smooth blocks. For independent Gaussian values int8 is the better codec at 8 bits. The worst error at rate
-    8 and above is 0.62 * 2**e per block, e being the exponent of its largest value; Gaussian values have a tenth of that.
+    The error is relative to the largest value of the *block*: small values in a block with large
+    ones lose some or all of their digits. zfp suits smooth blocks. For independent Gaussian values
+    int8 is the better codec at 8 bits. The worst error at rate 8 and above is 0.62 * 2**e per
+    block, e being the exponent of its largest value; Gaussian values have a tenth of that.
     """
 
     name: ClassVar[str] = "zfp"
 
     rate: int = 8
-    """Bits per value, 4 to 32. Below 4, zfpy 1.0.1 writes beyond its buffer, since a block's bits do not hold its exponent."""
+    """Bits per value, 4 to 32. Below 4, zfpy 1.0.1 writes beyond its buffer, since a block's bits
+    do not hold its exponent."""
 
     def __post_init__(self) -> None:
         codec_spec(f"{self.name}:{self.rate!r}")
@@ -111,9 +121,9 @@ def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows: (R, D).
 
     Returns:
-        Three tensors on the CPU. The scaled rows, (R, D) float32 or float64, below 1 in magnitude; zero in rows that are not
-        finite and for values below `FLUSH`. The exponent of the power of two by which rows were multiplied, (1,) int32.
-        Whether each row is not finite, (R,) bool.
+        Three tensors on the CPU. The scaled rows, (R, D) float32 or float64, below 1 in magnitude;
+        zero in rows that are not finite and for values below `FLUSH`. The exponent of the power of
+        two by which rows were multiplied, (1,) int32. Whether each row is not finite, (R,) bool.
     """
     values = rows.cpu().to(compute_dtype(rows.dtype))
     bad = ~values.isfinite().all(1)
@@ -124,7 +134,8 @@ def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pad(values: Tensor) -> Tensor:
-    """Repeat the last row and column up to multiples of 4: (R, D) -> (4 ceil(R / 4), 4 ceil(D / 4))."""
+    """Repeat the last row and column up to multiples of 4: (R, D) -> (4 ceil(R / 4), 4 ceil(D /
+    4))."""
     rows, dim = (torch.arange(size + -size % BLOCK).clamp(max=size - 1) for size in values.shape)
     return values[rows][:, dim].contiguous()
 
@@ -137,7 +148,8 @@ def _zfpy() -> Any:
 
 
 CUT = 9.75
-"""The largest error of a value from planes that are not sent, in units of the last whole plane's place (derived above)."""
+"""The largest error of a value from planes that are not sent, in units of the last whole plane's
+place (derived above)."""
 LOSSES = 128
 """The most that casts and transforms lose, in units of the integers (derived above)."""
 SAFE_PLANES = 6
@@ -150,7 +162,8 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     """Return the largest error of each block.
 
     Args:
-        values: (R, D) float32 or float64, finite, both sizes multiples of 4; from `prepare` and `pad`.
+        values: (R, D) float32 or float64, finite, both sizes multiples of 4; from `prepare` and
+            `pad`.
         rate: bits per value.
 
     Returns:
@@ -160,7 +173,8 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     largest = np.abs(values).reshape(rows // BLOCK, BLOCK, dim // BLOCK, BLOCK).max((1, 3))
     # A block's planes get its bits but for a flag and the exponent.
     plane_bits = BLOCK * BLOCK * rate - (9 if values.dtype == np.float32 else 12)
-    width, planes = values.dtype.itemsize * 8, (plane_bits - 15) // 16
+    width = values.dtype.itemsize * 8
+    planes = (plane_bits - 15) // 16
     relative = (
         CUT * 2.0 ** (2 - planes)
         + LOSSES * 2.0 ** (2 - width)

@@ -1,9 +1,10 @@
 """The gradient of experts' biases: each expert's rows times their routing weights, summed.
 
-Eager: gather the rows into expert order, multiply, and reduce each expert's segment. Here rows are read through the token
-index. The bias of a result also enters the gradient of its routing weight, as <row, bias>. The kernel has the row in
-registers, and writes one partial dot product per column tile, as `down_grad` does. Each program sums all rows of an expert in
-float32 and in order: no atomics. FLOPs: 4 R N. Bytes: R N + E N elements, a few percent of a backward pass.
+Eager: gather the rows into expert order, multiply, and reduce each expert's segment. Here rows are
+read through the token index. The bias of a result also enters the gradient of its routing weight,
+as <row, bias>. The kernel has the row in registers, and writes one partial dot product per column
+tile, as `down_grad` does. Each program sums all rows of an expert in float32 and in order: no
+atomics. FLOPs: 4 R N. Bytes: R N + E N elements, a few percent of a backward pass.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 64, 64
-"""The rows of a step and the columns of a program: 32 sums per thread, and 128 bytes of each row."""
+ROWS = 64
+COLUMNS = 64
+"""The rows of a step and the columns of a program: 32 sums per thread, and 128 bytes of each
+row."""
 
 
 def bias_grad(
@@ -35,10 +38,12 @@ def bias_grad(
         token: (R,) int32, the token of each row; None if `rows` is in expert order.
 
     Returns:
-        The sums, (E, N) in the dtype of the rows, zero for an expert without rows; partial dot products of the unweighted rows
-        with their expert's bias, (R, P) float32, to be summed over the P column tiles; P is 0 without a bias.
+        The sums, (E, N) in the dtype of the rows, zero for an expert without rows; partial dot
+        products of the unweighted rows with their expert's bias, (R, P) float32, to be summed over
+        the P column tiles; P is 0 without a bias.
     """
-    width, num_rows = rows.shape[1], len(rows) if token is None else len(token)
+    width = rows.shape[1]
+    num_rows = len(rows) if token is None else len(token)
     column_tiles = triton.cdiv(width, COLUMNS)
     sums = rows.new_empty(len(ends), width)
     dots = rows.new_empty(num_rows, 0 if bias is None else column_tiles, dtype=torch.float32)
@@ -46,13 +51,13 @@ def bias_grad(
         _bias_grad_kernel[(len(ends) * column_tiles,)](
             rows.contiguous(),
             ends,
-            sums,
-            rows if bias is None else bias.contiguous(),
-            dots,
-            rows if weight is None else weight,
-            rows if token is None else token,
-            width,
-            column_tiles,
+            sums=sums,
+            bias=rows if bias is None else bias.contiguous(),
+            dots=dots,
+            weight=rows if weight is None else weight,
+            token=rows if token is None else token,
+            width=width,
+            column_tiles=column_tiles,
             BIASED=bias is not None,
             WEIGHTED=weight is not None,
             GATHERED=token is not None,
@@ -80,7 +85,8 @@ def _bias_grad_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    expert, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    expert = tl.program_id(0) // column_tiles
+    column_tile = tl.program_id(0) % column_tiles
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,16 +1,18 @@
-"""The expert stage in Triton kernels, with the signatures of `ExpertKernel`; `kernels/pick.py` chooses it on GPUs.
+"""The expert stage in Triton kernels, with the signatures of `ExpertKernel`; `kernels/pick.py`
+chooses it on GPUs.
 
     up         hidden = act(x[token] @ up[e].T) * gate           product "up"
-    down       rows = hidden @ down[e].T, y[token] += rows       product "down", then a sum over each token's rows
+    down       rows = hidden @ down[e].T, y[token] += rows       product "down", then a sum of rows
     down_grad  d(pre), hidden again, d(gate)                     product "down_grad"
     d(down)    dy[token].T @ hidden                              product "weight_grad_down"
     d(up)      d(pre).T @ x[token]                               product "weight_grad"
     d(x)       d(pre) @ up[e], then the sum                      product "rows_grad"
 
-Saved for backward are x, the routing and the pre-activations. Backward gathers the tokens and computes the hidden rows again;
-it does not need the experts' output (SonicMoE, Guo et al. 2025, section 4). FLOPs: 6 R D I forward and 12 R D I backward with a
-gate, 4 and 8 without. Biases are the initial sums of `up` and `down`; `bias_grad` sums their gradients. Calls that these
-kernels do not support run in `whole_batch`: routing weights before the expert, and float64.
+Saved for backward are x, the routing and the pre-activations. Backward gathers the tokens and
+computes the hidden rows again; it does not need the experts' output (SonicMoE, Guo et al. 2025,
+section 4). FLOPs: 6 R D I forward and 12 R D I backward with a gate, 4 and 8 without. Biases are
+the initial sums of `up` and `down`; `bias_grad` sums their gradients. Calls that these kernels do
+not support run in `whole_batch`: routing weights before the expert, and float64.
 """
 
 from __future__ import annotations
@@ -51,19 +53,28 @@ def shapes(
         itemsize: bytes of an element.
         gated: whether there are two up matrices, of which the first is the gate.
     """
-    per_expert, parts = max(1, num_rows // max(1, num_experts)), 2 if gated else 1
+    per_expert = max(1, num_rows // max(1, num_experts))
+    parts = 2 if gated else 1
     sizes = {
-        "up": ("up", hidden, dim), "down": ("down", dim, hidden), "down_grad": ("down_grad", hidden, dim),
-        "rows_grad": ("rows_grad", dim, parts * hidden), "weight_grad": ("weight_grad", dim, per_expert),
+        "up": ("up", hidden, dim),
+        "down": ("down", dim, hidden),
+        "down_grad": ("down_grad", hidden, dim),
+        "rows_grad": ("rows_grad", dim, parts * hidden),
+        "weight_grad": ("weight_grad", dim, per_expert),
         "weight_grad_down": ("weight_grad", hidden, per_expert),
-    }  # fmt: skip
+    }
     return {
         name: Shape(
-            product=product, rows=num_rows, num_experts=num_experts, columns=columns, depth=depth, itemsize=itemsize,
+            product=product,
+            rows=num_rows,
+            num_experts=num_experts,
+            columns=columns,
+            depth=depth,
+            itemsize=itemsize,
             gated=gated,
         )
         for name, (product, columns, depth) in sizes.items()
-    }  # fmt: skip
+    }
 
 
 def default_tiles(work: ExpertWork) -> dict[str, Tile]:
@@ -95,7 +106,8 @@ def forward(
     if not supports(work):
         return whole_batch.forward(work, out_dtype)
     tile = default_tiles(work) if tiles is None else tiles
-    token, y_places = _narrow(work.x_rows), _narrow(work.out_rows)
+    token = _narrow(work.x_rows)
+    y_places = _narrow(work.out_rows)
     pre, hidden = up(
         work.x, work.up, work.ends, tile["up"], **_form(work), bias=work.up_bias, token=token
     )
@@ -124,19 +136,16 @@ def backward(
         work: the call.
         pre: the pre-activations that `forward` returned.
         dy: gradient of the result, in the dtype of `work.x`.
-        wanted: which gradients to compute.
         tiles: tiles by the names in `TILES`; None for the defaults.
     """
     if not supports(work):
         return whole_batch.backward(work, pre, dy, wanted)
     tile = default_tiles(work) if tiles is None else tiles
-    x_token, token, ends, d_gates, d_x = (
-        _narrow(work.x_rows),
-        _narrow(work.y_rows),
-        work.ends,
-        None,
-        None,
-    )
+    x_token = _narrow(work.x_rows)
+    token = _narrow(work.y_rows)
+    ends = work.ends
+    d_gates = None
+    d_x = None
     d_pre, hidden, parts = down_grad(
         dy, work.down, pre, ends, tile["down_grad"], **_form(work), token=token
     )
@@ -173,7 +182,8 @@ def backward(
 
 
 def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix, with a default tile: (R, K) x (E, K, N) -> (R, N)."""
+    """Multiply each expert's rows by its matrix, with a default tile: (R, K) x (E, K, N) -> (R,
+    N)."""
     transposed = w.stride(2) != 1 and w.stride(1) == 1
     shape = Shape(
         product="down",
@@ -188,12 +198,17 @@ def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Return each expert's `dy.T @ x` over its own rows, with a default tile: (R, N), (R, K) -> (E, N, K)."""
+    """Return each expert's `dy.T @ x` over its own rows, with a default tile: (R, N), (R, K) -> (E,
+    N, K)."""
     per_expert = max(1, len(x) // max(1, len(ends)))
     shape = Shape(
-        product="weight_grad", rows=len(x), num_experts=len(ends), columns=x.shape[1], depth=per_expert,
+        product="weight_grad",
+        rows=len(x),
+        num_experts=len(ends),
+        columns=x.shape[1],
+        depth=per_expert,
         itemsize=x.itemsize,
-    )  # fmt: skip
+    )
     return outer_products(dy, x, ends, tile_for(shape, device_of(x.device)))
 
 

@@ -2,9 +2,9 @@
 
 It is the forward of the down projection, and gives the gradient of the up projection's input rows.
 
-Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. Nothing is saved here. FLOPs: 2 R K N. Bytes: R K + R N + E K N
-elements at least; tiles of one expert that run at the same time share its matrix and its rows in L2. Sums are accumulated in
-float32, in a fixed order: deterministic.
+Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. Nothing is saved here. FLOPs: 2 R K N.
+Bytes: R K + R N + E K N elements at least; tiles of one expert that run at the same time share its
+matrix and its rows in L2. Sums are accumulated in float32, in a fixed order: deterministic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.triton.parts import bias_tile, max_tiles, place, row_tiles, rows_of_tile
-from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
+from moesaic.kernels.triton.rows.launch import as_operand, launch_options, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile
 
 
@@ -35,7 +35,6 @@ def rows_times(
         x: (R, K) rows in expert order.
         w: (E, N, K) if `transposed`, as `nn.Linear` stores it, else (E, K, N).
         ends: (E,) int32, one past the last row of each expert.
-        tile: the tile of the product.
         transposed: multiply by the transpose of each matrix.
         bias: (E, N), added to each row of its expert.
         weight: (R,) factors of the bias, since the rows have theirs already; None for 1.
@@ -44,7 +43,8 @@ def rows_times(
     Returns:
         (R, N) in the dtype of the rows; rows from `ends[-1]` on are uninitialised.
     """
-    x, w = x.contiguous(), unit_stride(w)
+    x = x.contiguous()
+    w = unit_stride(w)
     num_rows = len(x)
     columns, depth = (w.shape[1], w.shape[2]) if transposed else (w.shape[2], w.shape[1])
     out = x.new_empty(num_rows, columns)
@@ -56,15 +56,27 @@ def rows_times(
     matrix, by_descriptor = as_operand(w, block, tile)
     source, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile)
     _rows_kernel[(programs,)](
-        source, matrix, out, out if bias is None else bias.contiguous(), out if weight is None else weight,
-        out if places is None else places,
-        row_tiles(ends, num_rows, tile.rows), capacity, columns, depth, x.stride(0), w.stride(0),
-        w.stride(1), BIASED=bias is not None, WEIGHTED=weight is not None, PLACED=places is not None,
+        source,
+        matrix,
+        out=out,
+        bias=out if bias is None else bias.contiguous(),
+        weight=out if weight is None else weight,
+        places=out if places is None else places,
+        schedule=row_tiles(ends, num_rows, tile.rows),
+        capacity=capacity,
+        columns=columns,
+        depth=depth,
+        stride_x=x.stride(0),
+        stride_expert=w.stride(0),
+        stride_w=w.stride(1),
+        BIASED=bias is not None,
+        WEIGHTED=weight is not None,
+        PLACED=places is not None,
         TRANSPOSED=transposed,
-        ROWS_BY_DESCRIPTOR=rows_by_descriptor, BY_DESCRIPTOR=by_descriptor,
-        PRECISION=dot_precision(x.dtype), FLATTEN=tile.programs > 0, BLOCK_R=tile.rows,
-        BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        ROWS_BY_DESCRIPTOR=rows_by_descriptor,
+        BY_DESCRIPTOR=by_descriptor,
+        **launch_options(tile, x.dtype),
+    )
     return out
 
 
@@ -109,13 +121,43 @@ def _rows_kernel(
         factor = tl.full((BLOCK_R,), 1.0, tl.float32)
         if WEIGHTED:
             factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
-        total = bias_tile(bias, factor, expert, start, columns, BIASED, 1, BLOCK_R, BLOCK_N)
+        total = bias_tile(
+            bias,
+            factor,
+            expert=expert,
+            column=start,
+            width=columns,
+            BIASED=BIASED,
+            PARTS=1,
+            BLOCK_R=BLOCK_R,
+            BLOCK_N=BLOCK_N,
+        )
         for k in tl.range(0, depth, BLOCK_K):
-            a = rows_tile(x, first, source, is_row, k, depth, stride_x, ROWS_BY_DESCRIPTOR, BLOCK_K)
+            a = rows_tile(
+                x,
+                first,
+                source=source,
+                is_row=is_row,
+                k=k,
+                depth=depth,
+                stride_x=stride_x,
+                BY_DESCRIPTOR=ROWS_BY_DESCRIPTOR,
+                BLOCK_K=BLOCK_K,
+            )
             b = matrix_tile(
-                w, expert, start, k, columns, depth, stride_expert,
-                stride_w, TRANSPOSED, BY_DESCRIPTOR, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+                w,
+                expert,
+                column=start,
+                k=k,
+                columns=columns,
+                depth=depth,
+                stride_expert=stride_expert,
+                stride_w=stride_w,
+                TRANSPOSED=TRANSPOSED,
+                BY_DESCRIPTOR=BY_DESCRIPTOR,
+                BLOCK_N=BLOCK_N,
+                BLOCK_K=BLOCK_K,
+            )
             total = tl.dot(a, b, total, input_precision=PRECISION)
         column = start + tl.arange(0, BLOCK_N)
         own_place = tl.load(places + row, mask=is_row, other=0) if PLACED else row
@@ -139,9 +181,11 @@ def rows_tile(
     BY_DESCRIPTOR: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Load BLOCK_K columns, from column k on, of the rows in `source`; elements beyond the rows and columns are zero.
+    """Load BLOCK_K columns, from column k on, of the rows in `source`; elements beyond the rows and
+    columns are zero.
 
-    A descriptor loads the rows from `first` on instead, including rows of the next expert, whose results are not written.
+    A descriptor loads the rows from `first` on instead, including rows of the next expert, whose
+    results are not written.
     """
     if BY_DESCRIPTOR:
         rows = x.load([first, k])
@@ -167,9 +211,11 @@ def matrix_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Load the (BLOCK_K, BLOCK_N) tile of an expert's matrix that starts at (k, column); elements beyond the matrix are zero.
+    """Load the (BLOCK_K, BLOCK_N) tile of an expert's matrix that starts at (k, column); elements
+    beyond the matrix are zero.
 
-    The matrix is stored (columns, depth) if TRANSPOSED, else (depth, columns). A descriptor checks the bounds itself.
+    The matrix is stored (columns, depth) if TRANSPOSED, else (depth, columns). A descriptor checks
+    the bounds itself.
     """
     n = column + tl.arange(0, BLOCK_N)
     step = k + tl.arange(0, BLOCK_K)

@@ -1,10 +1,12 @@
-"""The grouped product of rows with NF4 matrices: the kernel loads four-bit codes and dequantizes a tile in each step.
+"""The grouped product of rows with NF4 matrices: the kernel loads four-bit codes and dequantizes a
+tile in each step.
 
-Eager: dequantize every matrix, then the product of `grouped.py`. Here the matrix of an expert is read in a quarter of its
-16-bit size, and never written. One kernel serves both passes: forward reduces over the rows of a matrix, 64 numbers and one
-scale a step; the gradient of the rows reduces over its columns. FLOPs: 2 R K N. Bytes: R K + R N elements, and 9/16 E K N for
-codes and scales, at least. Sums are accumulated in float32, in a fixed order: deterministic. A number is rounded to the dtype
-of the rows before the product, as if it had been dequantized.
+Eager: dequantize every matrix, then the product of `grouped.py`. Here the matrix of an expert is
+read in a quarter of its 16-bit size, and never written. One kernel serves both passes: forward
+reduces over the rows of a matrix, 64 numbers and one scale a step; the gradient of the rows reduces
+over its columns. FLOPs: 2 R K N. Bytes: R K + R N elements, and 9/16 E K N for codes and scales, at
+least. Sums are accumulated in float32, in a fixed order: deterministic. A number is rounded to the
+dtype of the rows before the product, as if it had been dequantized.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ MOST_ROWS = 64
 def rows_times_by_triton(
     x: Tensor, codes: Tensor, scales: Tensor, values: Tensor, ends: Tensor, *, transposed: bool
 ) -> Tensor:
-    """Return `nf4.rows_times` of float32, bfloat16 or float16 rows. `values` are the codes' values, (16,) float32."""
-    x, codes, scales = x.contiguous(), codes.contiguous(), scales.contiguous()
-    num_rows, (num_experts, height, half) = len(x), codes.shape
+    """Return `nf4.rows_times` of float32, bfloat16 or float16 rows. `values` are the codes' values,
+    (16,) float32."""
+    x = x.contiguous()
+    codes = codes.contiguous()
+    scales = scales.contiguous()
+    num_rows = len(x)
+    (num_experts, height, half) = codes.shape
     columns = height if transposed else 2 * half
     out = x.new_empty(num_rows, columns)
     if num_rows == 0 or columns == 0:
@@ -37,22 +43,45 @@ def rows_times_by_triton(
     tile_rows = min(MOST_ROWS, max(16, power_of_two(num_rows // max(1, num_experts))))
     capacity = max_tiles(num_rows, num_experts, tile_rows)
     _nf4_kernel[(capacity * triton.cdiv(columns, BLOCK),)](
-        x, codes, scales, values, out, row_tiles(ends, num_rows, tile_rows), capacity, height,
-        2 * half, TRANSPOSED=transposed, PRECISION=dot_precision(x.dtype), BLOCK_R=tile_rows, BLOCK=BLOCK, GROUP=8,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
+        x,
+        codes,
+        scales=scales,
+        values=values,
+        out=out,
+        schedule=row_tiles(ends, num_rows, tile_rows),
+        capacity=capacity,
+        height=height,
+        width=2 * half,
+        TRANSPOSED=transposed,
+        PRECISION=dot_precision(x.dtype),
+        BLOCK_R=tile_rows,
+        BLOCK=BLOCK,
+        GROUP=8,
+        num_warps=4,
+        num_stages=3,
+    )
     return out
 
 
 @triton.jit
 def _nf4_kernel(
-    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, values: tl.tensor, out: tl.tensor, schedule: tl.tensor,
-    capacity: tl.tensor, height: tl.tensor, width: tl.tensor, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-) -> None:  # fmt: skip
-    columns, depth = width, height
-    if TRANSPOSED:
-        columns, depth = height, width
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    schedule: tl.tensor,
+    capacity: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    columns = height if TRANSPOSED else width
+    depth = width if TRANSPOSED else height
     column_tiles = tl.cdiv(columns, BLOCK)
     num_row_tiles = tl.load(schedule)
     index = tl.program_id(0)
@@ -64,29 +93,67 @@ def _nf4_kernel(
         start = column_tile * BLOCK
         total = tl.zeros((BLOCK_R, BLOCK), tl.float32)
         for k in tl.range(0, depth, BLOCK):
-            a = rows_tile(x, first, source, is_row, k, depth, depth, False, BLOCK)
+            a = rows_tile(
+                x,
+                first,
+                source=source,
+                is_row=is_row,
+                k=k,
+                depth=depth,
+                stride_x=depth,
+                BY_DESCRIPTOR=False,
+                BLOCK_K=BLOCK,
+            )
+            b = matrix_tile(
+                codes,
+                scales,
+                values=values,
+                expert=expert,
+                row=start if TRANSPOSED else k,
+                column=k if TRANSPOSED else start,
+                height=height,
+                width=width,
+                BLOCK=BLOCK,
+            )
             if TRANSPOSED:
-                b = tl.trans(
-                    matrix_tile(codes, scales, values, expert, start, k, height, width, BLOCK)
-                )
-            else:
-                b = matrix_tile(codes, scales, values, expert, k, start, height, width, BLOCK)
+                b = tl.trans(b)
             total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
-        column = start + tl.arange(0, BLOCK)
-        pointers = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(
-            pointers,
-            total.to(out.dtype.element_ty),
-            mask=is_row[:, None] & (column < columns)[None, :],
-        )
+        store_tile(out, total, row, is_row=is_row, start=start, columns=columns, BLOCK=BLOCK)
+
+
+@triton.jit
+def store_tile(
+    out: tl.tensor,
+    values: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    start: tl.tensor,
+    columns: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write values to some rows of a result of `columns` columns, BLOCK of them from `start` on."""
+    column = start + tl.arange(0, BLOCK)
+    tl.store(
+        out + row.to(tl.int64)[:, None] * columns + column[None, :],
+        values.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (column < columns)[None, :],
+    )
 
 
 @triton.jit
 def matrix_tile(
-    codes: tl.tensor, scales: tl.tensor, values: tl.tensor, expert: tl.tensor, row: tl.tensor, column: tl.tensor,
-    height: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Dequantize the (BLOCK, BLOCK) tile of an expert's matrix at (row, column), float32; rows beyond the matrix are zero.
+    codes: tl.tensor,
+    scales: tl.tensor,
+    values: tl.tensor,
+    expert: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Dequantize the (BLOCK, BLOCK) tile of an expert's matrix at (row, column), float32; rows
+    beyond the matrix are zero.
 
     A width is a multiple of BLOCK, so a tile has one scale in each row.
     """

@@ -1,13 +1,16 @@
-"""Grouped outer products, for the gradients of the experts' matrices: each is a product over the expert's own rows.
+"""Grouped outer products, for the gradients of the experts' matrices: each is a product over the
+expert's own rows.
 
-Eager: gather one side into expert order, then compute `p[a:b].T @ q[a:b]` for each expert. Here either side may be read through
-the token index, which avoids the gathered copy (SonicMoE, Guo et al. 2025, section 4.1). FLOPs: 2 R N K. Bytes:
-R N + R K + E N K elements at least. Each program sums over all rows of its expert in order: no atomics, no partial results. An
-expert without rows gets zeros. The reduction is not split, since many experts already give many programs. Programs of the
-experts with most rows start first; otherwise they could run long after all others.
+Eager: gather one side into expert order, then compute `p[a:b].T @ q[a:b]` for each expert. Here
+either side may be read through the token index, which avoids the gathered copy (SonicMoE, Guo et
+al. 2025, section 4.1). FLOPs: 2 R N K. Bytes: R N + R K + E N K elements at least. Each program
+sums over all rows of its expert in order: no atomics, no partial results. An expert without rows
+gets zeros. The reduction is not split, since many experts already give many programs. Programs of
+the experts with most rows start first; otherwise they could run long after all others.
 
-Full steps need no mask over rows, so a side in expert order is loaded by descriptor. An expert's last rows, fewer than a step,
-are loaded by pointers. A descriptor would also load rows of the next expert, and their infinities times zero would be NaN.
+Full steps need no mask over rows, so a side in expert order is loaded by descriptor. An expert's
+last rows, fewer than a step, are loaded by pointers. A descriptor would also load rows of the next
+expert, and their infinities times zero would be NaN.
 """
 
 from __future__ import annotations
@@ -38,22 +41,40 @@ def outer_products(
         p: (R, N) in expert order, or with `p_token` (T, N), one row per token.
         q: (R, K) in expert order, or with `q_token` (T, K).
         ends: (E,) int32, one past the last row of each expert.
-        tile: the tile of the product: rows and columns of the result, and how many expert rows a step takes.
+        tile: the tile of the product: rows and columns of the result, and how many expert rows a
+            step takes.
         p_token: (R,) int32, the token of each row; None if `p` is in expert order.
         q_token: the same for `q`.
-        order: (E,) int32, the experts in the order in which their programs start; None to call `longest_first`.
+        order: (E,) int32, the experts in the order in which their programs start; None to call
+            `longest_first`.
 
     Returns:
         (E, N, K) in the dtype of `p`, zero for an expert without rows.
     """
     out = p.new_empty(len(ends), p.shape[1], q.shape[1])
-    if out.numel() == 0:
-        return out
-    p, q = p.contiguous(), q.contiguous()
+    if out.numel():
+        order = longest_first(ends) if order is None else order
+        _launch_outer(
+            p.contiguous(), q.contiguous(), ends, tile, out, order, p_token=p_token, q_token=q_token
+        )
+    return out
+
+
+def _launch_outer(
+    p: Tensor,
+    q: Tensor,
+    ends: Tensor,
+    tile: Tile,
+    out: Tensor,
+    order: Tensor,
+    *,
+    p_token: Tensor | None,
+    q_token: Tensor | None,
+) -> None:
+    """Start the kernel that fills the products."""
     per_expert = triton.cdiv(out.shape[1], tile.rows) * triton.cdiv(out.shape[2], tile.columns)
-    is_gathered = (
-        p_token is not None or q_token is not None
-    )  # if so, half of the stages load row numbers ahead of the rows
+    # if so, half of the stages load row numbers ahead of the rows
+    is_gathered = p_token is not None or q_token is not None
     p_steps, p_by_descriptor = as_operand(
         p, (tile.depth, tile.rows), tile if p_token is None else None
     )
@@ -61,18 +82,36 @@ def outer_products(
         q, (tile.depth, tile.columns), tile if q_token is None else None
     )
     _outer_kernel[(num_programs(tile, len(ends) * per_expert, p.device),)](
-        p, q, p_steps, q_steps, out, p if p_token is None else p_token, q if q_token is None else q_token, ends,
-        longest_first(ends) if order is None else order, len(ends), out.shape[1], out.shape[2],
-        P_GATHERED=p_token is not None, Q_GATHERED=q_token is not None, P_BY_DESCRIPTOR=p_by_descriptor,
-        Q_BY_DESCRIPTOR=q_by_descriptor, WIDE=max(p.numel(), q.numel()) >= 2**31, PRECISION=dot_precision(p.dtype),
-        BLOCK_N=tile.rows, BLOCK_K=tile.columns, BLOCK_R=tile.depth, GROUP=tile.group, num_warps=tile.warps,
+        p,
+        q,
+        p_steps=p_steps,
+        q_steps=q_steps,
+        out=out,
+        p_token=p if p_token is None else p_token,
+        q_token=q if q_token is None else q_token,
+        ends=ends,
+        order=order,
+        num_experts=len(ends),
+        height=out.shape[1],
+        width=out.shape[2],
+        P_GATHERED=p_token is not None,
+        Q_GATHERED=q_token is not None,
+        P_BY_DESCRIPTOR=p_by_descriptor,
+        Q_BY_DESCRIPTOR=q_by_descriptor,
+        WIDE=max(p.numel(), q.numel()) >= 2**31,
+        PRECISION=dot_precision(p.dtype),
+        BLOCK_N=tile.rows,
+        BLOCK_K=tile.columns,
+        BLOCK_R=tile.depth,
+        GROUP=tile.group,
+        num_warps=tile.warps,
         num_stages=2 * tile.stages - 1 if is_gathered else tile.stages,
-    )  # fmt: skip
-    return out
+    )
 
 
 def longest_first(ends: Tensor) -> Tensor:
-    """Return the experts by decreasing number of rows, (E,) int32; experts with equally many keep their order."""
+    """Return the experts by decreasing number of rows, (E,) int32; experts with equally many keep
+    their order."""
     rows = ends.diff(prepend=ends.new_zeros(1))
     return rows.argsort(descending=True, stable=True).to(torch.int32)
 
@@ -102,77 +141,80 @@ def _outer_kernel(
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    height_tiles, width_tiles = tl.cdiv(height, BLOCK_N), tl.cdiv(width, BLOCK_K)
+    height_tiles = tl.cdiv(height, BLOCK_N)
+    width_tiles = tl.cdiv(width, BLOCK_K)
     per_expert = height_tiles * width_tiles
     for index in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = tl.load(order + index // per_expert)
         height_tile, width_tile = place(index % per_expert, height_tiles, width_tiles, GROUP)
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         end = tl.load(ends + expert)
-        first_n, first_k = height_tile * BLOCK_N, width_tile * BLOCK_K
+        first_n = height_tile * BLOCK_N
+        first_k = width_tile * BLOCK_K
         total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         whole = start + (end - start) // BLOCK_R * BLOCK_R
         for row in tl.range(start, whole, BLOCK_R):
             left = step_tile(
                 p_steps,
                 p_token,
-                row,
-                end,
-                first_n,
-                height,
-                P_GATHERED,
-                P_BY_DESCRIPTOR,
-                False,
-                WIDE,
-                BLOCK_R,
-                BLOCK_N,
+                row=row,
+                end=end,
+                first=first_n,
+                columns=height,
+                GATHERED=P_GATHERED,
+                BY_DESCRIPTOR=P_BY_DESCRIPTOR,
+                CUT=False,
+                WIDE=WIDE,
+                BLOCK_R=BLOCK_R,
+                BLOCK=BLOCK_N,
             )
             right = step_tile(
                 q_steps,
                 q_token,
-                row,
-                end,
-                first_k,
-                width,
-                Q_GATHERED,
-                Q_BY_DESCRIPTOR,
-                False,
-                WIDE,
-                BLOCK_R,
-                BLOCK_K,
+                row=row,
+                end=end,
+                first=first_k,
+                columns=width,
+                GATHERED=Q_GATHERED,
+                BY_DESCRIPTOR=Q_BY_DESCRIPTOR,
+                CUT=False,
+                WIDE=WIDE,
+                BLOCK_R=BLOCK_R,
+                BLOCK=BLOCK_K,
             )
             total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
         if whole < end:
             left = step_tile(
                 p,
                 p_token,
-                whole,
-                end,
-                first_n,
-                height,
-                P_GATHERED,
-                False,
-                True,
-                WIDE,
-                BLOCK_R,
-                BLOCK_N,
+                row=whole,
+                end=end,
+                first=first_n,
+                columns=height,
+                GATHERED=P_GATHERED,
+                BY_DESCRIPTOR=False,
+                CUT=True,
+                WIDE=WIDE,
+                BLOCK_R=BLOCK_R,
+                BLOCK=BLOCK_N,
             )
             right = step_tile(
                 q,
                 q_token,
-                whole,
-                end,
-                first_k,
-                width,
-                Q_GATHERED,
-                False,
-                True,
-                WIDE,
-                BLOCK_R,
-                BLOCK_K,
+                row=whole,
+                end=end,
+                first=first_k,
+                columns=width,
+                GATHERED=Q_GATHERED,
+                BY_DESCRIPTOR=False,
+                CUT=True,
+                WIDE=WIDE,
+                BLOCK_R=BLOCK_R,
+                BLOCK=BLOCK_K,
             )
             total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
-        n, k = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
+        n = first_n + tl.arange(0, BLOCK_N)
+        k = first_k + tl.arange(0, BLOCK_K)
         pointers = (
             out
             + expert.to(tl.int64) * height * width
@@ -201,11 +243,13 @@ def step_tile(
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Load a tile of the rows from `row` on and the columns from `first` on; zero beyond `columns` and, if CUT, row `end`."""
+    """Load a tile of the rows from `row` on and the columns from `first` on; zero beyond `columns`
+    and, if CUT, row `end`."""
     if BY_DESCRIPTOR:
         tile = x.load([row, first])
     else:
-        r, column = row + tl.arange(0, BLOCK_R), first + tl.arange(0, BLOCK)
+        r = row + tl.arange(0, BLOCK_R)
+        column = first + tl.arange(0, BLOCK)
         inside = (column < columns)[None, :]
         if CUT:
             inside = (r < end)[:, None] & inside

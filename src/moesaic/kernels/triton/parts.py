@@ -1,12 +1,15 @@
-"""Functions that the grouped products share: activations, their derivatives, and the schedule of tiles.
+"""Functions that the grouped products share: activations, their derivatives, and the schedule of
+tiles.
 
-Device functions return once, at their end. The compiler removes a branch on a constant, but not the code after a return in it.
+Device functions return once, at their end. The compiler removes a branch on a constant, but not the
+code after a return in it.
 
-The rows of each tile of a grouped product are computed on the device, which alone knows how many rows each expert has. Eager:
-copy the counts to the host, list (expert, first row, last row) and copy the list back. The kernel avoids that wait. Nothing is
-saved for backward. Bytes: each program reads 4 E, and 12 are written per tile; FLOPs are negligible. An expert's first tile
-starts at its first row, so no rows are padded and no tile spans two experts. In return, the last tile of an expert is half
-empty on average.
+The rows of each tile of a grouped product are computed on the device, which alone knows how many
+rows each expert has. Eager: copy the counts to the host, list (expert, first row, last row) and
+copy the list back. The kernel avoids that wait. Nothing is saved for backward. Bytes: each program
+reads 4 E, and 12 are written per tile; FLOPs are negligible. An expert's first tile starts at its
+first row, so no rows are padded and no tile spans two experts. In return, the last tile of an
+expert is half empty on average.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def act(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.tensor:
-    """Apply a key of `ACTIVATIONS` to float32 values, or with `Clamp.numbers` as CLAMP the gate of clamped SwiGLU.
+    """Apply a key of `ACTIVATIONS` to float32 values, or with `Clamp.numbers` as CLAMP the gate of
+    clamped SwiGLU.
 
     A NaN remains NaN, which `tl.minimum` and `tl.maximum` would not promise.
     """
@@ -42,7 +46,7 @@ def act(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.tenso
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
-        y = x * sigmoid(TWO_SQRT_2_OVER_PI * x * (1.0 + TANH_CUBIC * x * x))
+        y = x * sigmoid(x * TWO_SQRT_2_OVER_PI * (1.0 + x * TANH_CUBIC * x))
     else:
         tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
         y = tl.where(x <= 0, 0.0, x)
@@ -63,8 +67,8 @@ def slope(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.ten
     elif ACTIVATION == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * INV_SQRT_2PI * tl.exp(-0.5 * x * x)
     elif ACTIVATION == "gelu_tanh":
-        s = sigmoid(TWO_SQRT_2_OVER_PI * x * (1.0 + TANH_CUBIC * x * x))
-        y = s * (1.0 + x * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * TANH_CUBIC * x * x))
+        s = sigmoid(x * TWO_SQRT_2_OVER_PI * (1.0 + x * TANH_CUBIC * x))
+        y = s * (1.0 + x * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + x * (3.0 * TANH_CUBIC) * x))
     elif ACTIVATION == "relu2":
         y = tl.where(x <= 0, 0.0, 2.0 * x)
     else:
@@ -74,7 +78,8 @@ def slope(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.ten
 
 @triton.jit
 def gated(x: tl.tensor, CLAMP: tl.constexpr) -> tl.tensor:
-    """Return what the activated gate multiplies: the second pre-activation, or with CLAMP the clamped one plus the offset."""
+    """Return what the activated gate multiplies: the second pre-activation, or with CLAMP the
+    clamped one plus the offset."""
     y = x
     if CLAMP is not None:
         y = tl.where(x > CLAMP[0], CLAMP[0], tl.where(x < -CLAMP[0], -CLAMP[0], x)) + CLAMP[2]
@@ -102,9 +107,11 @@ def bias_tile(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Return the (BLOCK_R, PARTS BLOCK_N) float32 tile to which a product is added: zeros, or each row's factor times the bias.
+    """Return the (BLOCK_R, PARTS BLOCK_N) float32 tile to which a product is added: zeros, or each
+    row's factor times the bias.
 
-    Biases are stored (PARTS, width) for each expert. As initial sums they take no registers beside those of the product.
+    Biases are stored (PARTS, width) for each expert. As initial sums they take no registers beside
+    those of the product.
     """
     total = tl.zeros((BLOCK_R, PARTS * BLOCK_N), tl.float32)
     if BIASED:
@@ -122,7 +129,8 @@ def place(
 ) -> tl.tensor:
     """Return the (row tile, column tile) that is processed as number `index`.
 
-    The order goes through the columns of GROUP row tiles, then through those of the next GROUP row tiles.
+    The order goes through the columns of GROUP row tiles, then through those of the next GROUP row
+    tiles.
     """
     per_group = GROUP * num_column_tiles
     first = index // per_group * GROUP
@@ -146,7 +154,8 @@ def rows_of_tile(
     GATHERED: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> tl.tensor:
-    """Return a tile of `row_tiles`: the expert, its first row, all its row numbers, which of them are valid, and their sources.
+    """Return a tile of `row_tiles`: the expert, its first row, all its row numbers, which of them
+    are valid, and their sources.
 
     The sources are the rows of the input to read: tokens if GATHERED, else the row numbers.
     """
@@ -165,7 +174,8 @@ WIDTH = 32
 
 
 def max_tiles(num_rows: int, num_experts: int, height: int) -> int:
-    """Return the most tiles of `height` rows that `num_rows` rows can need, however they are spread over experts."""
+    """Return the most tiles of `height` rows that `num_rows` rows can need, however they are spread
+    over experts."""
     return num_rows // height + min(num_experts, num_rows)
 
 
@@ -178,8 +188,8 @@ def row_tiles(ends: Tensor, num_rows: int, height: int) -> Tensor:
         height: rows of a tile.
 
     Returns:
-        (1 + 3 M,) int32, M being `max_tiles`: the number of tiles, then M experts, M first rows and M ends of the experts'
-        rows. Entries of tiles beyond the number of tiles are undefined.
+        (1 + 3 M,) int32, M being `max_tiles`: the number of tiles, then M experts, M first rows and
+        M ends of the experts' rows. Entries of tiles beyond the number of tiles are undefined.
     """
     num_experts = len(ends)
     capacity = max_tiles(num_rows, num_experts, height)

@@ -1,9 +1,11 @@
-"""The int8 and fp8 codecs: encode rows and decode them, bit for bit like the oracles in `kernels/codecs/eight.py`.
+"""The int8 and fp8 codecs: encode rows and decode them, bit for bit like the oracles in
+`kernels/codecs/eight.py`.
 
-Eager: seven passes over the rows (absolute value, maximum, divide, round, clamp, replace NaN, cast). Here a program reads a row
-or a block twice, the second time from L1, and writes each byte once. Nothing is saved or differentiated. Bytes: 2 or 4 R D read
-and R D written, plus the scales. Divisions are rounded to nearest and float8 numbers are made from bits: every device writes
-the oracle's bytes, even without float8 support. The oracle encodes float64 rows.
+Eager: seven passes over the rows (absolute value, maximum, divide, round, clamp, replace NaN,
+cast). Here a program reads a row or a block twice, the second time from L1, and writes each byte
+once. Nothing is saved or differentiated. Bytes: 2 or 4 R D read and R D written, plus the scales.
+Divisions are rounded to nearest and float8 numbers are made from bits: every device writes the
+oracle's bytes, even without float8 support. The oracle encodes float64 rows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ BLOCKS = 8
 """The number of float8 blocks that one program encodes."""
 SMALLEST = tl.constexpr(1.1754943508222875e-38)
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23: adding and subtracting it rounds a float32 below 2**22 to the nearest integer, ties to even."""
+"""1.5 * 2**23: adding and subtracting it rounds a float32 below 2**22 to the nearest integer, ties
+to even."""
 
 
 @operator("triton_int8_encode", mutates_args=("scale", "integers"))
@@ -50,9 +53,15 @@ def fp8_encode(rows: Tensor, scale: Tensor, codes: Tensor) -> None:
     """
     grid = (len(rows), triton.cdiv(scale.shape[1], BLOCKS))
     _fp8_encode_kernel[grid](
-        rows.contiguous(), scale, codes.view(torch.uint8), rows.shape[1], scale.shape[1],
-        LARGEST=FP8_LARGEST, WIDTH=FP8_WIDTH, BLOCKS=BLOCKS,
-    )  # fmt: skip
+        rows.contiguous(),
+        scale,
+        codes.view(torch.uint8),
+        rows.shape[1],
+        scale.shape[1],
+        LARGEST=FP8_LARGEST,
+        WIDTH=FP8_WIDTH,
+        BLOCKS=BLOCKS,
+    )
 
 
 @operator("triton_decode")
@@ -62,9 +71,15 @@ def decode(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     rows = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     grid = (len(rows), triton.cdiv(rows.shape[1], CHUNK))
     _decode_kernel[grid](
-        scale, codes.view(torch.uint8) if is_float8 else codes, rows, rows.shape[1], scale.shape[1],
-        PER_SCALE=FP8_WIDTH if is_float8 else 0, LIMIT=torch.finfo(dtype).max, CHUNK=CHUNK,
-    )  # fmt: skip
+        scale,
+        codes.view(torch.uint8) if is_float8 else codes,
+        rows,
+        rows.shape[1],
+        scale.shape[1],
+        PER_SCALE=FP8_WIDTH if is_float8 else 0,
+        LIMIT=torch.finfo(dtype).max,
+        CHUNK=CHUNK,
+    )
     return rows
 
 
@@ -82,12 +97,14 @@ def scale_of(largest: tl.tensor, is_finite: tl.tensor, LEVELS: tl.constexpr) -> 
 
 @triton.jit
 def to_e4m3(x: tl.tensor) -> tl.tensor:
-    """Return the float8 e4m3 bits of float32 values of at most 448, rounded to nearest, ties to even; NaN gives 0."""
+    """Return the float8 e4m3 bits of float32 values of at most 448, rounded to nearest, ties to
+    even; NaN gives 0."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
     normal = (rounded >> 20) - (120 << 3)
-    # Below 2**-6 the spacing of e4m3 is 2**-9, that of float32 at 2**14: the last bits of the sum with 2**14 are the code.
+    # Below 2**-6 the spacing of e4m3 is 2**-9, that of float32 at 2**14: the last bits of the sum
+    # with 2**14 are the code.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
     return tl.where(x == x, code, 0)
@@ -96,7 +113,8 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def from_e4m3(code: tl.tensor) -> tl.tensor:
     """Return the float32 values of float8 e4m3 bits."""
-    exponent, mantissa = (code >> 3) & 15, code & 7
+    exponent = (code >> 3) & 15
+    mantissa = code & 7
     normal = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
     value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
     value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
@@ -171,7 +189,8 @@ def _decode_kernel(
     LIMIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Multiply codes by their scales: int8 with a scale per row if PER_SCALE is 0, else float8 with PER_SCALE codes a scale."""
+    """Multiply codes by their scales: int8 with a scale per row if PER_SCALE is 0, else float8 with
+    PER_SCALE codes a scale."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     code = tl.load(codes + row * dim + column, mask=column < dim, other=0)

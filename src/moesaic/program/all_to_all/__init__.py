@@ -1,7 +1,7 @@
 """All-to-all algorithms. `passes/route_all_to_all.py` lowers movements over ep to one of them.
 
-`multicast` is a pass instead (`passes/multicast.py`), because it changes what is sent and not only how. Each
-class explains itself.
+`multicast` is a pass instead (`passes/multicast.py`), because it changes what is sent and not only
+how. Each class explains itself.
 """
 
 from __future__ import annotations

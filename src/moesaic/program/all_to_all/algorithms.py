@@ -1,7 +1,7 @@
 """The all-to-all algorithms.
 
-Some send each message straight from source to target. The others relay messages through further ranks, so that fewer
-and larger messages cross between nodes.
+Some send each message straight from source to target. The others relay messages through further
+ranks, so that fewer and larger messages cross between nodes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Linear(AbstractAllToAll):
 
 
 class Pipelined(AbstractAllToAll):
-    """The plain all-to-all with the messages inside nodes and between nodes on two lanes at the same time.
+    """The plain all-to-all with the messages inside nodes and between nodes on two lanes at the
+    same time.
 
-    Pipe-A2A of ScheMoE (Shi et al., EuroSys 2024), section 5. At best twice as fast as one lane, if both take equally
-    long.
+    Pipe-A2A of ScheMoE (Shi et al., EuroSys 2024), section 5. At best twice as fast as one lane, if
+    both take equally long.
     """
 
     def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
@@ -41,9 +42,11 @@ class Pipelined(AbstractAllToAll):
 
 
 class Hier1D(AbstractAllToAll):
-    """Gather to a leader rank per node, exchange between leaders, scatter. Messages inside a node go straight to their target.
+    """Gather to a leader rank per node, exchange between leaders, scatter. Messages inside a node
+    go straight to their target.
 
-    The "hierarchical all-to-all" of Hetu (Nie et al., 2022): few large messages between nodes, through one rank's link.
+    The "hierarchical all-to-all" of Hetu (Nie et al., 2022): few large messages between nodes,
+    through one rank's link.
     """
 
     def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
@@ -57,11 +60,12 @@ class Hier1D(AbstractAllToAll):
 
 
 class Hier2D(AbstractAllToAll):
-    """2DH: inside the node to the rank with the target's local rank, then between nodes among equal local ranks.
+    """2DH: inside the node to the rank with the target's local rank, then between nodes among equal
+    local ranks.
 
-    Tutel (Hwang et al., MLSys 2023), section 4.3; its algorithm 2 prints a wrong index for unequal numbers of nodes and
-    ranks per node. With m ranks per node, messages between nodes are m times larger and m times fewer than in the plain
-    all-to-all.
+    Tutel (Hwang et al., MLSys 2023), section 4.3; its algorithm 2 prints a wrong index for unequal
+    numbers of nodes and ranks per node. With m ranks per node, messages between nodes are m times
+    larger and m times fewer than in the plain all-to-all.
     """
 
     needs_even_nodes = True
@@ -75,13 +79,14 @@ class Hier2D(AbstractAllToAll):
         return legs_of((0, source, mate), (1, mate, target))
 
     def paths(self, node_map: NodeMap) -> dict[int, np.ndarray]:
-        ranks, ranks_by_node = np.array(node_map.ranks), np.array(node_map.nodes)
-        node, local = np.divmod(
-            np.arange(len(ranks)), ranks_by_node.shape[1]
-        )  # ranks of a group are node-major
+        ranks = np.array(node_map.ranks)
+        ranks_by_node = np.array(node_map.nodes)
+        # ranks of a group are node-major
+        node, local = np.divmod(np.arange(len(ranks)), ranks_by_node.shape[1])
         source, target = np.nonzero(~np.eye(len(ranks), dtype=bool))
         mate = ranks_by_node[node[source], local[target]]
-        source, target = ranks[source], ranks[target]
+        source = ranks[source]
+        target = ranks[target]
         hops = (source, mate), (mate, target)
         legs = {
             number: np.stack([source, target, *leg])[:, leg[0] != leg[1]]
@@ -91,10 +96,11 @@ class Hier2D(AbstractAllToAll):
 
 
 class NaiveAggregation(AbstractAllToAll):
-    """Like 2DH, but packets are not aligned first: one exchange inside the nodes per destination node, then one between nodes.
+    """Like 2DH, but packets are not aligned first: one exchange inside the nodes per destination
+    node, then one between nodes.
 
-    The baseline of Tutel (Hwang et al., MLSys 2023), section 4.3. Each pair of ranks inside a node exchanges as many
-    small messages as there are nodes.
+    The baseline of Tutel (Hwang et al., MLSys 2023), section 4.3. Each pair of ranks inside a node
+    exchanges as many small messages as there are nodes.
     """
 
     needs_even_nodes = True
@@ -105,7 +111,8 @@ class NaiveAggregation(AbstractAllToAll):
         return *(Hop(Lane.INTRA) for _ in inside), Hop(Lane.INTER, (-1, *inside))
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        node, last = node_map.node(target), len(node_map.nodes)
+        node = node_map.node(target)
+        last = len(node_map.nodes)
         mate = node_map.rank(node_map.node(source), node_map.local(target))
         return legs_of((node, source, mate), (last, mate, target))
 
@@ -113,8 +120,9 @@ class NaiveAggregation(AbstractAllToAll):
 class Hier3D(AbstractAllToAll):
     """2DH with a third level: inside the node, inside a group of nodes, then between groups.
 
-    For networks with a third level (racks, islands of fast links): messages between groups are the largest and fewest.
-    The nodes per group are the largest divisor of the number of nodes that is at most its square root.
+    For networks with a third level (racks, islands of fast links): messages between groups are the
+    largest and fewest. The nodes per group are the largest divisor of the number of nodes that is
+    at most its square root.
     """
 
     needs_even_nodes = True
@@ -123,7 +131,8 @@ class Hier3D(AbstractAllToAll):
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0)), Hop(Lane.INTER, (-1, 0, 1))
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        source_node, target_node = node_map.node(source), node_map.node(target)
+        source_node = node_map.node(source)
+        target_node = node_map.node(target)
         mate = node_map.rank(source_node, node_map.local(target))
         relay_node = node_map.like(
             source_node, target_node, self.nodes_per_group(len(node_map.nodes))

@@ -1,4 +1,5 @@
-"""The interface of an all-to-all algorithm: the hops, and the ranks through which a packet travels from source to target."""
+"""The interface of an all-to-all algorithm: the hops, and the ranks through which a packet travels
+from source to target."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Hop:
     lane: Lane
     """INTRA or INTER."""
     reads: tuple[int, ...] = (PACKED,)
-    """The earlier hops whose packets this hop forwards. Hops that do not read each other run at the same time."""
+    """The earlier hops whose packets this hop forwards. Hops that do not read each other run at the
+    same time."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,25 @@ class Leg:
 
 
 class AbstractAllToAll(ABC):
-    """An all-to-all within a group of ranks. Subclasses have no state: everything follows from the group and its nodes."""
+    """An all-to-all within a group of ranks. Subclasses have no state: everything follows from the
+    group and its nodes."""
 
     needs_even_nodes = False
     """Whether every node must hold the same number of ranks of the group."""
     judges_layouts = False
-    """Whether the plan search tries this algorithm on every layout. Others are tried only on the layouts that are best
-    under these."""
+    """Whether the plan search tries this algorithm on every layout. Others are tried only on the
+    layouts that are best under these."""
     is_searched = True
-    """Whether the plan search tries this algorithm; False for one that only serves to be compared with."""
+    """Whether the plan search tries this algorithm; False for one that only serves to be compared
+    with."""
     hops_by_node = False
-    """Whether the first hops are one per destination node, in the order of the nodes. Each node then runs these hops in
-    its own order; the simulator uses one order for all, with an error of up to 15 % (tests/planner/test_even.py)."""
+    """Whether the first hops are one per destination node, in the order of the nodes. Each node
+    then runs these hops in its own order; the simulator uses one order for all, with an error of up
+    to 15 % (tests/planner/test_even.py)."""
 
     def nodes_per_group(self, nodes: int) -> int:
-        """Return the number of neighbouring nodes per group, if paths depend on groups of nodes (`NodeMap.like`)."""
+        """Return the number of neighbouring nodes per group, if paths depend on groups of nodes
+        (`NodeMap.like`)."""
         return 1
 
     @abstractmethod
@@ -62,12 +68,15 @@ class AbstractAllToAll(ABC):
 
     @abstractmethod
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        """Return the legs of a packet between two different ranks, in order, without legs from a rank to itself."""
+        """Return the legs of a packet between two different ranks, in order, without legs from a
+        rank to itself."""
 
     def paths(self, node_map: NodeMap) -> dict[int, np.ndarray]:
-        """Return for each hop the legs of all packets: source and target of the packet, then of the leg, (4, packets) int64.
+        """Return for each hop the legs of all packets: source and target of the packet, then of the
+        leg, (4, packets) int64.
 
-        Override it for an algorithm whose paths are a formula: computing them at once is faster for thousands of ranks.
+        Override it for an algorithm whose paths are a formula: computing them at once is faster for
+        thousands of ranks.
         """
         by_hop: dict[int, list[tuple[int, int, int, int]]] = {}
         for source, target in permutations(node_map.ranks, 2):
@@ -111,14 +120,16 @@ class NodeMap:
         return self.nodes[node][local]
 
     def like(self, node: int, other: int, size: int) -> int:
-        """Return the node in the group of `node` that has the position which `other` has in its own group of `size` nodes."""
+        """Return the node in the group of `node` that has the position which `other` has in its own
+        group of `size` nodes."""
         return node // size * size + other % size
 
 
 def legs_by_hop(
     link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]
 ) -> dict[int, np.ndarray]:
-    """Return for each hop the legs of all packets within all groups over some axes, as `AbstractAllToAll.paths` does.
+    """Return for each hop the legs of all packets within all groups over some axes, as
+    `AbstractAllToAll.paths` does.
 
     (4, packets) int64 each. A hop without packets is left out.
     """
@@ -135,19 +146,23 @@ def legs_by_hop(
 
 
 def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
-    """Raise InputError if an algorithm cannot run within all groups over some axes with the same hops.
+    """Raise InputError if an algorithm cannot run within all groups over some axes with the same
+    hops.
 
-    Paths are followed in groups of at most `FOLLOWED` ranks only, since a search compiles plans for thousands.
+    Paths are followed in groups of at most `FOLLOWED` ranks only, since a search compiles plans for
+    thousands.
     """
     if not isinstance(link, AbstractAllToAll):
         raise InputError(
-            f"plan.all_to_all={name} is {link!r} in ALL_TO_ALLS: put an object of an AbstractAllToAll there"
+            f"plan.all_to_all={name} is {link!r} in ALL_TO_ALLS: put an object of an "
+            "AbstractAllToAll there"
         )
     node_maps = [NodeMap(grid, ranks) for ranks in grid.kinds_of_groups(group)]
     if link.needs_even_nodes and not all(node_map.is_even for node_map in node_maps):
         raise InputError(
-            f"plan.all_to_all={name} needs equally many ranks of every group over {'+'.join(group)} on each node, "
-            f"which nodes of {grid.ranks_per_node} ranks do not give: choose linear or pipelined"
+            f"plan.all_to_all={name} needs equally many ranks of every group over "
+            f"{'+'.join(group)} on each node, which nodes of {grid.ranks_per_node} ranks do not "
+            "give: choose linear or pipelined"
         )
     for node_map in node_maps:
         check_hops(link.hops(node_map), f"plan.all_to_all={name}: ")
@@ -155,13 +170,15 @@ def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis,
             check_paths(link, node_map, f"plan.all_to_all={name}: ")
     if len({link.hops(node_map) for node_map in node_maps}) > 1:
         raise InputError(
-            f"plan.all_to_all={name} needs every group over {'+'.join(group)} on equally many nodes, which nodes of "
-            f"{grid.ranks_per_node} ranks do not give: choose linear or pipelined"
+            f"plan.all_to_all={name} needs every group over {'+'.join(group)} on equally many "
+            f"nodes, which nodes of {grid.ranks_per_node} ranks do not give: choose linear or "
+            "pipelined"
         )
 
 
 def check_hops(hops: tuple[Hop, ...], where: str) -> None:
-    """Raise InputError, whose message starts with `where`, unless hops can be issued in their order."""
+    """Raise InputError, whose message starts with `where`, unless hops can be issued in their
+    order."""
     if not isinstance(hops, tuple) or not hops:
         raise InputError(
             f"{where}hops are {hops!r}: return a tuple of at least one Hop(lane, reads)"
@@ -174,15 +191,18 @@ def check_hops(hops: tuple[Hop, ...], where: str) -> None:
         reads = hop.reads if isinstance(hop.reads, tuple) else ()
         if not reads or not all(PACKED <= read < number for read in reads):
             raise InputError(
-                f"{where}hop {number} reads {hop.reads!r}: give a tuple of numbers of earlier hops, or {PACKED} for the input"
+                f"{where}hop {number} reads {hop.reads!r}: give a tuple of numbers of earlier "
+                f"hops, or {PACKED} for the input"
             )
 
 
 def check_paths(link: AbstractAllToAll, node_map: NodeMap, where: str) -> None:
-    """Raise InputError, whose message starts with `where`, unless every path leads from its source to its target."""
+    """Raise InputError, whose message starts with `where`, unless every path leads from its source
+    to its target."""
     hops = link.hops(node_map)
     for source, target in permutations(node_map.ranks, 2):
-        at, last = source, PACKED
+        at = source
+        last = PACKED
         path = f"{where}the path from rank {source} to {target}"
         legs = link.path(node_map, source, target)
         if not isinstance(legs, tuple) or not all(isinstance(leg, Leg) for leg in legs):
@@ -195,15 +215,18 @@ def check_paths(link: AbstractAllToAll, node_map: NodeMap, where: str) -> None:
                 )
             if leg.source != at or leg.target == at or leg.target not in node_map.ranks:
                 raise InputError(
-                    f"{name} does not start at {at}, or not end at another rank of {node_map.ranks}: change it"
+                    f"{name} does not start at {at}, or not end at another rank of "
+                    f"{node_map.ranks}: change it"
                 )
             if last not in hops[leg.hop].reads:
                 raise InputError(
-                    f"{name} passes on a packet of hop {last}: add {last} to the reads of hop {leg.hop}"
+                    f"{name} passes on a packet of hop {last}: add {last} to the reads of hop "
+                    f"{leg.hop}"
                 )
             if hops[leg.hop].lane is Lane.INTRA and node_map.node(at) != node_map.node(leg.target):
                 raise InputError(f"{name} leaves a node: put the hop on Lane.INTER")
-            at, last = leg.target, leg.hop
+            at = leg.target
+            last = leg.hop
         if at != target:
             raise InputError(f"{path} ends at rank {at}: add the legs from there")
 

@@ -1,4 +1,5 @@
-"""The all-to-all that sends to one peer after the other, as ScheMoE's equation 17 describes its baseline."""
+"""The all-to-all that sends to one peer after the other, as ScheMoE's equation 17 describes its
+baseline."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from moesaic.program.task import Lane
 
 
 class Sequential(AbstractAllToAll):
-    """In round t, a rank sends to the t-th rank after it and waits for the t-th one before it; rounds do not overlap.
+    """In round t, a rank sends to the t-th rank after it and waits for the t-th one before it;
+    rounds do not overlap.
 
-    Shi et al. (EuroSys 2024), section 5, takes this for NCCL's all-to-all. Linear sends to all peers at once.
+    Shi et al. (EuroSys 2024), section 5, takes this for NCCL's all-to-all. Linear sends to all
+    peers at once.
     """
 
     is_searched = False

@@ -1,4 +1,5 @@
-"""Counts what a program moves: rows and messages per link, from the same sizes that the executor uses."""
+"""Counts what a program moves: rows and messages per link, from the same sizes that the executor
+uses."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from moesaic.program.validate import collective
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one movement, or one hop of it, sends in total over all ranks. Messages from a rank to itself are not counted."""
+    """What one movement, or one hop of it, sends in total over all ranks. Messages from a rank to
+    itself are not counted."""
 
     task: str
     collective: str
@@ -44,8 +46,8 @@ class Traffic:
             dim: columns of tokens and rows.
             element_bytes: bytes per element of tokens, rows and weights.
             lane_bytes: bytes per routing weight; an index takes `INDEX_BYTES`.
-            unit_columns: columns of a hidden unit's weights, for movements of weights; 3 * dim for SwiGLU. A bias has
-                dim columns.
+            unit_columns: columns of a hidden unit's weights, for movements of weights; 3 * dim for
+                SwiGLU. A bias has dim columns.
         """
         row = {Kind.LANE: lane_bytes, Kind.INDEX: INDEX_BYTES}.get(self.kind, dim * element_bytes)
         if self.flow == "weights":
@@ -67,7 +69,8 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
         if task.op not in (Op.MOVE, Op.HOP):
             continue
         source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
-        rows, messages = [0, 0], [0, 0]
+        rows = [0, 0]
+        messages = [0, 0]
         for sender, receiver, count in messages_of(task, slots, sizes):
             crosses = node_of(sender) != node_of(receiver)
             rows[crosses] += count

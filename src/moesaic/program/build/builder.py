@@ -1,4 +1,5 @@
-"""Builds a program task by task, so that the code of a schedule reads like its description in the paper."""
+"""Builds a program task by task, so that the code of a schedule reads like its description in the
+paper."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ class Builder:
     """Collects the slots and tasks of a program.
 
     Args:
-        name: name of the program.
         bias: whether the experts also have parameters that their shards share.
     """
 
@@ -34,7 +34,13 @@ class Builder:
         """Copy tokens to rows. Pass `states` if ranks with the same tokens take different rows."""
         row_states = self._states(tokens) if states is None else states
         return self._task(
-            Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, row_states, Stage.DISPATCH
+            Op.PERMUTE,
+            (tokens, index),
+            name=name,
+            kind=Kind.ROWS,
+            layout=layout,
+            states=row_states,
+            stage=Stage.DISPATCH,
         )
 
     def combine(
@@ -44,11 +50,18 @@ class Builder:
         kind = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS
         summed_states = self._states(rows) if states is None else states
         return self._task(
-            Op.COMBINE, (rows, index), name, kind, layout, summed_states, Stage.COMBINE
+            Op.COMBINE,
+            (rows, index),
+            name=name,
+            kind=kind,
+            layout=layout,
+            states=summed_states,
+            stage=Stage.COMBINE,
         )
 
     def expert(self, rows: str, gates: str, name: str) -> str:
-        """Run the experts. Rows and gates are replicated over etp, the results are partial sums over etp."""
+        """Run the experts. Rows and gates are replicated over etp, the results are partial sums
+        over etp."""
         weights = [self.input("w", Kind.WEIGHT, Layout(flow="weights", experts="rank"), {})]
         if self._bias:
             bias = self.input(
@@ -66,8 +79,17 @@ class Builder:
                 )
             )
         states = self._states(rows) | {"etp": State.PARTIAL}
-        reads, layout = (rows, gates, *weights), self._slots[rows].layout
-        return self._task(Op.EXPERT, reads, name, Kind.ROWS, layout, states, Stage.EXPERT)
+        reads = (rows, gates, *weights)
+        layout = self._slots[rows].layout
+        return self._task(
+            Op.EXPERT,
+            reads,
+            name=name,
+            kind=Kind.ROWS,
+            layout=layout,
+            states=states,
+            stage=Stage.EXPERT,
+        )
 
     def move(
         self,
@@ -79,15 +101,27 @@ class Builder:
         stage: Stage,
     ) -> str:
         """Move rows to another layout over `group`. `states` are the states that change."""
-        kind, merged = self._slots[source].kind, self._states(source) | states
-        return self._task(Op.MOVE, (source,), name, kind, layout, merged, stage, group)
+        kind = self._slots[source].kind
+        merged = self._states(source) | states
+        return self._task(
+            Op.MOVE,
+            (source,),
+            name=name,
+            kind=kind,
+            layout=layout,
+            states=merged,
+            stage=stage,
+            group=group,
+        )
 
     def vary(self, source: str, name: str, axis: Axis) -> str:
-        """Treat identical copies as different values: the identity forward, a multiplication by the axis's size backward."""
+        """Treat identical copies as different values: the identity forward, a multiplication by the
+        axis's size backward."""
         return self._scale(source, name, axis, State.SHARDED, Stage.DISPATCH, 1)
 
     def agree(self, source: str, name: str, axis: Axis) -> str:
-        """Treat redundantly computed copies as one value: the identity forward, a division by the axis's size backward."""
+        """Treat redundantly computed copies as one value: the identity forward, a division by the
+        axis's size backward."""
         return self._scale(source, name, axis, State.IDENTICAL, Stage.COMBINE, -1)
 
     def flow(self, name: str) -> Flow:
@@ -107,9 +141,18 @@ class Builder:
     def _scale(
         self, source: str, name: str, axis: Axis, state: State, stage: Stage, dual_power: int
     ) -> str:
-        slot, states = self._slots[source], self._states(source) | {axis: state}
+        slot = self._slots[source]
+        states = self._states(source) | {axis: state}
         return self._task(
-            Op.SCALE, (source,), name, slot.kind, slot.layout, states, stage, (axis,), dual_power
+            Op.SCALE,
+            (source,),
+            name=name,
+            kind=slot.kind,
+            layout=slot.layout,
+            states=states,
+            stage=stage,
+            group=(axis,),
+            dual_power=dual_power,
         )
 
     def _task(
@@ -165,7 +208,8 @@ def declare(
     states: States,
     gate_states: States | None = None,
 ) -> tuple[str, str, str]:
-    """Declare the inputs of every schedule: tokens `x`, routing weights `gates`, and `index`, the token of each copy."""
+    """Declare the inputs of every schedule: tokens `x`, routing weights `gates`, and `index`, the
+    token of each copy."""
     copy_states = states if gate_states is None else gate_states
     return (
         build.input("x", Kind.TOKENS, tokens, states),
@@ -175,7 +219,8 @@ def declare(
 
 
 def deliver(build: Builder, rows: str, gates: str) -> str:
-    """Send rows and gates to all shards of their experts (S -> R over etp) and run the experts (-> P)."""
+    """Send rows and gates to all shards of their experts (S -> R over etp) and run the experts (->
+    P)."""
     layout = Layout(spread=("ep", "etp"), experts="rank")
     h = build.move(rows, "h", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
     g = build.move(gates, "g", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)

@@ -1,9 +1,10 @@
 """The published schedules of tensor parallelism around a MoE layer.
 
-They are the baseline that Parm compares with, TED, and Parm's dedicated schedules S1, S2 and S3. S3 is S2 with an
-all-gather and reduce-scatter among the expert shards.
+They are the baseline that Parm compares with, TED, and Parm's dedicated schedules S1, S2 and S3. S3
+is S2 with an all-gather and reduce-scatter among the expert shards.
 
-Yin et al., "Parm: Efficient Training of Large Sparsely-Activated Models with Dedicated Schedules" (INFOCOM 2024).
+Yin et al., "Parm: Efficient Training of Large Sparsely-Activated Models with Dedicated Schedules"
+(INFOCOM 2024).
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from moesaic.program.task import Layout, Program, Stage, State
 
 
 def baseline(bias: bool = False) -> Program:
-    """Return Parm's baseline (eq. 1): all-gather over etp, all-to-all over ep, all-reduce, all-to-all, keep the rank's
-    own part.
+    """Return Parm's baseline (eq. 1): all-gather over etp, all-to-all over ep, all-reduce,
+    all-to-all, keep the rank's own part.
 
-    Parm (INFOCOM 2024), section III. The m ranks of a tensor-parallel group hold the same tokens and each do the same
-    work, m times in total; `vary` and `agree` account for that. Each rank is the origin of all tokens of its
-    tensor-parallel group.
+    Parm (INFOCOM 2024), section III. The m ranks of a tensor-parallel group hold the same tokens
+    and each do the same work, m times in total; `vary` and `agree` account for that. Each rank is
+    the origin of all tokens of its tensor-parallel group.
     """
     build = Builder("baseline", bias)
-    tokens, copies = Layout(flow="tokens"), Layout()
+    tokens = Layout(flow="tokens")
+    copies = Layout()
     x, gates, index = declare(build, tokens, copies, {"tp": State.IDENTICAL})
     x_own = build.vary(x, "x_own", "tp")
     gates_own = build.vary(gates, "gates_own", "tp")
     shards: States = {"etp": State.REPLICATED}
-    wide_tokens, wide = Layout(flow="tokens", spread=("etp",)), Layout(spread=("etp",))
+    wide_tokens = Layout(flow="tokens", spread=("etp",))
+    wide = Layout(spread=("etp",))
     x_wide = build.move(x_own, "x_wide", wide_tokens, ("etp",), shards, Stage.DISPATCH)
     gates_wide = build.move(gates_own, "gates_wide", wide, ("etp",), shards, Stage.DISPATCH)
     index_wide = build.move(index, "index_wide", wide, ("etp",), shards, Stage.DISPATCH)
@@ -46,14 +49,16 @@ def baseline(bias: bool = False) -> Program:
 
 
 def ted(bias: bool = False) -> Program:
-    """Return TED, DeepSpeed's schedule when tensor-parallel and expert-shard groups coincide: the strong baseline.
+    """Return TED, DeepSpeed's schedule when tensor-parallel and expert-shard groups coincide: the
+    strong baseline.
 
-    Singh et al., "A Hybrid Tensor-Expert-Data Parallelism Approach" (ICS 2023); DeepSpeed 0.8.1. Each shard receives
-    each token once, so nothing is gathered and nothing is computed twice. It needs tp = etp over the same ranks, so
-    that identical tokens are identical over etp.
+    Singh et al., "A Hybrid Tensor-Expert-Data Parallelism Approach" (ICS 2023); DeepSpeed 0.8.1.
+    Each shard receives each token once, so nothing is gathered and nothing is computed twice. It
+    needs tp = etp over the same ranks, so that identical tokens are identical over etp.
     """
     build = Builder("ted", bias)
-    tokens, copies = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True)
+    tokens = Layout(flow="tokens", whole_tp=True)
+    copies = Layout(whole_tp=True)
     x, gates, index = declare(build, tokens, copies, {"etp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", copies)
     at_experts = Layout(spread=("ep",), whole_tp=True, experts="rank")
@@ -72,13 +77,16 @@ def ted(bias: bool = False) -> Program:
 
 
 def s1(bias: bool = False) -> Program:
-    """Return S1: tensor parallelism pauses before the gate, so each rank routes and sends its slice of the tokens.
+    """Return S1: tensor parallelism pauses before the gate, so each rank routes and sends its slice
+    of the tokens.
 
-    Parm, section IV-A. `gates` and `index` belong to the rank's slice, `x` and `y` to all tokens of the tensor-parallel
-    group.
+    Parm, section IV-A. `gates` and `index` belong to the rank's slice, `x` and `y` to all tokens of
+    the tensor-parallel group.
     """
     build = Builder("s1", bias)
-    own, whole, copies = Layout(flow="tokens"), Layout(flow="tokens", whole_tp=True), Layout()
+    own = Layout(flow="tokens")
+    whole = Layout(flow="tokens", whole_tp=True)
+    copies = Layout()
     x, gates, index = declare(build, whole, copies, {"tp": State.IDENTICAL}, gate_states={})
     x_mine = build.move(x, "x_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
     rows = build.permute(x_mine, index, "rows", copies)
@@ -90,16 +98,15 @@ def s1(bias: bool = False) -> Program:
 
 
 def s2(bias: bool = False) -> Program:
-    """Return S2: tensor parallelism pauses after the gate, so each rank sends its share of every run of copies.
+    """Return S2: tensor parallelism pauses after the gate, so each rank sends its share of every
+    run of copies.
 
     Parm, section IV-B. `gates` and `index` belong to all copies of the tensor-parallel group.
     """
     build = Builder("s2", bias)
-    whole_tokens, whole, share = (
-        Layout(flow="tokens", whole_tp=True),
-        Layout(whole_tp=True),
-        Layout(),
-    )
+    whole_tokens = Layout(flow="tokens", whole_tp=True)
+    whole = Layout(whole_tp=True)
+    share = Layout()
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
     mine = build.move(rows, "mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
@@ -114,28 +121,25 @@ def s2(bias: bool = False) -> Program:
 
 
 def s3(bias: bool = False) -> Program:
-    """Return S3: like S2, but the all-to-all covers ep only, and the shards of an expert gather and reduce among themselves.
+    """Return S3: like S2, but the all-to-all covers ep only, and the shards of an expert gather and
+    reduce among themselves.
 
-    DeepSpeed adopted this order in 2024 for tp = etp; here it works for any sizes. The ep links carry etp times fewer
-    bytes than under S1 and S2, at the price of an all-gather and a reduce-scatter over etp. `gates` and `index` belong
-    to all copies of the tensor-parallel group.
+    DeepSpeed adopted this order in 2024 for tp = etp; here it works for any sizes. The ep links
+    carry etp times fewer bytes than under S1 and S2, at the price of an all-gather and a
+    reduce-scatter over etp. `gates` and `index` belong to all copies of the tensor-parallel group.
     """
     build = Builder("s3", bias)
-    whole_tokens, whole, share = (
-        Layout(flow="tokens", whole_tp=True),
-        Layout(whole_tp=True),
-        Layout(),
-    )
+    whole_tokens = Layout(flow="tokens", whole_tp=True)
+    whole = Layout(whole_tp=True)
+    share = Layout()
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
     mine = build.move(rows, "mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
     gates_mine = build.move(
         gates, "gates_mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH
     )
-    at_ep_ranks, at_experts = (
-        Layout(spread=("ep",), experts="rank"),
-        Layout(spread=("ep", "etp"), experts="rank"),
-    )
+    at_ep_ranks = Layout(spread=("ep",), experts="rank")
+    at_experts = Layout(spread=("ep", "etp"), experts="rank")
     arrived = build.move(mine, "arrived", at_ep_ranks, ("ep",), {}, Stage.DISPATCH)
     gates_arrived = build.move(
         gates_mine, "gates_arrived", at_ep_ranks, ("ep",), {}, Stage.DISPATCH

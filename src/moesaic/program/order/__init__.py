@@ -1,7 +1,7 @@
 """Orders: functions that choose the sequence in which the tasks of a program are issued.
 
-An order permutes tasks, respects their dependencies, and changes nothing else. All ranks must choose the same order, so
-it may use only the program, and no clock.
+An order permutes tasks, respects their dependencies, and changes nothing else. All ranks must
+choose the same order, so it may use only the program, and no clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The dependency graph of a program's tasks, and the orders that need nothing else: by priority, as built, and eager.
+"""The dependency graph of a program's tasks, and the orders that need nothing else: by priority, as
+built, and eager.
 
 Orders that use durations have modules of their own.
 """
@@ -36,8 +37,8 @@ def successors(before: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
-    """Return the tasks sorted topologically. Among ready tasks the one of lowest rank comes first, ties in the
-    program's order."""
+    """Return the tasks sorted topologically. Among ready tasks the one of lowest rank comes first,
+    ties in the program's order."""
     before = predecessors(program)
     after = successors(before)
     missing = [len(waits) for waits in before]
@@ -60,9 +61,9 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
 def moves_replicated_weights(program: Program) -> Callable[[Task], bool]:
     """Return a predicate that is true for movements of weights to the helpers of replicated copies.
 
-    These weights are needed only after the experts of the copies that stay at home, so their movements follow all
-    dispatches. A movement that forwards them inside a node waits for the first movement, so it is issued just before
-    the task that reads it.
+    These weights are needed only after the experts of the copies that stay at home, so their
+    movements follow all dispatches. A movement that forwards them inside a node waits for the first
+    movement, so it is issued just before the task that reads it.
     """
     replicated = {
         slot.name
@@ -77,9 +78,9 @@ def moves_replicated_weights(program: Program) -> Callable[[Task], bool]:
 def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
     """Return a function that returns the number of a layout's chunk, or None.
 
-    Replicated copies come last in a forward program, since their experts wait for weights to arrive. They come first in
-    a backward program, so that the weights' gradients are sent home while everything else runs (FasterMoE, He et al.,
-    PPoPP 2022, section 4.2).
+    Replicated copies come last in a forward program, since their experts wait for weights to
+    arrive. They come first in a backward program, so that the weights' gradients are sent home
+    while everything else runs (FasterMoE, He et al., PPoPP 2022, section 4.2).
     """
     backward = any(task.op is Op.EXPERT_GRAD for task in program.tasks)
     last = 1 + max(
@@ -96,18 +97,22 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
 
 
 def fifo(program: Program) -> Program:
-    """Return the program unchanged, chunk after chunk: the order of a layer that was only cut into chunks."""
+    """Return the program unchanged, chunk after chunk: the order of a layer that was only cut into
+    chunks."""
     return program
 
 
 def early(program: Program) -> Program:
-    """Return the program with every movement issued as soon as its input is ready, and with computation chunk after chunk.
+    """Return the program with every movement issued as soon as its input is ready, and with
+    computation chunk after chunk.
 
-    If movements are not encoded, this is close to ScheMoE's order (see `optsche.py`): first all dispatches, then expert
-    after expert, each result sent at once. With encoding, each chunk must be complete before the next one is encoded.
+    If movements are not encoded, this is close to ScheMoE's order (see `optsche.py`): first all
+    dispatches, then expert after expert, each result sent at once. With encoding, each chunk must
+    be complete before the next one is encoded.
     """
     slots = {slot.name: slot for slot in program.slots}
-    number, is_replicated = chunk_numbers(program), moves_replicated_weights(program)
+    number = chunk_numbers(program)
+    is_replicated = moves_replicated_weights(program)
 
     def rank(task: Task) -> tuple[bool, int]:
         chunk = number(slots[task.writes[0]].layout)

@@ -1,20 +1,23 @@
-"""ScheMoE's OptSche: encode and dispatch all chunks, then run expert by expert and send each result at once, decode last.
+"""ScheMoE's OptSche: encode and dispatch all chunks, then run expert by expert and send each result
+at once, decode last.
 
-Shi et al., EuroSys 2024, section 4 (eq. 12). With C encode, A all-to-all, D decode, E expert, the compute lane runs
-C1(1)..C1(r), then D1(i) E(i) C2(i) for each chunk i, then D2(1)..D2(r). The communication lane runs A1(1)..A1(r),
-A2(1)..A2(r). It is optimal for equal chunks with A1 = A2, C1 = C2, D1 = D2. (A branch-and-bound search over all
-orders gained 0.12 % in the median elsewhere, and was not kept.)
+Shi et al., EuroSys 2024, section 4 (eq. 12). With C encode, A all-to-all, D decode, E expert, the
+compute lane runs C1(1)..C1(r), then D1(i) E(i) C2(i) for each chunk i, then D2(1)..D2(r). The
+communication lane runs A1(1)..A1(r), A2(1)..A2(r). It is optimal for equal chunks with A1 = A2, C1
+= C2, D1 = D2. (A branch-and-bound search over all orders gained 0.12 % in the median elsewhere, and
+was not kept.)
 
-Our programs have more than seven tasks per chunk, and two communication lanes. So phases are derived from stages and
-dependencies:
+Our programs have more than seven tasks per chunk, and two communication lanes. So phases are
+derived from stages and dependencies:
 
 - before: the dispatch up to and including the crossing between nodes (A1);
 - middle, chunk by chunk: from D1 to the crossing of the result (A2);
 - last: the tasks that wait for that crossing (D2, gathers inside a node).
 
-The phases before and last go level by level. A level is the number of movements on the longest path to a task. So hops
-of several chunks on one lane do not wait for each other's next hops. In the middle, a chunk may still have movements
-inside a node before its expert. These come after the expert of the previous chunk, which they overlap.
+The phases before and last go level by level. A level is the number of movements on the longest path
+to a task. So hops of several chunks on one lane do not wait for each other's next hops. In the
+middle, a chunk may still have movements inside a node before its expert. These come after the
+expert of the previous chunk, which they overlap.
 """
 
 from __future__ import annotations
@@ -40,11 +43,15 @@ class _Phase(IntEnum):
 
 def optsche(program: Program) -> Program:
     """Return the program in that order, which is made for equal chunks and passes."""
-    phases, levels, parts = _phases(program), _levels(program), _parts(program)
-    is_replicated, last = moves_replicated_weights(program), max(levels.values(), default=0)
+    phases = _phases(program)
+    levels = _levels(program)
+    parts = _parts(program)
+    is_replicated = moves_replicated_weights(program)
+    last = max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
-        phase, part = phases[task.name], parts[task.name]
+        phase = phases[task.name]
+        part = parts[task.name]
         if is_replicated(task):
             return (
                 (_Phase.BEFORE, last, part)
@@ -64,7 +71,8 @@ def _phases(program: Program) -> dict[str, _Phase]:
     """Return the phase of each task. Phases never decrease along dependencies."""
     phases: dict[str, _Phase] = {}
     crossed: list[set[Stage]] = []
-    """For each task: the stages of the movements between nodes that lead to it, including itself."""
+    """For each task: the stages of the movements between nodes that lead to it, including
+    itself."""
     for task, waits_for in zip(program.tasks, predecessors(program)):
         crossed_before = set().union(*(crossed[number] for number in waits_for))
         phase = max(
@@ -93,8 +101,8 @@ def _levels(program: Program) -> dict[str, int]:
 
 
 def _parts(program: Program) -> dict[str, int]:
-    """Return the position of the chunk, or step of peers, of each task. A task of several comes before or after all of
-    them."""
+    """Return the position of the chunk, or step of peers, of each task. A task of several comes
+    before or after all of them."""
     slots = {slot.name: slot for slot in program.slots}
 
     number = chunk_numbers(program)

@@ -1,8 +1,8 @@
 """Fuses consecutive movements over ep and etp into one movement over both.
 
-Parm (INFOCOM 2024), section III: an all-gather over the expert shards and an all-to-all over ep become one all-to-all
-over both. So do an all-reduce, an all-to-all and a split. This takes fewer steps, but sends more bytes over the ep
-links if the first movement had reduced the number of rows.
+Parm (INFOCOM 2024), section III: an all-gather over the expert shards and an all-to-all over ep
+become one all-to-all over both. So do an all-reduce, an all-to-all and a split. This takes fewer
+steps, but sends more bytes over the ep links if the first movement had reduced the number of rows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _SHARDS: frozenset[Axis] = frozenset({"ep", "etp"})
 def fuse_ep_etp(program: Program) -> Program:
     """Return the program with every chain of movements over ep and etp replaced by one movement.
 
-    A permutation between an all-gather of tokens and an exchange of their copies is first moved before the all-gather.
-    Programs without such chains (s1, s2, ted's dispatch) are returned unchanged.
+    A permutation between an all-gather of tokens and an exchange of their copies is first moved
+    before the all-gather. Programs without such chains (s1, s2, ted's dispatch) are returned
+    unchanged.
     """
     program = _permute_first(program)
     while (pair := _next_pair(program)) is not None:
@@ -28,7 +29,8 @@ def fuse_ep_etp(program: Program) -> Program:
 
 
 def _permute_first(program: Program) -> Program:
-    """Copy tokens to rows before an all-gather over etp, if tokens and index are gathered in the same way."""
+    """Copy tokens to rows before an all-gather over etp, if tokens and index are gathered in the
+    same way."""
     writers = {task.writes[0]: task for task in program.tasks}
     for task in program.tasks:
         if task.op is not Op.PERMUTE:
@@ -40,7 +42,8 @@ def _permute_first(program: Program) -> Program:
         ):
             continue
         tokens, index = (move.reads[0] for move in writers_read if move is not None)
-        rows, own = program.slot(task.writes[0]), f"{task.writes[0]}_own"
+        rows = program.slot(task.writes[0])
+        own = f"{task.writes[0]}_own"
         own_rows = replace(
             rows, name=own, layout=program.slot(index).layout, state=program.slot(tokens).state
         )
@@ -84,7 +87,8 @@ def _next_pair(program: Program) -> tuple[Task, Task] | None:
 
 
 def _may_fuse(program: Program, task: Task) -> bool:
-    """Return whether a task moves copies over ep or etp only, and sends bytes: identical rows are not sent."""
+    """Return whether a task moves copies over ep or etp only, and sends bytes: identical rows are
+    not sent."""
     source = program.slot(task.reads[0])
     if task.op is not Op.MOVE or source.kind is Kind.WEIGHT or source.layout.flow != "copies":
         return False

@@ -1,9 +1,11 @@
-"""Adaptive r: gathers expert weights, all or in part, instead of sending tokens, without changing how weights are stored.
+"""Adaptive r: gathers expert weights, all or in part, instead of sending tokens, without changing
+how weights are stored.
 
 Tutel (Hwang et al., MLSys 2023), section 4.1. Each expert is stored in etp shards.
 
 - r = etp: every token visits all shards, and no weights move.
-- 1 <= r < etp: groups of etp / r neighbours gather their shards and split the tokens, so a token visits r ranks.
+- 1 <= r < etp: groups of etp / r neighbours gather their shards and split the tokens, so a token
+  visits r ranks.
 - r = 0: every rank gathers all experts of its replica, and tokens stay on their rank.
 
 Gradients are reduced back to the stored shards.
@@ -43,20 +45,21 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
     if r < 0 or (r > 0 and grid.etp % r):
         divisors = [d for d in range(1, grid.etp + 1) if grid.etp % d == 0]
         raise InputError(
-            f"plan.gather_weights={r} does not divide mesh.etp={grid.etp}: choose 0 or one of {divisors}"
+            f"plan.gather_weights={r} does not divide mesh.etp={grid.etp}: choose 0 or one of "
+            f"{divisors}"
         )
     if r == grid.etp:
         return program, grid
     if any(slot.on("etp") is State.IDENTICAL for slot in program.slots if slot.kind is Kind.TOKENS):
         raise InputError(
-            f"gather_weights clashes with {program.name}, under which all shards of an expert get the same tokens: choose "
-            f"plan.gather_weights={grid.etp}, or the schedule s1, s2 or s3"
+            f"gather_weights clashes with {program.name}, under which all shards of an expert get "
+            f"the same tokens: choose plan.gather_weights={grid.etp}, or the schedule s1, s2 or s3"
         )
     if r == 0:
         if any(slot.layout.flow in ONCE for slot in program.slots):
             raise InputError(
-                "gather_weights=0 clashes with multicast: no token is sent, so there is nothing to multicast: choose "
-                "plan.all_to_all=linear"
+                "gather_weights=0 clashes with multicast: no token is sent, so there is nothing "
+                "to multicast: choose plan.all_to_all=linear"
             )
         return _fetch(_stay_home(program), ("ep", "etp"), ("etp",), "r=0"), grid
     factored = replace(grid, etp_inner=grid.etp // r)

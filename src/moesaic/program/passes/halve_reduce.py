@@ -1,8 +1,8 @@
 """Splits an all-reduce into reduce-scatter and all-gather.
 
-Each rank then sends 2 (n - 1) / n times the rows; sending all rows to all ranks takes n - 1 times. The pass runs after
-the transpose, because the transpose of an all-reduce whose result is used identically costs nothing, unlike that of its
-halves.
+Each rank then sends 2 (n - 1) / n times the rows; sending all rows to all ranks takes n - 1 times.
+The pass runs after the transpose, because the transpose of an all-reduce whose result is used
+identically costs nothing, unlike that of its halves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from moesaic.program.validate import reduces
 def halve_reduce(program: Program) -> Program:
     """Return the program with every all-reduce of rows or tokens done in two movements.
 
-    Each rank sums the runs of which it is the origin, then sends the sums to the other ranks of the group.
+    Each rank sums the runs of which it is the origin, then sends the sums to the other ranks of the
+    group.
     """
     slots = list(program.slots)
     tasks: list[Task] = []
@@ -39,7 +40,8 @@ def halve_reduce(program: Program) -> Program:
 
 
 def _share(layout: Layout, task: Task) -> Layout | None:
-    """Return the layout with each rank of the group as the origin of its own rows; None if the layout does not allow it."""
+    """Return the layout with each rank of the group as the origin of its own rows; None if the
+    layout does not allow it."""
     if len(task.group) != 1:
         return None
     axis = task.group[0]

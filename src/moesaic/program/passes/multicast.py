@@ -1,21 +1,22 @@
-"""Multicast: a token crosses to a node once, then goes once to each rank on the node that holds any of its experts.
+"""Multicast: a token crosses to a node once, then goes once to each rank on the node that holds any
+of its experts.
 
-Developed here; DeepEP's kernels (github.com/deepseek-ai/DeepEP) send tokens in the same way. Ranks with the same local
-rank on all nodes form a rail. A rank sends each of its tokens once per destination node, to its rail mate there
-(`node_tokens`). The mate sends the token once to each ep rank on the node that holds any of its experts
-(`rank_tokens`). Only that rank makes the copies.
+Developed here; DeepEP's kernels (github.com/deepseek-ai/DeepEP) send tokens in the same way. Ranks
+with the same local rank on all nodes form a rail. A rank sends each of its tokens once per
+destination node, to its rail mate there (`node_tokens`). The mate sends the token once to each ep
+rank on the node that holds any of its experts (`rank_tokens`). Only that rank makes the copies.
 
-On the way back, a token's results are summed in float32 on the rank that computed them. The mate sums again, so one sum
-crosses between nodes. With top-k routing and expert shards this divides the bytes between nodes by up to top_k * etp,
-in both directions. Those inside nodes are divided by up to the number of experts per rank. The derived backward program
-does the same.
+On the way back, a token's results are summed in float32 on the rank that computed them. The mate
+sums again, so one sum crosses between nodes. With top-k routing and expert shards this divides the
+bytes between nodes by up to top_k * etp, in both directions. Those inside nodes are divided by up
+to the number of experts per rank. The derived backward program does the same.
 
-On a single node, or with one ep rank per node, node_tokens and rank_tokens coincide, and the program has one step
-instead of two.
+On a single node, or with one ep rank per node, node_tokens and rank_tokens coincide, and the
+program has one step instead of two.
 
-With two movements, the second waits for all of the first. DeepEP's kernels forward each piece as it arrives
-(`csrc/kernels/internode.cu`), so both together take as long as the slower one and need no copies before and after.
-`in_pieces` returns such a program for simulation.
+With two movements, the second waits for all of the first. DeepEP's kernels forward each piece as it
+arrives (`csrc/kernels/internode.cu`), so both together take as long as the slower one and need no
+copies before and after. `in_pieces` returns such a program for simulation.
 """
 
 from __future__ import annotations
@@ -32,31 +33,33 @@ from moesaic.program.task import Flow, Kind, Layout, Op, Program, Slot, Stage, S
 def multicast(program: Program, grid: Grid) -> Program:
     """Return s1 or s2 with multicast in place of the movements to the experts and back.
 
-    Instead of `index`, the program reads `rank_token_index`, the token of each of the rank_tokens. It also reads
-    `copy_index`: for each copy, the position of its token among the rank_tokens of the same origin, ep rank and chunk.
+    Instead of `index`, the program reads `rank_token_index`, the token of each of the rank_tokens.
+    It also reads `copy_index`: for each copy, the position of its token among the rank_tokens of
+    the same origin, ep rank and chunk.
 
-    If a node has several ep ranks (two `Grid.cast_levels`), `rank_token_index` instead gives positions among the
-    node_tokens, counted in the same way. `node_token_index` then gives the token of each of the node_tokens.
-    `CallSizes` needs `node_tokens`.
+    If a node has several ep ranks (two `Grid.cast_levels`), `rank_token_index` instead gives
+    positions among the node_tokens, counted in the same way. `node_token_index` then gives the
+    token of each of the node_tokens. `CallSizes` needs `node_tokens`.
 
     Args:
         program: the program that `s1` or `s2` returns.
         grid: the mesh, with nodes.
 
     Raises:
-        InputError: for another program, or if replicas of the experts are uneven over nodes, or an expert's shards are
-            not inside one.
+        InputError: for another program, or if replicas of the experts are uneven over nodes, or an
+            expert's shards are not inside one.
     """
     bias = "b" in program.inputs
     if program not in (s1(bias), s2(bias)):
         raise InputError(
-            f"multicast clashes with {program.name}: it replaces the all-to-all over ep and etp, which s1 and s2 have: "
-            "choose one of them, or another plan.all_to_all"
+            f"multicast clashes with {program.name}: it replaces the all-to-all over ep and etp, "
+            "which s1 and s2 have: choose one of them, or another plan.all_to_all"
         )
     if not grid.nodes_per_replica or not grid.has_shards_inside_nodes:
         raise InputError(
-            "multicast needs each replica of the experts on whole nodes, and all shards of an expert on one node, unlike "
-            f"mesh.ep={grid.ep}, mesh.etp={grid.etp} on nodes of {grid.ranks_per_node} ranks: choose another plan.all_to_all"
+            "multicast needs each replica of the experts on whole nodes, and all shards of an "
+            f"expert on one node, unlike mesh.ep={grid.ep}, mesh.etp={grid.etp} on nodes of "
+            f"{grid.ranks_per_node} ranks: choose another plan.all_to_all"
         )
     slices = program.routes_slices
     build = Builder(f"{program.name}, multicast", bias)
@@ -118,7 +121,8 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[st
 
 
 def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
-    """Return the sums of rank_tokens to their origins. With an index `places`, mates first sum them to node_tokens."""
+    """Return the sums of rank_tokens to their origins. With an index `places`, mates first sum them
+    to node_tokens."""
     added: States = {"etp": State.SHARDED}
     if not _has_mates(grid):
         return build.move(
@@ -133,7 +137,8 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
 
 
 def _has_mates(grid: Grid) -> bool:
-    """Return whether rows are relayed by rail mates: on several nodes with several ranks of a replica on each."""
+    """Return whether rows are relayed by rail mates: on several nodes with several ranks of a
+    replica on each."""
     return 1 < grid.nodes_per_replica < grid.ep * grid.etp
 
 
@@ -155,7 +160,8 @@ def _gates(build: Builder, slices: bool) -> str:
 
 
 def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
-    """Declare x and return the slot to take tokens from, the layout of their sums, and the states of these sums."""
+    """Declare x and return the slot to take tokens from, the layout of their sums, and the states
+    of these sums."""
     whole = Layout(flow="tokens", whole_tp=True)
     x = build.input("x", Kind.TOKENS, whole, {"tp": State.IDENTICAL})
     if slices:
@@ -170,14 +176,17 @@ def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
 
 
 def in_pieces(program: Program, dispatched: str = "") -> Program:
-    """Return a program of multicast in which rows move between nodes and inside nodes at the same time.
+    """Return a program of multicast in which rows move between nodes and inside nodes at the same
+    time.
 
-    The second movement starts with the first, the task between them is left to the kernel, and the readers of the
-    result wait for both. Such a program tells when tasks run, not what they compute, so no executor accepts it.
+    The second movement starts with the first, the task between them is left to the kernel, and the
+    readers of the result wait for both. Such a program tells when tasks run, not what they compute,
+    so no executor accepts it.
 
     Args:
         program: a forward or backward program, not lowered to hops.
-        dispatched: codec of rows sent to experts, forward and backward; "" for none. Sums are never encoded.
+        dispatched: codec of rows sent to experts, forward and backward; "" for none. Sums are never
+            encoded.
     """
     kinds = {slot.name: slot.kind for slot in program.slots}
     writer = {name: task for task in program.tasks for name in task.writes}
@@ -191,7 +200,8 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         first = writer.get(between.reads[0]) if between is not None else None
         if between is None or first is None or not _moves_rows(first, kinds):
             continue
-        source, target = second.reads[0], second.writes[0]
+        source = second.reads[0]
+        target = second.writes[0]
         arriving = replace(program.slot(target), name=f"{target}@")
         slots.append(arriving)
         added_after[first.name] = [

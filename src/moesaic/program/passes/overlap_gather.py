@@ -1,7 +1,9 @@
-"""SAA: the all-gather over the tensor-parallel group runs in phases, each overlapped with the next phase of the all-to-all.
+"""SAA: the all-gather over the tensor-parallel group runs in phases, each overlapped with the next
+phase of the all-to-all.
 
-Parm (INFOCOM 2024), section IV-C. There is one phase per ep rank: the rows that arrive from one ep rank are gathered in
-the tensor-parallel group while the next ones arrive. The shards of an expert are summed inside each phase.
+Parm (INFOCOM 2024), section IV-C. There is one phase per ep rank: the rows that arrive from one ep
+rank are gathered in the tensor-parallel group while the next ones arrive. The shards of an expert
+are summed inside each phase.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from moesaic.program.task import ONCE, Kind, Op, Program, State, Task
 
 
 def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Program:
-    """Return the program with every all-to-all that is followed by an all-gather over tp done in ep phases, both included.
+    """Return the program with every all-to-all that is followed by an all-gather over tp done in ep
+    phases, both included.
 
     Args:
         program: a forward or backward program.
-        required: whether to raise if there is no such pair; otherwise the program is returned unchanged.
+        required: whether to raise if there is no such pair; otherwise the program is returned
+            unchanged.
 
     Raises:
         InputError: if the program has no such pair, or is split by groups of peers already.
@@ -41,7 +45,8 @@ def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Pr
 
 
 def _pairs(program: Program) -> list[tuple[Task, Task]]:
-    """Return every movement of rows over ep together with the all-gather over tp that is its only reader."""
+    """Return every movement of rows over ep together with the all-gather over tp that is its only
+    reader."""
     pairs = []
     for first in program.tasks:
         if (
@@ -62,10 +67,16 @@ def _clash(program: Program) -> str:
     """Return why no all-gather over tp follows an all-to-all, and what to choose."""
     instead = "choose plan.overlap_gather=false"
     if any(slot.layout.flow in ONCE for slot in program.slots):
-        return f"multicast, which leaves sums over tp rather than gathers: {instead} or another plan.all_to_all"
+        return (
+            f"multicast, which leaves sums over tp rather than gathers: {instead} or another "
+            "plan.all_to_all"
+        )
     if any(
         "ep" in task.group and program.slot(task.writes[0]).kind is Kind.WEIGHT
         for task in program.moves()
     ):
         return f"gather_weights=0, under which no token travels: {instead}"
-    return f"{program.name}, where no gather over tp follows an all-to-all: {instead} or plan.schedule=s2 or s3"
+    return (
+        f"{program.name}, where no gather over tp follows an all-to-all: {instead} or "
+        "plan.schedule=s2 or s3"
+    )

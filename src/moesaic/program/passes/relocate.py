@@ -1,12 +1,14 @@
-"""Relocation: results are sent to the ranks that hold their samples next, instead of back to their origins.
+"""Relocation: results are sent to the ranks that hold their samples next, instead of back to their
+origins.
 
-NetMoE (Liu et al., ICLR 2025), section 4 and Algorithm 1: the combine of one layer moves its samples to the ranks from
-which the next layer's dispatch is cheap. The pass changes layouts only: rows return to the new homes of their samples
-instead of their origins. The index of the tokens is sent from origin to new home too, 4 bytes per copy, since the new
-home has not routed these tokens. Sums, routing weights and experts are unchanged. The transpose returns gradients by
-the same paths.
+NetMoE (Liu et al., ICLR 2025), section 4 and Algorithm 1: the combine of one layer moves its
+samples to the ranks from which the next layer's dispatch is cheap. The pass changes layouts only:
+rows return to the new homes of their samples instead of their origins. The index of the tokens is
+sent from origin to new home too, 4 bytes per copy, since the new home has not routed these tokens.
+Sums, routing weights and experts are unchanged. The transpose returns gradients by the same paths.
 
-Since only layouts change, the pass may run before or after lowering, order and transpose, forward or backward.
+Since only layouts change, the pass may run before or after lowering, order and transpose, forward
+or backward.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from moesaic.errors import InputError
-from moesaic.program.placed import Placed
+from moesaic.program.sample_layouts import Placed
 from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, Stage, Task
 from moesaic.program.transpose import cotangent
 
@@ -26,11 +28,13 @@ def relocate(program: Program) -> Program:
     """Return the program with its results sent to the samples' new homes.
 
     Args:
-        program: made by `s1`, forward or its transpose; it may be chunked, split by peers, routed, encoded and ordered.
-            The `LayoutIndex` of its samples must have as many parts as the program has chunks.
+        program: made by `s1`, forward or its transpose; it may be chunked, split by peers, routed,
+            encoded and ordered. The `LayoutIndex` of its samples must have as many parts as the
+            program has chunks.
 
     Raises:
-        InputError: for a program in which results do not go from the experts to one rank in one movement.
+        InputError: for a program in which results do not go from the experts to one rank in one
+            movement.
     """
     is_backward = cotangent("y") in program.inputs
     boundary = next(
@@ -64,25 +68,27 @@ def relocate(program: Program) -> Program:
 
 
 def _check(program: Program, rows: str) -> None:
-    """Raise InputError unless the program sends results from the experts to their origins in one movement."""
+    """Raise InputError unless the program sends results from the experts to their origins in one
+    movement."""
     layouts = {slot.name: slot.layout for slot in program.slots}
     if any(isinstance(layout, Placed) for layout in layouts.values()):
         raise InputError("relocate: the program relocates already: apply the pass once")
     if any(layout.flow in ONCE for layout in layouts.values()):
         raise InputError(
-            "sample placement clashes with plan.all_to_all=multicast, whose results return through the nodes to which "
-            "tokens were sent: choose another plan.all_to_all"
+            "sample placement clashes with plan.all_to_all=multicast, whose results return "
+            "through the nodes to which tokens were sent: choose another plan.all_to_all"
         )
     if any(layout.chunk in ("replicated", "here") for layout in layouts.values()):
         raise InputError(
-            "sample placement clashes with replication, which cuts runs of copies by helper, not by "
-            "sample: leave replication none"
+            "sample placement clashes with replication, which cuts runs of copies by helper, not "
+            "by sample: leave replication none"
         )
     if any(
         task.op is Op.MOVE and layouts[task.reads[0]].flow == "weights" for task in program.tasks
     ):
         raise InputError(
-            "sample placement clashes with plan.gather_weights, under which copies visit some shards only: leave it unset"
+            "sample placement clashes with plan.gather_weights, under which copies visit some "
+            "shards only: leave it unset"
         )
     groups = {
         task.group
@@ -91,8 +97,9 @@ def _check(program: Program, rows: str) -> None:
     }
     if layouts[rows] != Layout() or groups != {("ep", "etp")}:
         raise InputError(
-            "sample placement needs plan.schedule=s1, whose results go from the experts to one rank in one movement, got "
-            f"{program.name}: choose s1; with mesh.tp=1 it sends the same rows as the others"
+            "sample placement needs plan.schedule=s1, whose results go from the experts to one "
+            f"rank in one movement, got {program.name}: choose s1; with mesh.tp=1 it sends the "
+            "same rows as the others"
         )
 
 
@@ -122,7 +129,8 @@ def _parts(program: Program, rows: str) -> set[str]:
 
 
 def _placed(layout: Layout) -> Placed:
-    """Return the layout of the pieces, from any origin, whose samples have the rank as their new home."""
+    """Return the layout of the pieces, from any origin, whose samples have the rank as their new
+    home."""
     values = {field.name: getattr(layout, field.name) for field in fields(layout)}
     return Placed(**{**values, "spread": ("ep", "etp")})
 

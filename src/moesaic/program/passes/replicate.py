@@ -1,14 +1,16 @@
-"""Replication: a helper computes some copies of a run instead of their expert's home, with weights sent by the home.
+"""Replication: a helper computes some copies of a run instead of their expert's home, with weights
+sent by the home.
 
-One pass serves three policies. Shadowing (FasterMoE, He et al., PPoPP 2022, section 4.1): every origin computes its own
-copies of a hot expert. Partial replication: some origins do. Spilling (least-loaded expert parallelism): the copies
-that overload a home go to idle ranks, whatever their origin. Which copies go where is an argument of `CallSizes`, call
-by call.
+One pass serves three policies. Shadowing (FasterMoE, He et al., PPoPP 2022, section 4.1): every
+origin computes its own copies of a hot expert. Partial replication: some origins do. Spilling
+(least-loaded expert parallelism): the copies that overload a home go to idle ranks, whatever their
+origin. Which copies go where is an argument of `CallSizes`, call by call.
 
-A run gets one more chunk per ep rank. The copies of these chunks are sent to their helpers in the way that others are
-sent to their homes. The weights go over ep to the helpers that need them, once to each node and then on inside it. The
-results are joined. The derived backward program sends the gradients of the weights back the same way, summed on each
-node. The home adds them to its own gradient once.
+A run gets one more chunk per ep rank. The copies of these chunks are sent to their helpers in the
+way that others are sent to their homes. The weights go over ep to the helpers that need them, once
+to each node and then on inside it. The results are joined. The derived backward program sends the
+gradients of the weights back the same way, summed on each node. The home adds them to its own
+gradient once.
 """
 
 from __future__ import annotations
@@ -26,27 +28,31 @@ SUFFIX = ".replicated"
 
 
 def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Program:
-    """Return the program with the copies that stay at their experts' homes in chunks, and with replicated copies in addition.
+    """Return the program with the copies that stay at their experts' homes in chunks, and with
+    replicated copies in addition.
 
     Args:
         program: a forward program, not chunked, that does not move weights.
         num_chunks: chunks of the copies that stay; `CallSizes` must be made with the same number.
-        grid: the mesh; if `relays(grid)`, weights are relayed inside nodes. None: weights go straight to each helper.
+        grid: the mesh; if `relays(grid)`, weights are relayed inside nodes. None: weights go
+            straight to each helper.
 
     Raises:
         InputError: for a program in which copies are not sent to one home each.
     """
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "replication clashes with plan.all_to_all=multicast: a token is sent to a node once for all its experts "
-            "there, even if a helper computes some of its copies: choose another plan.all_to_all"
+            "replication clashes with plan.all_to_all=multicast: a token is sent to a node once "
+            "for all its experts there, even if a helper computes some of its copies: choose "
+            "another plan.all_to_all"
         )
     if any(
         task.op is Op.MOVE and program.slot(task.reads[0]).layout.flow == "weights"
         for task in program.tasks
     ):
         raise InputError(
-            "replication clashes with plan.gather_weights, which moves weights in another way: leave gather_weights unset"
+            "replication clashes with plan.gather_weights, which moves weights in another "
+            "way: leave gather_weights unset"
         )
     parts = [chunk_part(chunk) for chunk in range(num_chunks)]
     whole = split_stretch(
@@ -66,9 +72,11 @@ def _replicated(layout: Layout) -> Layout:
 
 
 def relays(grid: Grid) -> bool:
-    """Return whether replicated weights go to each node once, to the home's counterpart there, which sends them on.
+    """Return whether replicated weights go to each node once, to the home's counterpart there,
+    which sends them on.
 
-    The gradients return the same way, summed on each node first. This needs more than one ep rank per node.
+    The gradients return the same way, summed on each node first. This needs more than one ep rank
+    per node.
     """
     mates = ((mate, rank) for rank in range(grid.period) for mate in grid.group(rank, ("local",)))
     is_alone = all(
@@ -80,7 +88,8 @@ def relays(grid: Grid) -> bool:
 
 
 def _reached(grid: Grid, rank: int) -> set[int]:
-    """Return the ep ranks whose weights, of this rank's shard, reach its node through counterparts of its node's ranks."""
+    """Return the ep ranks whose weights, of this rank's shard, reach its node through counterparts
+    of its node's ranks."""
 
     def mates(peer: int, axis: Axis) -> list[int]:
         return [
@@ -136,7 +145,8 @@ def _with_weights(
         tasks.append(task)
     experts = [number for number, task in enumerate(tasks) if task.op is Op.EXPERT]
     first_reader = next(number for number in experts if here_slot.name in tasks[number].reads)
-    # The first movement comes after the first dispatch, the second just before the experts that read its weights.
+    # The first movement comes after the first dispatch, the second just before the experts that
+    # read its weights.
     tasks = [
         *tasks[: experts[0]],
         first,

@@ -1,6 +1,7 @@
 """Lowering: a movement over ep becomes a pack, the hops of an all-to-all algorithm, and an unpack.
 
-Lowering and codecs run after the transpose, separately for each direction. They change how rows are sent, not which.
+Lowering and codecs run after the transpose, separately for each direction. They change how rows are
+sent, not which.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from moesaic.program.task import Kind, Lane, Op, Program, Slot, Task
 
 
 def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
-    """Return the program with every movement of rows over ep or between nodes lowered to an all-to-all algorithm.
+    """Return the program with every movement of rows over ep or between nodes lowered to an
+    all-to-all algorithm.
 
     Args:
         program: a forward or backward program, not lowered yet.
-        algorithm: a name in `ALL_TO_ALLS`. "linear" returns the program unchanged: a movement without a codec is
-            linear.
+        algorithm: a name in `ALL_TO_ALLS`. "linear" returns the program unchanged: a movement
+            without a codec is linear.
 
     Raises:
-        InputError: for an unknown algorithm, or if the algorithm needs even groups and they are uneven over the nodes.
+        InputError: for an unknown algorithm, or if the algorithm needs even groups and they are
+            uneven over the nodes.
     """
     if algorithm not in ALL_TO_ALLS:
         raise InputError(
@@ -49,10 +52,11 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
 
 
 def compress(program: Program, codec: str, grid: Grid) -> Program:
-    """Return the program with the rows of every movement over ep or between nodes encoded in transit.
+    """Return the program with the rows of every movement over ep or between nodes encoded in
+    transit.
 
-    ScheMoE (Shi et al., EuroSys 2024), section 3. Routing weights and indices are not encoded. Results that are summed
-    are decoded first and summed in float32.
+    ScheMoE (Shi et al., EuroSys 2024), section 3. Routing weights and indices are not encoded.
+    Results that are summed are decoded first and summed in float32.
 
     Args:
         program: a forward or backward program; routed already, or not.
@@ -89,7 +93,8 @@ def lower(
     program: Program, task: Task, link: str, codec: str, grid: Grid
 ) -> tuple[list[Task], list[Slot]]:
     """Return the tasks that perform a movement, and the slots between them."""
-    source, target = task.reads[0], task.writes[0]
+    source = task.reads[0]
+    target = task.writes[0]
     hops: tuple[Hop, ...] = ALL_TO_ALLS[link].hops(NodeMap(grid, grid.group(0, task.group)))
     packed = f"{target}@pack"
     names = [packed, *(f"{target}@{number}" for number in range(len(hops)))]
@@ -114,5 +119,6 @@ def lower(
             )
         )
     tasks.append(replace(common, op=Op.UNPACK, reads=tuple(names), codec=codec, lane=Lane.COMPUTE))
-    layout, state = program.slot(source).layout, program.slot(source).state
+    layout = program.slot(source).layout
+    state = program.slot(source).state
     return tasks, [Slot(name=name, kind=Kind.PACKETS, layout=layout, state=state) for name in names]

@@ -1,15 +1,18 @@
-"""Splits a stretch of a program into parts: by chunks of every run of copies, or by groups of peers.
+"""Splits a stretch of a program into parts: by chunks of every run of copies, or by groups of
+peers.
 
-`split_capacity` pipelines. It cuts every run of copies into n parts, so that the experts of one part run while another
-part is sent (Tutel: Hwang et al., MLSys 2023, section 4.2; ScheMoE: Shi et al., EuroSys 2024, section 3). Nothing is
-padded: each (origin, expert) run is cut into contiguous parts.
+`split_capacity` pipelines. It cuts every run of copies into n parts, so that the experts of one
+part run while another part is sent (Tutel: Hwang et al., MLSys 2023, section 4.2; ScheMoE: Shi et
+al., EuroSys 2024, section 3). Nothing is padded: each (origin, expert) run is cut into contiguous
+parts.
 
-`split_peers` is the smart schedule of FasterMoE (He et al., PPoPP 2022, section 4.2). Ranks exchange with one group of
-peers after the other and compute in the meantime. In step j, group G sends to group G + j, runs the experts on the
-tokens of group G - j, and returns the results. Step 0 stays inside the group and is the cheapest. The last step is an
-exchange between neighbours, and its results are sent last. Groups are groups of ep ranks, so the shards of an expert
-stay together. If groups lie inside nodes, step 0 uses the lane inside nodes at the same time as the first step between
-nodes.
+`split_peers` is the smart schedule of FasterMoE (He et al., PPoPP 2022, section 4.2). Ranks
+exchange with one group of peers after the other and compute in the meantime. In step j, group G
+sends to group G + j, runs the experts on the tokens of group G - j, and returns the results. Step 0
+stays inside the group and is the cheapest. The last step is an exchange between neighbours, and its
+results are sent last. Groups are groups of ep ranks, so the shards of an expert stay together. If
+groups lie inside nodes, step 0 uses the lane inside nodes at the same time as the first step
+between nodes.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ class StretchPart:
 def split_stretch(program: Program, names: Sequence[str], parts: Sequence[StretchPart]) -> Program:
     """Return the program with a stretch of its tasks performed part by part.
 
-    Slots that the stretch reads are split before it, and slots that later tasks read are joined after it. Weights are
-    whole in every part. Tasks that only prepare weights are moved before the stretch.
+    Slots that the stretch reads are split before it, and slots that later tasks read are joined
+    after it. Weights are whole in every part. Tasks that only prepare weights are moved before the
+    stretch.
 
     Args:
         program: a forward or backward program.
@@ -67,7 +71,8 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
         for s in whole
         for part in parts
     ]
-    dispatch, combine = stretch[0].stage, stretch[-1].stage
+    dispatch = stretch[0].stage
+    combine = stretch[-1].stage
     takes = [
         _gathered(Op.TAKE, f"take-{name}", (name,), _names(name, parts), dispatch)
         for name in entering
@@ -81,7 +86,8 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
 
 
 def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
-    """Split the other tasks into those that may come before the stretch and those that depend on it."""
+    """Split the other tasks into those that may come before the stretch and those that depend on
+    it."""
     downstream = {name for task in program.tasks if task.name in inside for name in task.writes}
     before: list[Task] = []
     after: list[Task] = []
@@ -120,11 +126,13 @@ _BETWEEN = {"tp", "ep", "node"}
 
 
 def split_capacity(program: Program, num_chunks: int) -> Program:
-    """Return the program with everything from its first to its last movement between ranks performed chunk by chunk.
+    """Return the program with everything from its first to its last movement between ranks
+    performed chunk by chunk.
 
     Args:
         program: a forward program, not yet chunked.
-        num_chunks: number of chunks; 1 returns the program unchanged. `CallSizes` must be made with the same number.
+        num_chunks: number of chunks; 1 returns the program unchanged. `CallSizes` must be made with
+            the same number.
 
     Raises:
         InputError: for fewer than one chunk, or a program that is chunked already.
@@ -133,7 +141,8 @@ def split_capacity(program: Program, num_chunks: int) -> Program:
         raise InputError(f"plan.chunks={num_chunks}: must be at least 1")
     if any(slot.layout.chunk is not None for slot in program.slots):
         raise InputError(
-            "split_capacity: the program is chunked already: choose the number of chunks in one pass"
+            "split_capacity: the program is chunked already: choose the number of chunks in "
+            "one pass"
         )
     if num_chunks == 1:
         return program
@@ -143,10 +152,11 @@ def split_capacity(program: Program, num_chunks: int) -> Program:
 
 
 def to_experts_and_back(program: Program) -> list[str]:
-    """Return the names of the tasks from the first to the last movement of copies, node_tokens or rank_tokens between ranks.
+    """Return the names of the tasks from the first to the last movement of copies, node_tokens or
+    rank_tokens between ranks.
 
-    An all-gather of tokens over etp and the permutation after it stay outside. If no token is sent to an expert,
-    because weights are gathered instead, only the experts are included.
+    An all-gather of tokens over etp and the permutation after it stay outside. If no token is sent
+    to an expert, because weights are gathered instead, only the experts are included.
     """
     moved = [
         number
@@ -170,26 +180,29 @@ def chunk_part(chunk: int) -> StretchPart:
 
 
 def split_peers(program: Program, groups: int, grid: Grid) -> Program:
-    """Return the program with everything from its first to its last movement between ranks performed step by step.
+    """Return the program with everything from its first to its last movement between ranks
+    performed step by step.
 
     Args:
         program: a forward program. If it is chunked, each chunk is split into steps.
-        groups: number of groups of neighbours that the ep ranks form, which is also the number of steps; 1 returns the
-            program unchanged.
+        groups: number of groups of neighbours that the ep ranks form, which is also the number of
+            steps; 1 returns the program unchanged.
 
     Raises:
         InputError: if the groups do not divide ep, or the program is a multicast.
     """
     if groups < 1 or grid.ep % groups:
         raise InputError(
-            f"plan.peer_groups={groups} does not divide mesh.ep={grid.ep}: choose a divisor, or 1 for one exchange"
+            f"plan.peer_groups={groups} does not divide mesh.ep={grid.ep}: choose a divisor, "
+            "or 1 for one exchange"
         )
     if groups == 1:
         return program
     if any(slot.layout.flow in ONCE for slot in program.slots):
         raise InputError(
-            "split_peers clashes with multicast: a token is sent to a node once for all its experts there, whatever "
-            "their group: choose plan.peer_groups=1 or another plan.all_to_all"
+            "split_peers clashes with multicast: a token is sent to a node once for all its "
+            "experts there, whatever their group: choose plan.peer_groups=1 or another "
+            "plan.all_to_all"
         )
     parts = [StretchPart(f"~{step}", steps(step, groups)) for step in range(groups)]
     numbered = sorted(
@@ -206,7 +219,8 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
 
 
 def groups_inside_nodes(grid: Grid) -> int:
-    """Return the fewest groups of peers such that each is inside a node: one per node, if ep is spread evenly over nodes."""
+    """Return the fewest groups of peers such that each is inside a node: one per node, if ep is
+    spread evenly over nodes."""
     return next(
         groups
         for groups in range(1, grid.ep + 1)
@@ -215,19 +229,22 @@ def groups_inside_nodes(grid: Grid) -> int:
 
 
 def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
-    """Return whether, in every movement over these axes, the ranks of one group of ep ranks share a node."""
+    """Return whether, in every movement over these axes, the ranks of one group of ep ranks share a
+    node."""
     ranks_per_group = grid.ep // groups
     for members in grid.kinds_of_groups(axes):
         nodes: dict[int, int] = {}
         for rank in members:
-            group, node = grid.coordinate(rank, "ep") // ranks_per_group, grid.node_of(rank)
+            group = grid.coordinate(rank, "ep") // ranks_per_group
+            node = grid.node_of(rank)
             if nodes.setdefault(group, node) != node:
                 return False
     return True
 
 
 def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:
-    """Return a task of step 0 on the lane inside nodes, if that step stays there and other steps do not."""
+    """Return a task of step 0 on the lane inside nodes, if that step stays there and other steps do
+    not."""
     is_local = (
         task.op is Op.MOVE
         and task.lane is Lane.INTER

@@ -1,10 +1,10 @@
 """The routers, one published method per file. To add a router, add a file and a line in `ROUTERS`.
 
-A router in `ROUTERS` makes the same choices on every mesh. `TopologyRouter` does not, and is in `ON_MESH` instead: for all
-other routers a mesh changes no number.
+A router in `ROUTERS` makes the same choices on every mesh. `TopologyRouter` does not, and is in
+`ON_MESH` instead: for all other routers a mesh changes no number.
 
-Configurations and command lines can list the names without importing torch; a router's file is imported when the router is
-built.
+Configurations and command lines can list the names without importing torch; a router's file is
+imported when the router is built.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ ROUTERS: dict[str, RouterFactory] = {
 }
 
 ON_MESH: dict[str, RouterFactory] = {"topology": partial(_build, "topology.topology_gate")}
-"""Routers whose choice depends on the mesh. `MoE` accepts their names too, and passes the mesh to them."""
+"""Routers whose choice depends on the mesh. `MoE` accepts their names too, and passes the mesh to
+them."""
 
 _FILES = {
     "BalancedAssignment": "base",

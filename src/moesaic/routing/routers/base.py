@@ -1,6 +1,7 @@
 """BASE: gives every expert the same number of tokens, by solving an assignment problem.
 
-Lewis et al., "BASE Layers: Simplifying Training of Large, Sparse Models" (2021), sections 3.1 and 3.2.
+Lewis et al., "BASE Layers: Simplifying Training of Large, Sparse Models" (2021), sections 3.1 and
+3.2.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from moesaic.routing.routing import Choice, Scores
 class BalancedAssignment(LinearRouter):
     """A router that sends each token to one expert, with weight `sigmoid(score)`.
 
-    In training it chooses the assignment with the largest summed score under equal load; in evaluation, each token's best
-    expert. The problem is solved on the host by `scipy.optimize.linear_sum_assignment` with `ceil(tokens / num_experts)`
-    seats per expert. The solution is exact, and cubic in the tokens in the worst case: 2,048 tokens need about a second, so
-    keep micro-batches small. A choice in training depends on the other tokens of the batch, later ones included.
+    In training it chooses the assignment with the largest summed score under equal load; in
+    evaluation, each token's best expert. The problem is solved on the host by
+    `scipy.optimize.linear_sum_assignment` with `ceil(tokens / num_experts)` seats per expert. The
+    solution is exact, and cubic in the tokens in the worst case: 2,048 tokens need about a second,
+    so keep micro-batches small. A choice in training depends on the other tokens of the batch,
+    later ones included.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
@@ -61,9 +64,11 @@ class BalancedAssignment(LinearRouter):
 
 
 def balanced_assignment(scores: np.ndarray) -> np.ndarray:
-    """Return the experts that maximise the summed score, if no expert may have more than `ceil(rows / experts)` rows.
+    """Return the experts that maximise the summed score, if no expert may have more than
+    `ceil(rows / experts)` rows.
 
-    A row that contains NaN or an infinity counts as all zeros, and gets a seat that the other rows leave free.
+    A row that contains NaN or an infinity counts as all zeros, and gets a seat that the other rows
+    leave free.
 
     Args:
         scores: (rows, experts) float64.

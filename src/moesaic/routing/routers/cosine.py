@@ -1,5 +1,6 @@
-"""The cosine router: Chi et al., "On the Representation Collapse of Sparse Mixture of Experts" (2022), section 3;
-Hwang et al., "Tutel" (2023), section 5.3, for the projection width and the floor of the temperature.
+"""The cosine router: Chi et al., "On the Representation Collapse of Sparse Mixture of Experts"
+(2022), section 3; Hwang et al., "Tutel" (2023), section 5.3, for the projection width and the floor
+of the temperature.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from moesaic.routing.routing import Scores
 
 
 class CosineTopK(SoftmaxWeights):
-    """A router with cosine logits: the cosine of the projected token and each expert's embedding, over a learnt temperature.
+    """A router with cosine logits: the cosine of the projected token and each expert's embedding,
+    over a learnt temperature.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
@@ -55,7 +57,9 @@ class CosineTopK(SoftmaxWeights):
         self.logit_bias = (
             nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
         )
-        self.temperature, self.floor, self.scale = temperature, floor, check_scale(scale)
+        self.temperature = temperature
+        self.floor = floor
+        self.scale = check_scale(scale)
 
     @torch.no_grad()
     def reset_state(self) -> None:

@@ -1,4 +1,5 @@
-"""Expert-choice routing: Zhou et al., "Mixture-of-Experts with Expert Choice Routing" (2022), section 3."""
+"""Expert-choice routing: Zhou et al., "Mixture-of-Experts with Expert Choice Routing" (2022),
+section 3."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class ExpertChoice(LinearRouter):
-    """A router in which each expert takes the `ceil(top_k * tokens / num_experts)` tokens with the highest scores for it.
+    """A router in which each expert takes the `ceil(top_k * tokens / num_experts)` tokens with the
+    highest scores for it.
 
-    Load is balanced by construction. A token may be taken by several experts, or by none, which makes its output zero.
+    Load is balanced by construction. A token may be taken by several experts, or by none, which
+    makes its output zero.
 
-    Causality: whether an expert takes a token depends on all tokens of the set, later positions and other sequences included.
-    In a causal language model this leaks the future in training and cannot be reproduced in token-by-token decoding. The
-    router is meant for encoders. The set is all valid tokens of the call: (batch x sequence) of one micro-batch, without
-    padding.
+    Causality: whether an expert takes a token depends on all tokens of the set, later positions and
+    other sequences included. In a causal language model this leaks the future in training and
+    cannot be reproduced in token-by-token decoding. The router is meant for encoders. The set is
+    all valid tokens of the call: (batch x sequence) of one micro-batch, without padding.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.

@@ -1,7 +1,8 @@
-"""Group-limited routing: a token may use only experts of a few groups, and so is sent to only a few devices.
+"""Group-limited routing: a token may use only experts of a few groups, and so is sent to only a few
+devices.
 
-DeepSeek-V2 (2024), section 2.1.3, ranks a group by its best expert; DeepSeek-V3 (2024), section 2.1.2, by the sum of its
-two best experts.
+DeepSeek-V2 (2024), section 2.1.3, ranks a group by its best expert; DeepSeek-V3 (2024), section
+2.1.2, by the sum of its two best experts.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class GroupLimited(LimitedRouter):
-    """A wrapper of a token-choice router that leaves each token the experts of its best `top_groups` groups.
+    """A wrapper of a token-choice router that leaves each token the experts of its best
+    `top_groups` groups.
 
     Args:
         inner: the router that scores, chooses among the eligible experts and weighs.
         num_groups: number of equal groups of consecutive experts; must divide `num_experts`.
         top_groups: number of groups that a token may use.
-        rank_groups_by: "best" ranks groups by their best expert, "best_two" by the sum of their two best experts.
+        rank_groups_by: "best" ranks groups by their best expert, "best_two" by the sum of their two
+            best experts.
     """
 
     def __init__(
@@ -38,15 +41,18 @@ class GroupLimited(LimitedRouter):
         super().__init__(inner)
         if num_groups < 1 or inner.num_experts % num_groups:
             raise InputError(
-                f"num_groups={num_groups} does not divide num_experts={inner.num_experts}: choose a divisor of it"
+                f"num_groups={num_groups} does not divide num_experts={inner.num_experts}: "
+                "choose a divisor of it"
             )
         if not 1 <= top_groups <= num_groups:
             raise InputError(
-                f"top_groups={top_groups} does not fit num_groups={num_groups}: choose 1 to {num_groups}"
+                f"top_groups={top_groups} does not fit num_groups={num_groups}: choose 1 to "
+                f"{num_groups}"
             )
         if rank_groups_by not in ("best", "best_two"):
             raise InputError(
-                f'rank_groups_by={rank_groups_by!r} is unknown: write rank_groups_by="best" or rank_groups_by="best_two"'
+                f'rank_groups_by={rank_groups_by!r} is unknown: write rank_groups_by="best" '
+                'or rank_groups_by="best_two"'
             )
         self.num_groups = num_groups
         self.top_groups = top_groups
@@ -79,8 +85,8 @@ class GroupLimited(LimitedRouter):
         eligible = self.top_groups * self.num_experts // self.num_groups
         if top_k > eligible:
             raise InputError(
-                f"top_k={top_k} exceeds the {eligible} experts in {self.top_groups} of {self.num_groups} groups: "
-                "raise top_groups or lower top_k"
+                f"top_k={top_k} exceeds the {eligible} experts in {self.top_groups} of "
+                f"{self.num_groups} groups: raise top_groups or lower top_k"
             )
 
 
@@ -96,7 +102,8 @@ def group_limited_sigmoid(
     bias: bool = False,
     scale: float = 1.0,
 ) -> GroupLimited:
-    """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of `num_groups` groups.
+    """Build DeepSeek-V3's router: sigmoid scores with a bias, limited to `top_groups` of
+    `num_groups` groups.
 
     Args:
         dim, num_experts, bias_rate, normalize, bias, scale: as for `SigmoidTopK`.

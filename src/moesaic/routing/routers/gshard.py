@@ -1,4 +1,5 @@
-"""GShard top-2 with a sampled second choice: Lepikhin et al., "GShard" (2020), section 2.2 and algorithm 1."""
+"""GShard top-2 with a sampled second choice: Lepikhin et al., "GShard" (2020), section 2.2 and
+algorithm 1."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class GShardTop2(LinearRouter):
-    """A router that always uses the best expert, and a second one that is random in training and second best in evaluation.
+    """A router that always uses the best expert, and a second one that is random in training and
+    second best in evaluation.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`; at least 2 experts.
-        second: "sampled" draws the second expert from the softmax over the others (by the Gumbel-max trick, as
-            Mesh-TensorFlow and DeepSpeed do). "random_dispatch" takes the second best expert and sends the token to it with
-            probability `min(1, 2 * g2)`, where g2 is its normalised weight, as in the GShard paper.
-        normalize: divide a token's weights by their sum; False uses the probabilities of the softmax over all experts.
+        second: "sampled" draws the second expert from the softmax over the others (by the
+            Gumbel-max trick, as Mesh-TensorFlow and DeepSpeed do). "random_dispatch" takes the
+            second best expert and sends the token to it with probability `min(1, 2 * g2)`, where g2
+            is its normalised weight, as in the GShard paper.
+        normalize: divide a token's weights by their sum; False uses the probabilities of the
+            softmax over all experts.
     """
 
     def __init__(
@@ -42,7 +46,8 @@ class GShardTop2(LinearRouter):
             raise InputError(
                 f'second={second!r} is unknown: write second="sampled" or second="random_dispatch"'
             )
-        self.second, self.normalize = second, normalize
+        self.second = second
+        self.normalize = normalize
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         if not self.training:

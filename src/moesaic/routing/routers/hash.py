@@ -1,4 +1,5 @@
-"""Hash routing: Roller et al., "Hash Layers For Large Sparse Models" (2021), section 3: a fixed table, nothing learnt."""
+"""Hash routing: Roller et al., "Hash Layers For Large Sparse Models" (2021), section 3: a fixed
+table, nothing learnt."""
 
 from __future__ import annotations
 
@@ -11,16 +12,15 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class Hash(AbstractRouter):
-    """A router that looks up a token's experts by its vocabulary id, in a table drawn once from a seed.
+    """A router that looks up a token's experts by its vocabulary id, in a table drawn once from a
+    seed.
 
-    Each row of the table is a random permutation of the experts, so the `top_k` experts of a token differ. Routing weights
-    are `scale / top_k`.
+    Each row of the table is a random permutation of the experts, so the `top_k` experts of a token
+    differ. Routing weights are `scale / top_k`.
 
     Args:
         dim: width of a token; not used.
-        num_experts: number of experts.
         buckets: rows of the table; ids are taken modulo this number.
-        seed: seed of the table.
         scale: factor on the routing weights.
         device: device of the table; None for torch's default device.
         dtype: ignored; accepted since other routers take it.
@@ -44,7 +44,9 @@ class Hash(AbstractRouter):
         super().__init__(dim, num_experts)
         if buckets < 1:
             raise InputError(f"a hash router needs at least one bucket, got buckets={buckets}")
-        self.buckets, self.seed, self.scale = buckets, seed, check_scale(scale)
+        self.buckets = buckets
+        self.seed = seed
+        self.scale = check_scale(scale)
         self.register_buffer(
             "table", torch.empty(buckets, num_experts, dtype=torch.int32, device=device)
         )

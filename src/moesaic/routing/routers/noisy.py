@@ -1,4 +1,5 @@
-"""Noisy top-k gating: Shazeer et al., "Outrageously Large Neural Networks" (2017), section 2.1, equations 3 to 5."""
+"""Noisy top-k gating: Shazeer et al., "Outrageously Large Neural Networks" (2017), section 2.1,
+equations 3 to 5."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from moesaic.routing.routing import Scores
 
 
 class NoisyTopK(SoftmaxWeights, LinearRouter):
-    """A router that in training adds Gaussian noise to each logit, with a learnt standard deviation `softplus(x @ W_noise)`.
+    """A router that in training adds Gaussian noise to each logit, with a learnt standard deviation
+    `softplus(x @ W_noise)`.
 
-    Weights come from the noisy logits, as `normalize` says. The gate matrix is initialised as by `nn.Linear`, and `W_noise`
-    with zeros as in the paper's appendix A: every logit starts with noise of standard deviation ln 2.
+    Weights come from the noisy logits, as `normalize` says. The gate matrix is initialised as by
+    `nn.Linear`, and `W_noise` with zeros as in the paper's appendix A: every logit starts with
+    noise of standard deviation ln 2.
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.

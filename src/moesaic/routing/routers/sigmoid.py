@@ -19,16 +19,20 @@ from moesaic.routing.routing import Choice, Scores
 
 
 class SigmoidTopK(LinearRouter):
-    """A router that ranks experts by sigmoid score plus a bias, and computes weights from the scores alone.
+    """A router that ranks experts by sigmoid score plus a bias, and computes weights from the
+    scores alone.
 
-    Each optimizer step lowers the bias of experts with more than the mean load by `bias_rate`, and raises it for experts with
-    less: `b += bias_rate * sign(mean(load) - load)`. The bias is a persistent buffer, stored in checkpoints.
-    `moesaic.balance_on_step(optimizer, model)` calls the update once per step.
+    Each optimizer step lowers the bias of experts with more than the mean load by `bias_rate`, and
+    raises it for experts with less: `b += bias_rate * sign(mean(load) - load)`. The bias is a
+    persistent buffer, stored in checkpoints. `moesaic.balance_on_step(optimizer, model)` calls the
+    update once per step.
 
     Args:
-        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`. The attribute `logit_bias` is the trained bias,
-            `bias` the balancing bias, which keeps torch's default dtype.
-        bias_rate: change of the bias per step; 0 turns the correction off. DeepSeek-V3 uses 0.001; short runs need more.
+        dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`. The attribute
+            `logit_bias` is the trained bias, `bias` the balancing bias, which keeps torch's default
+            dtype.
+        bias_rate: change of the bias per step; 0 turns the correction off. DeepSeek-V3 uses 0.001;
+            short runs need more.
         normalize: divide a token's weights by their sum.
     """
 
@@ -72,8 +76,8 @@ class SigmoidTopK(LinearRouter):
         super().check(top_k)
         if top_k == 1 and self.normalize and self.num_experts > 1:
             raise InputError(
-                "top_k=1 with normalize=True gives every token the same weight and the router no gradient: "
-                "use SigmoidTopK(..., normalize=False)"
+                "top_k=1 with normalize=True gives every token the same weight and the router no "
+                "gradient: use SigmoidTopK(..., normalize=False)"
             )
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
 """Softmax top-k routing with linear logits.
 
-Shazeer et al., "Outrageously Large Neural Networks" (2017), section 2.1 (softmax over the chosen experts);
-Fedus et al., "Switch Transformers" (2021), section 2.1 (softmax over all experts, one of them chosen).
+Shazeer et al., "Outrageously Large Neural Networks" (2017), section 2.1 (softmax over the chosen
+experts); Fedus et al., "Switch Transformers" (2021), section 2.1 (softmax over all experts, one of
+them chosen).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ class SoftmaxTopK(SoftmaxWeights, LinearRouter):
 
     Args:
         dim, num_experts, bias, scale, device, dtype: as for `LinearRouter`.
-        normalize: "after" applies the softmax to the chosen logits, and a token's weights sum to one (Mixtral, Qwen3).
-            "before" applies the softmax to all logits and uses the chosen probabilities unchanged (Switch, OLMoE). With one
-            expert per token "after" always gives weight 1 and no gradient, so training refuses it.
+        normalize: "after" applies the softmax to the chosen logits, and a token's weights sum to
+            one (Mixtral, Qwen3). "before" applies the softmax to all logits and uses the chosen
+            probabilities unchanged (Switch, OLMoE). With one expert per token "after" always gives
+            weight 1 and no gradient, so training refuses it.
     """
 
     def __init__(

@@ -1,16 +1,20 @@
-"""The topology-aware gate: limits how many of a rank's copies leave its node; the other copies choose an expert inside it.
+"""The topology-aware gate: limits how many of a rank's copies leave its node; the other copies
+choose an expert inside it.
 
-FasterMoE (He et al., PPoPP 2022), section 4.3, has one level (nodes) and two experts per token, and limits first choices
-only. Here levels nest as the cluster's links do (socket, node, leaf switch), every copy counts, and a token may have any
-number of experts. The levels are processed from the outermost to the innermost:
+FasterMoE (He et al., PPoPP 2022), section 4.3, has one level (nodes) and two experts per token, and
+limits first choices only. Here levels nest as the cluster's links do (socket, node, leaf switch),
+every copy counts, and a token may have any number of experts. The levels are processed from the
+outermost to the innermost:
 
     1. Each token chooses its best experts among those that are still eligible for it.
-    2. Of the copies that leave the group of this level, those with the highest scores may go, up to the limit.
-    3. Outside the group, a token keeps only those experts to which its permitted copies go; inside, it keeps all experts.
+    2. Of the copies that leave the group of this level, those with the highest scores may go, up to
+       the limit.
+    3. Outside the group, a token keeps only those experts to which its permitted copies go; inside,
+       it keeps all experts.
 
-A copy that may not leave thus goes to the best expert inside that its token has not chosen yet. The gate changes which experts
-are chosen, and so what the model learns: the paper's model needed 18 % more steps to reach its loss. It is off by default,
-and always off in evaluation.
+A copy that may not leave thus goes to the best expert inside that its token has not chosen yet. The
+gate changes which experts are chosen, and so what the model learns: the paper's model needed 18 %
+more steps to reach its loss. It is off by default, and always off in evaluation.
 """
 
 from __future__ import annotations
@@ -32,24 +36,28 @@ from moesaic.routing.routers.softmax import SoftmaxTopK
 from moesaic.routing.routing import Choice, Scores
 
 NODE_SHARE = 0.14
-"""Share of a rank's copies that may leave its node if the rates of the links are unknown; the value of FasterMoE's code."""
+"""Share of a rank's copies that may leave its node if the rates of the links are unknown; the value
+of FasterMoE's code."""
 Levels = Callable[[Grid], Sequence[LinkLevel]]
 """A function from the mesh to its levels, outermost first."""
 
 
 class TopologyRouter(LimitedRouter):
-    """A wrapper of a token-choice router that, in training, limits the copies that leave a rank's groups of ranks.
+    """A wrapper of a token-choice router that, in training, limits the copies that leave a rank's
+    groups of ranks.
 
-    The experts' ranks are known once the layer is on a mesh: `MoE.parallelize` calls `place`. Before that call, and on one
-    process, nothing is limited.
+    The experts' ranks are known once the layer is on a mesh: `MoE.parallelize` calls `place`.
+    Before that call, and on one process, nothing is limited.
 
     Args:
         inner: the router that scores, chooses among the eligible experts and weighs.
         grid: the mesh of the experts; None if `place` will be called with it.
-        levels: the levels, outermost first, each group inside a group of the level before; `planner.rates.levels_of` derives
-            them from a cluster. Alternatively a function from the mesh to the levels.
-        origin: the data-parallel group of this process, which sees the tokens of that group only. None if the process sees
-            the tokens of all groups in their order and routes each as its group would (one process that stands for a cluster).
+        levels: the levels, outermost first, each group inside a group of the level before;
+            `planner.policy_rates.levels_of` derives them from a cluster. Alternatively a function
+            from the mesh to the levels.
+        origin: the data-parallel group of this process, which sees the tokens of that group only.
+            None if the process sees the tokens of all groups in their order and routes each as its
+            group would (one process that stands for a cluster).
     """
 
     @property
@@ -67,12 +75,14 @@ class TopologyRouter(LimitedRouter):
         super().__init__(inner)
         if not callable(levels) and not levels:
             raise InputError(
-                "TopologyRouter: no level of links to limit: give at least one, or use the router itself"
+                "TopologyRouter: no level of links to limit: give at least one, or use the "
+                "router itself"
             )
         self.levels: tuple[LinkLevel, ...] = ()
         """The levels in force; empty before the gate knows the mesh."""
         self._levels_on: Levels = levels if callable(levels) else lambda _: levels
-        # Not a buffer: it follows from the mesh, and deferred initialisation would leave a buffer undefined.
+        # Not a buffer: it follows from the mesh, and deferred initialisation would leave a buffer
+        # undefined.
         self.inside = torch.ones(0, 1, inner.num_experts, dtype=torch.bool, device="cpu")
         self.is_placed = False
         """Whether the gate knows the mesh."""
@@ -88,7 +98,6 @@ class TopologyRouter(LimitedRouter):
         """Set the mesh of the experts; the limits apply from then on.
 
         Args:
-            grid: the mesh.
             origin: as for the class.
 
         Raises:
@@ -96,7 +105,8 @@ class TopologyRouter(LimitedRouter):
         """
         if self.num_experts % grid.ep:
             raise InputError(
-                f"TopologyRouter: mesh.ep={grid.ep} does not divide num_experts={self.num_experts}: choose a divisor"
+                f"TopologyRouter: mesh.ep={grid.ep} does not divide "
+                f"num_experts={self.num_experts}: choose a divisor"
             )
         if origin is not None and not 0 <= origin < grid.dp:
             raise InputError(
@@ -107,10 +117,12 @@ class TopologyRouter(LimitedRouter):
         for level, (outer, within) in zip(levels[1:], pairwise(table)):
             if (within & ~outer).any():
                 raise InputError(
-                    f"TopologyRouter: level {level.name} has groups across those of the level before: nest them"
+                    f"TopologyRouter: level {level.name} has groups across those of the level "
+                    "before: nest them"
                 )
         inside = table if origin is None else table[:, origin : origin + 1]
-        self.levels, self.is_placed = levels, True
+        self.levels = levels
+        self.is_placed = True
         self.inside = torch.from_numpy(inside.copy())
 
     def choose(
@@ -125,13 +137,17 @@ class TopologyRouter(LimitedRouter):
         fewest = int(self.inside.sum(2).min()) if self.levels else self.num_experts
         if top_k > fewest:
             raise InputError(
-                f"top_k={top_k} exceeds the {fewest} experts inside a group of the topology gate, where copies that may "
-                "not leave choose again: lower top_k, use larger groups, or a mesh with more experts on each rank"
+                f"top_k={top_k} exceeds the {fewest} experts inside a group of the topology gate, "
+                "where copies that may not leave choose again: lower top_k, use larger groups, "
+                "or a mesh with more experts on each rank"
             )
 
     def _limited(self, scores: Scores, top_k: int, valid_T: Tensor | None) -> Tensor:
-        """Return the values that rank the experts, (tokens, num_experts); -inf where the limits exclude an expert."""
-        rank_by, tokens, origins = scores.rank_by, len(scores.rank_by), self.inside.shape[1]
+        """Return the values that rank the experts, (tokens, num_experts); -inf where the limits
+        exclude an expert."""
+        rank_by = scores.rank_by
+        tokens = len(scores.rank_by)
+        origins = self.inside.shape[1]
         origin_T = torch.arange(tokens, device=rank_by.device) * origins // max(tokens, 1)
         routed_T = torch.ones_like(origin_T, dtype=torch.bool) if valid_T is None else valid_T
         self.inside = self.inside.to(rank_by.device)
@@ -149,7 +165,8 @@ class TopologyRouter(LimitedRouter):
 
 
 def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor) -> Tensor:
-    """Return which entries are among the highest of their origin, (tokens, columns) bool; the first of equal entries win.
+    """Return which entries are among the highest of their origin, (tokens, columns) bool; the first
+    of equal entries win.
 
     Args:
         scores_TK: (tokens, columns).
@@ -157,10 +174,8 @@ def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor
         origin_T: (tokens,) int64, the origin of each token, ascending.
         limit: (origins,) int64, the number of entries to take per origin.
     """
-    scores, origin = (
-        scores_TK.masked_fill(~among_TK, float("-inf")).flatten(),
-        origin_T.repeat_interleave(scores_TK.shape[1]),
-    )
+    scores = scores_TK.masked_fill(~among_TK, float("-inf")).flatten()
+    origin = origin_T.repeat_interleave(scores_TK.shape[1])
     order = scores.argsort(descending=True, stable=True)
     order = order[origin[order].argsort(stable=True)]
     size = torch.zeros_like(limit).scatter_add_(0, origin, torch.ones_like(origin))
@@ -172,9 +187,11 @@ def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor
 
 
 def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) -> np.ndarray:
-    """Return which experts are inside the link group of each data-parallel group, (levels, dp, num_experts) bool.
+    """Return which experts are inside the link group of each data-parallel group, (levels, dp,
+    num_experts) bool.
 
-    An expert is inside if all ranks of the tensor-parallel group and all shards of the expert that they use are in one group.
+    An expert is inside if all ranks of the tensor-parallel group and all shards of the expert that
+    they use are in one group.
 
     Args:
         grid: the mesh.
@@ -189,7 +206,8 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
     for number, level in enumerate(levels):
         if len(level.group) != grid.world:
             raise InputError(
-                f"topology level {level.name}: gives the group of {len(level.group)} ranks: give one for each of {grid.world}"
+                f"topology level {level.name}: gives the group of {len(level.group)} ranks: "
+                f"give one for each of {grid.world}"
             )
         for origin in range(grid.dp):
             senders = range(origin * grid.tp, (origin + 1) * grid.tp)
@@ -212,14 +230,15 @@ def topology_gate(
     bias: bool = False,
     scale: float = 1.0,
 ) -> TopologyRouter:
-    """Build the gate of `router="topology"`; use `partial(topology_gate, levels=...)` for limits from real link rates.
+    """Build the gate of `router="topology"`; use `partial(topology_gate, levels=...)` for limits
+    from real link rates.
 
     Args:
         dim: width of a token.
-        num_experts: number of experts.
-        inner: builds the wrapped router from (dim, num_experts); None for `SoftmaxTopK` with the options below.
-        levels: as for `TopologyRouter`; `moesaic.planner.rates.levels_of` derives them from a cluster. None limits only the
-            copies that leave a node.
+        inner: builds the wrapped router from (dim, num_experts); None for `SoftmaxTopK` with the
+            options below.
+        levels: as for `TopologyRouter`; `moesaic.planner.policy_rates.levels_of` derives them from
+            a cluster. None limits only the copies that leave a node.
         share: share of a rank's copies that may leave its node, if no levels are given.
         normalize, bias, scale: as for `SoftmaxTopK`.
     """
@@ -232,7 +251,6 @@ def node_level(grid: Grid, share: float = NODE_SHARE) -> tuple[LinkLevel, ...]:
     """Return one level that limits the copies that leave a node; no level on a mesh of one node.
 
     Args:
-        grid: the mesh.
         share: share of a rank's copies that may leave its node.
     """
     nodes = tuple(grid.node_of(rank) for rank in range(grid.world))
@@ -241,7 +259,8 @@ def node_level(grid: Grid, share: float = NODE_SHARE) -> tuple[LinkLevel, ...]:
 
 
 def _is_inside(grid: Grid, level: LinkLevel, sender: int, place: int) -> bool:
-    """Return whether all shards that `sender` uses of the experts at a place of ep are in the sender's group."""
+    """Return whether all shards that `sender` uses of the experts at a place of ep are in the
+    sender's group."""
     replica = grid.group(sender, ("ep", "etp"))
     shards = [rank for rank in replica if grid.coordinate(rank, "ep") == place]
     return {level.group[rank] for rank in shards} == {level.group[sender]}

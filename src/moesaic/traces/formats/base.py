@@ -1,4 +1,5 @@
-"""The interface of foreign trace formats: a reader that returns one segment of a `Trace`, and a writer."""
+"""The interface of foreign trace formats: a reader that returns one segment of a `Trace`, and a
+writer."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class TraceFormat:
     reader: Callable[[Path, ReadOptions], TraceSegment]
     """Reads a file or folder. Exceptions in `DAMAGED` are turned into an `InputError` by `read`."""
     write: Callable[[Trace, Path], None]
-    """Writes a trace; raises `InputError` for a trace of counts if the format needs tokens' experts."""
+    """Writes a trace; raises `InputError` for a trace of counts if the format needs tokens'
+    experts."""
 
     def read(self, path: Path, options: ReadOptions) -> TraceSegment:
         """Read a file or folder.
@@ -62,7 +64,8 @@ class TraceFormat:
             raise
         except DAMAGED as error:
             raise InputError(
-                f"trace {path}: is damaged, or not from {self.software} ({error!r:.200}): name a file that it wrote"
+                f"trace {path}: is damaged, or not from {self.software} ({error!r:.200}): "
+                "name a file that it wrote"
             ) from error
 
 
@@ -79,7 +82,8 @@ def tokens_segment(
     Args:
         table: (steps, accumulation, layers, tokens, top_k) experts.
         steps: the numbers of the steps.
-        sequences: the number of equally long sequences in the tokens; each becomes a data-parallel group.
+        sequences: the number of equally long sequences in the tokens; each becomes a data-parallel
+            group.
         num_experts: experts per layer; None for the largest number in the table plus one.
         source: origin of the trace.
 
@@ -91,16 +95,28 @@ def tokens_segment(
     experts = max(least_experts, top_k) if num_experts is None else num_experts
     if experts > MOST_EXPERTS:
         raise InputError(
-            f"trace: {experts:,} experts in a layer are not possible, at most {MOST_EXPERTS:,} are: correct the file"
+            f"trace: {experts:,} experts in a layer are not possible, at most "
+            f"{MOST_EXPERTS:,} are: correct the file"
         )
-    if experts < least_experts or table.min(initial=0) < 0:
+    if table.min(initial=0) < 0:
         raise InputError(
-            f"trace: its experts are numbered {table.min()} to {least_experts - 1}: give --num-experts {least_experts} or more"
+            f"trace: it has expert {table.min()}, as recorders write for padding and for dropped "
+            "copies, which have no expert: record tokens without padding, or leave those tokens "
+            "out"
+        )
+    if experts < least_experts:
+        raise InputError(
+            f"trace: its experts are numbered up to {least_experts - 1}: give --num-experts "
+            f"{least_experts} or more"
         )
     shape = TraceShape(
-        num_layers=layers, num_experts=experts, top_k=top_k, sequences=sequences, seq_len=tokens // sequences,
+        num_layers=layers,
+        num_experts=experts,
+        top_k=top_k,
+        sequences=sequences,
+        seq_len=tokens // sequences,
         accumulation=accumulation,
-    )  # fmt: skip
+    )
     return TraceSegment(shape, "tokens", np.array(steps, dtype=np.int64), table, sequences, source)
 
 
@@ -123,7 +139,6 @@ def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
     """Return the files with names that match a pattern, by the numbers in their names, ascending.
 
     Args:
-        path: a folder, or one file.
         pattern: a regular expression of the whole name, with a group for each number.
 
     Raises:
@@ -150,10 +165,12 @@ def require_tokens(trace: Trace, name: str) -> None:
     """
     if trace.holds != "tokens":
         raise InputError(
-            f"trace {trace.name}: holds counts only, and {name} holds tokens' experts: record it with --routing record:tokens"
+            f"trace {trace.name}: holds counts only, and {name} holds tokens' experts: record "
+            "it with --routing record:tokens"
         )
 
 
 def sent(experts: np.ndarray) -> np.ndarray:
-    """Return the plain numbers of experts, including unsent choices, which no foreign format can mark."""
+    """Return the plain numbers of experts, including unsent choices, which no foreign format can
+    mark."""
     return np.where(experts < 0, -1 - experts, experts)

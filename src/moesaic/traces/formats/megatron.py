@@ -1,12 +1,14 @@
-"""Megatron-Core's router trace (`--moe-routing-trace-path`): a folder with a JSONL file per rank, `router_trace_rank0.jsonl`.
+"""Megatron-Core's router trace (`--moe-routing-trace-path`): a folder with a JSONL file per rank,
+`router_trace_rank0.jsonl`.
 
 Each line holds the choices of one router in one forward pass on one rank:
 
-    {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0, "num_tokens": 128, "topk": 2,
-     "top_indices": [[12, 45], ...]}
+    {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
+     "num_tokens": 128, "topk": 2, "top_indices": [[12, 45], ...]}
 
-Layers of multi-token prediction have the block "mtp" and also an "mtp_idx". Repeated lines of a layer in a step are
-micro-batches. A rank's tokens become one sequence. Ranks of a pipeline have different layers.
+Layers of multi-token prediction have the block "mtp" and also an "mtp_idx". Repeated lines of a
+layer in a step are micro-batches. A rank's tokens become one sequence. Ranks of a pipeline have
+different layers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,8 +43,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     """Read the files of all ranks.
 
     Raises:
-        InputError: a line is not a record, a step lacks a layer, or the numbers of tokens differ between ranks, steps or
-            layers.
+        InputError: a line is not a record, a step lacks a layer, or the numbers of tokens differ
+            between ranks, steps or layers.
     """
     records: dict[tuple[int, Layer], dict[int, list[np.ndarray]]] = defaultdict(
         lambda: defaultdict(list)
@@ -50,13 +52,14 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     for file in files_by_number(path, NAME).values():
         for number, line in enumerate(lines_of(file), start=1):
             if line.strip():
-                step, layer, rank, experts = _record(line, f"trace {file}: line {number}")
-                records[step, layer][rank].append(experts)
+                record = _record(line, f"trace {file}: line {number}")
+                records[record.step, record.layer][record.rank].append(record.experts)
     if not records:
         raise InputError(
             f"trace {path}: has no records: name the folder that Megatron's router trace wrote"
         )
-    steps, layers = sorted({step for step, _ in records}), sorted({layer for _, layer in records})
+    steps = sorted({step for step, _ in records})
+    layers = sorted({layer for _, layer in records})
     per_step = []
     for step in steps:
         by_layer = []
@@ -64,7 +67,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
             by_rank = records.get((step, layer))
             if by_rank is None:
                 raise InputError(
-                    f"trace {path}: step {step} has no layer {layer[2]} ({layer[0]}): leave the step out"
+                    f"trace {path}: step {step} has no layer {layer[2]} ({layer[0]}): leave "
+                    "the step out"
                 )
             by_layer.append([by_rank[rank] for rank in sorted(by_rank)])
         per_step.append(by_layer)
@@ -72,7 +76,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         table = np.array(per_step)  # (steps, layers, ranks, accumulation, tokens, top_k)
     except ValueError as error:
         raise InputError(
-            f"trace {path}: ranks, steps or layers have different numbers of tokens: remove those that differ"
+            f"trace {path}: ranks, steps or layers have different numbers of tokens: remove "
+            "those that differ"
         ) from error
     ranks = table.shape[2]
     table = table.transpose(0, 3, 1, 2, 4, 5)
@@ -84,7 +89,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write a file per data-parallel group into a folder, created if missing; layers are numbered from 1, as in Megatron."""
+    """Write a file per data-parallel group into a folder, created if missing; layers are numbered
+    from 1, as in Megatron."""
     require_tokens(trace, "megatron")
     path.mkdir(parents=True, exist_ok=True)
     shape = trace.shape
@@ -96,16 +102,32 @@ def write(trace: Trace, path: Path) -> None:
                     experts = sent(segment.table[row, micro, layer].astype(np.int64))
                     for rank, rank_experts in enumerate(np.split(experts, segment.groups)):
                         record: dict[str, Any] = {
-                            "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer + 1, "rank": rank,
-                            "num_tokens": len(rank_experts), "topk": shape.top_k, "top_indices": rank_experts.tolist(),
-                        }  # fmt: skip
+                            "step": step,
+                            "stage": "pre_dispatch",
+                            "block": "decoder",
+                            "layer": layer + 1,
+                            "rank": rank,
+                            "num_tokens": len(rank_experts),
+                            "topk": shape.top_k,
+                            "top_indices": rank_experts.tolist(),
+                        }
                         lines[rank].append(json.dumps(record))
     for rank, rank_lines in lines.items():
         write_file(path / f"router_trace_rank{rank}.jsonl", "\n".join(rank_lines) + "\n")
 
 
-def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
-    """Parse a line into its step, layer, rank and experts, (tokens, topk)."""
+class _Record(NamedTuple):
+    """A line of a router trace."""
+
+    step: int
+    layer: Layer
+    rank: int
+    experts: np.ndarray
+    """(tokens, topk) int64."""
+
+
+def _record(line: str, where: str) -> _Record:
+    """Parse a line; raise InputError if it is no record."""
     try:
         record = json.loads(line)
         experts = np.array(record["top_indices"], dtype=np.int64).reshape(
@@ -116,10 +138,11 @@ def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
             int(record.get("mtp_idx", -1)),
             int(record["layer"]),
         )
-        return int(record["step"]), layer, int(record["rank"]), experts
+        return _Record(int(record["step"]), layer, int(record["rank"]), experts)
     except DAMAGED as error:
         raise InputError(
-            f"{where}: is not a record of Megatron's router trace ({error!r}): name the folder that it wrote"
+            f"{where}: is not a record of Megatron's router trace ({error!r}): name the "
+            "folder that it wrote"
         ) from error
 
 

@@ -1,12 +1,15 @@
-"""The routed experts that vLLM and SGLang return with a request: an array (tokens, MoE layers, top_k) of experts.
+"""The routed experts that vLLM and SGLang return with a request: an array (tokens, MoE layers,
+top_k) of experts.
 
-vLLM    the array as `.npy`, or a JSON response of the server. In the response, "routed_experts" is a nested list or the base64
-        text of an `.npy`, and "prompt_routed_experts", if any, comes before it.
-SGLang  a JSON response. "routed_experts" is base64 text of flat int32, in "meta_info" or in a choice's "sgl_ext". The response
-        lacks the shape: add `"shape": [tokens, layers, top_k]`, or give --top-k if the response has the numbers of tokens.
+vLLM    the array as `.npy`, or a JSON response of the server. In the response, "routed_experts" is
+        a nested list or the base64 text of an `.npy`, and "prompt_routed_experts", if any, comes
+        before it.
+SGLang  a JSON response. "routed_experts" is base64 text of flat int32, in "meta_info" or in a
+        choice's "sgl_ext". The response lacks the shape: add `"shape": [tokens, layers, top_k]`, or
+        give --top-k if the response has the numbers of tokens.
 
-A folder has a file per request, read in the order of their names. If all requests are equally long, each becomes a sequence;
-otherwise all together become one sequence.
+A folder has a file per request, read in the order of their names. If all requests are equally long,
+each becomes a sequence; otherwise all together become one sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from moesaic.traces.formats.base import (
 )
 from moesaic.traces.trace import Trace, TraceSegment
 
-FIELD, PROMPT, MAGIC = "routed_experts", "prompt_routed_experts", b"\x93NUMPY"
+FIELD = "routed_experts"
+PROMPT = "prompt_routed_experts"
+MAGIC = b"\x93NUMPY"
 
 
 def read(path: Path, options: ReadOptions) -> TraceSegment:
@@ -56,9 +61,12 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     is_equally_long = len({len(item) for item in requests}) == 1
     table = np.concatenate(requests).transpose(1, 0, 2)[None, None]
     return tokens_segment(
-        table, steps=[0], sequences=len(requests) if is_equally_long else 1, num_experts=options.num_experts,
+        table,
+        steps=[0],
+        sequences=len(requests) if is_equally_long else 1,
+        num_experts=options.num_experts,
         source={"format": "routed experts", "requests": len(requests)},
-    )  # fmt: skip
+    )
 
 
 def write_vllm(trace: Trace, path: Path) -> None:
@@ -77,7 +85,8 @@ def write_sglang(trace: Trace, path: Path) -> None:
 
 
 def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Create the folder and yield a file name and the experts of each sequence, (tokens, layers, top_k)."""
+    """Create the folder and yield a file name and the experts of each sequence, (tokens, layers,
+    top_k)."""
     require_tokens(trace, name)
     folder.mkdir(parents=True, exist_ok=True)
     for step in trace.steps:
@@ -110,13 +119,15 @@ def _request(file: Path, options: ReadOptions) -> np.ndarray:
         ) from error
     if experts.ndim != 3 or experts.dtype.kind not in "iu":
         raise InputError(
-            f"trace {file}: has shape {experts.shape}: it must hold whole numbers (tokens, layers, top_k)"
+            f"trace {file}: has shape {experts.shape}: it must hold whole numbers (tokens, "
+            "layers, top_k)"
         )
     return experts.astype(np.int64)
 
 
 def _field(answer: Any, name: str) -> Any:
-    """Return a field of the response, of its meta_info, of its first choice, or of their sgl_ext; None if it is missing."""
+    """Return a field of the response, of its meta_info, of its first choice, or of their sgl_ext;
+    None if it is missing."""
     if isinstance(answer, list):
         answer = answer[0] if answer else {}
     places = [answer, answer.get("meta_info"), *(answer.get("choices") or [])[:1]]
@@ -141,9 +152,8 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
         raise ValueError(
             'SGLang responses lack the shape: add "shape": [tokens, layers, top_k], or give --top-k'
         )
-    return flat.reshape(
-        sum(num_tokens) - 1, -1, options.top_k
-    )  # the last generated token is not routed
+    # the last generated token is not routed
+    return flat.reshape(sum(num_tokens) - 1, -1, options.top_k)
 
 
 VLLM = TraceFormat(software="vLLM", reader=read, write=write_vllm)

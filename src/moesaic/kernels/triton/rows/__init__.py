@@ -1,1 +1,2 @@
-"""Triton kernels on rows (sort, sum, top-k), and helpers for launching kernels. The expert stage is not part of it."""
+"""Triton kernels on rows (sort, sum, top-k), and helpers for launching kernels. The expert stage is
+not part of it."""

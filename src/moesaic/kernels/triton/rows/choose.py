@@ -1,9 +1,11 @@
-"""The choice of experts in two kernels forward and one backward; `kernels/choice.py` says what they compute.
+"""The choice of experts in two kernels forward and one backward; `kernels/choice.py` says what they
+compute.
 
-Eager: about forty operators, of which a softmax, the top-k and the sums read or write all T E scores. Here a program holds
-rows of logits and reads each once: it ranks, chooses and weighs, and adds up its tokens' sums, which the second kernel adds
-over the programs in a fixed order. Backward reads the logits again and writes their gradient. Bytes: 4 T E read forward; 4 T E
-read and 4 T E written backward; 28 T K for the copies. Exponentials: T E per pass. Saved: the logits.
+Eager: about forty operators, of which a softmax, the top-k and the sums read or write all T E
+scores. Here a program holds rows of logits and reads each once: it ranks, chooses and weighs, and
+adds up its tokens' sums, which the second kernel adds over the programs in a fixed order. Backward
+reads the logits again and writes their gradient. Bytes: 4 T E read forward; 4 T E read and 4 T E
+written backward; 28 T K for the copies. Exponentials: T E per pass. Saved: the logits.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from torch import Tensor
 from moesaic.kernels.choice_call import ChoiceGradients, ChoiceResult, ChoiceRule, WantedSums
 
 VALUES = 1024
-"""The number of logits that one program holds at a time; of more, some would not fit its registers."""
+"""The number of logits that one program holds at a time; of more, some would not fit its
+registers."""
 PROGRAMS = 512
-"""The most programs that share the rows. Fixed, so that the order of sums does not depend on the device."""
+"""The most programs that share the rows. Fixed, so that the order of sums does not depend on the
+device."""
 TAKEN = tl.constexpr(-0x80000000)
 """The place of an entry that cannot be chosen, below that of every number."""
 TINY = tl.constexpr(1.1754943508222875e-38)
@@ -26,38 +30,88 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 
 def choose_by_triton(
-    logits: Tensor, bias: Tensor | None, valid: Tensor | None, given: Tensor | None, rule: ChoiceRule,
-    wanted: WantedSums, chosen: ChoiceResult,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    bias: Tensor | None,
+    valid: Tensor | None,
+    given: Tensor | None,
+    rule: ChoiceRule,
+    wanted: WantedSums,
+    chosen: ChoiceResult,
+) -> None:
     """Fill `chosen`; the other arguments are those of `kernels.choice.choose`."""
-    (num_rows, num_experts), columns = logits.shape, triton.next_power_of_2(logits.shape[1])
+    num_rows, num_experts = logits.shape
+    columns = triton.next_power_of_2(num_experts)
     rows = max(1, VALUES // columns)
     tiles = triton.cdiv(num_rows, rows)
     programs = max(1, min(tiles, PROGRAMS))
     floats = torch.empty(programs, columns + 1, dtype=torch.float32, device=logits.device)
     ints = torch.empty(programs, columns + 2, dtype=torch.int32, device=logits.device)
     _choose_kernel[(programs,)](
-        logits.contiguous(), bias, valid, given, chosen.expert, chosen.token, chosen.slot, chosen.weight, floats, ints,
-        num_rows, num_experts, tiles, rule.scale,
-        TOP_K=rule.top_k, SLOTS=triton.next_power_of_2(rule.top_k), ROWS=rows, COLUMNS=columns, PROGRAMS=programs,
-        BY_SIGMOID=rule.by_sigmoid, NORMALIZE=rule.normalize, GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
-        BEST_TWO=rule.by_best_two, BALANCE=wanted.balance, Z=wanted.z,
-    )  # fmt: skip
+        logits.contiguous(),
+        bias,
+        valid=valid,
+        given=given,
+        expert=chosen.expert,
+        token=chosen.token,
+        slots=chosen.slot,
+        weight=chosen.weight,
+        floats=floats,
+        ints=ints,
+        num_rows=num_rows,
+        num_experts=num_experts,
+        tiles=tiles,
+        scale=rule.scale,
+        TOP_K=rule.top_k,
+        SLOTS=triton.next_power_of_2(rule.top_k),
+        ROWS=rows,
+        COLUMNS=columns,
+        BY_SIGMOID=rule.by_sigmoid,
+        NORMALIZE=rule.normalize,
+        GROUPS=rule.num_groups,
+        TOP_GROUPS=rule.top_groups,
+        BEST_TWO=rule.by_best_two,
+        BALANCE=wanted.balance,
+        Z=wanted.z,
+    )
+    _add_up(floats, ints, valid, logits.shape, wanted, chosen)
+
+
+def _add_up(
+    floats: Tensor,
+    ints: Tensor,
+    valid: Tensor | None,
+    shape: torch.Size,
+    wanted: WantedSums,
+    chosen: ChoiceResult,
+) -> None:
+    """Fill the sums of `chosen` from those of each program."""
+    columns = triton.next_power_of_2(shape[1])
     _sum_kernel[(1,)](
-        floats, ints, valid, chosen.balance, chosen.z, chosen.counts, chosen.nonfinite, chosen.num_valid,
-        num_rows, num_experts, programs, COLUMNS=columns, STEP=max(1, VALUES // columns),
-        BALANCE=wanted.balance, Z=wanted.z, REDUCED=wanted.reduced,
-    )  # fmt: skip
+        floats,
+        ints,
+        valid=valid,
+        balance=chosen.balance,
+        z=chosen.z,
+        counts=chosen.counts,
+        nonfinite=chosen.nonfinite,
+        num_valid=chosen.num_valid,
+        num_rows=shape[0],
+        num_experts=shape[1],
+        programs=len(floats),
+        COLUMNS=columns,
+        STEP=max(1, VALUES // columns),
+        BALANCE=wanted.balance,
+        Z=wanted.z,
+        REDUCED=wanted.reduced,
+    )
 
 
 def choose_backward_by_triton(
     call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums
 ) -> Tensor:
     """Return the gradient of the logits, (T, E) float32."""
-    (num_rows, num_experts), columns = (
-        call.logits.shape,
-        triton.next_power_of_2(call.logits.shape[1]),
-    )
+    num_rows, num_experts = call.logits.shape
+    columns = triton.next_power_of_2(num_experts)
     d_logits = torch.empty_like(call.logits, memory_format=torch.contiguous_format)
     rows = max(1, VALUES // columns)
     d_weight, d_balance = (
@@ -65,11 +119,26 @@ def choose_backward_by_triton(
     )
     if num_rows:
         _choose_backward_kernel[(triton.cdiv(num_rows, rows),)](
-            call.logits.contiguous(), call.valid, call.expert, call.counts, call.num_valid, d_weight, d_balance, call.d_z,
-            d_logits, num_rows, num_experts, rule.scale,
-            TOP_K=rule.top_k, SLOTS=triton.next_power_of_2(rule.top_k), ROWS=rows, COLUMNS=columns,
-            BY_SIGMOID=rule.by_sigmoid, NORMALIZE=rule.normalize, REDUCED=wanted.reduced,
-        )  # fmt: skip
+            call.logits.contiguous(),
+            call.valid,
+            expert=call.expert,
+            counts=call.counts,
+            num_valid=call.num_valid,
+            d_weight=d_weight,
+            d_balance=d_balance,
+            d_z=call.d_z,
+            d_logits=d_logits,
+            num_rows=num_rows,
+            num_experts=num_experts,
+            scale=rule.scale,
+            TOP_K=rule.top_k,
+            SLOTS=triton.next_power_of_2(rule.top_k),
+            ROWS=rows,
+            COLUMNS=columns,
+            BY_SIGMOID=rule.by_sigmoid,
+            NORMALIZE=rule.normalize,
+            REDUCED=wanted.reduced,
+        )
     return d_logits
 
 
@@ -103,7 +172,8 @@ def _load_rows(
     num_experts: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the logits of rows, (rows, COLUMNS), -inf outside; which entries are inside; which rows are valid tokens."""
+    """Return the logits of rows, (rows, COLUMNS), -inf outside; which entries are inside; which
+    rows are valid tokens."""
     column = tl.arange(0, COLUMNS)
     is_row = row < num_rows
     inside = is_row[:, None] & (column < num_experts)[None, :]
@@ -120,7 +190,8 @@ def _load_rows(
 
 @triton.jit
 def _softmax(x: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return the softmax of each row's entries inside, 0 for the others, and the rows' logsumexp."""
+    """Return the softmax of each row's entries inside, 0 for the others, and the rows'
+    logsumexp."""
     top = tl.max(tl.where(inside, x, float("-inf")), 1)
     e = tl.where(inside, tl.exp(x - top[:, None]), 0.0)
     total = tl.sum(e, 1)
@@ -129,7 +200,8 @@ def _softmax(x: tl.tensor, inside: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _sigmoid(x: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return the sigmoid of the entries inside, 0 for the others; divided exactly, as it ranks experts."""
+    """Return the sigmoid of the entries inside, 0 for the others; divided exactly, as it ranks
+    experts."""
     return tl.where(inside, tl.div_rn(1.0, 1.0 + tl.exp(-x)), 0.0)
 
 
@@ -144,7 +216,8 @@ def _divisor(values: tl.tensor) -> tl.tensor:
 def _normalized(
     picked: tl.tensor, is_copy: tl.tensor, BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr
 ) -> tl.tensor:
-    """Return the weights of the chosen experts before scaling, from their scores, or from logits that softmax normalizes."""
+    """Return the weights of the chosen experts before scaling, from their scores, or from logits
+    that softmax normalizes."""
     if NORMALIZE and not BY_SIGMOID:
         picked, _ = _softmax(picked, is_copy)
     elif NORMALIZE:
@@ -154,10 +227,15 @@ def _normalized(
 
 @triton.jit
 def _in_best_groups(
-    place: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    place: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     BEST_TWO: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the places with that of -inf outside each row's best groups, as `in_best_groups` of `kernels/top_k.py`."""
+) -> tl.tensor:
+    """Return the places with that of -inf outside each row's best groups, as `in_best_groups` of
+    `kernels/top_k.py`."""
     SIZE: tl.constexpr = COLUMNS // GROUPS
     grouped = tl.reshape(place, (ROWS * GROUPS, SIZE))
     best = value_at(tl.max(grouped, 1))
@@ -179,24 +257,45 @@ def _in_best_groups(
 
 @triton.jit
 def _choose_kernel(
-    logits: tl.tensor, bias: tl.tensor, valid: tl.tensor, given: tl.tensor, expert: tl.tensor, token: tl.tensor,
-    slots: tl.tensor, weight: tl.tensor, floats: tl.tensor, ints: tl.tensor, num_rows: tl.tensor, num_experts: tl.tensor,
-    tiles: tl.tensor, scale: tl.tensor, TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr,
-) -> None:  # fmt: skip
-    column, slot = tl.arange(0, COLUMNS), tl.arange(0, SLOTS)
-    counts, probs = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.float32)
-    nonfinite, num_valid, squares = (
-        tl.zeros((ROWS,), tl.int32),
-        tl.zeros((ROWS,), tl.int32),
-        tl.zeros((ROWS,), tl.float32),
-    )
-    for tile in range(tl.program_id(0), tiles, PROGRAMS):
+    logits: tl.tensor,
+    bias: tl.tensor,
+    valid: tl.tensor,
+    given: tl.tensor,
+    expert: tl.tensor,
+    token: tl.tensor,
+    slots: tl.tensor,
+    weight: tl.tensor,
+    floats: tl.tensor,
+    ints: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    tiles: tl.tensor,
+    scale: tl.tensor,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    BALANCE: tl.constexpr,
+    Z: tl.constexpr,
+) -> None:
+    column = tl.arange(0, COLUMNS)
+    slot = tl.arange(0, SLOTS)
+    counts = tl.zeros((COLUMNS,), tl.int32)
+    probs = tl.zeros((COLUMNS,), tl.float32)
+    nonfinite = tl.zeros((ROWS,), tl.int32)
+    num_valid = tl.zeros((ROWS,), tl.int32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         x, inside, is_valid = _load_rows(logits, valid, row, num_rows, num_experts, COLUMNS)
         probabilities, log_sum = _softmax(x, inside)
-        gates, rank_by = probabilities, x
+        gates = probabilities
+        rank_by = x
         if BY_SIGMOID:
             gates = _sigmoid(x, inside)
             rank_by = gates
@@ -211,10 +310,8 @@ def _choose_kernel(
         weighed_by = x if NORMALIZE and not BY_SIGMOID else gates
         is_copy = (row < num_rows)[:, None] & (slot < TOP_K)[None, :]
         copy = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
-        best, picked = (
-            tl.zeros((ROWS, SLOTS), tl.int32),
-            tl.full((ROWS, SLOTS), float("-inf"), tl.float32),
-        )
+        best = tl.zeros((ROWS, SLOTS), tl.int32)
+        picked = tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
         for k in tl.static_range(TOP_K):
             if given is not None:
                 index = tl.load(
@@ -264,21 +361,34 @@ def _slope(counts: tl.tensor, num_valid: tl.tensor, num_experts: tl.tensor) -> t
 
 @triton.jit
 def _sum_kernel(
-    floats: tl.tensor, ints: tl.tensor, valid: tl.tensor, balance: tl.tensor, z: tl.tensor, counts: tl.tensor,
-    nonfinite: tl.tensor, num_valid: tl.tensor, num_rows: tl.tensor, num_experts: tl.tensor, programs: tl.tensor,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr, REDUCED: tl.constexpr,
-) -> None:  # fmt: skip
+    floats: tl.tensor,
+    ints: tl.tensor,
+    valid: tl.tensor,
+    balance: tl.tensor,
+    z: tl.tensor,
+    counts: tl.tensor,
+    nonfinite: tl.tensor,
+    num_valid: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    programs: tl.tensor,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    BALANCE: tl.constexpr,
+    Z: tl.constexpr,
+    REDUCED: tl.constexpr,
+) -> None:
     column = tl.arange(0, COLUMNS)
-    probs, copies = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.int32)
-    squares, wrong, tokens = (
-        tl.zeros((STEP,), tl.float32),
-        tl.zeros((STEP,), tl.int32),
-        tl.zeros((STEP,), tl.int32),
-    )
+    probs = tl.zeros((COLUMNS,), tl.float32)
+    copies = tl.zeros((COLUMNS,), tl.int32)
+    squares = tl.zeros((STEP,), tl.float32)
+    wrong = tl.zeros((STEP,), tl.int32)
+    tokens = tl.zeros((STEP,), tl.int32)
     for first in range(0, programs, STEP):
         program = first + tl.arange(0, STEP)
         is_program = program < programs
-        of_floats, of_ints = floats + program * (COLUMNS + 1), ints + program * (COLUMNS + 2)
+        of_floats = floats + program * (COLUMNS + 1)
+        of_ints = ints + program * (COLUMNS + 2)
         probs += tl.sum(
             tl.load(of_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0
         )
@@ -307,19 +417,36 @@ def _sum_kernel(
 
 @triton.jit
 def _choose_backward_kernel(
-    logits: tl.tensor, valid: tl.tensor, expert: tl.tensor, counts: tl.tensor, num_valid: tl.tensor, d_weight: tl.tensor,
-    d_balance: tl.tensor, d_z: tl.tensor, d_logits: tl.tensor, num_rows: tl.tensor, num_experts: tl.tensor,
-    scale: tl.tensor, TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, REDUCED: tl.constexpr,
-) -> None:  # fmt: skip
-    column, slot = tl.arange(0, COLUMNS), tl.arange(0, SLOTS)
+    logits: tl.tensor,
+    valid: tl.tensor,
+    expert: tl.tensor,
+    counts: tl.tensor,
+    num_valid: tl.tensor,
+    d_weight: tl.tensor,
+    d_balance: tl.tensor,
+    d_z: tl.tensor,
+    d_logits: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    scale: tl.tensor,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    REDUCED: tl.constexpr,
+) -> None:
+    column = tl.arange(0, COLUMNS)
+    slot = tl.arange(0, SLOTS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     x, inside, is_valid = _load_rows(logits, valid, row, num_rows, num_experts, COLUMNS)
     probabilities, log_sum = _softmax(x, inside)
     gates = probabilities
     if BY_SIGMOID:
         gates = _sigmoid(x, inside)
-    d_gates, direct = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    d_gates = tl.zeros((ROWS, COLUMNS), tl.float32)
+    direct = tl.zeros((ROWS, COLUMNS), tl.float32)
     if d_balance is not None:
         is_expert = column < num_experts
         if REDUCED:

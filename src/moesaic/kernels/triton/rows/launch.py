@@ -1,8 +1,10 @@
-"""Helpers for launching grouped products: the number of programs, tensor descriptors, the precision of float32 products."""
+"""Helpers for launching grouped products: the number of programs, tensor descriptors, the precision
+of float32 products."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +18,15 @@ ALIGNMENT = 16
 INTERPRETED = TileDevice(
     name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448
 )
-"""The device that tiles are chosen for under Triton's interpreter: a Hopper with two multiprocessors."""
+"""The device that tiles are chosen for under Triton's interpreter: a Hopper with two
+multiprocessors."""
 
 
 def num_programs(tile: Tile, num_tiles: int, device: torch.device) -> int:
     """Return how many programs to launch for at most `num_tiles` tiles.
 
-    A persistent program processes its tiles in one pipelined loop: loads of the next tile start before a tile's epilogue.
+    A persistent program processes its tiles in one pipelined loop: loads of the next tile start
+    before a tile's epilogue.
     """
     return (
         min(num_tiles, tile.programs * device_of(device).multiprocessors)
@@ -32,7 +36,8 @@ def num_programs(tile: Tile, num_tiles: int, device: torch.device) -> int:
 
 
 def device_of(device: torch.device) -> TileDevice:
-    """Return the properties of a device that the choice of tiles depends on; `INTERPRETED` if there is no GPU."""
+    """Return the properties of a device that the choice of tiles depends on; `INTERPRETED` if there
+    is no GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return INTERPRETED
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -52,7 +57,8 @@ def _gpu(index: int) -> TileDevice:
 def as_operand(
     x: Tensor, block: tuple[int, ...], tile: Tile | None
 ) -> tuple[Tensor | TensorDescriptor, bool]:
-    """Return a kernel's operand, as a descriptor if the tile asks for descriptors and the tensor is aligned.
+    """Return a kernel's operand, as a descriptor if the tile asks for descriptors and the tensor is
+    aligned.
 
     Args:
         x: the tensor; its last dimension has stride 1.
@@ -65,6 +71,23 @@ def as_operand(
     if tile is None or not tile.descriptors or not _is_aligned(x):
         return x, False
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)), True
+
+
+def launch_options(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the constants by which the kernels of grouped products run a tile over rows of a
+    dtype."""
+    return {
+        "PRECISION": dot_precision(dtype),
+        # whether a persistent program's loop over tiles and the loop over their depth become one,
+        # so that the next tile's loads start before this one's epilogue
+        "FLATTEN": tile.programs > 0,
+        "BLOCK_R": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "GROUP": tile.group,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -82,7 +105,8 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return the `input_precision` of `tl.dot`: for float32 that of `torch.set_float32_matmul_precision`, else "ieee"."""
+    """Return the `input_precision` of `tl.dot`: for float32 that of
+    `torch.set_float32_matmul_precision`, else "ieee"."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return "ieee"

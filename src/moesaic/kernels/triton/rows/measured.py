@@ -1,8 +1,10 @@
-"""Tiles that a search found on a device, shipped with the package: one file of `moesaic bench device` for each device.
+"""Tiles that a search found on a device, shipped with the package: one file of
+`moesaic bench device` for each device.
 
-A product takes the tile of the nearest measured one: of the same kind and element size, with rows per expert and widths that
-differ least, in powers of two. A device without a file takes that of its generation. A product whose sizes all differ too much,
-or a generation without a file, takes `default_tile`.
+A product takes the tile of the nearest measured one: of the same kind and element size, with rows
+per expert and widths that differ least, in powers of two. A device without a file takes that of its
+generation. A product whose sizes all differ too much, or a generation without a file, takes
+`default_tile`.
 """
 
 from __future__ import annotations
@@ -32,22 +34,25 @@ Sizes = tuple[int, int, int]
 
 
 def bucket(shape: Shape) -> str:
-    """Return the key of a tile in a file: the exact sizes that affect the choice, row counts rounded up to powers of two."""
-    depth = (
-        power_of_two(shape.depth) if shape.product == "weight_grad" else shape.depth
-    )  # it sums over rows
+    """Return the key of a tile in a file: the exact sizes that affect the choice, row counts
+    rounded up to powers of two."""
+    # it sums over rows
+    depth = power_of_two(shape.depth) if shape.product == "weight_grad" else shape.depth
     sizes = f"{power_of_two(shape.rows_per_expert)}-{shape.columns}-{depth}-{shape.itemsize}"
     return f"{shape.product}-{sizes}{'-gated' if shape.gated else ''}"
 
 
 def tile_for(shape: Shape, device: TileDevice) -> Tile:
     """Return the tile of a product on a device: the nearest measured one, or the default."""
-    wanted, distance, tile = _parsed(bucket(shape)), FARTHEST, None
+    wanted = _parsed(bucket(shape))
+    distance = FARTHEST
+    tile = None
     for (kind, sizes), candidate in _tiles(device.name, device.capability).items():
         if kind == wanted[0] and shared_bytes(candidate, shape) <= device.shared_bytes:
             farthest = max(abs(log2(size / other)) for size, other in zip(sizes, wanted[1]))
             if farthest <= distance:
-                distance, tile = farthest, candidate
+                distance = farthest
+                tile = candidate
     return default_tile(shape, device) if tile is None else tile
 
 
@@ -60,7 +65,8 @@ def _parsed(key: str) -> tuple[tuple[str, ...], Sizes]:
 @lru_cache(maxsize=8)
 def _tiles(name: str, capability: tuple[int, int]) -> Mapping[tuple[tuple[str, ...], Sizes], Tile]:
     """Return the measured tiles for a device by kind and sizes."""
-    names, own = FILES.get(capability, ()), name.lower().replace(" ", "_")
+    names = FILES.get(capability, ())
+    own = name.lower().replace(" ", "_")
     if not names:
         return {}
     file = files(__package__).joinpath(f"{own if own in names else names[0]}.json")

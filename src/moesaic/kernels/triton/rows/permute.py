@@ -1,8 +1,8 @@
 """The sum of each token's rows, from expert order into token order.
 
-Eager: `zeros.index_add_(0, token, rows * weight)`. Rows are read through indices and every output is written once, so it is
-deterministic without atomics. A token's copies are summed in float32, in their order. FLOPs are negligible; R D elements are
-read and T D are written.
+Eager: `zeros.index_add_(0, token, rows * weight)`. Rows are read through indices and every output
+is written once, so it is deterministic without atomics. A token's copies are summed in float32, in
+their order. FLOPs are negligible; R D elements are read and T D are written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def sum_tokens(
     per_token: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Sum each token's rows like `kernels.permute.sum_rows`; the arguments are a flattened `Dispatch`. Not differentiable.
+    """Sum each token's rows like `kernels.permute.sum_rows`; the arguments are a flattened
+    `Dispatch`. Not differentiable.
 
     Args:
         rows: (R, D) in expert order, 16-bit or float32.
@@ -44,9 +45,18 @@ def sum_tokens(
     if out.numel():
         width = min(WIDEST, triton.next_power_of_2(rows.shape[1]))
         _sum_tokens_kernel[(len(out), triton.cdiv(rows.shape[1], width))](
-            rows.contiguous(), by_token, starts, rows if weights is None else weights, out, len(out), len(by_token),
-            rows.shape[1], WEIGHTED=weights is not None, PER_TOKEN=per_token, WIDTH=width,
-        )  # fmt: skip
+            rows.contiguous(),
+            by_token,
+            starts=starts,
+            weights=rows if weights is None else weights,
+            out=out,
+            num_tokens=len(out),
+            num_rows=len(by_token),
+            dim=rows.shape[1],
+            WEIGHTED=weights is not None,
+            PER_TOKEN=per_token,
+            WIDTH=width,
+        )
     return out
 
 
@@ -82,11 +92,27 @@ def _sum_tokens_kernel(
     first = tl.load(starts + token)
     if PER_TOKEN > 0:
         for slot in tl.static_range(PER_TOKEN):
-            total += weighted_row(rows, by_token, weights, first + slot, column, dim, WEIGHTED)
+            total += weighted_row(
+                rows,
+                by_token,
+                weights=weights,
+                place=first + slot,
+                column=column,
+                dim=dim,
+                WEIGHTED=WEIGHTED,
+            )
     else:
         last = tl.load(starts + token + 1, mask=token + 1 < num_tokens, other=num_rows)
         for place in tl.range(first, last):
-            total += weighted_row(rows, by_token, weights, place, column, dim, WEIGHTED)
+            total += weighted_row(
+                rows,
+                by_token,
+                weights=weights,
+                place=place,
+                column=column,
+                dim=dim,
+                WEIGHTED=WEIGHTED,
+            )
     tl.store(out + token * dim + column, total.to(out.dtype.element_ty), mask=column < dim)
 
 
@@ -100,7 +126,8 @@ def weighted_row(
     dim: tl.tensor,
     WEIGHTED: tl.constexpr,
 ) -> tl.tensor:
-    """Load columns of row `by_token[place]` in float32, times the row's weight; zeros for row -1."""
+    """Load columns of row `by_token[place]` in float32, times the row's weight; zeros for row
+    -1."""
     source = tl.load(by_token + place).to(tl.int64)
     values = tl.load(
         rows + source * dim + column, mask=(source >= 0) & (column < dim), other=0.0

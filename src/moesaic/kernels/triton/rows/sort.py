@@ -1,10 +1,11 @@
 """The sort of token copies by expert: a stable counting sort without host sync and without atomics.
 
-Eager: `expert.argsort(stable=True)`, its inverse, `bincount`, `cumsum`. It is not differentiable and saves nothing. There are
-three kernels: the first counts each expert's copies in each block of copies; the second sums an expert's counts over the
-blocks; the third places the copies of each block. Comparing all pairs of copies in a block tells how many earlier copies have
-the same expert. Bytes: 4 R read twice, 8 R written, 12 E R / 128 for the blocks' counts. MegaBlocks and SonicMoE also sort on
-the device; MegaBlocks uses a radix sort.
+Eager: `expert.argsort(stable=True)`, its inverse, `bincount`, `cumsum`. It is not differentiable
+and saves nothing. There are three kernels: the first counts each expert's copies in each block of
+copies; the second sums an expert's counts over the blocks; the third places the copies of each
+block. Comparing all pairs of copies in a block tells how many earlier copies have the same expert.
+Bytes: 4 R read twice, 8 R written, 12 E R / 128 for the blocks' counts. MegaBlocks and SonicMoE
+also sort on the device; MegaBlocks uses a radix sort.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort token copies by expert; copies of one expert keep their order.
 
     Args:
-        expert: (R,) int32 or int64, the expert of each copy, token after token. Copies with other numbers than 0 to E - 1 are
-            not sent.
+        expert: (R,) int32 or int64, the expert of each copy, token after token. Copies with other
+            numbers than 0 to E - 1 are not sent.
         num_experts: E.
 
     Returns:
-        copy: (R,) int64, row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from `ends[-1]` on.
-        row: (R,) int64, copy i is in row `row[i]`; -1 for a copy that is not sent.
+        copy: (R,) int64, row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from
+        `ends[-1]` on. row: (R,) int64, copy i is in row `row[i]`; -1 for a copy that is not sent.
         ends: (E,) int32, one past the last row of each expert.
     """
     num_copies = len(expert)
@@ -53,13 +54,13 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     _place_kernel[(blocks,)](
         expert,
         counts,
-        totals,
-        copy,
-        row,
-        ends,
-        num_copies,
-        num_experts,
-        blocks,
+        totals=totals,
+        copies=copy,
+        rows=row,
+        ends=ends,
+        num_copies=num_copies,
+        num_experts=num_experts,
+        blocks=blocks,
         BLOCK=BLOCK,
         EXPERTS=experts,
     )
@@ -94,7 +95,8 @@ def _count_kernel(
 def _scan_kernel(
     counts: tl.tensor, totals: tl.tensor, blocks: tl.tensor, SCANNED: tl.constexpr
 ) -> None:
-    """Replace an expert's count in each block by the number of its copies in earlier blocks; write the expert's total."""
+    """Replace an expert's count in each block by the number of its copies in earlier blocks; write
+    the expert's total."""
     line = counts + tl.program_id(0) * blocks
     carry = 0
     for first in range(0, blocks, SCANNED):
@@ -129,7 +131,8 @@ def _place_kernel(
     copy = block * BLOCK + place
     chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
     is_sent = (chosen >= 0) & (chosen < num_experts)
-    # Registers cannot be indexed, so both are sums over comparisons: with experts that come first, with copies that come first.
+    # Registers cannot be indexed, so both are sums over comparisons: with experts that come first,
+    # with copies that come first.
     start = tl.sum(tl.where(number[None, :] < chosen[:, None], total[None, :], 0), 1)
     earlier = tl.sum(
         ((chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])).to(tl.int32), 1

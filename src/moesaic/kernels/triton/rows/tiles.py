@@ -1,6 +1,8 @@
-"""The tiles of grouped products: a `Tile` is chosen from the sizes of a product and the properties of a device.
+"""The tiles of grouped products: a `Tile` is chosen from the sizes of a product and the properties
+of a device.
 
-This module imports neither Triton nor torch. `gpu/search.py` in the laboratory compares other tiles with the default.
+This module imports neither Triton nor torch. `gpu/search.py` in the laboratory compares other tiles
+with the default.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from dataclasses import dataclass, replace
 RESERVED_BYTES = 1024
 """The shared memory of each program that CUDA reserves."""
 HOPPER = (9, 0)
-"""The lowest compute capability with a tensor memory accelerator (TMA), which loads tiles by descriptor."""
+"""The lowest compute capability with a tensor memory accelerator (TMA), which loads tiles by
+descriptor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """The part of a grouped product that a program computes at a time, and the launch parameters of the kernel."""
+    """The part of a grouped product that a program computes at a time, and the launch parameters of
+    the kernel."""
 
     rows: int
     """Rows of the output tile: token copies, or rows of a weight gradient. A multiple of 16."""
@@ -28,11 +32,13 @@ class Tile:
     stages: int
     """Steps of the pipeline that are in flight."""
     group: int = 8
-    """Tiles of rows that are processed before the next tile of columns; the L2 cache should hold their rows."""
+    """Tiles of rows that are processed before the next tile of columns; the L2 cache should hold
+    their rows."""
     programs: int = 0
     """Persistent programs per multiprocessor; 0 for a program per tile."""
     descriptors: int = 0
-    """1: operands that are not gathered are loaded through tensor descriptors (TMA on Hopper); 0: through pointers."""
+    """1: operands that are not gathered are loaded through tensor descriptors (TMA on Hopper); 0:
+    through pointers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,8 @@ class Shape:
 
     @property
     def is_doubled(self) -> bool:
-        """Whether a program computes two output tiles, one of the gate and one of the gated matrix."""
+        """Whether a program computes two output tiles, one of the gate and one of the gated
+        matrix."""
         return self.gated and self.product == "up"
 
     @property
@@ -77,9 +84,11 @@ class Shape:
 
 
 def shared_bytes(tile: Tile, shape: Shape) -> int:
-    """Return the shared memory of a program: the operands of every stage. The epilogue reuses that memory.
+    """Return the shared memory of a program: the operands of every stage. The epilogue reuses that
+    memory.
 
-    Persistent programs overlap a tile's epilogue with loads of the next tile, so their result needs memory of its own.
+    Persistent programs overlap a tile's epilogue with loads of the next tile, so their result needs
+    memory of its own.
     """
     columns = tile.columns * (2 if shape.is_doubled else 1)
     aside = tile.rows * tile.columns * shape.itemsize // 2 if tile.programs else 0
@@ -89,12 +98,14 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
 
 
 def num_column_splits(tile: Tile, *, is_long: bool = False) -> int:
-    """Return into how many parts an epilogue splits its columns: 32 values per operand and thread, at least 16 columns.
+    """Return into how many parts an epilogue splits its columns: 32 values per operand and thread,
+    at least 16 columns.
 
     Args:
         tile: the tile of the product.
-        is_long: whether the epilogue's formula needs many registers. It then takes 16 values per thread, like the epilogues of
-            persistent programs, where addresses for the next tile's loads occupy registers.
+        is_long: whether the epilogue's formula needs many registers. It then takes 16 values per
+            thread, like the epilogues of persistent programs, where addresses for the next tile's
+            loads occupy registers.
     """
     per_thread = tile.rows * tile.columns // (tile.warps * 32)
     return max(1, min(per_thread // (16 if is_long or tile.programs else 32), tile.columns // 16))
@@ -103,11 +114,13 @@ def num_column_splits(tile: Tile, *, is_long: bool = False) -> int:
 def default_tile(shape: Shape, device: TileDevice) -> Tile:
     """Choose a tile without a search.
 
-    The tile is 128 x 128, with two programs per multiprocessor at a time: the epilogue of one overlaps with the products of the
-    other. It has fewer rows if experts have few, since rows beyond an expert's last one are wasted. float32 gets a quarter of
-    that and no descriptors: without TF32 its products use registers, and larger tiles spill kilobytes.
+    The tile is 128 x 128, with two programs per multiprocessor at a time: the epilogue of one
+    overlaps with the products of the other. It has fewer rows if experts have few, since rows
+    beyond an expert's last one are wasted. float32 gets a quarter of that and no descriptors:
+    without TF32 its products use registers, and larger tiles spill kilobytes.
     """
-    is_wide, is_hopper = shape.itemsize == 4, device.capability >= HOPPER
+    is_wide = shape.itemsize == 4
+    is_hopper = device.capability >= HOPPER
     most = 64 if is_wide else 128
     rows = (
         most
@@ -118,17 +131,21 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
     depth = min(deepest(shape), max(16, power_of_two(shape.depth)))
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
     tile = Tile(
-        rows=rows, columns=columns, depth=depth, stages=3,
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        stages=3,
         warps=8 if is_full and not is_hopper else 4,  # without wgmma, operands occupy registers too
         descriptors=int(is_hopper and not is_wide),
-    )  # fmt: skip
+    )
     while shared_bytes(tile, shape) > device.shared_bytes and tile.stages > 1:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
 
 
 def deepest(shape: Shape) -> int:
-    """Return the depth of a step: 128 bytes of a row, the width of a swizzled line of shared memory."""
+    """Return the depth of a step: 128 bytes of a row, the width of a swizzled line of shared
+    memory."""
     return 128 // shape.itemsize
 
 

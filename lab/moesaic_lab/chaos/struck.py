@@ -1,0 +1,268 @@
+"""Faults that strike at a chosen write: signals in the saves of `moesaic finetune`, and outputs
+that get lost.
+
+A trial starts the command on one or two ranks, forked from a process that has imported all that
+they need, and strikes at its n-th write of a save, whichever library issues it; the row says which
+write that was. Then the same command goes on, and must end with the bytes of a run that nobody
+disturbed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moesaic.cli import main
+from moesaic_lab.chaos.schedule import Fault
+from moesaic_lab.fuzz import writes
+from moesaic_lab.fuzz.examples import EXAMPLES
+from moesaic_lab.fuzz.places import Place
+from moesaic_lab.fuzz.readers import make_bases
+from moesaic_lab.system_calls import STREAMS, Write
+
+WAITS_SECONDS = 60.0
+"""How long the ranks that are left have after one of them has ended, as torchrun lets them."""
+STRUCK = {"finetune": EXAMPLES["finetune"][0], "train": EXAMPLES["train"][1]}
+"""The commands that are disturbed: a fine-tune from its start, whose number of ranks is free, and a
+training that goes on from a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undisturbed:
+    """What a command does if nobody disturbs it."""
+
+    wrote: object
+    """Its results."""
+    saves: int
+    """Number of writes of its saves."""
+    prints: int
+    """Number of its writes on standard output."""
+
+
+def rows_of(faults: Sequence[Fault], folder: Path, told: Callable[[str], object]) -> list[Any]:
+    """Return a row per fault; `folder` is for what the commands get."""
+    bases = folder / "bases"
+    if not bases.exists():
+        told("a model to fine-tune, and runs to go on from")
+        process = get_context("spawn").Process(target=make_bases, args=(bases,))
+        process.start()
+        process.join()
+        assert not process.exitcode, f"the folders could not be made ({process.exitcode})"
+    found: list[Any] = writes.in_new_process(partial(_rows, bases, faults), told)
+    return found
+
+
+def _rows(bases: Path, faults: Sequence[Fault], told: Callable[[str], object]) -> list[Any]:
+    """Return a row per fault."""
+    known: dict[tuple[str, int], Undisturbed] = {}
+    found = []
+    for number, fault in enumerate(faults):
+        told(f"fault {number + 1} of {len(faults)}: {fault.kind} {fault.way}")
+        name = "finetune" if fault.kind == "finetune" else fault.way.partition(",")[0]
+        # half of the faults of fine-tuning strike one of two ranks
+        ranks = 1 + fault.rank % 2 if name == "finetune" else 1
+        place = Place(bases, STRUCK[name])
+        try:
+            if (name, ranks) not in known:
+                known[name, ranks] = _undisturbed(place, ranks)
+            found.append(_row(place, ranks, fault, known[name, ranks]))
+        finally:
+            place.remove()
+    return found
+
+
+def _undisturbed(place: Place, ranks: int) -> Undisturbed:
+    """Run a command to its end."""
+    ended = _run(place, place.made(), ranks, lambda write: 0)
+    assert ended.code == 0, f"{ended.out} {ended.err}"
+    return Undisturbed(
+        wrote=place.example.wrote(place.folder),
+        saves=sum(map(_is_of_save, ended.watched.writes)),
+        prints=sum(write.path == STREAMS[1] for write in ended.watched.writes),
+    )
+
+
+def _is_of_save(write: Write) -> bool:
+    """Return whether a write is one of a checkpoint or of the results."""
+    return "/.writing-" in write.path or "/checkpoint-" in write.path
+
+
+class Strike:
+    """Strikes at a chosen write.
+
+    Args:
+        fault: what strikes.
+        number: at which of the writes of saves, or on standard output, from 1.
+    """
+
+    def __init__(self, fault: Fault, number: int) -> None:
+        self._fault = fault
+        self._left = number
+        self.write: Write | None = None
+        """The write at which it struck, once it has."""
+
+    def __call__(self, write: Write) -> int:
+        """Return the error of a write, or 0."""
+        if self._fault.kind == "output":
+            return self._of_output(write)
+        if self.write is None and _is_of_save(write):
+            self._left -= 1
+            if self._left == 0:
+                self.write = write
+                with suppress(ProcessLookupError):
+                    os.kill(_process_of(write.process), signal.Signals[self._fault.way])
+        return 0
+
+    def _of_output(self, write: Write) -> int:
+        """Return the error of a write on standard output, from the chosen one on; or 0."""
+        if write.path != STREAMS[1]:
+            return 0
+        self._left -= 1
+        if self._left > 0:
+            return 0
+        self.write = self.write or write
+        return errno.EPIPE if self._fault.way.endswith("gone") else errno.ENOSPC
+
+
+def _process_of(thread: int) -> int:
+    """Return the process of a thread."""
+    for line in Path(f"/proc/{thread}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("Tgid:"):
+            return int(line.split()[1])
+    return thread
+
+
+def _row(place: Place, ranks: int, fault: Fault, known: Undisturbed) -> dict[str, Any]:
+    """Disturb a command once, let it go on, and return what happened."""
+    example = place.example
+    most = known.prints if fault.kind == "output" else known.saves
+    strike = Strike(fault, 1 + int(fault.chance * most))
+    started = time.monotonic()
+    ended = _run(place, place.made(), ranks, strike)
+    seconds = round(time.monotonic() - started, 2)
+    faults = list(example.faults(place.folder))
+    said = ended.out + ended.err
+    again = ended
+    if ended.code != 0 or "done: " not in said:
+        words = example.words_again(place.folder)
+        again = _run(place, place.folder, ranks, lambda write: 0, words)
+    is_lost = fault.kind == "output"  # then the output cannot say that it is done
+    if is_lost and ended.code == 0:
+        again = ended
+    same = again.code == 0 and example.wrote(place.folder) == known.wrote
+    named = "Traceback" not in said and (is_lost or _is_named(fault, ranks, ended))
+    left = [path.name for path in place.folder.glob(f"{example.out[0]}/.writing-*")]
+    row = {
+        "number": fault.number,
+        "kind": fault.kind,
+        "way": fault.way,
+        "ranks": ranks,
+        "rank": fault.rank,
+        "transport": "gloo",
+        "in_background": False,
+        "write": place.shown(strike.write),
+        "seconds": seconds,
+        "reached": 0,
+        "resumed": 0,
+        "lost": 0,
+        "hung": ended.code is None or again.code is None,
+        "named": named,
+        "same": same and not faults,
+        "recovered": again.code == 0 and (not is_lost or ended.code == 0),
+        "leftovers": len(left),
+        "line": "" if same and named else " | ".join([*faults, said[-6000:], again.err[-1000:]]),
+    }
+    sound = row["named"] and row["same"] and row["recovered"]
+    return row | {"is_wrong": not sound or row["hung"] or bool(left)}
+
+
+def _is_named(fault: Fault, ranks: int, ended: writes.Ended) -> bool:
+    """Return whether a rank that was left said what happened."""
+    if ended.code == 0 or (fault.way == "SIGKILL" and ranks == 1):
+        return True
+    return any(line.startswith("moesaic ") for line in ended.err.splitlines())
+
+
+def _run(
+    place: Place,
+    folder: Path,
+    ranks: int,
+    decide: Callable[[Write], int],
+    words: Sequence[str] = (),
+) -> writes.Ended:
+    """Run the command of a place on one or two ranks, with other words if some are given."""
+    words = words or place.example.words
+    if ranks == 1:
+        return writes.run(folder, words, decide)
+    return writes.run(folder, words, decide, partial(_on_ranks, ranks))
+
+
+def _on_ranks(ranks: int, words: Sequence[str]) -> int:
+    """Run a command on ranks that are forked from this process, as torchrun starts them; return
+    the exit code of the first that failed, or 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = {}
+    for rank in range(ranks):
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(words, variables)
+        processes[pid] = rank
+    return _first_failure(processes)
+
+
+def _become_rank(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Run a command as a rank, and end this process."""
+    code = 1
+    try:
+        os.environ.update(variables)
+        code = main.main(list(words))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _first_failure(processes: dict[int, int]) -> int:
+    """Wait for ranks, and kill those that do not end some time after another has failed."""
+    code = 0
+    until = float("inf")
+    while processes:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            processes.pop(pid, None)
+            ended = os.waitstatus_to_exitcode(status)
+            if ended and not code:
+                code = ended if ended > 0 else 128 - ended
+                until = time.monotonic() + WAITS_SECONDS
+        elif time.monotonic() > until:
+            for left in processes:
+                os.kill(left, signal.SIGKILL)
+            return 99
+        else:
+            time.sleep(0.02)
+    return code

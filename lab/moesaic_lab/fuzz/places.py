@@ -1,0 +1,88 @@
+"""The folder in which a command of the examples is tried: new copies of what it gets, and which
+paths it may write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from moesaic_lab.fuzz.examples import Example
+from moesaic_lab.system_calls import Write
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "transformers",
+    "safetensors.torch",
+    "moesaic.cli.train",
+    "moesaic.cli.sample",
+    "moesaic.cli.plan",
+    "moesaic.cli.show",
+    "moesaic.cli.trace",
+    "moesaic.cli.finetune",
+    "moesaic.finetune.recipe",
+    "moesaic.train.loop",
+    "moesaic.weights.convert",
+    "moesaic.weights.run",
+    "moesaic.report.page",
+    "moesaic.traces.load",
+)
+"""Imported once, by the process from which all others are forked."""
+
+
+class Place:
+    """A folder that is made anew for each try.
+
+    Args:
+        bases: a folder that `readers.make_bases` has filled.
+        example: the command that is tried.
+    """
+
+    def __init__(self, bases: Path, example: Example) -> None:
+        self._bases = bases
+        self.example = example
+        self._made = Path(os.path.realpath(tempfile.mkdtemp(prefix="moesaic-place-")))
+        self.folder = self._made / "given"
+        """What the command gets; it runs there."""
+
+    def made(self) -> Path:
+        """Make the folder anew, and return it."""
+        shutil.rmtree(self._made)
+        self.folder.mkdir(parents=True)
+        for name in ("tmp", "home"):
+            (self._made / name).mkdir()
+        for name in self.example.folders:
+            copied(self._bases / name, self.folder / name)
+        return self.folder
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self._made, ignore_errors=True)
+
+    def is_given(self, path: str) -> bool:
+        """Return whether the command may write a path: what it was given, unfinished files beside
+        that, temporary files."""
+        # where that cannot be written, tempfile looks for another place
+        if path.startswith(f"{self._made}/tmp") or Path(path).parent == Path("/tmp"):
+            return True
+        for out in self.example.out:
+            given = self.folder / out
+            if path == str(given) or path.startswith(f"{given}/"):
+                return True
+            if Path(path).parent == given.parent and Path(path).name.startswith(".writing-"):
+                return True
+        return False
+
+    def shown(self, write: Write | None) -> str:
+        """Return a write in words, its path below the folder."""
+        return str(write).replace(f"{self._made}/", "").replace("given/", "")
+
+
+def copied(source: Path, target: Path) -> None:
+    """Copy a file or a folder."""
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copyfile(source, target)

@@ -1,0 +1,380 @@
+"""CUDA graphs of a layer on one GPU: its kernels are recorded once, forward and backward, and then
+started by one call each.
+
+A graph holds fixed memory, and `torch.cuda.make_graphed_callables` leaves the consequences to its
+caller. Here results are copied out of that memory, gradients that a parameter keeps from the
+previous pass are copied before the next one overwrites them, and what the graph does not fit is
+refused. Auxiliary losses are results of the graph and are injected outside of it, so that
+`set_loss_scale`, `collect_losses` and gradient accumulation work as they do without a graph.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moesaic.errors import InputError
+from moesaic.experts.experts import compute_dtype
+from moesaic.kernels.operator import on_device_of
+from moesaic.layer import MoE
+from moesaic.routing.injection import collect_losses
+from moesaic.runtime.routing_cache import is_recomputing
+
+WARM_UPS = 3
+"""Calls before the capture. The first ones compile kernels and make caches, for which the host may
+wait; the last may not."""
+Results = Sequence[Tensor | None]
+
+
+class Replayable(Protocol):
+    """Work that can be run again: a CUDA graph."""
+
+    results: Results
+    """Tensors that each replay overwrites."""
+
+    def replay(self) -> None:
+        """Run the work again, on what is now in the memory that it reads."""
+
+
+class RecordedGraph:
+    """A CUDA graph of a function's work.
+
+    Args:
+        run: the function; returns the results.
+        pool: the memory pool of graphs that are replayed in turn.
+    """
+
+    def __init__(self, run: Callable[[], Results], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self.results = run()
+
+    def replay(self) -> None:
+        """Start the recorded kernels."""
+        self._graph.replay()
+
+
+def capture(
+    layer: MoE, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None
+) -> CapturedMoE:
+    """Record a layer's forward and backward pass as CUDA graphs, and return a function of the same
+    inputs that replays them.
+
+    Use it in place of the layer: `moe = capture(layer, x)`, then `y = moe(x)`, or within a model
+    `block.moe.forward = capture(block.moe, x)`. It pays where the host takes longer to start the
+    kernels than the GPU to run them. The layer is on one GPU; capacity, router and losses are any
+    that do not make the host wait. Capture between optimizer steps, after the layer was moved, cast
+    and frozen, and after its hyperparameters were set: the graphs keep what they saw.
+
+    Args:
+        x: tokens of the shape, dtype and `requires_grad` of all further calls; the values do not
+            matter.
+        mask: as for the layer, if the further calls have one.
+        token_ids: as for the layer, if the further calls have them.
+
+    Raises:
+        InputError: the layer or `x` is not on a GPU, the layer is on a mesh or has hooks, the call
+            is inside an activation checkpoint or under autocast with its cache, or it makes the
+            host wait.
+    """
+    reason = refusal(layer, x)
+    if reason:
+        raise InputError(f"MoE cannot be captured: {reason}")
+    inputs = {"x": x, "mask": mask, "token_ids": token_ids}
+    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    captured: CapturedMoE = on_device_of(x, lambda: CapturedMoE(layer, given, CudaRecorder()))
+    return captured
+
+
+def refusal(layer: MoE, x: Tensor) -> str:
+    """Return why a call cannot be captured and what to do instead, as far as that is known
+    beforehand; "" if nothing is."""
+    hooks = any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in layer.modules()
+    )
+    reasons = {
+        (
+            "it is on a mesh, whose messages depend on the routing: capture a layer before "
+            "parallelize, on one GPU"
+        ): (layer.on_mesh is not None),
+        "it has hooks, which would not run in a replay: register them on a module around it": hooks,
+        (
+            "it is inside an activation checkpoint, which would run it twice: capture the layer "
+            "outside"
+        ): (layer.routing_cache is not None or is_recomputing()),
+        "autocast keeps its casts: write torch.autocast(..., cache_enabled=False)": (
+            torch.is_autocast_enabled(x.device.type) and torch.is_autocast_cache_enabled()
+        ),
+        (
+            f"x is on {x.device}, and CUDA graphs are of a GPU: call the layer itself, or move "
+            "both to a GPU"
+        ): (x.device.type != "cuda"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+class CudaRecorder:
+    """Warms up and records functions on the current GPU, each in the same memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Run a function several times on a stream of its own.
+
+        Raises:
+            InputError: the last time, the host waited for the GPU.
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS - 1):
+                run()
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                run()
+            except RuntimeError as error:
+                if "synchronizing" not in str(error):
+                    raise
+                raise InputError(
+                    f"MoE cannot be captured: the host waits for the GPU in {_place(error)}"
+                ) from error
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, run: Callable[[], Results]) -> Replayable:
+        """Record a function's work.
+
+        Raises:
+            InputError: the work cannot be in a graph.
+        """
+        try:
+            return RecordedGraph(run, self._pool)
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise InputError(
+                f"MoE cannot be captured: {str(error).splitlines()[0]}, in {_place(error)}"
+            ) from error
+
+
+def _place(error: Exception) -> str:
+    """Return the last line of this library through which an exception came."""
+    package = Path(__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if package in Path(frame.filename).parents
+    ]
+    return (
+        f"{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}"
+        if frames
+        else "the capture"
+    )
+
+
+class CapturedMoE:
+    """A layer's call as graphs; made by `capture`.
+
+    A call in another mode than at the capture (training or evaluation, gradients on or off, another
+    autocast dtype) runs the layer itself. One call's backward pass comes before the next call's
+    forward pass.
+
+    Args:
+        inputs: by name, the tensors of its call.
+        recorder: what warms up and records.
+    """
+
+    def __init__(self, layer: MoE, inputs: dict[str, Tensor], recorder: Any) -> None:
+        self.layer = layer
+        self._static = {
+            name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for name, tensor in inputs.items()
+        }
+        layer.step_counts = layer.step_counts.to(inputs["x"].device)
+        counts = layer.step_counts.clone()
+        self._parameters = [
+            parameter for parameter in layer.parameters() if parameter.requires_grad
+        ]
+        self._mode = _mode(layer, inputs["x"])
+        self._with_grad = torch.is_grad_enabled() and bool(self._leaves)
+        recorder.warm_up(self._both)
+        self._forward: Replayable = recorder.record(self._run)
+        self._grads_in: Results = [
+            torch.zeros_like(result) for result in self._forward.results if result is not None
+        ]
+        self._backward: Replayable | None = (
+            recorder.record(self._gradients) if self._with_grad else None
+        )
+        layer.step_counts.copy_(counts)
+        self._state = self._memory()
+        self._calls = 0
+        self._pending = 0
+
+    def __call__(
+        self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Tensor:
+        """Run the layer: returns y of x's shape and dtype.
+
+        Raises:
+            InputError: an input is missing, or has another shape, dtype, device or `requires_grad`
+                than at the capture; memory of the layer was replaced, or a parameter frozen or
+                unfrozen; the call is inside an activation checkpoint.
+        """
+        given = {"x": x, "mask": mask, "token_ids": token_ids}
+        if _mode(self.layer, x) != self._mode:
+            return type(self.layer).forward(self.layer, **given)  # type: ignore[arg-type, return-value]
+        self._check({name: tensor for name, tensor in given.items() if tensor is not None})
+        with torch.no_grad():
+            for name, static in self._static.items():
+                static.copy_(given[name])  # type: ignore[arg-type]
+        if not self._with_grad:
+            self._forward.replay()
+            return _first(self._forward.results).clone()
+        y, *losses = _Replay.apply(self, x, *self._parameters)
+        is_half = compute_dtype(x.dtype, x.device) is torch.float16
+        for loss in losses:
+            y = self.layer.inject_loss(y, loss, 1, is_half)
+        result: Tensor = y
+        return result
+
+    @property
+    def _leaves(self) -> list[Tensor]:
+        """The tensors whose gradients the graph computes."""
+        x = self._static["x"]
+        return [*([x] if x.requires_grad else []), *self._parameters]
+
+    def _run(self) -> list[Tensor]:
+        """Return the output and the losses of a call on the static inputs."""
+        y = type(self.layer).forward(self.layer, **self._static)  # type: ignore[arg-type]
+        assert isinstance(y, Tensor)
+        return [y, *(collect_losses(self.layer) if self._with_grad else [])]
+
+    def _gradients(self) -> list[Tensor | None]:
+        """Return the gradients of the leaves."""
+        return self._pulled_back(self._forward.results, self._grads_in)
+
+    def _pulled_back(self, results: Results, grads: Results) -> list[Tensor | None]:
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, grads)
+            if result is not None and result.requires_grad
+        ]
+        outputs, grads_in = zip(*pairs)
+        return list(torch.autograd.grad(outputs, self._leaves, grads_in, allow_unused=True))
+
+    def _both(self) -> None:
+        results = self._run()
+        if self._with_grad:
+            self._pulled_back(results, list(map(torch.zeros_like, results)))
+
+    def _memory(self) -> list[tuple[int, bool]]:
+        """Return address and `requires_grad` of all tensors of the layer that the graphs read or
+        write."""
+        tensors = (*self.layer.parameters(), *self.layer.buffers(), self.layer.step_counts)
+        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors]
+
+    def _check(self, given: dict[str, Tensor]) -> None:
+        """Refuse a call that does not fit the graphs."""
+        if is_recomputing() or self.layer.routing_cache is not None:
+            raise InputError(
+                "a captured MoE was called inside an activation checkpoint: leave it outside"
+            )
+        described = _described(given)
+        expected = _described(self._static)
+        if described != expected:
+            raise InputError(
+                f"a captured MoE was called with {described}, captured with {expected}: call "
+                "the layer itself"
+            )
+        if self._memory() != self._state:
+            raise InputError(
+                "a tensor of a captured MoE was replaced, frozen or unfrozen since: capture "
+                "the layer again"
+            )
+
+    def replay_forward(self) -> tuple[int, list[Tensor]]:
+        """Replay the forward pass; return the call's number, and copies of the output and the
+        losses."""
+        self._forward.replay()
+        self._calls += 1
+        self._pending = self._calls
+        return self._calls, [
+            result.detach().clone() for result in self._forward.results if result is not None
+        ]
+
+    def replay_backward(self, call: int, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Replay the backward pass of the last call; return the gradients of x and of the
+        parameters.
+
+        Raises:
+            InputError: the graph no longer holds that call's activations.
+        """
+        if call != self._pending or self._backward is None:
+            raise InputError(
+                "the backward pass of a captured MoE ran twice, or after a later call of it: a "
+                "graph holds the activations of one call, so capture the layer once for each "
+                "call that is open at the same time"
+            )
+        self._pending = 0
+        addresses = {result.data_ptr() for result in self._backward.results if result is not None}
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.data_ptr() in addresses:
+                # the replay is about to overwrite what it shares memory with
+                parameter.grad = parameter.grad.clone()
+        for static, grad in zip(self._grads_in, grads):
+            assert static is not None
+            static.copy_(grad)
+        self._backward.replay()
+        results = [None if result is None else result.detach() for result in self._backward.results]
+        if not self._static["x"].requires_grad:
+            return [None, *results]
+        d_x, *others = results
+        return [None if d_x is None else d_x.clone(), *others]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, captured: CapturedMoE, x: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.captured = captured
+        ctx.call, results = captured.replay_forward()
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.captured.replay_backward(ctx.call, grads)
+
+
+def _first(results: Results) -> Tensor:
+    y = results[0]
+    assert y is not None
+    return y
+
+
+def _mode(layer: MoE, x: Tensor) -> tuple[Any, ...]:
+    """Return what decides, besides its inputs, which work a call is."""
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return layer.training, torch.is_grad_enabled(), autocast
+
+
+def _described(inputs: dict[str, Tensor]) -> str:
+    """Return the properties of a call's inputs that its graphs fix."""
+    return ", ".join(
+        (
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} on "
+            f"{tensor.device}{' with gradient' * tensor.requires_grad}"
+        )
+        for name, tensor in inputs.items()
+    )

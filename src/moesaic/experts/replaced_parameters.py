@@ -1,0 +1,140 @@
+"""Parameters whose places others took, and the optimizers that still hold them.
+
+Spreading experts makes DTensors of their parameters, and FSDP2 makes new parameters. An optimizer
+that was made before would go on with the old ones, which have no gradients: nothing would train,
+and the loss of a model would fall all the same. The old object cannot become the new one: a DTensor
+has slots that a parameter lacks, so `torch.utils.swap_tensors` refuses, and FSDP2 keeps its own.
+Such an optimizer is therefore refused, in the next forward pass for training at the latest, unless
+another optimizer holds the new parameters.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from moesaic.errors import InputError
+from moesaic.initial_values import is_dtensor
+
+
+@dataclass(frozen=True)
+class OwnedParameter:
+    """A parameter and its place."""
+
+    owner: nn.Module
+    """The module that it is in."""
+    name: str
+    """Its name there."""
+    number: int
+    """Its `id`."""
+    parameter: Callable[[], nn.Parameter | None]
+    """A weak reference to it."""
+
+    @classmethod
+    def of(cls, owner: nn.Module, name: str, parameter: nn.Parameter) -> OwnedParameter:
+        """Return the record of a parameter."""
+        return cls(owner, name, id(parameter), weakref.ref(parameter))
+
+
+@dataclass(frozen=True)
+class Succession:
+    """A parameter that another one replaced in its module."""
+
+    name: str
+    """The parameter's name in its module."""
+    old: Callable[[], nn.Parameter | None]
+    """Returns the replaced parameter; None if nobody holds it any more."""
+    new: int
+    """`id` of the parameter that took its place. A weak reference would keep torch from moving
+    it."""
+
+
+class ReplacedParameters:
+    """The replaced parameters of one layer that somebody still holds. A copy of the layer has
+    none."""
+
+    def __init__(self) -> None:
+        self._held: list[Succession] = []
+        self._references: list[int] = []
+
+    def note(self, old: OwnedParameter, new: nn.Parameter) -> None:
+        """Note that `new` took the place of `old`, and of those whose place that had taken."""
+        if not new.requires_grad:
+            return
+        earlier = [
+            replace(each, new=id(new)) if each.new == old.number else each for each in self._held
+        ]
+        self._held = [*earlier, Succession(old.name, old.parameter, id(new))]
+
+    def check(self) -> None:
+        """Look for optimizers that hold replaced parameters, if any were made or ended since the
+        last look.
+
+        Raises:
+            InputError: if one does, and none holds what took their places.
+        """
+        if not self._held:
+            return
+        self._held = [each for each in self._held if each.old() is not None]
+        references = [sys.getrefcount(each.old()) for each in self._held]
+        if not references or references == self._references:
+            return
+        if self._stale(_optimizers()):
+            gc.collect()  # one that nobody uses any more may be waiting for it
+            self.refuse(_optimizers())
+        self._references = references
+
+    def refuse(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise InputError if one of these optimizers holds a replaced parameter, and none what
+        took its place."""
+        optimizers = list(optimizers)
+        stale = self._stale(optimizers)
+        if not stale:
+            return
+        held = {id(each.old()) for each in stale}
+        kind = next(type(each).__name__ for each in optimizers if held & _ids(each))
+        raise InputError(
+            f"{kind} was made before the model was spread over ranks: it holds {len(stale)} "
+            f"parameters that are no longer in the model, such as {stale[0].name}, and would not "
+            "train them: make the optimizer after parallelize"
+        )
+
+    def _stale(self, optimizers: Iterable[Optimizer]) -> list[Succession]:
+        stepped = set[int]().union(*map(_ids, optimizers))
+        return [
+            each for each in self._held if id(each.old()) in stepped and each.new not in stepped
+        ]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ReplacedParameters:
+        return ReplacedParameters()
+
+    def __reduce__(self) -> tuple[type[ReplacedParameters], tuple[()]]:
+        return ReplacedParameters, ()
+
+
+def _optimizers() -> list[Optimizer]:
+    """Return all optimizers of this process."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    """Return the `id`s of the parameters that an optimizer steps."""
+    groups = getattr(optimizer, "param_groups", ())
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def owned_parameters(module: nn.Module) -> list[OwnedParameter]:
+    """Return all parameters of a tree of modules, except those of classes that torch may have to
+    swap."""
+    return [
+        OwnedParameter.of(owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if type(parameter) is nn.Parameter or is_dtensor(parameter)
+    ]

@@ -1,0 +1,146 @@
+"""The first values of weights, drawn from torch's global generator or from a generator of each
+tensor's own.
+
+A tensor's own generator is seeded by the run's seed, the parameter's name and, for stacked experts,
+the expert's number. Then no value depends on the mesh: a rank draws a whole tensor (or, of the
+experts that it holds, a whole expert) and keeps its part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+Law = Callable[..., object]
+"""Fills a tensor in place and takes `generator=`, such as `partial(nn.init.normal_, std=0.02)`."""
+
+
+class Draw(Protocol):
+    """A way to draw a parameter's first values."""
+
+    def __call__(self, parameter: Tensor, law: Law, *, by_expert: bool = False) -> None:
+        """Fill a parameter in place.
+
+        Args:
+            parameter: a tensor, or a DTensor of which this rank's part is filled.
+            law: the distribution.
+            by_expert: the first dimension counts experts.
+        """
+        ...
+
+
+def draw_globally(parameter: Tensor, law: Law, *, by_expert: bool = False) -> None:
+    """Draw as torch does, from its global generator; see `Draw`.
+
+    Experts that are spread over a mesh get their values by number, from a seed that the host's
+    global generator gives, since on CPUs torch would draw the same values for different experts.
+    Ranks need the same `torch.manual_seed`.
+    """
+    if by_expert and is_dtensor(parameter):
+        _draw_held(parameter, law, torch.randint(2**62, (), device="cpu").item(), by_expert=True)
+    else:
+        law(parameter)
+
+
+def draw_nothing(parameter: Tensor, law: Law, *, by_expert: bool = False) -> None:
+    """Leave a parameter as it is, since it is about to be read from a file; see `Draw`."""
+
+
+class SeededDraw:
+    """Draws each parameter from its own generator, so that its values do not depend on the mesh;
+    see `Draw`.
+
+    Args:
+        seed: the seed of the run.
+        model: the model, or this rank's part of it under the full model's names.
+    """
+
+    def __init__(self, seed: int, model: nn.Module) -> None:
+        self._seed = seed
+        self._names: dict[Tensor, str] = {
+            parameter: name for name, parameter in model.named_parameters()
+        }
+
+    def __call__(self, parameter: Tensor, law: Law, *, by_expert: bool = False) -> None:
+        _draw_held(parameter, law, self._seed, self._names[parameter], by_expert=by_expert)
+
+
+def key_of(*words: object) -> int:
+    """Return a seed of 63 bits that depends on all words."""
+    return (
+        int.from_bytes(hashlib.sha256("\0".join(map(str, words)).encode()).digest()[:8], "little")
+        >> 1
+    )
+
+
+def held(tensor: Tensor) -> tuple[range, ...]:
+    """Return which indices of each dimension this rank holds; all of them unless the tensor is a
+    DTensor."""
+    ranges = [range(size) for size in tensor.shape]
+    if is_dtensor(tensor):
+        placements = tensor.placements
+        coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+        # FSDP's axis comes first in the mesh, but splits what the other axes left; its placement
+        # then has a split factor.
+        for axis in sorted(
+            range(len(placements)), key=lambda axis: hasattr(placements[axis], "split_factor")
+        ):
+            dim = getattr(placements[axis], "dim", None)
+            if dim is not None:
+                size = -(-len(ranges[dim]) // tensor.device_mesh.size(axis))
+                ranges[dim] = ranges[dim][coordinate[axis] * size :][:size]
+    return tuple(ranges)
+
+
+def _draw_held(
+    parameter: Tensor, law: Law, seed: object, name: str = "", *, by_expert: bool
+) -> None:
+    """Fill this rank's part of a parameter with the values that the whole parameter has there."""
+    local = parameter.detach()
+    local = local.to_local() if is_dtensor(local) else local
+    if local.is_meta:
+        return
+    ranges = held(parameter)
+    if not by_expert:
+        _draw_part(local, ranges, parameter.shape, law, key_of(seed, name))
+        return
+
+    def draw_expert(row: Tensor, expert: int) -> None:
+        _draw_part(row, ranges[1:], parameter.shape[1:], law, key_of(seed, name, expert))
+
+    # On a CPU torch draws on one thread, without Python's lock.
+    with ThreadPoolExecutor(torch.get_num_threads() if local.device.type == "cpu" else 1) as pool:
+        list(pool.map(draw_expert, local, ranges[0]))
+
+
+def _draw_part(
+    part: Tensor, ranges: tuple[range, ...], shape: torch.Size, law: Law, key: int
+) -> None:
+    """Fill one rank's part of a tensor. Numbers are drawn in float32, so that other dtypes round
+    the same ones."""
+    generator = torch.Generator(part.device).manual_seed(key)
+    if part.shape == shape and part.dtype == torch.float32 and part.is_contiguous():
+        law(part, generator=generator)
+    elif part.numel():
+        whole = torch.empty(shape, dtype=torch.float32, device=part.device)
+        law(whole, generator=generator)
+        part.copy_(whole[tuple(slice(each.start, each.stop) for each in ranges)])
+
+
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Return whether a tensor is a `DTensor`. A plain tensor does not trigger the import of torch's
+    DTensor package (1 s)."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)

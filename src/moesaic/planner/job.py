@@ -1,0 +1,170 @@
+"""`Job`: the part of a training configuration that determines the time and the memory of a step.
+Needs no torch.
+
+`moesaic train` and `moesaic plan` read the same files. The fields of the model are those of the
+trainer (`model_shape.py`). The few other fields here have the names of the trainer's fields, and a
+test checks that their defaults are equal.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from moesaic.configfile import override
+from moesaic.errors import InputError
+from moesaic.planner.cluster import ClusterSpec, Dtype
+from moesaic.planner.step import StepModel
+from moesaic.planner.workload import Workload
+from moesaic.shapes import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataShape:
+    """The training data."""
+
+    vocab_size: int = 256
+    """Size of the vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training run, reduced to what determines its speed and memory."""
+
+    batch_size: int = 16
+    """Sequences per micro-batch, over all ranks."""
+    accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Precision of products and activations. auto: bfloat16 if the cluster computes it at least 1.5
+    times as fast as float32, or if the rate of float32 is unknown; else float32. Parameters stay
+    float32, except under float64."""
+    model: ModelShape = field(default_factory=ModelShape)
+    """The model."""
+    data: DataShape = DataShape()
+    """The training data."""
+
+    def __post_init__(self) -> None:
+        if self.model.is_dense:
+            raise InputError(
+                'model.ffn="dense": a model without MoE layers has no plan to choose: set '
+                'model.ffn="moe"'
+            )
+        for where, value in (
+            ("batch_size", self.batch_size),
+            ("accumulation", self.accumulation),
+            ("data.vocab_size", self.data.vocab_size),
+        ):
+            if value < 1:
+                raise InputError(f"{where}={value}: must be at least 1")
+
+    @property
+    def dense_layers(self) -> int:
+        """Blocks without an MoE layer."""
+        return sum(not self.model.is_sparse(layer) for layer in range(self.model.num_layers))
+
+    def dtype(self, cluster: ClusterSpec) -> Dtype:
+        """Return the dtype of products on a cluster.
+
+        Raises:
+            InputError: if the cluster does not have the rate of that dtype.
+        """
+        names: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+        rates = cluster.device.tflops
+        if self.precision == "auto":
+            return (
+                "bf16"
+                if rates.bf16 and rates.bf16 >= 1.5 * rates.fp32
+                else "fp32"
+                if rates.fp32
+                else "bf16"
+            )
+        dtype = names[self.precision]
+        rates.of(dtype)
+        return dtype
+
+    def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
+        """Return the model of time and memory of a step on `dp` data-parallel groups.
+
+        Raises:
+            InputError: if the batch does not split over the groups.
+        """
+        model = self.model
+        moe = self.model.moe
+        if self.batch_size % dp:
+            raise InputError(
+                f"batch_size={self.batch_size} does not split over {dp} data-parallel groups"
+            )
+        layer = Workload(
+            tokens=self.batch_size // dp * model.seq_len,
+            num_experts=moe.num_experts,
+            top_k=moe.top_k,
+            dim=model.dim,
+            hidden=moe.hidden,
+            matrices=3 if moe.experts == "swiglu" else 2,
+            dtype=self.dtype(cluster),
+            capacity_factor=moe.capacity_factor if moe.capacity == "padded" else 1.0,
+            **model.routing,  # type: ignore[arg-type]
+        )
+        return StepModel(
+            num_layers=model.num_layers,
+            layer=layer,
+            seq_len=model.seq_len,
+            dense_hidden=model.active_hidden,
+            vocab=self.data.vocab_size,
+            recomputed=("block",) if model.checkpoint_activations else (),
+            micro_batches=self.accumulation,
+            shared_hidden=moe.shared_hidden,
+            parameter_bytes=8 if self.precision == "float64" else 4,
+            sparse_layers=model.num_layers - self.dense_layers,
+            **model.around,  # type: ignore[arg-type]
+        )
+
+    def parameters(self, cluster: ClusterSpec) -> tuple[float, float]:
+        """Return the number of parameters of the model, and of those that a token uses.
+
+        Args:
+            cluster: any cluster that can train the model; it changes neither.
+        """
+        step = replace(self.step_model(cluster, 1), embeddings=1 if self.model.tied else 2)
+        layer = step.layer
+        around = (
+            step.dense_parameters
+            + step.moe_layers * layer.matrices * layer.dim * step.shared_hidden
+        )
+        experts = step.expert_parameters
+        return around + experts, around + experts * layer.top_k / layer.num_experts
+
+
+def job_of(table: dict[str, Any], source: str) -> Job:
+    """Return the job of a training configuration.
+
+    Args:
+        table: the configuration as a table; missing fields have their defaults.
+        source: origin of the table, for messages.
+
+    Raises:
+        InputError: as `read_job` does.
+    """
+    return override(Job(), _planning_fields(Job(), table, source), source=source)
+
+
+def _planning_fields(
+    shape: Any, table: dict[str, Any], source: str, prefix: str = ""
+) -> dict[str, Any]:
+    """Return the fields of a table that planning reads, including nested ones; raises InputError
+    for misspelt ones."""
+    names = [each.name for each in fields(shape)]
+    read = {}
+    for name, value in table.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.84)
+            if near:
+                raise InputError(f"{source}: unknown field {prefix}{name}: did you mean {near[0]}?")
+            continue
+        nested = getattr(shape, name)
+        if is_dataclass(nested) and isinstance(value, dict):
+            value = _planning_fields(nested, value, source, f"{prefix}{name}.")
+        read[name] = value
+    return read

@@ -1,0 +1,540 @@
+"""Layouts of other training systems: their predicted steps, and the search for the fastest one that
+a system can run.
+
+The search starts from every combination of tensor parallelism, pipeline stages, parts of a sequence
+and sizes of ep that fits the ranks. From the best of these with each number of stages it changes
+one choice at a time, of those that the system has: the micro-batch, what is recomputed, the
+schedule, overlapped all-to-alls, DeepEP and the precision.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, ScoreKernel
+from moesaic.planner.job import Job
+from moesaic.planner.rank_memory import layer_memory, usable_bytes
+from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.step import (
+    LAUNCHES,
+    PARTS,
+    SCHEDULES,
+    STEPWISE,
+    Part,
+    Schedule,
+    Sharded,
+    StepCostModel,
+    StepModel,
+    alive_micro_batches,
+    layer_passes,
+)
+from moesaic.planner.step_memory import rank_memory
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.plan import AllToAll, Crossing, Plan
+
+FUSED_LOSS_BYTES = 10
+LOSS_BYTES = 52
+TORCH_LOSS_BYTES = 36
+"""Bytes read and written per logit of two bytes by three losses: that of Transformer Engine, in
+five passes; that of Megatron alone, in eight steps on a float32 copy; and PyTorch's cross entropy
+of a float32 copy (see `StepModel.loss_bytes`)."""
+LONG = 16384
+"""Shortest sequences, in tokens, that ranks share; each rank keeps at least a quarter of this many
+tokens."""
+RecomputeMethod = Literal["uniform", "block"]
+"""Which whole blocks are recomputed, by Megatron's names."""
+Precision = Literal["bf16", "fp8", "mxfp8"]
+"""Precision of matrix products with parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OthersLayout:
+    """A layout of another training system: how it splits a model over ranks, and what it overlaps
+    and fuses."""
+
+    tp: int = 1
+    """Tensor parallelism of attention."""
+    pp: int = 1
+    """Pipeline stages."""
+    schedule: Schedule = "1f1b"
+    """Pipeline schedule."""
+    virtual_pp: int = 1
+    """Runs of consecutive layers (virtual stages) that each pipeline rank has."""
+    virtual_layers: int = 0
+    """Layers per run, if given instead of `virtual_pp`; else 0."""
+    mtp: int = 0
+    """Number of further tokens that are predicted (multi-token prediction). Each has a block of its
+    own, preceded by a projection from twice the width of a token."""
+    cp: int = 1
+    """Context parallelism: number of ranks that share a sequence."""
+    ep: int = 1
+    """Expert parallelism."""
+    etp: int = 1
+    """Tensor parallelism of experts."""
+    micro_batch: int = 1
+    """Sequences per micro-batch of a data-parallel group."""
+    local_batch: int = 0
+    """Sequences of a data-parallel group that a pipeline cuts into micro-batches; 0 for one
+    micro-batch."""
+    global_batch: int = 0
+    """Sequences per optimizer step; 0 for one local batch of every data-parallel group."""
+    recompute: tuple[Part, ...] = ()
+    """Parts of blocks that backward recomputes; "block" for whole blocks."""
+    recompute_method: RecomputeMethod = "uniform"
+    """Which whole blocks are recomputed: all of them (uniform), or the first `recompute_layers` of
+    each run (block)."""
+    recompute_layers: int = 1
+    """Under uniform, blocks that are recomputed as one, of which only the first one's input is
+    kept; under block, blocks of each run that are recomputed, each by itself."""
+    sharded: Sharded = "optimizer"
+    """See `StepModel.sharded`."""
+    replicas: int = 1
+    """See `StepModel.replicas`."""
+    precision: Precision = "bf16"
+    """Precision of matrix products with parameters."""
+    all_to_all: AllToAll = "linear"
+    """Our all-to-all that is most similar to the dispatcher of the system; deepep for kernels that
+    forward tokens between and inside nodes at the same time (DeepEP, HybridEP)."""
+    overlapped: bool = False
+    """Whether all-to-alls overlap with the computing of another micro-batch."""
+    graphs: bool = False
+    """Whether a whole step is one CUDA graph, as with Megatron's `full_iteration`."""
+    hides_parameters: bool = True
+    """See `StepModel.hides_parameters`."""
+    hides_gradients: bool = True
+    """See `StepModel.hides_gradients`."""
+    fused_loss: bool = True
+    """Whether one or a few kernels compute the loss, without a float32 copy of the logits."""
+    float32_states: bool = True
+    """Whether gradients and moments have four bytes per element."""
+    float32_reduced: bool = True
+    """Whether gradients of float32 states are reduced in float32, rather than in bfloat16."""
+    stepwise: tuple[str, ...] = ()
+    """Operations that run step by step in eager PyTorch instead of in fused or compiled kernels:
+    keys of `STEPWISE`."""
+    score_kernel: ScoreKernel = "best"
+    """Kernel of the attention scores: the fastest one of the device, FlashAttention-2, or
+    FlexAttention."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether matrix products read elements of less than two bytes."""
+        return ELEMENT_BYTES[self.precision] < 2
+
+    @property
+    def by_deepep(self) -> bool:
+        """Whether kernels send each token once to a node and once to a rank."""
+        return self.ep > 1 and Plan(all_to_all=self.all_to_all).crossing is not Crossing.LINK
+
+    @property
+    def needs_deepep(self) -> bool:
+        """Whether these kernels are DeepEP's or HybridEP's."""
+        return self.ep > 1 and Plan(all_to_all=self.all_to_all).crossing is Crossing.DEEPEP
+
+    def sequences(self, world: int) -> int:
+        """Return the number of sequences per optimizer step on `world` ranks."""
+        groups = world // (self.tp * self.cp * self.pp)
+        return self.global_batch or groups * max(self.local_batch, self.micro_batch)
+
+    def __post_init__(self) -> None:
+        for name, chosen, known in (
+            ("recompute", self.recompute, PARTS),
+            ("stepwise", self.stepwise, tuple(STEPWISE)),
+            ("schedule", (self.schedule,), SCHEDULES),
+        ):
+            for word in chosen:
+                if word not in known:
+                    raise InputError(f"layout: {name}={word!r}: choose from {', '.join(known)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = (
+                0 if field.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
+            )
+            if field.type == "int" and value < least:
+                raise InputError(f"layout: {field.name}={value}: must be at least {least}")
+        if self.schedule != "1f1b" and self.virtual_pp not in (1, 2):
+            raise InputError(
+                f"layout: schedule {self.schedule} has a fixed number of runs of layers per rank, "
+                f"not {self.virtual_pp}: leave virtual_pp at 1"
+            )
+
+
+def predict(
+    job: Job,
+    cluster: ClusterSpec,
+    layout: OthersLayout,
+    *,
+    launches: tuple[float, float] = LAUNCHES,
+) -> PlannedStep:
+    """Return the predicted step under a layout of another system, with our most similar plan.
+
+    Blocks are split over the pipeline stages in runs; if the split is uneven, the first runs are
+    longer. The last run has the output. Ranks that share a sequence each have a part of its tokens
+    and an average share of its scores. They pass keys and values around in a ring, overlapped with
+    the scores. The busiest rank of the pipeline sets the pace.
+
+    Args:
+        job: the training job; its batch is ignored.
+        cluster: the cluster; the layout uses all of its ranks.
+        layout: the layout.
+        launches: as in `StepModel`.
+
+    Raises:
+        InputError: if the layout does not fit the model or the cluster.
+    """
+    count = _micro_batches(job, cluster, layout)
+    stage = cluster.world // layout.pp
+    grid = Grid(
+        world=stage,
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=layout.etp,
+        ranks_per_node=min(cluster.devices_per_node, stage),
+    )
+    groups = stage // (layout.tp * layout.cp)
+    whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
+    whole = replace(whole, launches=launches)
+    simulator = Simulator(cluster)
+    ranks = [
+        StepCostModel(each, grid, simulator) for each in rank_models(job, whole, layout, count)
+    ]
+    layer = ranks[0].model.layer
+    passes = layer_passes(cluster, grid, layer, deepep=layout.by_deepep)
+    busy = [rank.busy_seconds(*passes) for rank in ranks]
+    slowest = ranks[busy.index(max(busy))]
+    compiled = _compiled(layout.all_to_all if layout.ep > 1 else "linear", grid)
+    volumes = simulator.volumes(compiled.forward, layer, compiled.grid)
+    of_layer = layer_memory(compiled.forward, compiled.backward, volumes)
+    memories = [rank_memory(rank, *of_layer) for rank in ranks]
+    return PlannedStep(
+        plan=compiled.plan,
+        grid=grid,
+        estimate=slowest.estimate(*passes, mean_busy=sum(busy) / len(busy)),
+        memory=max(memories, key=lambda memory: memory.total),
+        bound_seconds=max(slowest.compute_bound, slowest.link_bound),
+    )
+
+
+@lru_cache(maxsize=64)
+def _compiled(all_to_all: AllToAll, grid: Grid) -> Compiled:
+    """Return our plan without chunks that is most similar to a system's layers."""
+    multicast = Plan(all_to_all=all_to_all).crossing is Crossing.DEEPEP
+    return compile_plan(
+        Plan(all_to_all="multicast" if multicast else all_to_all, order="fifo"), grid
+    )
+
+
+def _micro_batches(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> int:
+    """Return the micro-batches per step; raises InputError if the layout does not fit the model or
+    the cluster."""
+    world = cluster.world
+    model = job.model
+    if layout.needs_deepep and not cluster.carries_deepep:
+        raise InputError(
+            f"layout: DeepEP needs NVLink inside nodes and RDMA between them, and not all links of "
+            f"{cluster.name} are said to carry it (deepep = true): use the all-to-all dispatcher"
+        )
+    split = layout.tp * layout.cp * layout.pp
+    if world % split or (world // layout.pp) % (layout.ep * layout.etp):
+        raise InputError(
+            f"{world} ranks do not split into tp {layout.tp}, cp {layout.cp}, pp {layout.pp}, ep "
+            f"{layout.ep}, etp {layout.etp}: their products must divide the ranks"
+        )
+    groups = world // split
+    batch = layout.sequences(world)
+    if batch % (groups * layout.micro_batch):
+        raise InputError(
+            f"a global batch of {batch} does not split over {groups} data-parallel groups of "
+            f"micro-batches of {layout.micro_batch}: choose a multiple of "
+            f"{groups * layout.micro_batch}"
+        )
+    if (
+        model.num_layers < layout.pp
+        or model.moe.num_experts % layout.ep
+        or model.moe.hidden % layout.etp
+    ):
+        raise InputError(
+            f"pp {layout.pp}, ep {layout.ep} and etp {layout.etp} do not split the model's "
+            "layers and experts"
+        )
+    count = batch // (groups * layout.micro_batch)
+    if layout.schedule == "dualpipev" and count < 2 * layout.pp:
+        raise InputError(
+            f"{count} micro-batches do not fill a pipeline of {2 * layout.pp} stages that "
+            f"overlaps forward and backward passes: choose at least {2 * layout.pp}, or another "
+            "schedule"
+        )
+    return count
+
+
+def fills_pipeline(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> bool:
+    """Return whether a step has at least as many micro-batches as its pipeline has stages."""
+    return _micro_batches(job, cluster, layout) >= layout.pp
+
+
+def _runs(layout: OthersLayout, blocks: int) -> int:
+    """Return the runs of layers per rank of a pipeline."""
+    if layout.schedule in ("zb-v", "dualpipev"):
+        return 2
+    if not layout.virtual_layers:
+        return layout.virtual_pp
+    layers = -(-blocks // layout.pp)
+    if layers % layout.virtual_layers:
+        raise InputError(
+            f"a stage of {layers} layers does not split into runs of {layout.virtual_layers}: "
+            "choose a divisor"
+        )
+    return layers // layout.virtual_layers
+
+
+def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) -> list[StepModel]:
+    """Return the model of every distinct rank of the pipeline: its blocks, and the embedding or the
+    output if it has them.
+
+    All runs have equally many blocks, or the first ones have one more. The blocks of multi-token
+    prediction come last, followed by the output. In a V, the second run of a rank is as far from
+    the end as its first one is from the start.
+    """
+    blocks = whole.num_layers + layout.mtp
+    runs = _runs(layout, blocks)
+    pp = layout.pp
+    sparse = np.array(
+        [job.model.is_sparse(block) for block in range(whole.num_layers)] + [True] * layout.mtp
+    )
+    parts = np.array_split(sparse, pp * runs)
+    models = []
+    for rank in range(pp):
+        folded = layout.schedule in ("zb-v", "dualpipev")
+        numbers = [rank, 2 * pp - 1 - rank] if folded else list(range(rank, pp * runs, pp))
+        first = 0 in numbers
+        last = pp * runs - 1 in numbers
+        models.append(
+            replace(
+                _step_model(whole, layout, blocks, count),
+                num_layers=max(sum(len(parts[number]) for number in numbers), 1),
+                recomputed_blocks=_recomputed_blocks(
+                    layout, [len(parts[number]) for number in numbers]
+                ),
+                sparse_layers=int(sum(parts[number].sum() for number in numbers)),
+                vocab=whole.vocab * (first or last),
+                embeddings=whole.embeddings if first and last else 1,
+                outputs=(1 + layout.mtp) * last,
+                stages=pp,
+                runs=runs,
+                alive=alive_micro_batches(layout.schedule, pp, runs, count, rank),
+            )
+        )
+    return list(dict.fromkeys(models))
+
+
+def _recomputed_blocks(layout: OthersLayout, lengths: list[int]) -> int | None:
+    """Return how many blocks of a rank, whose runs have some lengths, are recomputed as a whole;
+    None for all."""
+    if layout.recompute_method == "uniform":
+        return None
+    return sum(min(length, layout.recompute_layers) for length in lengths)
+
+
+def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int) -> StepModel:
+    """Return the model of all layers under what the system overlaps, shards and fuses."""
+    projected = layout.mtp * 2 * whole.layer.dim**2
+    return replace(
+        whole,
+        micro_batches=count,
+        attention_parameters=(blocks * whole.attention + projected) / blocks,
+        layer=replace(
+            whole.layer,
+            tokens=whole.layer.tokens // layout.cp,
+            products=layout.precision if layout.is_narrow else None,
+        ),
+        seq_len=whole.seq_len // layout.cp,
+        shares_sequence=layout.cp,
+        score_operations=whole.scores,
+        recomputed=layout.recompute,
+        recomputed_together=layout.recompute_layers if layout.recompute_method == "uniform" else 1,
+        keeps_activated=True,
+        replicas=layout.replicas,
+        overlapped=layout.overlapped or layout.schedule == "dualpipev",
+        graphs=layout.graphs,
+        schedule=layout.schedule,
+        hides_parameters=layout.hides_parameters,
+        hides_gradients=layout.hides_gradients,
+        loss_bytes=TORCH_LOSS_BYTES
+        if "loss" in layout.stepwise
+        else FUSED_LOSS_BYTES
+        if layout.fused_loss
+        else LOSS_BYTES,
+        stepwise=layout.stepwise,
+        score_kernel=layout.score_kernel,
+        # Megatron requires sequence parallelism if a model has experts and tensor parallelism.
+        sequence_parallel=layout.tp > 1,
+        sharded=layout.sharded,
+        parameter_bytes=4 if layout.float32_states else 2,
+        gradient_bytes=4 if layout.float32_states and layout.float32_reduced else 2,
+        # The FSDP of PyTorch and that of Megatron gather parameters in the precision of products,
+        # not the float32 master.
+        gathered_bytes=whole.layer.element_bytes,
+    )
+
+
+def longer_by_narrow_rate(
+    job: Job, cluster: ClusterSpec, layout: OthersLayout
+) -> tuple[float, float]:
+    """Return the range of factors by which a step may take longer because the rate of narrow
+    products is uncertain.
+
+    The range is (1, 1) if products are not narrow, or if their rate was measured in training
+    (`Device.narrow_between`).
+
+    Args:
+        job, cluster, layout: the arguments of `predict`.
+    """
+    device = cluster.device
+    if not layout.is_narrow or not device.narrow_between:
+        return 1.0, 1.0
+    at_usual_rate = predict(job, cluster, layout).seconds
+
+    def seconds(times: float) -> float:
+        faster = device.with_products(times, (layout.precision,))
+        return predict(job, replace(cluster, device=faster), layout).seconds
+
+    slow, fast = map(seconds, device.narrow_between)
+    return fast / at_usual_rate, slow / at_usual_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offers:
+    """What a training system has, of the choices that the search changes."""
+
+    schedules: tuple[tuple[Schedule, int], ...] = (("1f1b", 1),)
+    """Pipeline schedules, with the runs of layers of a rank."""
+    recompute: tuple[tuple[Part, ...], ...] = ((), ("block",))
+    """Parts that backward recomputes."""
+    all_to_alls: tuple[AllToAll, ...] = ("linear",)
+    """Dispatchers."""
+    overlaps: bool = False
+    """Whether all-to-alls of one micro-batch overlap with another's computation; with a pipeline,
+    only if ranks have several runs, and never with whole blocks recomputed."""
+    precisions: tuple[Precision, ...] = ("bf16",)
+    """Precisions of products."""
+    sharded: Sharded = "optimizer"
+    """What is sharded over data-parallel ranks."""
+
+
+Tried = tuple[OthersLayout, PlannedStep]
+
+
+def best_layout(
+    job: Job,
+    cluster: ClusterSpec,
+    offers: Offers,
+    *,
+    stages: int | None = None,
+    reserve_gib: float = 1.0,
+) -> Tried | None:
+    """Return the layout with the shortest predicted step, and that step; None if no layout fits the
+    memory.
+
+    Args:
+        job: the training job; its batch and accumulation give the sequences of a step.
+        cluster: the cluster; layouts use all of its ranks.
+        offers: what the system has.
+        stages: number of pipeline stages; None tries powers of two.
+        reserve_gib: device memory set aside for the framework.
+    """
+    most = usable_bytes(cluster, reserve_gib)
+
+    def tried(layout: OthersLayout) -> Tried | None:
+        try:
+            step = predict(job, cluster, layout)
+        except InputError:
+            return None
+        return (layout, step) if step.memory.total <= most else None
+
+    starts: dict[int, Tried] = {}
+    for layout in _starts(job, cluster, offers, stages):
+        found = next(
+            filter(None, (tried(replace(layout, recompute=parts)) for parts in ((), ("block",)))),
+            None,
+        )
+        if found and (layout.pp not in starts or found[1].seconds < starts[layout.pp][1].seconds):
+            starts[layout.pp] = found
+    climbed = []
+    for best in starts.values():
+        better: Tried | None = best
+        while better is not None:
+            best, found_all = better, filter(None, map(tried, _neighbours(best[0], offers)))
+            better = min(found_all, key=lambda each: each[1].seconds, default=None)
+            if better is not None and better[1].seconds >= best[1].seconds:
+                better = None
+        climbed.append(best)
+    return min(climbed, key=lambda each: each[1].seconds, default=None)
+
+
+def _starts(
+    job: Job, cluster: ClusterSpec, offers: Offers, stages: int | None
+) -> Iterator[OthersLayout]:
+    """Yield layouts under the plainest choices, whose sizes are powers of two."""
+    seq_len = job.model.seq_len
+    world = cluster.world
+    sequences = job.batch_size * job.accumulation
+    counts = (1, 2, 4, 8, 16) if stages is None else (stages,)
+    parts = [
+        part
+        for part in (1, 2, 4, 8)
+        if part == 1 or (seq_len >= LONG and 4 * seq_len // part >= LONG)
+    ]
+    for pp, cp, tp in itertools.product(counts, parts, (1, 2, 4, 8)):
+        # PyTorch's pipelines keep parameters whole between micro-batches.
+        sharded: Sharded = (
+            "gradients" if pp > 1 and offers.sharded == "parameters" else offers.sharded
+        )
+        if world % (pp * cp * tp) or job.model.num_heads % tp or tp > cluster.devices_per_node:
+            continue
+        for ep in (2**power for power in range((world // pp).bit_length())):
+            if job.model.moe.num_experts % ep == 0 and (world // pp) % ep == 0:
+                yield OthersLayout(
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    ep=ep,
+                    global_batch=sequences,
+                    sharded=sharded,
+                    all_to_all=offers.all_to_alls[-1 if cluster.carries_deepep else 0],
+                )
+
+
+def _neighbours(layout: OthersLayout, offers: Offers) -> Iterator[OthersLayout]:
+    """Yield the layouts of a system that differ in one choice."""
+    changes: list[dict[str, Any]] = [
+        {"micro_batch": size}
+        for size in (2 * layout.micro_batch, layout.micro_batch // 2)
+        if 1 <= size <= 16
+    ]
+    changes += [{"recompute": parts} for parts in offers.recompute]
+    changes += [{"all_to_all": name} for name in offers.all_to_alls]
+    changes += [{"precision": name} for name in offers.precisions]
+    changes += [{"overlapped": not layout.overlapped}] * offers.overlaps
+    if layout.pp > 1:
+        changes += [{"schedule": name, "virtual_pp": runs} for name, runs in offers.schedules]
+        changes += [
+            {"schedule": "1f1b", "virtual_pp": runs, "overlapped": True}
+            for name, runs in offers.schedules
+            if offers.overlaps and name == "1f1b" and runs > 1
+        ]
+    for change in changes:
+        changed = replace(layout, **change)
+        hides = changed.overlapped and (
+            "block" in changed.recompute or (changed.pp > 1 and changed.virtual_pp == 1)
+        )
+        if changed != layout and not hides:
+            yield changed

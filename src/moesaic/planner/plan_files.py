@@ -1,0 +1,111 @@
+"""Reads and writes plan files: TOML or JSON with a version.
+
+A file with the result of a search also has a table `mesh` for `moesaic train`, and a table `found`
+with information for people about the search.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moesaic.configfile import override, read_table, to_toml
+from moesaic.errors import InputError
+from moesaic.files import write
+from moesaic.planner.rank_memory import GIB
+from moesaic.planner.search import PlannedStep
+from moesaic.program.plan import Plan
+
+VERSION = 1
+"""Version of the file format; readers refuse newer ones."""
+MESH = ("tp", "ep", "etp", "innermost")
+"""Fields of the table `mesh`."""
+
+
+def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
+    """Return the mesh table and the plan in a file; the mesh table is empty if the file has only a
+    plan.
+
+    Raises:
+        InputError: if the file is missing, does not parse, has a newer version, has no plan, or if
+            its mesh is not a table of fields of `MESH`.
+    """
+    table = read_table(path)
+    version = table.get("version")
+    if not isinstance(version, int) or not isinstance(table.get("plan"), dict):
+        raise InputError(
+            f"plan {path}: needs version = {VERSION} and a table [plan]: write it with "
+            "moesaic show --write"
+        )
+    if version > VERSION:
+        raise InputError(
+            f"plan {path}: has version {version}, this Moesaic reads up to {VERSION}: upgrade it"
+        )
+    plan = override(Plan(), table["plan"], source=str(path), prefix="plan.")
+    mesh = table.get("mesh", {})
+    if not isinstance(mesh, dict) or not set(mesh) <= set(MESH):
+        raise InputError(
+            f"plan {path}: [mesh] must be a table of {', '.join(MESH)}: write it with moesaic "
+            "plan --write"
+        )
+    return mesh, plan
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan to a file.
+
+    Args:
+        plan: the plan.
+        path: the file, with the suffix .toml or .json.
+
+    Raises:
+        InputError: if the file has another suffix or cannot be written.
+    """
+    _write({"version": VERSION, "plan": _fields_of(plan)}, path)
+
+
+def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str) -> None:
+    """Write the mesh and the plan of a search result to a file.
+
+    Args:
+        planned: the search result.
+        path: the file, with the suffix .toml or .json.
+        model: name of the model, for people.
+        cluster: name of the cluster, for people.
+
+    Raises:
+        InputError: if the file has another suffix or cannot be written.
+    """
+    table: dict[str, Any] = {
+        "version": VERSION,
+        "mesh": {name: getattr(planned.grid, name) for name in MESH},
+        "plan": _fields_of(planned.plan),
+        "found": {
+            "model": model,
+            "cluster": cluster,
+            "ranks": planned.grid.world,
+            "simulated_step_seconds": planned.seconds,
+            "bottleneck": planned.estimate.bottleneck,
+            "memory_gib": round(planned.memory.total / GIB, 3),
+        },
+    }
+    _write(table, path)
+
+
+def _fields_of(plan: Plan) -> dict[str, Any]:
+    """Return the fields of a plan that are not None, since TOML has no null."""
+    return {name: value for name, value in asdict(plan).items() if value is not None}
+
+
+def _write(table: dict[str, Any], path: Path) -> None:
+    if path.suffix not in (".toml", ".json"):
+        raise InputError(f"plan {path}: choose a name that ends in .toml or .json")
+    text = (json.dumps(table, indent=2) if path.suffix == ".json" else to_toml(table)) + "\n"
+    try:
+        write(path, text, typed=True)
+    except OSError as error:
+        raise InputError(
+            f"plan {path}: cannot be written ({error.strerror}): choose another path"
+        ) from error

@@ -1,0 +1,416 @@
+"""Tutel's dictionary (Hwang et al. 2023, section 3.3): learns during training which plan is fastest
+at which load.
+
+Loads share an entry by buckets. A race times the plans: each runs for a few steps, then the faster
+half again, until one is left. Where a cluster is known, the entries are prefilled with predicted
+seconds: plans that are predicted to be far slower stay out of the race, and its results, divided by
+the predictions, correct the predictions at all other loads. A plan that seems faster at the current
+loads takes over and is timed there. If steps no longer take what they took, a new race starts.
+
+The table is deterministic: given the same loads and measured seconds, all ranks choose the same
+plan. The caller must make the ranks agree on both first. A plan with a lossy codec runs only if the
+caller lists the codec as tested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median, median_low
+from typing import Any
+
+from moesaic.errors import InputError
+from moesaic.program.plan import Codec, Plan
+
+VERSION = 2
+"""Version of the saved state."""
+ROUNDS = (2, 3, 5)
+"""Steps that each round of a race measures per remaining plan, after one warm-up step; further
+rounds are like the last."""
+KEPT = sum(ROUNDS)
+"""Number of steps by which a plan counts as timed at a load: those of the winner of a race of eight
+plans."""
+RECENT = 7
+"""Number of recent steps whose median is compared with the time that the plan had before."""
+LOADS = 5
+"""Number of recent loads over which plans are compared."""
+Predict = Callable[[float], Sequence[float]]
+"""Function of a load that returns the predicted seconds of a step under each plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """Settings of a plan table."""
+
+    rows_per_bucket: float = 128
+    """Width of a bucket of loads that share an entry (Tutel's R). A load is the number of copies of
+    the busiest expert."""
+    hysteresis: float = 0.03
+    """Share by which another plan must be faster to replace the running one."""
+    optimism: float = 0.25
+    """Share by which a plan may be faster than predicted: the first race leaves out plans that
+    would still not be the best."""
+    drift: float = 0.15
+    """Relative change of step times that starts a new race; larger if step times vary a lot."""
+
+    def __post_init__(self) -> None:
+        if not (self.rows_per_bucket > 0 and math.isfinite(self.rows_per_bucket)):
+            raise InputError(
+                f"rows_per_bucket={self.rows_per_bucket}: must be a finite number above 0"
+            )
+        for name in ("hysteresis", "optimism", "drift"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(
+                    f"{name}={getattr(self, name)}: choose a share of at least 0 and below 1"
+                )
+
+
+@dataclass
+class Entry:
+    """Times of one plan at one load."""
+
+    predicted: float
+    """Predicted seconds of a step."""
+    measured: list[float] = field(default_factory=list)
+    """Seconds of the first `KEPT` steps since the last race began. Their median is used, so that
+    one slow step does not matter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A change of plan."""
+
+    step: int
+    """Number of steps decided so far, in this run and earlier ones."""
+    bucket: int
+    """Bucket of the last load."""
+    plan: int
+    """Number of the plan that runs from this step on."""
+    why: str
+    """Reason: start, trial, fastest (of a race) or faster (at the current loads)."""
+
+
+class Race:
+    """A race between plans: each round times a few steps of every remaining plan and drops the
+    slower half.
+
+    A race of eight plans takes 24 + 16 + 12 steps, including the warm-up steps.
+
+    Args:
+        plans: numbers of the plans, the most promising first.
+        drift: see `TableSettings`.
+    """
+
+    def __init__(self, plans: Sequence[int], drift: float) -> None:
+        self.left = list(plans)
+        self.seconds: dict[int, list[list[float]]] = {plan: [[]] for plan in plans}
+        self._drift = drift
+        self._round = 0
+        self._waiting = list(plans)
+        self.is_void = False
+        """Whether step times drifted during the race, so that the times of its plans are not
+        comparable."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that this round measures per plan."""
+        return ROUNDS[min(self._round, len(ROUNDS) - 1)]
+
+    def next(self) -> int | None:
+        """Return the plan to time next; None if only one plan is left."""
+        if not self._waiting and len(self.left) > 1:
+            self._end_round()
+        return self._waiting.pop(0) if self._waiting and len(self.left) > 1 else None
+
+    def median(self, plan: int) -> float:
+        """Return the low median of all step times of a plan; the low one, since disturbances only
+        make steps slower."""
+        return median_low([seconds for of_round in self.seconds[plan] for seconds in of_round])
+
+    def _end_round(self) -> None:
+        """Drop the slower half of the plans, or find that step times drifted."""
+        if self._round:
+            ratios = [
+                median_low(self.seconds[plan][-1]) / median_low(self.seconds[plan][-2])
+                for plan in self.left
+            ]
+            self.is_void = abs(math.log(median(ratios))) > math.log1p(self._drift)
+        ranked = sorted(self.left, key=lambda plan: (self.median(plan), self.left.index(plan)))
+        self.left = ranked[: max(len(ranked) // 2, 1)]
+        self._round += 1
+        self._waiting = list(self.left)
+        for plan in self.left:
+            self.seconds[plan].append([])
+
+
+class PlanTable:
+    """Chooses a plan before every step, and learns from the measured time of the step.
+
+    Args:
+        plans: the plans to choose from.
+        predict: predicts the seconds of a step under each plan at a load; None if nothing is known
+            about the machine, so that all plans race.
+        settings: settings of the table; None for the defaults.
+        load: the load that the first step probably has.
+        tested: pairs of codecs (forward, backward) that the user has tested; other lossy plans
+            never run.
+
+    Raises:
+        InputError: if no plan may run.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        predict: Predict | None = None,
+        settings: TableSettings | None = None,
+        *,
+        load: float = 0.0,
+        tested: Collection[tuple[Codec, Codec]] = (),
+    ) -> None:
+        self.plans = tuple(plans)
+        self.settings = settings or TableSettings()
+        self._predict = predict or (lambda _: [1.0] * len(self.plans))
+        self.allowed = [
+            number
+            for number, plan in enumerate(self.plans)
+            if plan.is_lossless or (plan.codec, plan.backward_codec) in tested
+        ]
+        if not self.allowed:
+            raise InputError(
+                "the plan table holds no plan that may be run: name a lossless one, or test "
+                "the codec first"
+            )
+        self.entries: dict[int, list[Entry]] = {}
+        self.decisions: list[Decision] = []
+        self.steps = self.explored = self.switches = 0
+        self.races = 0
+        """Number of races so far; more than one if step times drifted."""
+        self.running: int | None = None
+        self.race: Race | None = None
+        self.timed: dict[int, float] = {}
+        """Seconds of a step under each plan that the last finished race timed."""
+        self._loads: deque[float] = deque([load], maxlen=LOADS)
+        self._race_load = load
+        self._trial_left = self._unsettled = 0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def bucket_of(self, load: float) -> int:
+        """Return the bucket of a load."""
+        return int(load // self.settings.rows_per_bucket)
+
+    def choose(self) -> int:
+        """Return the number of the plan for the next step."""
+        self.steps += 1
+        if self.race is None and (not self.races or self._has_drifted()):
+            self.races += 1
+            self._start_race()
+        if self.race is not None:
+            if not self._trial_left:
+                self._next_trial(self.race)
+            if self.race is not None:
+                self._trial_left -= 1
+                self.explored += 1
+        else:
+            seconds = self.estimates()
+            best = min(self.allowed, key=lambda plan: (seconds[plan], plan))
+            if (
+                self.running is None
+                or seconds[best] < (1 - self.settings.hysteresis) * seconds[self.running]
+            ):
+                self._run(best, "faster")
+        assert self.running is not None
+        return self.running
+
+    def record(self, seconds: float, load: float = 0.0) -> None:
+        """Record the time of the step; the first step after a change of plan is ignored, since it
+        warms caches.
+
+        Args:
+            seconds: time of the slowest rank, the same on all ranks.
+            load: load of the step. The time is scaled to the middle of the load's bucket, by the
+                ratio of the predictions. Without that, two plans with steps at the two ends of a
+                bucket would seem to differ by a tenth.
+        """
+        assert self.running is not None, "choose a plan first"
+        self._loads.append(load)
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        entry = self._entries_of(self.bucket_of(load))[self.running]
+        over_predicted = seconds / self._predicted(load, self.running)
+        if self.race is not None:
+            raced = over_predicted * self._predicted(self._race_load, self.running)
+            self.race.seconds[self.running][-1].append(raced)
+        if len(entry.measured) < KEPT:
+            entry.measured.append(over_predicted * entry.predicted)
+        elif self.race is None:
+            self._recent.append(math.log(over_predicted * entry.predicted / median(entry.measured)))
+
+    def _start_race(self) -> None:
+        """Forget all times, and let plans race: at first those that are predicted to be good, later
+        all."""
+        for entries in self.entries.values():
+            for entry in entries:
+                entry.measured.clear()
+        self._race_load = fmean(self._loads)
+        predicted = [self._predicted(self._race_load, plan) for plan in range(len(self.plans))]
+        limit = min(predicted[plan] for plan in self.allowed) / (1 - self.settings.optimism)
+        starters = [plan for plan in self.allowed if self.races > 1 or predicted[plan] <= limit]
+        self.race = Race(sorted(starters, key=lambda plan: predicted[plan]), self.settings.drift)
+        self._trial_left = 0
+
+    def _next_trial(self, race: Race) -> None:
+        """Run the next plan of the race, or the fastest one if the race is over."""
+        plan = race.next()
+        if race.is_void:
+            self._start_race()
+            assert self.race is not None
+            return self._next_trial(self.race)
+        if plan is not None:
+            self._trial_left = race.steps + (plan != self.running)
+            return self._run(plan, "trial")
+        self.timed = {
+            number: race.median(number) for number in race.seconds if race.seconds[number][0]
+        }
+        self.race = None
+        self._recent.clear()
+        return self._run(race.left[0], "fastest")
+
+    def _has_drifted(self) -> bool:
+        """Return whether steps take another time than they took before, by more than their
+        spread."""
+        if len(self._recent) < RECENT or self.running is None:
+            return False
+        before = self._entries_of(self.bucket_of(self._loads[-1]))[self.running].measured
+        spread = (
+            median(abs(math.log(seconds / median(before))) for seconds in before) if before else 0.0
+        )
+        return abs(median(self._recent)) > max(math.log1p(self.settings.drift), 4 * spread)
+
+    def estimates(self) -> list[float]:
+        """Return the estimated seconds of a step under each plan, the mean over the recent loads.
+
+        At a load at which a plan was not timed, its prediction is corrected by the ratio of
+        measured to predicted seconds that it has at other loads. A plan that never ran gets the
+        usual ratio of the plans that did.
+        """
+        ratios: dict[int, list[float]] = {}
+        for entries in self.entries.values():
+            for plan, entry in enumerate(entries):
+                if entry.measured:
+                    ratios.setdefault(plan, []).append(median(entry.measured) / entry.predicted)
+        of_plan = {plan: median(of_loads) for plan, of_loads in ratios.items()}
+        usual = median(of_plan.values()) if of_plan else 1.0
+        by_load = [
+            [
+                median(entry.measured)
+                if len(entry.measured) >= KEPT
+                else entry.predicted * of_plan.get(plan, usual)
+                for plan, entry in enumerate(self._entries_of(self.bucket_of(load)))
+            ]
+            for load in self._loads
+        ]
+        return [fmean(of_loads) for of_loads in zip(*by_load)]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the table as plain data for JSON. A race that is running will begin
+        anew."""
+        return {
+            "version": VERSION,
+            "rows_per_bucket": self.settings.rows_per_bucket,
+            "plans": [asdict(plan) for plan in self.plans],
+            "measured": {
+                str(bucket): [each.measured for each in entries]
+                for bucket, entries in self.entries.items()
+            },
+            "loads": list(self._loads),
+            "counts": [
+                self.steps,
+                self.explored,
+                self.switches,
+                self.races if self.race is None else 0,
+            ],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the measurements in a `state`; predictions are made again.
+
+        Raises:
+            InputError: if the state has another version, other buckets or other plans, or is
+                damaged.
+        """
+        if (
+            state.get("version") != VERSION
+            or state.get("rows_per_bucket") != self.settings.rows_per_bucket
+        ):
+            raise InputError(
+                f"has version {state.get('version')} and buckets of "
+                f"{state.get('rows_per_bucket')} rows, but this table has version {VERSION} and "
+                f"{self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
+            )
+        if state.get("plans") != [asdict(plan) for plan in self.plans]:
+            raise InputError("holds other plans than this table: start anew")
+        try:
+            for bucket, measured in state["measured"].items():
+                for entry, seconds in zip(self._entries_of(_whole(bucket)), measured, strict=True):
+                    entry.measured = _numbers(seconds, least=math.ulp(0.0))[:KEPT]
+            self._loads.extend(_numbers(state["loads"], least=0.0))
+            self.steps, self.explored, self.switches, self.races = map(_whole, state["counts"])
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            raise InputError(f"is damaged ({error!r}): delete the file to start anew") from error
+
+    def _entries_of(self, bucket: int) -> list[Entry]:
+        """Return the entries of a bucket; those of a new bucket are predicted at its middle."""
+        if bucket not in self.entries:
+            predicted = list(self._predict((bucket + 0.5) * self.settings.rows_per_bucket))
+            assert len(predicted) == len(self.plans), "a prediction for each plan"
+            self.entries[bucket] = [Entry(predicted=seconds) for seconds in predicted]
+        return self.entries[bucket]
+
+    def _predicted(self, load: float, plan: int) -> float:
+        """Return the predicted seconds of a plan at a load, by linear interpolation between the
+        middles of buckets."""
+        at = max(load / self.settings.rows_per_bucket - 0.5, 0.0)
+        low = int(at)
+        before, after = (self._entries_of(bucket)[plan].predicted for bucket in (low, low + 1))
+        return before + (at - low) * (after - before)
+
+    def _run(self, plan: int, why: str) -> None:
+        """Let a plan run from this step on."""
+        if plan == self.running:
+            return
+        why = "start" if self.running is None else why
+        self.switches += self.running is not None
+        self._unsettled = 1
+        self.running = plan
+        self.decisions.append(
+            Decision(
+                step=self.steps - 1, bucket=self.bucket_of(self._loads[-1]), plan=plan, why=why
+            )
+        )
+
+
+def _whole(value: Any) -> int:
+    """Return the value as an int of at least 0; raises ValueError or TypeError if it is none."""
+    if (number := int(value)) < 0:
+        raise ValueError(f"{number} is below 0")
+    return number
+
+
+def _numbers(values: list[Any], *, least: float) -> list[float]:
+    """Return the values as finite floats of at least `least`; raises ValueError or TypeError if one
+    is none."""
+    numbers = [float(value) for value in values]
+    if not all(least <= value < math.inf for value in numbers):
+        raise ValueError(f"a number is below {least:g}")
+    return numbers

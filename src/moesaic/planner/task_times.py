@@ -1,0 +1,161 @@
+"""`timed`: predicts when a program's tasks run on a cluster, given their rows and messages.
+
+The simulator (`simulator.py`) derives the rows and messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.compute import compute_seconds, rates_of
+from moesaic.planner.events import Events, graph_of
+from moesaic.planner.movement import AbstractVolumes, Movement, movements_of
+from moesaic.program.joined_messages import bundles
+from moesaic.program.task import Lane, Program
+from moesaic.program.timeline import Span, Timeline, chunk_of
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The simulated run of a program on a cluster."""
+
+    timeline: Timeline
+    """Timeline of the rank that ends last."""
+    ends: np.ndarray
+    """(actors,) seconds until each rank has ended; one entry if one rank stands for all."""
+    compute_seconds: float
+    """Seconds of computation of the rank that computes most."""
+    link_seconds: dict[str, float]
+    """Seconds for which each link is busy at its full rate, by name; unused links are left out."""
+    lane_seconds: dict[str, float]
+    """Seconds of a rank's movements on each lane, one after the other, start-up included, if
+    nothing else uses their links; of the busiest rank."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the last rank has ended."""
+        return float(self.ends.max())
+
+    @property
+    def communication_seconds(self) -> float:
+        """Lower bound on the seconds of the movements alone: the busiest link or lane."""
+        return max([0.0, *self.link_seconds.values(), *self.lane_seconds.values()])
+
+    @property
+    def limit(self) -> float:
+        """Lower bound on the seconds of any order of these tasks: the movements, or the computation
+        of the busiest rank."""
+        return max(self.compute_seconds, self.communication_seconds)
+
+    @property
+    def bottleneck(self) -> str:
+        """Name of what sets `limit`: "compute", a link, or, if no link is busy for long enough, the
+        start-up costs of a lane."""
+        if self.compute_seconds >= self.communication_seconds:
+            return "compute"
+        link = max(self.link_seconds, key=lambda name: self.link_seconds[name], default="")
+        lane = max(self.lane_seconds, key=lambda name: self.lane_seconds[name])
+        return (
+            link
+            if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane]
+            else f"start-up on lane {lane}"
+        )
+
+
+def timed(
+    cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, dtype: str
+) -> Simulated:
+    """Simulate a program.
+
+    Args:
+        cluster: rates of devices and links, and the host's costs per task and message.
+        program: forward or backward, in the order of issue.
+        volumes: rows and messages of its tasks.
+        dtype: of the products.
+    """
+    slots = {slot.name: slot for slot in program.slots}
+    rates = rates_of(cluster, dtype)
+    host = cluster.host
+    shape = (len(program.tasks), volumes.num_actors)
+    compute = np.array(
+        [compute_seconds(task, slots, volumes, rates) for task in program.tasks]
+    ).reshape(shape)
+    speeds = np.array(cluster.speeds)
+    topology = volumes.topology
+    if len(speeds) and volumes.num_actors == topology.world:
+        # The rates are the slowest device's.
+        devices = topology.devices_of(np.arange(topology.world))
+        compute *= speeds.min() / speeds[devices % len(speeds)]
+    issue = np.full(shape, host.task_us * 1e-6)
+    movements = movements_of(program, volumes)
+    in_earlier_message = {number for bundle in bundles(program) for number in bundle[1:]}
+    for number, moved in enumerate(movements):
+        for movement in moved if number not in in_earlier_message else ():
+            issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
+    is_eager = host.messages == "eager"
+    graph = graph_of(program, host_runs_compute=host.runs_compute, has_lanes=not is_eager)
+    events = Events(graph, issue, compute, movements, queues=is_eager)
+    events.run()
+    computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
+    if cluster.device.contention:
+        moving = np.array([bool(moved) for moved in movements], dtype=bool)
+        events.stretch(1 + cluster.device.contention * events.shared_part(computing, moving))
+    return account(program, volumes, movements, events, compute[computing].sum(axis=0))
+
+
+def account(
+    program: Program,
+    volumes: AbstractVolumes,
+    movements: list[list[Movement]],
+    events: Events,
+    computing: np.ndarray,
+) -> Simulated:
+    """Summarize the events of a program after their run.
+
+    Args:
+        program: the program that ran.
+        volumes: rows and messages of its tasks.
+        movements: of each task.
+        events: after the run.
+        computing: (actors,) seconds that each actor computes.
+    """
+    slots = {slot.name: slot for slot in program.slots}
+    ends = events.ends.max(axis=0) if len(program.tasks) else np.zeros(volumes.num_actors)
+    last = int(ends.argmax())
+    spans = tuple(
+        Span(task.name, task.lane, chunk_of(task, slots), task.stage, float(start), float(end))
+        for task, start, end in zip(program.tasks, events.starts[:, last], events.ends[:, last])
+    )
+    return Simulated(
+        timeline=Timeline(program.name, spans),
+        ends=ends,
+        compute_seconds=float(computing.max(initial=0.0)),
+        link_seconds=_links(volumes, movements),
+        lane_seconds=_lanes(program, volumes, movements),
+    )
+
+
+def _links(volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
+    """Return the total seconds for which each link is busy."""
+    busy = np.zeros(volumes.topology.num_links)
+    for movement in (part for of_task in movements for part in of_task):
+        busy[movement.load.links] += movement.load.seconds
+    return {
+        volumes.topology.names[link]: float(busy[link]) for link in np.flatnonzero(busy).tolist()
+    }
+
+
+def _lanes(
+    program: Program, volumes: AbstractVolumes, movements: list[list[Movement]]
+) -> dict[str, float]:
+    """Return the seconds of each lane's movements one after the other, on the rank with the largest
+    sum."""
+    spent: dict[str, np.ndarray] = {}
+    for task, of_task in zip(program.tasks, movements):
+        for movement in of_task:
+            lane = spent.setdefault(task.lane.value, np.zeros(volumes.num_actors))
+            lane[list(movement.actors)] += movement.load.alone
+    return {lane: float(seconds.max()) for lane, seconds in spent.items()}

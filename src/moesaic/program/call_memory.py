@@ -1,0 +1,529 @@
+"""Peak memory of one layer call on each rank, forward and backward: bytes, derived from the
+programs that run.
+
+This module follows the executor's walk through a program step by step. A slot lives from the task
+that writes it to the last task that reads it, messages from departure to landing, and experts keep
+and need what their kernels do. So each step holds a number of bytes per row of some slots, in a
+table that is computed once. The rows of a call, which every rank knows for all ranks, then give the
+bytes of the call.
+
+The result lives to the end of the backward pass, since what reads it may keep it. Not counted:
+memory allocated before the call (input, parameters, gradient of the result), and the router.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.codecs import DTYPES, codec_spec, is_coded
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import legs_by_hop
+from moesaic.program.expert_sizes import ExpertSizes, Phase
+from moesaic.program.grid import Axis
+from moesaic.program.joined_messages import bundles
+from moesaic.program.layouts import AbstractLayoutIndex, Move, ends_of
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
+
+INDEX = 16
+"""Bytes of a copy's token and expert index, both int64."""
+WIDE = 4
+"""Smallest number of bytes of the elements in which sums are accumulated."""
+POSITION = 24
+"""Bytes of index tensors of each row that experts read: its places among the rows that arrived and
+that leave, and its token."""
+CALL = 1024
+"""Bytes of small tensors of a call, such as the ends of experts' rows."""
+CODED_ROWS = 4096
+"""Number of rows over which the bytes of an encoded row are averaged."""
+
+
+class _Hop(NamedTuple):
+    """Rows that a rank sends or receives in one hop of a movement."""
+
+    move: Move
+    link: str
+    group: tuple[Axis, ...]
+    hop: int
+    arrives: bool
+
+
+class _Scratch(NamedTuple):
+    """The temporary memory of an expert task, which is no multiple of its rows."""
+
+    layout: Layout
+    shards: int
+    gathers_x: bool
+    places_x: bool
+    phase: Phase
+
+
+_Term = Layout | _Hop | _Scratch
+Bytes = Counter[_Term]
+"""Bytes per row, by slot layout or hop; for scratch memory, how many times it is alive."""
+
+
+class HeldBytes:
+    """Computes the memory of calls under one plan.
+
+    Args:
+        programs: forward and backward, lowered.
+        shapes: pieces of their layouts.
+        experts: memory of the layer's experts.
+    """
+
+    def __init__(
+        self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes
+    ) -> None:
+        self.shapes = shapes
+        self.experts = experts
+        self._legs = cache(legs_by_hop)
+        forward = _Walk(programs[0], shapes, experts)
+        backward = _Walk(programs[1], shapes, experts, earlier=forward)
+        names = [
+            name for name in programs[1].inputs if name in forward.slots and name in backward.slots
+        ]
+        kept_bytes = _total_bytes([backward.slot_bytes(name) for name in names])
+        kept_bytes += _total_bytes(
+            [forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT]
+        )
+        result = _total_bytes([forward.slot_bytes(name) for name in programs[0].outputs])
+        held = (_total_bytes([result, step]) for step in backward.steps(set()))
+        steps = [*forward.steps(set(names)), *held]
+        sum_bytes = max(WIDE, experts.element_bytes)
+        tokens = forward.slots["x"].layout
+        weights = forward.slots["w"].layout
+        sums = _bytes_of(tokens, experts.dim * sum_bytes) + _bytes_of(
+            weights, experts.unit_numbers * sum_bytes
+        )
+        if sum_bytes > experts.element_bytes:
+            sums += _bytes_of(tokens, experts.dim * experts.element_bytes)
+        self._terms = list(
+            dict.fromkeys(term for step in (*steps, kept_bytes, sums) for term in step)
+        )
+        self._steps = np.unique(self._table(steps), axis=0)
+        self._kept, self._sums = self._table([kept_bytes, sums])
+
+    def peak(self, sizes: CallSizes) -> np.ndarray:
+        """Return the peak bytes of a call on each rank if it runs unsliced, (world,)."""
+        peak: np.ndarray = (self._rows(sizes) @ self._steps.T).max(1)
+        return peak + CALL
+
+    def of_slice(self, sizes: CallSizes) -> tuple[np.ndarray, np.ndarray]:
+        """Return the peak bytes of a slice of a call, including the sums over all slices, and the
+        part of these bytes that the slice keeps for backward; both (world,)."""
+        rows = self._rows(sizes)
+        return (rows @ self._steps.T).max(1) + rows @ self._sums, rows @ self._kept
+
+    def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
+        return np.array([[step[term] for term in self._terms] for step in steps], dtype=np.float64)
+
+    def _rows(self, sizes: CallSizes) -> np.ndarray:
+        """Return the rows of each term on each rank, (world, terms)."""
+        return np.stack([self._term_rows(term, sizes) for term in self._terms], axis=1).astype(
+            np.float64
+        )
+
+    def _term_rows(self, term: _Term, sizes: CallSizes) -> np.ndarray:
+        if isinstance(term, _Scratch):
+            return self._scratch_bytes(term, sizes)
+        if not isinstance(term, _Hop):
+            return sizes.rows_of_ranks(term)
+        source, target, *ends = self._paths(term)
+        rows = sizes.moved(term.move).between(source, target)
+        return np.bincount(ends[term.arrives], weights=rows, minlength=sizes.grid.world).astype(
+            np.int64
+        )
+
+    def _scratch_bytes(self, term: _Scratch, sizes: CallSizes) -> np.ndarray:
+        """Return the bytes of scratch memory on each rank; ranks with equal rows have equal
+        bytes."""
+        known: dict[tuple[int, ...], int] = {}
+        found = []
+        for rank in range(sizes.grid.world):
+            rows = tuple(sizes.rows_per_expert(term.layout, rank).tolist())
+            if rows not in known:
+                known[rows] = self.experts.scratch(
+                    rows,
+                    term.shards,
+                    gathers_x=term.gathers_x,
+                    places_x=term.places_x,
+                    phase=term.phase,
+                )
+            found.append(known[rows] + POSITION * sum(rows))
+        return np.array(found, dtype=np.int64)
+
+    def _paths(self, term: _Hop) -> np.ndarray:
+        """Return source and target of each packet of a hop, and of the leg that it takes, (4,
+        packets) int64."""
+        legs = self._legs(ALL_TO_ALLS[term.link], self.shapes.grid, term.group)
+        return legs.get(term.hop, np.zeros((4, 0), dtype=np.int64))
+
+
+class _Walk:
+    """One program, with the memory of its slots and tasks.
+
+    Args:
+        program: lowered.
+        shapes: pieces of its layouts.
+        experts: memory of the layer's experts.
+        earlier: the walk of the forward program, of a backward one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        shapes: AbstractLayoutIndex,
+        experts: ExpertSizes,
+        earlier: _Walk | None = None,
+    ) -> None:
+        self.program = program
+        self.shapes = shapes
+        self.experts = experts
+        self._earlier = earlier
+        self._writers = {name: task for task in program.tasks for name in task.writes}
+        self.slots = {slot.name: slot for slot in program.slots}
+        self._codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+        between = any(
+            task.lane is Lane.INTER for task in program.tasks if task.op in (Op.MOVE, Op.HOP)
+        )
+        self._slowest = Lane.INTER if between else Lane.INTRA
+
+    def slot_bytes(self, name: str) -> Bytes:
+        """Return the bytes per row of a slot."""
+        slot = self.slots[name]
+        return _bytes_of(slot.layout, self._row_bytes(slot))
+
+    def kept_inside(self, task: Task) -> Bytes:
+        """Return the bytes that an expert task keeps for backward besides its input."""
+        rows = next(self.slots[name] for name in task.reads if self.slots[name].kind is Kind.ROWS)
+        numbers = self.experts.kept * self._shards(task)
+        return _bytes_of(rows.layout, numbers * self.experts.element_bytes)
+
+    def _shards(self, task: Task) -> int:
+        """Return how many shards of the hidden width an expert task computes."""
+        weights = next(
+            self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights"
+        )
+        pieces_by_rank = [
+            len(self.shapes.pieces(weights.layout, rank).number)
+            for rank in range(self.shapes.grid.world)
+        ]
+        experts = len(self.shapes.experts(weights.layout, int(np.argmax(pieces_by_rank))))
+        return max(1, max(pieces_by_rank) // max(1, experts))
+
+    def scratch_of_experts(self, task: Task, phase: Phase) -> Bytes:
+        """Return the scratch memory of an expert task."""
+        x = task.reads[task.op is Op.EXPERT_GRAD]
+        gathers_x, places_x = self._order_of(x)
+        scratch = _Scratch(self.slots[x].layout, self._shards(task), gathers_x, places_x, phase)
+        return Counter({scratch: 1})
+
+    def _order_of(self, name: str) -> tuple[bool, bool]:
+        """Return whether rows lie in another order than the experts', and whether their gradients
+        are written in that order."""
+        writer = self._writers.get(name)
+        if writer is None:
+            return (False, False) if self._earlier is None else self._earlier._order_of(name)
+        if writer.op in (Op.PERMUTE, Op.TAKE):
+            return True, False
+        if writer.op is Op.UNPACK:
+            return True, True
+        if writer.op is Op.MOVE and not self.stays(writer):
+            _, _, in_place = self.messages(writer, joined=False)
+            return not in_place, not in_place
+        return (False, False) if writer.op is not Op.MOVE else self._order_of(writer.reads[0])
+
+    def _row_bytes(self, slot: Slot) -> int:
+        experts = self.experts
+        if slot.kind is Kind.LANE:
+            return max(WIDE, experts.element_bytes)
+        if slot.kind is Kind.INDEX:
+            return INDEX
+        if slot.kind is Kind.WEIGHT and slot.layout.flow == "weights":
+            return experts.unit_numbers * experts.element_bytes
+        return experts.dim * experts.element_bytes
+
+    def steps(self, stay: set[str]) -> list[Bytes]:
+        """Return the bytes that are alive at each step.
+
+        Args:
+            stay: slots that live to the end besides the outputs. What experts keep lives to the end
+                of a forward program anyway.
+        """
+        alive = _Alive(self, stay)
+        for number, bundle in enumerate(alive.bundles):
+            tasks = [self.program.tasks[task_number] for task_number in bundle]
+            for name in dict.fromkeys(name for task in tasks for name in task.reads):
+                alive.settle(name)
+                alive.finish(name)
+            if tasks[0].op in (Op.MOVE, Op.HOP):
+                alive.depart(number, tasks)
+            else:
+                alive.compute(tasks[0])
+            alive.free(number)
+        for name in list(alive.arriving):
+            alive.settle(name)
+        return alive.bytes_by_step
+
+    def messages(self, task: Task, *, joined: bool) -> tuple[Bytes, Bytes, bool]:
+        """Return the bytes of a movement's send and receive buffers, and whether the receive buffer
+        is the slot itself.
+
+        Args:
+            task: a move or a hop.
+            joined: whether it travels with other movements as one message, so that rows are copied
+                in and out.
+        """
+        (source, move) = ends_of(task, self.slots)
+        target = self.slots[task.writes[0]]
+        if task.op is Op.HOP:
+            row_bytes = self.coded(source, self._codecs.get(task.of, ""))
+            sends = _Hop(move, task.link, task.group, task.hop, arrives=False)
+            return (
+                _bytes_of(sends, row_bytes),
+                _bytes_of(sends._replace(arrives=True), row_bytes),
+                False,
+            )
+        world = range(self.shapes.grid.world)
+        sent, received = (
+            [matches_of(move, rank) for rank in world]
+            for matches_of in (self.shapes.sent, self.shapes.received)
+        )
+        source_pieces, target_pieces = (
+            [self.shapes.pieces(layout, rank) for rank in world]
+            for layout in (move.source, move.target)
+        )
+        leaves = _bytes_of(source.layout, self._row_bytes(source) * _max_uses(sent, source_pieces))
+        if not joined and _is_whole(sent, source_pieces):
+            leaves = Counter()
+        if source.layout.flow == "weights":
+            leaves += self.slot_bytes(task.reads[0])  # packed
+        arrives = _bytes_of(
+            target.layout, self._row_bytes(target) * _max_uses(received, target_pieces)
+        )
+        return leaves, arrives, not joined and _is_whole(received, target_pieces)
+
+    def _stacked(self, name: str) -> Bytes:
+        """Return the bytes of a slot that are stacked at once to be added: rows, or the largest
+        parameter of built-in experts."""
+        slot = self.slots[name]
+        experts = self.experts
+        writer = self._writers.get(name)
+        if not experts.kernel or writer is None or writer.op is not Op.EXPERT_GRAD:
+            return self.slot_bytes(name)
+        if slot.layout.flow != "weights":
+            return self.slot_bytes(name)
+        largest = (experts.matrices - 1) * experts.dim * experts.element_bytes
+        return _bytes_of(slot.layout, largest)
+
+    def stays(self, task: Task) -> bool:
+        """Return whether a move leaves all rows where they are, on every rank."""
+        _, move = ends_of(task, self.slots)
+        return all(self.shapes.stays(move, rank) for rank in range(self.shapes.grid.world))
+
+    def coded(self, slot: Slot, codec: str | None) -> int:
+        """Return the bytes of a slot's row in a message."""
+        size = self._row_bytes(slot)
+        if not codec or not is_coded(codec) or slot.kind not in (Kind.ROWS, Kind.TOKENS):
+            return size
+        dtype = DTYPES[self.experts.element_bytes]
+        return int(
+            np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS)
+        )
+
+    def scratch(self, task: Task) -> Bytes:
+        """Return the temporary bytes of a task while it runs, besides the slots that it reads and
+        writes."""
+        size = self.experts.element_bytes
+        if task.op is Op.EXPERT:
+            return self.scratch_of_experts(task, "forward")
+        if task.op is Op.EXPERT_GRAD:
+            return self.scratch_of_experts(task, "backward")
+        if task.op is Op.COMBINE and size < WIDE:  # rows and their sums in float32
+            rows = self.slots[task.reads[0]].layout
+            tokens = self.slots[task.writes[0]].layout
+            wide = self.experts.dim * WIDE
+            ordered = self.experts.dim * size if self._order_of(task.reads[0])[0] else 0
+            return _bytes_of(rows, wide + ordered) + _bytes_of(tokens, wide)
+        if task.op is Op.UNPACK:
+            return self.slot_bytes(task.writes[0])
+        if task.op is Op.ADD and size < WIDE:
+            return _total_bytes([self._stacked(name) for name in task.reads])
+        return Counter()
+
+
+class _Alive:
+    """The memory that is alive while a program runs."""
+
+    def __init__(self, walk: _Walk, stay: set[str]) -> None:
+        self._walk = walk
+        program = walk.program
+        self.bundles = bundles(program)
+        self.bytes_by_step: list[Bytes] = []
+        self.arriving: dict[str, int] = {}
+        """Slots in flight, with the bundle in which each travels."""
+        self._flights: dict[int, list[Bytes]] = {}
+        """By bundle, the buffers of its messages in flight: to send, to receive, and slots that are
+        sent without a copy."""
+        self._arrive_in_place: set[str] = set()
+        self._deferred: Bytes = Counter()
+        """Temporary memory of deferred weight-gradient products, which run while rows are in
+        flight."""
+        self._summing: Bytes = Counter()
+        """The same while the products run."""
+        self._deferred_slots: set[str] = set()
+        """Slots that the deferred products write."""
+        self._storage_of: dict[str, str] = {}
+        """By slot that a move leaves in place, the slot whose memory it shares."""
+        self._last_use: dict[str, int] = {}
+        """By slot, the last bundle that reads or writes it."""
+        allocated_before = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
+        self._alive = {
+            name: walk.slot_bytes(name) for name in program.inputs if name not in allocated_before
+        }
+        forward = {task.name: task for task in program.tasks if task.op is Op.EXPERT_GRAD}
+        self._alive |= {f"{name}*": walk.kept_inside(task) for name, task in forward.items()}
+        for number, bundle in enumerate(self.bundles):
+            for task in (program.tasks[task_number] for task_number in bundle):
+                if task.op is Op.MOVE and walk.stays(task):
+                    self._storage_of[task.writes[0]] = self._storage(task.reads[0])
+                for name in (*task.reads, *task.writes, f"{task.name}*"):
+                    self._last_use[self._storage(name)] = number
+        for name in (*stay, *program.outputs):
+            self._last_use[self._storage(name)] = len(self.bundles)
+        self._last_use |= {
+            f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT
+        }
+
+    def settle(self, name: str) -> None:
+        """Let the messages that carry a slot arrive, if it is in flight."""
+        bundle_number = self.arriving.get(name)
+        if bundle_number is None:
+            return
+        flight = self._flights.pop(bundle_number)
+        if self._walk.program.tasks[self.bundles[bundle_number][0]].lane is self._walk._slowest:
+            self._sum(flight)
+        landed = [
+            slot_name
+            for slot_name, other_number in self.arriving.items()
+            if other_number == bundle_number
+        ]
+        packets = {
+            slot_name for slot_name in landed if self._walk.slots[slot_name].kind is Kind.PACKETS
+        }
+        for slot_name in landed:
+            del self.arriving[slot_name]
+            if slot_name not in self._arrive_in_place | packets:
+                self._alive[slot_name] = self._walk.slot_bytes(slot_name)
+        self._record(*flight)
+        for slot_name in landed:
+            if slot_name in self._arrive_in_place | packets:
+                self._alive[slot_name] = (
+                    flight[1] if slot_name in packets else self._walk.slot_bytes(slot_name)
+                )
+
+    def finish(self, name: str) -> None:
+        """Run the deferred products before a slot that they write is read."""
+        if name in self._deferred_slots:
+            self._sum(())
+
+    def _sum(self, flight: Iterable[Bytes]) -> None:
+        """Run the deferred products, beside some messages in flight."""
+        if self._deferred:
+            self._deferred = self._summing
+            self._record(*flight)
+        self._deferred = Counter()
+        self._deferred_slots = set()
+
+    def depart(self, number: int, tasks: Sequence[Task]) -> None:
+        """Send the messages of a bundle of movements, or of a hop."""
+        moving = [task for task in tasks if task.op is Op.HOP or not self._walk.stays(task)]
+        if not moving:
+            return
+        send_buffers: Bytes = Counter()
+        receive_buffers: Bytes = Counter()
+        for task in moving:
+            sent, received, in_place = self._walk.messages(task, joined=len(moving) > 1)
+            send_buffers = send_buffers + sent
+            receive_buffers = receive_buffers + received
+            self.arriving[task.writes[0]] = number
+            if in_place:
+                self._arrive_in_place.add(task.writes[0])
+        self._flights[number] = [send_buffers, receive_buffers]
+        self._record()
+
+    def compute(self, task: Task) -> None:
+        """Run a task that involves no other rank."""
+        walk = self._walk
+        for name in task.writes:
+            if walk.slots[name].kind is Kind.PACKETS:
+                assert task.of is not None
+                source = walk.slots[task.of[0]]
+                self._alive[name] = walk.slot_bytes(task.of[0])
+                if walk.coded(source, task.codec) < walk.coded(source, ""):
+                    self._alive[name] = self._alive[name] + _bytes_of(
+                        source.layout, walk.coded(source, task.codec)
+                    )
+            else:
+                self._alive[name] = walk.slot_bytes(name)
+        if task.op is Op.EXPERT:
+            self._alive[f"{task.name}*"] = walk.kept_inside(task)
+        scratch = walk.scratch(task)
+        self._record(scratch)
+        if task.op is Op.EXPERT_GRAD:
+            self._deferred = walk.scratch_of_experts(task, "waiting")
+            self._summing = walk.scratch_of_experts(task, "summing")
+            self._deferred_slots = set(task.writes[2:])
+
+    def free(self, number: int) -> None:
+        """Free slots that no later task reads. A slot that is sent without a copy lives until its
+        messages have arrived."""
+        for name in [
+            name for name in self._alive if self._last_use.get(self._storage(name), -1) <= number
+        ]:
+            freed = self._alive.pop(name)
+            if number in self._flights and not self._flights[number][0]:
+                self._flights[number].append(freed)
+
+    def _storage(self, name: str) -> str:
+        while name in self._storage_of:
+            name = self._storage_of[name]
+        return name
+
+    def _record(self, *extra: Bytes) -> None:
+        flying = [buffers for flight in self._flights.values() for buffers in flight]
+        self.bytes_by_step.append(
+            _total_bytes([*self._alive.values(), *flying, self._deferred, *extra])
+        )
+
+
+def _bytes_of(term: _Term, size: int) -> Bytes:
+    return Counter({term: size})
+
+
+def _total_bytes(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
+    total: Bytes = Counter()
+    for part in parts:
+        total.update(part)
+    return total
+
+
+def _is_whole(matches: Sequence, slots: Sequence) -> bool:
+    """Return whether the messages of every rank are all rows of a slot, in its order."""
+    return all(
+        match.in_order and len(match.places) == len(slot.number)
+        for match, slot in zip(matches, slots)
+    )
+
+
+def _max_uses(matches: Sequence, slots: Sequence) -> int:
+    """Return the largest number of times that a slot's rows occur in its messages."""
+    return max(
+        -(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, slots)
+    )

@@ -1,0 +1,114 @@
+"""What data-parallel ranks hold of a model: over which of them it is sharded, and what each holds
+whole between the micro-batches of a step.
+
+The rule behind `auto` counts bytes before anything is allocated: 4 for each weight, 4 for its
+gradient and 8 for its two moments, divided by the ranks that share it, and the whole copies that a
+rank holds meanwhile. They may fill half of a rank's memory; activations have the other half. The
+first way that fits is taken, from the one that sends least to the one that holds least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from moesaic.comm.mesh import Mesh, Sharding
+from moesaic.layer import MoE
+from moesaic.measure.compute import memory_gib
+from moesaic.parallel import Held
+from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.ranks import Ranks
+
+SHARE = 0.5
+"""Share of a rank's memory that parameters, gradients and optimizer states may fill."""
+STATES = 4
+"""Numbers that a trained weight has: itself, its gradient and AdamW's two moments."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How data-parallel ranks hold a model."""
+
+    shard: Sharding
+    """Over which ranks it is sharded."""
+    hold: Held
+    """What each rank holds whole between micro-batches."""
+
+
+def choose_holding(config: TrainConfig, model: nn.Module, ranks: Ranks) -> Holding:
+    """Return how the ranks hold a model, the same on all of them, which call this together.
+
+    Args:
+        config: its `mesh` may leave the choice open.
+        model: the whole model, on any device.
+        ranks: the ranks, on a mesh.
+    """
+    mesh = ranks.mesh
+    assert mesh is not None
+    options = _options(config.mesh, mesh)
+    if len(options) == 1:
+        return options[0]
+    memory = min(ranks.gathered(_memory(mesh)))
+    for option in options:
+        if bytes_held(option, model, replace(mesh, shard=option.shard), ranks.pp) <= SHARE * memory:
+            return option
+    return options[-1]
+
+
+def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh, pp: int) -> int:
+    """Return the bytes of parameters, gradients, optimizer states and whole copies of them that a
+    rank holds at most.
+
+    Args:
+        holding: how they are held.
+        model: the whole model.
+        mesh: the mesh of the ranks of a stage, with the sharding of `holding`.
+        pp: pipeline stages, which are taken to be equal.
+    """
+    grid = mesh.grid
+    experts = {
+        parameter
+        for layer in model.modules()
+        if isinstance(layer, MoE)
+        for parameter in layer.experts.parameters()
+    }
+    copies = {"parameters": 2, "gradients": 1, "nothing": 0}[holding.hold]
+    total = 0.0
+    for parameter in model.parameters():
+        axis: Literal["dp", "edp"] = "edp" if parameter in experts else "dp"
+        split = grid.ep * grid.etp if axis == "edp" else grid.tp
+        shards = mesh.shards_of(axis)
+        whole = copies if shards > 1 else 0  # a copy that is whole anyway
+        states = STATES if parameter.requires_grad else 1
+        total += parameter.nbytes / split * (states / shards + whole)
+    return int(total / pp)
+
+
+def _options(config: MeshConfig, mesh: Mesh) -> list[Holding]:
+    """Return the ways that a configuration leaves open, from the one that sends least.
+
+    Where tensor parallelism fills the nodes, FSDP2 shards over all ranks: nothing is left to shard
+    inside a node.
+    """
+    grid = mesh.grid
+    shards: tuple[str, ...] = (config.shard,)
+    held: tuple[str, ...] = (config.hold,)
+    if config.shard == "auto":
+        spans_nodes = (grid.ranks_per_node or grid.world) < grid.world
+        inside = replace(mesh, shard="node").shards_of("dp")
+        shards = ("node", "all") if spans_nodes and (inside > 1 or grid.tp == 1) else ("all",)
+    if config.hold == "auto":
+        held = ("parameters", "gradients", "nothing")
+        if config.pp > 1 or config.replica_precision != "as gradients":
+            held = held[:2]
+    return [Holding(cast(Sharding, shard), cast(Held, hold)) for shard in shards for hold in held]
+
+
+def _memory(mesh: Mesh) -> float:
+    """Return the bytes of this rank's memory: its GPU's, or its share of the machine's."""
+    if mesh.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(mesh.device).total_memory)
+    return memory_gib(mesh.grid.ranks_per_node or mesh.grid.world) * 2**30

@@ -1,0 +1,522 @@
+"""Reads and writes tensors in files, region by region: safetensors, also sharded, and
+torch.distributed.checkpoint (DCP).
+
+Elements are copied bit by bit and never interpreted. Reading runs no code that a file refers to:
+from DCP's pickled metadata and from the archives in its files, only descriptions of tensors are
+accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from moesaic.errors import InputError
+from moesaic.files import kind_of, open_file, read_bytes, read_text, write, writing
+from moesaic.storage.shards import INDEX as SHARD_INDEX
+from moesaic.storage.shards import Entry, read_index, write_index
+from moesaic.storage.shards import Part as SharedPart
+from moesaic.train.shard_metadata import MOST_LIST, read_list
+from moesaic.weights.layout import (
+    Readable,
+    Region,
+    first_names,
+    full_region,
+    integer,
+    pieces,
+    ranges,
+    volume,
+)
+
+CODES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Safetensors' name of a dtype -> the dtype."""
+INDEX = "model.safetensors.index.json"
+DCP_FILE = "__0_0.distcp"
+CLAIM = "writing"
+"""The file that lies in an output while it is written."""
+MOST_HEADER = 10**8
+"""The most bytes of a safetensors file's header, as in the library safetensors."""
+SHARD_BYTES = 5 * 10**9
+"""Largest size of a safetensors file, unless a single tensor is larger."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangular part of a tensor, stored in a file."""
+
+    path: Path
+    start: int
+    """Byte offset in the file."""
+    offsets: tuple[int, ...]
+    """Where the part begins in the tensor, per dimension."""
+    sizes: tuple[int, ...]
+    archive: int | None = None
+    """Size in bytes of the `torch.save` archive that holds the part; None if the file has the plain
+    elements in row-major order."""
+
+    @cached_property
+    def in_archive(self) -> tuple[int, tuple[int, ...]]:
+        """The byte offset in the file at which the archive's elements begin, and their strides.
+        Runs no pickled code.
+
+        Raises:
+            InputError: the archive is damaged, or holds no tensor of these sizes.
+        """
+        assert self.archive is not None
+        try:
+            with open_file(self.path) as file, FakeTensorMode():
+                opened_file: Any = file
+                view: Any = _create_file_view(opened_file, self.start, self.archive)
+                tensor: Any = torch.load(view, weights_only=True)
+        except Exception as error:  # a damaged archive may raise anything
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"{self.path}: byte {self.start}: is damaged ({reason:.200}): fetch it again"
+            ) from error
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.sizes:
+            raise InputError(
+                f"{self.path}: byte {self.start} holds no tensor of shape {list(self.sizes)}: "
+                "two checkpoints are mixed"
+            )
+        storage: Any = tensor.untyped_storage()
+        begin = (
+            self.start
+            + storage._checkpoint_offset
+            + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        )
+        return begin, tuple(tensor.stride())
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is stored in one or several files."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def read(self, at: Region) -> np.ndarray:
+        """Return a copy of the elements in a region. Files are memory-mapped only during the
+        call."""
+        whole = ranges(at)
+        out = np.empty([len(dim) for dim in whole], integer(self.dtype))
+        for part in self.parts:
+            starts = part.offsets
+            inside = [
+                slice(_num_below(dim, start), _num_below(dim, start + size))
+                for dim, start, size in zip(whole, starts, part.sizes)
+            ]
+            rows = [dim[local] for dim, local in zip(whole, inside)]
+            if all(rows):
+                local = tuple(
+                    slice(row[0] - start, row[-1] - start + 1, row.step)
+                    for row, start in zip(rows, starts)
+                )
+                out[tuple(inside)] = _mapped(part, self.dtype)[local]
+        return out.reshape([len(dim) for dim in at if isinstance(dim, range)])
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint to read it.
+
+    Raises:
+        InputError: it cannot be opened, or is not a file.
+    """
+    try:
+        return open_file(path)
+    except OSError as error:
+        raise InputError(
+            f"{str(path)!r}: cannot be read ({error.strerror}): fetch it again"
+        ) from error
+
+
+def require_room(target: Path) -> None:
+    """Raise InputError unless `target` is an empty folder, or does not exist and can be created."""
+    for folder in (target, *target.parents):
+        if os.path.lexists(folder) and not folder.is_dir():  # a link to nothing too
+            raise InputError(f"{folder}: exists and is not a folder: choose another one")
+    if (target / CLAIM).exists():
+        raise InputError(
+            f"{target}: another process writes there, or was killed as it did: choose another "
+            "folder, or delete this one"
+        )
+    if target.exists() and any(target.iterdir()):
+        raise InputError(f"{target}: is not empty: choose another folder, or delete it")
+
+
+@contextmanager
+def filling(target: Path) -> Iterator[None]:
+    """Create a folder, or take an empty one, to write into. If the block fails, nothing that it
+    wrote stays.
+
+    Raises:
+        InputError: the folder has entries, or another process fills it.
+    """
+    require_room(target)
+    is_new = not target.exists()
+    target.mkdir(parents=True, exist_ok=True)
+    claim = target / CLAIM
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        raise InputError(f"{target}: another process writes there: choose another folder") from None
+    try:
+        yield
+    except BaseException:
+        for path in target.iterdir():
+            shutil.rmtree(path) if kind_of(path) == "a folder" else path.unlink()
+        if is_new:
+            target.rmdir()
+        raise
+    claim.unlink()
+
+
+def _num_below(dim: range, place: int) -> int:
+    """Return how many of the positions in `dim` are less than `place`."""
+    return min(len(dim), max(0, -((dim.start - place) // dim.step)))
+
+
+def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
+    """Return the part's elements, memory-mapped from its file for as long as the array lives."""
+    start, strides = (part.start, None) if part.archive is None else part.in_archive
+    kind = integer(dtype)
+    if not part.sizes:
+        return np.fromfile(part.path, kind, 1, offset=start).reshape(())
+    if strides is None:
+        return np.memmap(part.path, kind, "r", start, part.sizes)
+    span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides)) + 1
+    flat = np.memmap(part.path, kind, "r", start, (span,))
+    steps = [each * kind.itemsize for each in strides]
+    return np.lib.stride_tricks.as_strided(flat, part.sizes, steps, writeable=False)
+
+
+def read_safetensors(folder: Path) -> dict[str, Stored]:
+    """Return the tensors of a folder's safetensors files.
+
+    Raises:
+        InputError: a file is missing, truncated, or of another checkpoint than the index. The
+            message names the file.
+    """
+    listed: dict[str, str] | None = None
+    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists():
+        listed = _index(folder / INDEX)
+        paths = [folder / name for name in sorted(set(listed.values()))]
+    elif len(paths) > 1:
+        raise InputError(
+            f"{folder / INDEX} is missing, and there are {len(paths)} safetensors files: fetch it"
+        )
+    tensors: dict[str, Stored] = {}
+    for path in paths:
+        if not path.exists():
+            raise InputError(
+                f"{path} is missing: the index lists {len(paths)} files, fetch this one"
+            )
+        for name, stored in _header(path).items():
+            if listed is not None and listed.get(name) != path.name:
+                where = f"in {listed[name]}" if name in listed else "nowhere"
+                raise InputError(
+                    f"{path} holds {name}, which the index lists {where}: two checkpoints are mixed"
+                )
+            tensors[name] = stored
+    missing = [] if listed is None else sorted(listed.keys() - tensors.keys())
+    if missing:
+        assert listed is not None
+        raise InputError(
+            f"{folder / listed[missing[0]]} lacks {first_names(missing)}: two checkpoints are mixed"
+        )
+    return tensors
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Return the tensors that a safetensors file holds, by its header."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        try:
+            if length > min(size, MOST_HEADER):
+                raise ValueError("the header is longer than the file, or than a header may be")
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+            header.pop("__metadata__", None)
+            tensors = {
+                name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()
+            }
+            spans = sorted((entry["data_offsets"], name) for name, entry in header.items())
+            if any(end > start for ((_, end), _), ((start, _), _) in pairwise(spans)):
+                raise ValueError("two tensors overlap")
+            return tensors
+        except InputError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise InputError(
+                f"{path}: is not a safetensors file, or its header is damaged: fetch it again"
+            ) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON; ValueError if it has a name twice."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return table
+
+
+def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
+    """Return the tensor that an entry of a header describes; the tensors begin at byte `begin` of a
+    file of `size` bytes."""
+    if entry["dtype"] not in CODES:
+        raise InputError(
+            f"{path}: {name} has the quantized dtype {entry['dtype']}: convert a checkpoint "
+            "without quantization"
+        )
+    shape = tuple(entry["shape"])
+    (start, end) = entry["data_offsets"]
+    dtype = CODES[entry["dtype"]]
+    if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
+        raise ValueError("a size or an offset is not a whole number")
+    if begin + end > size:
+        raise InputError(
+            f"{path}: has {size:,} bytes and needs {begin + end:,} for {name}: fetch it again"
+        )
+    if math.prod(shape) * dtype.itemsize != end - start:
+        raise InputError(
+            f"{path}: {name} of {shape} does not fit into {end - start:,} bytes: fetch it again"
+        )
+    return Stored(dtype, shape, (Part(path, begin + start, (0,) * len(shape), shape),))
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Return the file name of each tensor, from the index."""
+    try:
+        listed = json.loads(read_text(path))["weight_map"]
+        if all(
+            name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name
+            for name in listed.values()
+        ):
+            file_names: dict[str, str] = listed
+            return file_names
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise InputError(f"{path}: is not an index of safetensors files, or is damaged: fetch it again")
+
+
+def read_shards(folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    """Return the tensors of Moesaic's sharded files, and the names of other entries; those that
+    earlier versions wrote too.
+
+    Raises:
+        InputError: a file is missing, truncated, or of another checkpoint than the list. The
+            message names the file.
+    """
+    if not (folder / SHARD_INDEX).exists():
+        return read_dcp(folder)
+    try:
+        entries = read_index(folder)
+    except OSError as error:
+        raise InputError(
+            f"{folder / SHARD_INDEX}: cannot be read ({error.strerror}): fetch it again"
+        ) from error
+    headers: dict[str, dict[str, Stored]] = {}
+    for file in sorted({part.file for entry in entries.values() for part in entry.parts}):
+        if not (folder / file).exists():
+            raise InputError(f"{folder / file} is missing: the list of tensors names it, fetch it")
+        headers[file] = _header(folder / file)
+    return {name: _in_shards(folder, name, entry, headers) for name, entry in entries.items()}, []
+
+
+def _in_shards(
+    folder: Path, name: str, entry: Entry, headers: Mapping[str, Mapping[str, Stored]]
+) -> Stored:
+    """Return a tensor of the list, with the places of its parts in the files."""
+    parts = []
+    for part in entry.parts:
+        stored = headers[part.file].get(name)
+        if stored is None or (stored.shape, stored.dtype) != (part.shape, entry.dtype):
+            raise InputError(
+                f"{folder / part.file}: does not hold the part of {name} that the list of tensors "
+                "names: two checkpoints are mixed"
+            )
+        parts.append(replace(stored.parts[0], offsets=part.offsets))
+    return Stored(entry.dtype, entry.shape, tuple(parts))
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Readable]) -> None:
+    """Write tensors as Moesaic's sharded files, one after the other. Any mesh can load them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = _in_files(tensors)
+    entries: dict[str, Entry] = {}
+    for number, shard in enumerate(files, 1):
+        file = f"shard-00001-model-{number:05}-of-{len(files):05}.safetensors"
+        _write_file(folder / file, shard)
+        for name, each in shard.items():
+            shape = tuple(each.shape)
+            entries[name] = Entry(each.dtype, shape, (SharedPart(file, (0,) * len(shape), shape),))
+    write_index(folder, entries)
+
+
+def _in_files(tensors: Mapping[str, Readable]) -> list[dict[str, Readable]]:
+    """Return the tensors of each file of about `SHARD_BYTES`."""
+    files: list[dict[str, Readable]] = [{}]
+    room = SHARD_BYTES
+    for name, tensor in tensors.items():
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if files[-1] and size > room:
+            files.append({})
+            room = SHARD_BYTES
+        files[-1][name] = tensor
+        room -= size
+    return files
+
+
+def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
+    """Write tensors into safetensors files of about `SHARD_BYTES`, and the index if there are
+    several."""
+    files = _in_files(tensors)
+    several = len(files) > 1
+    total = 0
+    file_of: dict[str, str] = {}
+    for number, shard in enumerate(files, 1):
+        name = (
+            f"model-{number:05}-of-{len(files):05}.safetensors" if several else "model.safetensors"
+        )
+        file_of |= dict.fromkeys(shard, name)
+        total += _write_file(folder / name, shard)
+    if several:
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
+    codes = {dtype: code for code, dtype in CODES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start = end
+        end = end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": codes[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with writing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            for region in pieces(tensor.shape, tensor.dtype.itemsize):
+                file.write(tensor.read(region).data)
+    return end
+
+
+def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    """Return the tensors of a folder that torch.distributed.checkpoint wrote on any mesh, and the
+    names of other entries.
+
+    Raises:
+        InputError: a file is missing or truncated, or part of a tensor is in no file. The message
+            names it.
+    """
+    others: list[str] = []
+    try:
+        data = read_bytes(folder / ".metadata", at_most=MOST_LIST)
+    except OSError as error:
+        raise InputError(
+            f"{folder / '.metadata'}: cannot be read ({error.strerror}): name the folder that "
+            "holds it"
+        ) from error
+    metadata = read_list(data, str(folder / ".metadata"), others=others)
+    parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
+    sizes: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        path = folder / place.relative_path
+        if place.relative_path not in sizes:
+            if not path.exists():
+                raise InputError(f"{path} is missing: the list of tensors names it, fetch it")
+            with opened(path) as file:
+                sizes[place.relative_path] = os.fstat(file.fileno()).st_size
+        if place.offset + place.length > sizes[place.relative_path]:
+            raise InputError(
+                f"{path}: ends before {index.fqn}: it is cut off or of another checkpoint, "
+                "fetch it again"
+            )
+        entry = metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        offsets = tuple(index.offset or (0,) * len(entry.size))
+        extents = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        if offsets not in extents:
+            raise InputError(
+                f"{folder}: no part of {index.fqn} begins at {list(offsets)}: the list of "
+                "tensors is damaged"
+            )
+        parts[index.fqn].append(Part(path, place.offset, offsets, extents[offsets], place.length))
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        if sum(volume(full_region(part.sizes)) for part in parts[name]) < math.prod(entry.size):
+            raise InputError(
+                f"{folder}: parts of {name} are in no file: the checkpoint is incomplete"
+            )
+        tensors[name] = Stored(entry.properties.dtype, tuple(entry.size), tuple(parts[name]))
+    return tensors, others
+
+
+def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
+    """Write tensors in the format of torch.distributed.checkpoint, in parts of about `BUFFER`
+    bytes. Any mesh can load them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, STORAGE_TYPES] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with writing(folder / DCP_FILE) as file:
+        for name, tensor in tensors.items():
+            chunks: list[ChunkStorageMetadata] = []
+            for number, region in enumerate(pieces(tensor.shape, tensor.dtype.itemsize)):
+                offsets = torch.Size(row.start for row in region)
+                start = file.tell()
+                torch.save(torch.from_numpy(tensor.read(region)).view(tensor.dtype), file)
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(len(row) for row in region)))
+                places[MetadataIndex(name, offsets, number)] = _StorageInfo(
+                    DCP_FILE, start, file.tell() - start
+                )
+            properties = TensorProperties(dtype=tensor.dtype)
+            entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    metadata = Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)
+    write(folder / ".metadata", pickle.dumps(metadata))
