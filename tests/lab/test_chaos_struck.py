@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from moesaic.errors import InputError
 from moesaic_lab.chaos import schedule, struck
 from moesaic_lab.chaos.schedule import Fault, draw_faults, kinds_of
-from moesaic_lab.fuzz.writes import Ended
+from moesaic_lab.fuzz.writes import Ended, in_new_process
 from moesaic_lab.system_calls import STREAMS, Watched, Write, can_watch
 
 
@@ -71,3 +74,41 @@ def test_struck_commands_go_on_with_the_same_bytes(tmp_path: Path) -> None:
     assert len(rows) == 12
     assert {row["ranks"] for row in rows} == {1, 2}
     assert [row for row in rows if row["is_wrong"]] == []
+
+
+def test_the_first_threads_of_a_forked_rank_do_not_race_for_a_new_pool() -> None:
+    assert in_new_process(_ranks_that_failed, str) == 0
+
+
+def _ranks_that_failed(told: Callable[[str], object]) -> int:
+    """Fork 20 ranks whose first tensors are several threads', and return how many failed."""
+    torch.ones(4).nonzero()  # the parent has a pool
+    processes = []
+    for _ in range(20):
+        processes.append(os.fork())
+        if processes[-1] == 0:
+            try:
+                struck._become_rank(["threads"], {}, _race)
+            finally:
+                os._exit(1)
+    return sum(os.waitpid(process, 0)[1] != 0 for process in processes)
+
+
+def _race(words: Sequence[str]) -> int:
+    """Let four threads use a tensor at the same time, and return how many failed."""
+    starts = threading.Barrier(4)
+    failed = []
+
+    def use() -> None:
+        starts.wait()
+        try:
+            torch.ones(4).nonzero()
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(failed)

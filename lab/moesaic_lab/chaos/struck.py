@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moesaic.cli import main
+from moesaic.testing.runner import renew_thread_pool
 from moesaic_lab.chaos.schedule import Fault
 from moesaic_lab.fuzz import writes
 from moesaic_lab.fuzz.examples import EXAMPLES
@@ -233,12 +234,17 @@ def _on_ranks(ranks: int, words: Sequence[str]) -> int:
     return _first_failure(processes)
 
 
-def _become_rank(words: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+def _become_rank(
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    command: Callable[[Sequence[str]], int] = main.main,
+) -> NoReturn:
     """Run a command as a rank, and end this process."""
     code = 1
     try:
         os.environ.update(variables)
-        code = main.main(list(words))
+        renew_thread_pool()
+        code = command(list(words))
     except BaseException:
         traceback.print_exc()
     finally:

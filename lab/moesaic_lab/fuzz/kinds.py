@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.cli import main
+from moesaic.testing.runner import renew_thread_pool
 from moesaic_lab.fuzz.examples import named_examples
 from moesaic_lab.fuzz.places import PRELOAD, copied
 
@@ -258,6 +259,7 @@ def _command(line: Any, words: Sequence[str], folder: Path, output: Path) -> Non
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False)
     os.chdir(folder)
+    renew_thread_pool()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, resource.RLIM_INFINITY))

@@ -29,6 +29,7 @@ from typing import Any
 
 from moesaic.cli import main
 from moesaic.cli.output import LASTING
+from moesaic.testing.runner import renew_thread_pool
 from moesaic_lab.fuzz.examples import GOES_ON, Example, hashes, named_examples
 from moesaic_lab.fuzz.places import PRELOAD, Place
 from moesaic_lab.system_calls import STREAMS, Watched, Write, watched
@@ -327,6 +328,7 @@ def _command(
 ) -> int:
     """Run a command in this process; return its exit code, as an interpreter would end with it."""
     gc.freeze()  # collections then skip what is shared with the parent
+    renew_thread_pool()
     for number, opened in zip((1, 2), streams):
         os.dup2(opened, number)
     sys.stdout = os.fdopen(1, "w", closefd=False)

@@ -108,7 +108,18 @@ def _rank(rank: int, function: Callable[..., object], *arguments: object) -> Non
     # otherwise the first collection traverses all objects of torch, and copies the pages shared
     # with the server
     gc.freeze()
+    renew_thread_pool()
     function(rank, *arguments)
+
+
+def renew_thread_pool() -> None:
+    """Replace torch's pool of threads, as a process of one thread that was forked from one that
+    used it must.
+
+    Otherwise the first use replaces it, and where two threads come first, one finds no pool
+    ("Invalid thread pool!", torch 2.13).
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _process(
