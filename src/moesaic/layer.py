@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """The auxiliary losses of a layer that is created without `losses`."""
+MOST_ELEMENTS = 2**59
+"""torch counts a tensor's bytes in 63 bits, and a weight may have two matrices of 8 bytes each."""
 
 
 class CallArguments(NamedTuple):
@@ -648,6 +650,7 @@ class MoE(InjectsLosses, RoutingCached):
                 "that sorts its tokens does not support: batch by further dimensions of x, "
                 "differentiate by torch.autograd"
             )
+        _check_tensors(x=x, mask=mask, token_ids=token_ids)
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise InputError(
                 f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last "
@@ -782,6 +785,29 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not is_whole(size) or size < 1:
             raise InputError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")
+    elements = math.prod(map(int, sizes.values()))
+    if elements > MOST_ELEMENTS:
+        raise InputError(
+            f"MoE: {' x '.join(f'{name}={size}' for name, size in sizes.items())} are {elements} "
+            f"elements of a weight, more than the {MOST_ELEMENTS} that a tensor can hold"
+        )
+
+
+def _check_tensors(**arguments: Tensor | None) -> None:
+    """Raise InputError unless the arguments of a call that were given are dense tensors of
+    values."""
+    for name, value in arguments.items():
+        if value is None and name != "x":
+            continue
+        if not isinstance(value, Tensor):
+            raise InputError(f"MoE: {name} is a {type(value).__name__}: pass a torch.Tensor")
+        if value.is_nested or value.layout != torch.strided:
+            raise InputError(
+                f"MoE: {name} is a {'nested' if value.is_nested else 'sparse'} tensor: pass a "
+                "dense one, padded with a mask where sequences differ in length"
+            )
+        if value.is_meta:
+            raise InputError(f"MoE: {name} is on the device meta, which holds no values to route")
 
 
 def _check_shared(hidden: int, *, has_gate: bool) -> None:
