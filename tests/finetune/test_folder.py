@@ -241,8 +241,11 @@ def test_what_a_killed_process_was_writing_is_deleted(place, run, tmp_path):
     shutil.copytree(run / "checkpoint-2", unfinished)
     (unfinished / "mine.txt").write_text("mine")
     shutil.copytree(run / "checkpoint-2", run / ".writing-0123abce-merged")
+    (run / ".writing-0123abcf-finetune.json").write_text("{")
+    mine = run / ".writing-notes"
+    mine.write_text("mine")
     assert finetune(place, run, "--resume") == 0
-    assert [path.name for path in run.glob(".writing-*")] == [unfinished.name]
+    assert {path.name for path in run.glob(".writing-*")} == {unfinished.name, mine.name}
     assert [path.name for path in unfinished.iterdir()] == ["mine.txt"]
 
 

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from moesaic.files import (
     WRITING,
     entries,
     kind_of,
+    leftovers,
     put,
     read_text,
     require_place,
@@ -368,6 +369,10 @@ class FinetuneFolder:
         for path in entries(self.path, f"{WRITING}*", typed=True):
             if _UNFINISHED.name.fullmatch(path.name):
                 _UNFINISHED.delete(path)
+        for path in leftovers(self.path / RUN):
+            if kind_of(path) == "a file":
+                with suppress(OSError):
+                    path.unlink()
 
     @contextmanager
     def _on_first(self, what: str = "", rest: str = "") -> Iterator[None]:
