@@ -119,6 +119,7 @@ def _average(
     sent = joined if dtype is None else joined.to(dtype)
     mesh.transport.doing = "average_gradients"
     summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), sent)
+    mesh.transport.doing = ""
     averages = summed.to(joined.dtype) / mesh.grid.dp
     for gradient, average in zip(gradients, averages.split([each.numel() for each in gradients])):
         gradient.copy_(average.view_as(gradient))
