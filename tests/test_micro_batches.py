@@ -307,6 +307,40 @@ def test_the_bytes_on_the_wire_are_those_of_the_formula() -> None:
             assert ranks[number] == pytest.approx(wanted, rel=0.05), case
 
 
+def own_switches() -> list[list[Any]]:
+    """Return what was set on a model's FSDP2 units before, in, and after a step of each kind."""
+    mesh = Mesh.create()
+    found = []
+    for hold in HELD:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        shard_over_data(model, mesh, [model[0]])
+        model[0].set_reshard_after_forward(False)
+        model[0].set_reshard_after_backward(False)
+        model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+
+        def told(model: Any = model) -> list[Any]:
+            groups = [each._get_fsdp_state()._fsdp_param_group for each in (model[0], model)]
+            return [
+                (group.post_forward_mesh_info is None, group.reshard_after_backward)
+                for group in groups
+            ]
+
+        own = [told()]
+        for _ in micro_batches(model, 2, hold=hold):  # type: ignore[arg-type]
+            own.append(told())
+            model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+        found.append([*own, told()])
+    return found
+
+
+def test_what_was_set_on_units_holds_again_after_a_step() -> None:
+    own = [(True, False), (False, True)]
+    held = [(True, False), (True, False)]
+    ends = [(True, False), (True, True)]
+    for found in on_ranks(2, own_switches):
+        assert found == [[own, held, ends, own], [own] * 4, [own] * 4]
+
+
 def left_early() -> tuple[Tensor, Tensor]:
     """Return a gradient of a whole step after one that was left, and of the same step alone."""
     mesh = Mesh.create()

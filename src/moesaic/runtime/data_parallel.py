@@ -165,10 +165,10 @@ class Replicas:
         self._outside_graphs = outside_graphs
 
     @classmethod
-    def of(cls, module: nn.Module) -> list[Replicas]:
-        """Return the replicas whose model is one of a tree's modules."""
-        found = (getattr(each, REPLICAS, None) for each in module.modules())
-        return [each for each in found if each is not None]
+    def at(cls, module: nn.Module) -> list[Replicas]:
+        """Return the replicas whose model is this module."""
+        found = getattr(module, REPLICAS, None)
+        return [] if found is None else [found]
 
     def attach(self) -> None:
         """Watch the backward passes of the model: those that reach its output, or that of one of

@@ -10,8 +10,8 @@ added before each optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -34,9 +33,8 @@ from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, GPTOutput, embed, token_loss
 from moesaic.models.parts import cut_model
 from moesaic.models.split import local_part, unembed
-from moesaic.parallel import Held, gradient_norm
+from moesaic.parallel import Held, gradient_norm, step_switches
 from moesaic.routing.routing import Routing
-from moesaic.runtime.data_parallel import Replicas
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.train.config import TrainConfig
 from moesaic.train.machine import autocast
@@ -243,8 +241,13 @@ class PipelinedGPT(nn.Module):
             part.observe = observe or _unobserved
         try:
             inputs = (tokens,) if self.stage == 0 else ()
-            with self._held():
+            # torch's schedules reduce the gradients of FSDP2 once a step
+            with step_switches(self.parts, keeps=self.hold == "parameters") as switches:
+                for replicas in switches.replicas:
+                    replicas.averages = False
                 self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **ends)
+            for replicas in switches.replicas:
+                replicas.average()
         except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from error
@@ -258,27 +261,6 @@ class PipelinedGPT(nn.Module):
         return loss, [
             [routing for of_part in of_parts for routing in of_part] for of_parts in routings
         ]
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Hold gathered parameters over the micro-batches of a step, if the run does, and average
-        gradients of replicas after it. torch's schedules reduce those of FSDP2 once a step."""
-        modules = [module for part in self.parts for module in part.modules()]
-        units = [module for module in modules if isinstance(module, FSDPModule)]
-        replicas = [each for part in self.parts for each in Replicas.of(part)]
-        for unit in units:
-            unit.set_reshard_after_forward(self.hold != "parameters", recurse=False)
-        for each in replicas:
-            each.averages = False
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.set_reshard_after_forward(True, recurse=False)
-            for each in replicas:
-                each.averages = True
-        for each in replicas:
-            each.average()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Evaluate the full model, stage after stage. All ranks call it together.
