@@ -118,6 +118,24 @@ class Part(nn.Module):
             return unembed(self.norm(x), (self.unembedding or self.embedding).weight)
 
 
+def parts_of(whole: GPT, config: TrainConfig, stage: int, dtype: torch.dtype) -> list[Part]:
+    """Return the parts of a model that a pipeline stage has.
+
+    Args:
+        whole: the full model.
+        config: the run's configuration.
+        stage: the stage's number.
+        dtype: autocast dtype.
+    """
+    count = config.mesh.pp * config.mesh.parts_per_stage
+    sent = torch.bfloat16 if config.mesh.stage_precision == "bfloat16" else None
+    cuts = cut_model(whole, count)
+    return [
+        Part(whole, number, count, blocks=cuts[number], dtype=dtype, sent=sent)
+        for number in range(stage, count, config.mesh.pp)
+    ]
+
+
 class PipelinedGPT(nn.Module):
     """This rank's parts of a GPT in pipeline stages, with parameters under the names of the full
     model.
@@ -152,14 +170,7 @@ class PipelinedGPT(nn.Module):
         self.stages = stages
         self.stage = stages.get_local_rank("pp")
         self.pp = stages.size(0)
-        count = self.pp * config.mesh.parts_per_stage
-        numbers = range(self.stage, count, self.pp)
-        sent = torch.bfloat16 if config.mesh.stage_precision == "bfloat16" else None
-        cuts = cut_model(whole, count)
-        self.parts = [
-            Part(whole, number, count, blocks=cuts[number], dtype=dtype, sent=sent)
-            for number in numbers
-        ]
+        self.parts = parts_of(whole, config, self.stage, dtype)
         self.blocks = nn.ModuleDict(
             {name: block for part in self.parts for name, block in part.blocks.items()}
         )
@@ -180,12 +191,12 @@ class PipelinedGPT(nn.Module):
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
         self._activation_shape = length, config.model.dim
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
-        self._sent = sent or self._zero.dtype
+        self._sent = self.parts[0].sent or self._zero.dtype
         # apart from all other messages; tied embeddings and evaluations pass through it too
         self._group = stages["pp"].get_group()
-        self._schedule = self._make_schedule(
-            config, [(number, count) for number in numbers], config.batch_size // dp
-        )
+        count = self.pp * config.mesh.parts_per_stage
+        places = [(number, count) for number in range(self.stage, count, self.pp)]
+        self._schedule = self._make_schedule(config, places, config.batch_size // dp)
 
     def _make_schedule(
         self, config: TrainConfig, places: Sequence[tuple[int, int]], rows: int
