@@ -37,7 +37,9 @@ from moesaic.parallel import Held, gradient_norm, step_switches
 from moesaic.routing.routing import Routing
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.train.config import TrainConfig
+from moesaic.train.launch import is_of_lost_message
 from moesaic.train.machine import autocast
+from moesaic.train.ranks import Ranks
 
 Observe = Callable[[int], AbstractContextManager[object]]
 """Returns the context of a micro-batch's forward pass, from the micro-batch's number."""
@@ -91,6 +93,9 @@ class Part(nn.Module):
         without logits."""
         self.observe: Observe = _unobserved
         """Returns the context of a micro-batch's forward pass, from its number."""
+        self.refusal: InputError | None = None
+        """The error that a layer raised. No block runs after it, but messages go on, so that other
+        stages do not wait for this one."""
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Run the part on a micro-batch.
@@ -108,14 +113,23 @@ class Part(nn.Module):
                 x = embed(self, x)
             elif self.sent is not None:
                 x = x.to(next(self.parameters()).dtype)
-            for block in self.blocks.values():
-                recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
-                run = partial(checkpoint, block) if recomputes else block
-                x, routing = run(x, tokens, None, None)
-                self.routings[-1] += [] if routing is None else [routing]
+            try:
+                x = self._run_blocks(x, tokens)
+            except InputError as error:
+                if is_of_lost_message(error):
+                    raise
+                self.refusal = error
             if not self.is_last:
                 return x if self.sent is None else x.to(self.sent)
             return unembed(self.norm(x), (self.unembedding or self.embedding).weight)
+
+    def _run_blocks(self, x: Tensor, tokens: Tensor) -> Tensor:
+        for block in self.blocks.values() if self.refusal is None else ():
+            recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
+            run = partial(checkpoint, block) if recomputes else block
+            x, routing = run(x, tokens, None, None)
+            self.routings[-1] += [] if routing is None else [routing]
+        return x
 
 
 def parts_of(whole: GPT, config: TrainConfig, stage: int, dtype: torch.dtype) -> list[Part]:
@@ -236,11 +250,10 @@ class PipelinedGPT(nn.Module):
 
         Returns:
             the mean loss of the micro-batches, (), which is 0 on ranks without the last part; and
-            for each micro-batch
-                the routings of this rank's MoE layers.
+            for each micro-batch the routings of this rank's MoE layers. `agreed` takes the loss.
 
         Raises:
-            InputError: if a layer raised it.
+            InputError: if a message of a layer did not come.
         """
         tokens, targets = (torch.cat(tensors) for tensors in zip(*batches))
         losses: list[Tensor] = []
@@ -273,8 +286,24 @@ class PipelinedGPT(nn.Module):
             [routing for of_part in of_parts for routing in of_part] for of_parts in routings
         ]
 
+    def agreed(self, loss: Tensor, ranks: Ranks) -> Tensor:
+        """Return the mean of a loss over the data-parallel groups. All ranks call it together,
+        after their steps or evaluations.
+
+        Raises:
+            InputError: on every rank, if a layer of any stage raised it.
+        """
+        refusals = [part.refusal for part in self.parts if part.refusal is not None]
+        mean, refused = ranks.mean(torch.stack([loss, torch.full_like(loss, len(refusals))]))
+        if refused:
+            with ranks.together():
+                if refusals:
+                    raise refusals[0]
+        return mean
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
-        """Evaluate the full model, stage after stage. All ranks call it together.
+        """Evaluate the full model, stage after stage. All ranks call it together; `agreed` takes
+        the loss.
 
         Args:
             tokens: (batch, positions) int64.
