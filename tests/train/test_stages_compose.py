@@ -199,6 +199,9 @@ def test_rounds_of_interleaved_stages_are_equal(tmp_path: Path) -> None:
         ({"balance": {"samples": "two_stage"}, "mesh": STAGES}, "a sample leaves a stage"),
         ({"planner": {"plan": "auto"}, "mesh": STAGES}, "the slowest stage"),
         ({"mesh": STAGES | {"hold": "nothing"}}, "after a step's last micro-batch"),
+        ({"mesh": STAGES | {"schedule": "zb-v"}}, "an MoE layer's is one node"),
+        ({"mesh": STAGES | {"schedule": "ScheduleDualPipeV"}}, "an MoE layer's is one node"),
+        ({"mesh": STAGES | {"schedule": "gpipe"}}, "mesh.schedule=gpipe: is unknown: choose 1f1b"),
     ],
 )
 def test_what_stages_cannot_do_says_why(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
