@@ -171,6 +171,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench balance --json $(RESULTS)/balance.json --picture $(PICTURES)/balance.svg
 	$(BIN)/moesaic bench headlines --json $(RESULTS)/headlines.json
 	$(BIN)/moesaic bench small --json $(RESULTS)/small.json
+	$(BIN)/moesaic bench splits --json $(RESULTS)/splits.json --page docs/choose_a_split.md
 	$(BIN)/moesaic bench netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
 	$(BIN)/moesaic bench gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
 	$(BIN)/moesaic bench relocate_train --json $(RESULTS)/relocate_train.json

@@ -18,7 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic import Mesh, ModuleExperts, MoE, average_gradients, clip_grad_norm_, set_loss_scale
-from moesaic.parallel import micro_batches, parallelize_model, prepare_ddp, shard_over_data
+from moesaic.parallel import (
+    micro_batches,
+    parallelize_model,
+    parameter_groups,
+    prepare_ddp,
+    shard_over_data,
+)
 from worlds import on_ranks
 
 DIM = 4
@@ -305,6 +311,143 @@ def test_the_bytes_on_the_wire_are_those_of_the_formula() -> None:
         wanted = formula(case, 4)
         for ranks in of_ranks:
             assert ranks[number] == pytest.approx(wanted, rel=0.05), case
+
+
+SCALED = {
+    2: (
+        Case("fsdp", 1, "node", per_node=2),  # replicas 1, shards 2
+        Case("fsdp", 2, "node", per_node=2),  # experts: 1 and 1
+    ),
+    4: (
+        Case("fsdp", 1, "node", per_node=2),  # replicas 2, shards 2
+        Case("fsdp", 2, "node", per_node=2),  # experts: replicas 2, shards 1
+        Case("fsdp", 2, "node", per_node=4),  # experts: replicas 1, shards 2
+    ),
+}
+"""Replicas and shards under float16's scaler, by the number of ranks. Where no parameter outside
+the experts is sharded, torch's scaler refuses them beside the experts, which are DTensors."""
+STEPS = 3
+OVERFLOWS = 1
+"""The step in which a gradient overflows."""
+
+
+def scaled_training(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Train under a gradient scaler; return its scales after the steps, and the parameters. In one
+    step the gradient of one shard of an expert overflows, on each of its replicas."""
+    model, run, mesh = wrapped(case)
+    optimizer = torch.optim.SGD(parameter_groups(model), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for number in range(STEPS):
+        set_loss_scale(model, scaler.get_scale() / MICRO)
+        for micro in micro_batches(run, MICRO):
+            x = batch((number * MICRO + micro) * mesh.grid.dp + mesh.rank)
+            scaler.scale(run(x).sin().mean() / MICRO).backward()
+        in_node = mesh.rank % case.per_node
+        if number == OVERFLOWS and in_node == case.per_node - 1:
+            local = model[1].ffn.experts.w2.grad
+            (local.to_local() if isinstance(local, DTensor) else local)[-1] = math.inf
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model, math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def all_scaled() -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [scaled_training(case) for case in SCALED[dist.get_world_size()]]
+
+
+@pytest.mark.parametrize("world", SCALED)
+def test_all_ranks_skip_a_step_whose_scaled_gradients_overflow_on_some(world: int) -> None:
+    of_ranks = on_ranks(world, all_scaled)
+    model = make_model("swiglu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(STEPS):
+        for micro in range(number * MICRO, (number + 1) * MICRO):
+            x = torch.cat([batch(micro * world + rank) for rank in range(world)])
+            set_loss_scale(model, 1 / MICRO)
+            (model(x).sin().mean() / MICRO).backward()
+        if number != OVERFLOWS:
+            optimizer.step()
+        optimizer.zero_grad()
+    wanted = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for number, case in enumerate(SCALED[world]):
+        for ranks in of_ranks:
+            scales, found = ranks[number]
+            assert scales == [4.0, 2.0, 2.0], case
+            assert_same(found, wanted, case)
+
+
+def rounded_sums() -> list[dict[str, Tensor]]:
+    """Return the gradients of a step whose sums between nodes are sent in bfloat16, for experts
+    that are whole in a node and experts that are sharded there; and of one without."""
+    found = []
+    for ep, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, None)):
+        case = Case("fsdp", ep, "node", per_node=2)
+        mesh = Mesh.create(**case.sizes)
+        model = make_model(case.kind)
+        parallelize_model(model, mesh)
+        shard_over_data(model, mesh, [model[0], model[1]], replica_dtype=dtype)
+        step(case, model, mesh, 0)
+        found.append(gradients(model))
+    return found
+
+
+def test_sums_between_nodes_are_rounded_and_those_inside_are_not() -> None:
+    """A gradient is that of two nodes, each rounded once: with one node's whole sum beside it, what
+    lies between is at most what bfloat16 rounds."""
+    of_ranks = on_ranks(4, rounded_sums)
+    exact = expected(Case("fsdp", 2), 4)[0]
+    one, spread_, plain = of_ranks[0]
+    assert_same(plain, exact, Case("fsdp", 2))
+    for found in (one, spread_):
+        for name, gradient in found.items():
+            largest = float(exact[name].abs().max())
+            assert gradient.dtype == torch.float64
+            assert not torch.allclose(gradient, exact[name], rtol=1e-6, atol=0), name
+            assert (gradient - exact[name]).abs().max() < 0.02 * largest, name
+            # a sum of two rounded numbers, rounded, times a power of two
+            assert torch.equal(gradient, gradient.bfloat16().double()), name
+    for found in of_ranks:
+        for mine, theirs in zip(found, of_ranks[0]):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def own_switches() -> list[list[Any]]:
+    """Return what was set on a model's FSDP2 units before, in, and after a step of each kind."""
+    mesh = Mesh.create()
+    found = []
+    for hold in HELD:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        shard_over_data(model, mesh, [model[0]])
+        model[0].set_reshard_after_forward(False)
+        model[0].set_reshard_after_backward(False)
+        model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+
+        def told(model: Any = model) -> list[Any]:
+            groups = [each._get_fsdp_state()._fsdp_param_group for each in (model[0], model)]
+            return [
+                (group.post_forward_mesh_info is None, group.reshard_after_backward)
+                for group in groups
+            ]
+
+        own = [told()]
+        for _ in micro_batches(model, 2, hold=hold):  # type: ignore[arg-type]
+            own.append(told())
+            model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+        found.append([*own, told()])
+    return found
+
+
+def test_what_was_set_on_units_holds_again_after_a_step() -> None:
+    own = [(True, False), (False, True)]
+    held = [(True, False), (True, False)]
+    ends = [(True, False), (True, True)]
+    for found in on_ranks(2, own_switches):
+        assert found == [[own, held, ends, own], [own] * 4, [own] * 4]
 
 
 def left_early() -> tuple[Tensor, Tensor]:

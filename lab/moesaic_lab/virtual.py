@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from moesaic.codecs import CodecSpec, is_coded
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.measure.host import IdleExperts
+from moesaic.models.attention import Attention, KeyValueCache
 from moesaic.runtime.tasks import Codecs
+from moesaic.shapes import BlockConfig
 
 
 @dataclass(kw_only=True)
@@ -91,6 +93,51 @@ def virtual_experts(accelerator: Accelerator) -> Callable[[int, int, int], IdleE
         accelerator: spends the time: 2 flops per row and matrix element forward, 4 backward.
     """
     return partial(IdleExperts, on_flops=accelerator.multiply)
+
+
+@final
+class VirtualAttention(Attention):
+    """Attention that spends time and computes nothing: the result is its input.
+
+    Args:
+        accelerator: spends the time of the projections and of causal attention; twice as much
+            backward.
+        dim, num_heads, block: as for `Attention`, whose parameters it has.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, dim: int, num_heads: int, block: BlockConfig
+    ) -> None:
+        super().__init__(dim, num_heads, block)
+        self._accelerator = accelerator
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        parameters = list(self.parameters())
+        batch, positions, dim = x.shape
+        used = sum(parameter.numel() for parameter in parameters)
+        flops = 2.0 * batch * positions * (used + dim * positions)
+        result: Tensor = _Slept.apply(self._accelerator, flops, x, *parameters)
+        return result
+
+
+class _Slept(torch.autograd.Function):
+    """Takes the time of products that a tensor passes unchanged; parameters get gradients of
+    zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, accelerator: Accelerator, flops: float, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.accelerator = accelerator
+        ctx.flops = flops
+        ctx.save_for_backward(*parameters)
+        accelerator.multiply(flops)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        ctx.accelerator.multiply(2 * ctx.flops)
+        return None, None, dy, *map(torch.zeros_like, ctx.saved_tensors)
 
 
 @final

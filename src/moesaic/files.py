@@ -9,6 +9,7 @@ error that names it.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import secrets
@@ -16,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from moesaic.errors import InputError, TrainingError
 
@@ -114,19 +115,45 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
     aside = path.with_name(f"{WRITING}{secrets.token_hex(4)}-{path.name}"[:255])
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, 0o666)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with io.BufferedWriter(_Output(descriptor, str(aside))) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            with _named(str(aside)):
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()
         found = system_error(error) if isinstance(error, Exception) else None
-        if found is None or found.filename not in (None, str(aside)):
+        if found is None or found.filename != str(aside):  # of what is written from, perhaps
             raise
         # the name that a reader of the message knows
         raise OSError(found.errno, found.strerror, str(path)) from error
+
+
+class _Output(io.FileIO):
+    """A file whose errors have its name, so that those of other files are told from them."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        super().__init__(descriptor, "wb")
+        self._path = path
+
+    def write(self, data: Any) -> int:
+        with _named(self._path):
+            return super().write(data)
+
+    def close(self) -> None:
+        with _named(self._path):
+            super().close()
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Give the system's errors in the block the name of a file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def system_error(error: BaseException) -> OSError | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -257,55 +258,109 @@ def micro_batches(model: nn.Module, count: int, *, hold: Held = "parameters") ->
             in each backward pass too, and between replicas in the last one alone.
 
     If the loop is left before its end, the gradients of this step that are not reduced are dropped;
-    call `zero_grad` for the others. Units reshard after each forward pass from then on.
+    call `zero_grad` for the others. What you have set on units and wrappers holds again afterwards,
+    and decides when parameters are gathered unless they are held.
 
     Raises:
         InputError: hold is "nothing", and replicas have a dtype of their own for gradients: they
             would be summed between replicas in every micro-batch.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    if hold == "nothing" and any(hasattr(unit, REPLICA_DTYPE) for unit in units):
+    if hold == "nothing" and any(hasattr(module, REPLICA_DTYPE) for module in model.modules()):
         raise InputError('hold="nothing" clashes with replica_dtype: choose "gradients"')
-    keeps = hold == "parameters"
-    is_whole = False
-    try:
-        for unit in units:
-            unit.set_reshard_after_forward(not keeps, recurse=False)
+    with step_switches([model], keeps=hold == "parameters") as switches:
         for micro in range(count):
-            is_last = micro == count - 1
-            for unit in units:
-                unit.set_requires_gradient_sync(is_last or hold == "nothing", recurse=False)
-                unit.set_requires_all_reduce(is_last, recurse=False)
-                unit.set_reshard_after_backward(is_last or not keeps, recurse=False)
-            for wrapper in wrappers:
-                wrapper.require_backward_grad_sync = is_last
-            for replicas in Replicas.of(model):
-                replicas.averages = is_last
+            switches.before_pass(is_last=micro == count - 1, reduces=hold == "nothing")
             yield micro
-        is_whole = True
+
+
+class StepSwitches:
+    """What decides when a model's parameters are gathered and its gradients reduced: switches of
+    its FSDP2 units, DDP wrappers and replicas.
+
+    Args:
+        modules: the model, or its parts.
+        keeps: whether parameters stay gathered over the micro-batches of a step.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, keeps: bool) -> None:
+        self._keeps = keeps
+        tree = [each for module in modules for each in module.modules()]
+        self.units = [each for each in tree if isinstance(each, FSDPModule)]
+        self.wrappers = [each for each in tree if isinstance(each, DistributedDataParallel)]
+        self.replicas = [each for module in tree for each in Replicas.at(module)]
+        states = [unit._get_fsdp_state() for unit in self.units]
+        owners = [*states, *(group for unit in self.units for group in _groups_of(unit))]
+        self._found = [
+            (owner, name, getattr(owner, name))
+            for owner in (*owners, *self.wrappers, *self.replicas)
+            for name in _SWITCHES
+            if hasattr(owner, name)
+        ]
+
+    def before_pass(self, *, is_last: bool, reduces: bool) -> None:
+        """Prepare for a micro-batch: gradients are reduced in it if `reduces` or if it is the last
+        one, and between replicas in the last one alone."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(is_last or reduces, recurse=False)
+            unit.set_requires_all_reduce(is_last, recurse=False)
+            if self._keeps:
+                unit.set_reshard_after_backward(False, recurse=False)
+        for wrapper in self.wrappers:
+            wrapper.require_backward_grad_sync = is_last
+        for each in self.replicas:
+            each.averages = is_last
+        if is_last:
+            self._put_back("reshard_after_backward")
+
+    def put_back(self) -> None:
+        """Set all switches as they were found."""
+        self._put_back(*_SWITCHES)
+
+    def drop(self) -> None:
+        """Drop the gradients that are not reduced, and what is gathered."""
+        for unit in self.units:
+            _drop_unreduced(unit)
+            unit.reshard()
+
+    def _put_back(self, *names: str) -> None:
+        for owner, name, value in self._found:
+            if name in names:
+                setattr(owner, name, value)
+
+
+_SWITCHES = (
+    *("_auto_reshard_after_forward", "post_forward_mesh_info", "reshard_after_backward"),
+    *("reduce_grads", "all_reduce_grads", "require_backward_grad_sync", "averages"),
+)
+"""Attributes of FSDP2's states and groups, of DDP and of `Replicas` that a step changes."""
+
+
+@contextmanager
+def step_switches(modules: Iterable[nn.Module], *, keeps: bool) -> Iterator[StepSwitches]:
+    """Yield the switches of a step's passes, and put them back after it; arguments are those of
+    `StepSwitches`."""
+    switches = StepSwitches(modules, keeps=keeps)
+    try:
+        for unit in switches.units if keeps else ():
+            unit.set_reshard_after_forward(False, recurse=False)
+        yield switches
+    except BaseException:  # left early, too
+        switches.drop()
+        raise
     finally:
-        for unit in units:
-            if not is_whole:
-                _drop_unreduced(unit)
-            unit.set_reshard_after_forward(True, recurse=False)
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_requires_all_reduce(True, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
-            unit.reshard()  # nothing to do, unless the step was cut short
-        for wrapper in wrappers:
-            wrapper.require_backward_grad_sync = True
-        for replicas in Replicas.of(model):
-            replicas.averages = True
+        switches.put_back()
+
+
+def _groups_of(unit: FSDPModule) -> list[Any]:
+    """Return the groups of a unit's parameters."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+    return [group for group in groups if group is not None]
 
 
 def _drop_unreduced(unit: FSDPModule) -> None:
     """Drop the gradients that FSDP2 keeps aside until it reduces them."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
-    for group in groups:
-        if group is None:
-            continue
+    for group in _groups_of(unit):
         group._partial_reduce_output = None
         for sharded in group.fsdp_params:
             sharded.unsharded_accumulated_grad = None

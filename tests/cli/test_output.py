@@ -104,6 +104,18 @@ def test_other_commands_end_with_their_output(monkeypatch, words, number, code, 
     assert err.getvalue() == (line and f"moesaic {words[0]}: {line}")
 
 
+def test_a_command_whose_output_is_lost_keeps_its_exit_code(monkeypatch):
+    def run(arguments):
+        print("out")
+        sys.exit(3)
+
+    monkeypatch.setattr(cli, "_command", lambda name: run)
+    monkeypatch.setattr(sys, "stdout", Failing(0))
+    with pytest.raises(SystemExit) as stop:
+        main(["train"])
+    assert stop.value.code == 3
+
+
 def test_other_commands_go_on_without_their_errors(monkeypatch, capsys):
     def run(arguments):
         print("err", file=sys.stderr)

@@ -135,3 +135,29 @@ def test_a_broken_connection_in_one_place_keeps_its_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(waits, "_others", lambda group, doing: {1: doing})
     assert waits.lost_message(group, 1, "the forward pass of layer 0", error) is error
     assert waits.lost_message(group, 1, "", error) is error
+
+
+def words_after_calls() -> list[object]:
+    """Return what this rank says that it does after each kind of call, and what it has left in the
+    store after it told where it waits and went on."""
+    mesh, first, _ = pair_of_layers()
+    group = mesh.process_group
+    store = dist.distributed_c10d._get_process_group_store(group)
+    key = f"moesaic/waits/{group.rank()}"
+    y = first(torch.randn(6, 4, dtype=torch.float64))
+    found: list[object] = [mesh.transport.doing]
+    y.sum().backward()
+    found.append(mesh.transport.doing)
+    average_gradients(first, mesh)
+    found.append(mesh.transport.doing)
+    mesh.transport.doing = "a test"
+    mesh.transport._lost(None, RuntimeError())
+    found.append(store.check([key]))
+    dist.barrier()
+    first(torch.randn(6, 4, dtype=torch.float64))
+    found.append(store.check([key]))
+    return found
+
+
+def test_words_are_taken_back_when_a_rank_goes_on() -> None:
+    assert on_ranks(2, words_after_calls) == [["", "", "", True, False]] * 2

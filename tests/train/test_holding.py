@@ -105,9 +105,26 @@ def test_bytes_held_count_weights_gradients_moments_and_whole_copies() -> None:
     transport = NoTransport(torch.device("cpu"))
 
     def held(shard: Any, hold: Any) -> int:
-        return bytes_held(Holding(shard, hold), model, Mesh(GRID, transport, shard=shard), 1)
+        return bytes_held(Holding(shard, hold), model, Mesh(GRID, transport, shard=shard))
 
     assert held("all", "nothing") == dense + experts / 2 * 4 / 2
     assert held("all", "parameters") == dense * 3 + experts / 2 * (4 / 2 + 2)
     assert held("node", "gradients") == dense * (4 / 2 + 1) + experts / 2 * 4
     assert held("none", "parameters") == dense * 4 + experts / 2 * 4
+
+
+def test_the_stage_that_holds_most_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last stage have the whole embedding each, the others have none."""
+    config = TrainConfig(
+        mesh=MeshConfig(pp=4), accumulation=4, model=ModelConfig(num_layers=4, ffn="dense")
+    )
+    with torch.device("meta"):
+        model = GPT(config.model, 1 << 16)
+    ranks = Ranks()
+    ranks.mesh = Mesh(Grid(world=2, ranks_per_node=1), NoTransport(torch.device("cpu")))
+    embedding = model.embedding.weight.nbytes
+    blocks = sum(parameter.nbytes for parameter in model.blocks.parameters()) / 4
+    most = 4 * (embedding + blocks + model.norm.weight.nbytes)  # each node has a whole copy
+    for memory, shard in ((2.01 * most, "node"), (1.99 * most, "all")):
+        monkeypatch.setattr(holding, "_memory", lambda _, memory=memory: memory)
+        assert choose_holding(config, model, ranks).shard == shard

@@ -42,6 +42,12 @@ CASES = {
         {},
     ),
     "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe", "experts_every": 1}, {}),
+    "random, replicas on two nodes": (
+        {"ep": 2, "ranks_per_node": 2, "shard": "node"},
+        {},
+        {"experts": "smartmoe", "experts_every": 1},
+        {"accumulation": 2},
+    ),
     "random, tp, etp": (
         {"tp": 2, "ep": 2, "etp": 2},
         {"schedule": "s2"},

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from moesaic.errors import InputError
+from moesaic.layer import MoE
 from moesaic.models.split import local_part
 from moesaic.traces.trace import Trace
 from moesaic.train.config import TrainConfig
@@ -45,6 +46,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "inside nodes": {"mesh": {"pp": 2, "ranks_per_node": 1, "shard": "node"}},
 }
 """Runs whose figures are those of one process."""
+PLACES = ("a step", "an evaluation")
+"""Where the layers of one stage refuse."""
 NOISY = {"router": "gshard", "load_balance_level": "global_batch"}
 """A router with other random second choices on another mesh, so that only a replay agrees."""
 
@@ -55,11 +58,27 @@ def configured(folder: Path, out: str, moe: dict[str, Any] = MOE, **changes: Any
     return tiny(folder, **BASE | {"model": model, "out": str(folder / out)} | changes)
 
 
+def refuse(trainer: Trainer) -> None:
+    """Let the layers of one stage refuse their calls, if the run is named so: in the second step,
+    or in the evaluation."""
+    in_step, in_evaluation = (trainer.state.folder.name == f"refuses in {at}" for at in PLACES)
+    if not ((in_step and trainer.ranks.stage == 1) or (in_evaluation and trainer.ranks.stage == 0)):
+        return
+
+    def hook(layer: MoE, _: Any) -> None:
+        if layer.training == in_step and trainer.state.step == (1 if in_step else 3):
+            raise InputError(f"a layer of stage {trainer.ranks.stage} refuses")
+
+    for layer in trainer.moe_layers.values():
+        layer.register_forward_pre_hook(hook)
+
+
 def spoil_a_step(plain: Any = Trainer._accumulate) -> Any:
     """Return `Trainer._accumulate` with a gradient that is not a number on one rank, in the second
     step of the runs called skips."""
 
     def spoiled(trainer: Trainer, *, again: bool = False) -> Any:
+        refuse(trainer)
         result: tuple[Tensor, Any] = plain(trainer, again=again)
         name = trainer.state.folder.name
         is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
@@ -90,6 +109,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     runs = {name: configured(folder, name, **changes) for name, changes in RUNS.items()}
     runs["replayed"] = configured(folder, "replayed", NOISY, mesh=STAGES, **told)
     runs["skips"] = configured(folder, "skips", mesh=STAGES)
+    runs["too small"] = configured(folder, "too small", mesh=STAGES, balance={"memory_budget": 1})
+    for place in PLACES:
+        runs[place] = configured(folder, f"refuses in {place}", mesh=STAGES)
     runs["single"] = configured(folder, "single", mesh=STAGES, **single)
     runs["rounded"] = configured(folder, "rounded", mesh=rounded, **single)
     return folder, dict(zip(runs, train_on(4, list(runs.values()), prepare)))
@@ -135,6 +157,18 @@ def test_decisions_and_budgets_are_those_of_all_layers(world: Any) -> None:
     assert len(lines(folder / "budget", "train")[-1]["memory_budget"]) == layers
 
 
+def test_what_a_layer_of_one_stage_refuses_ends_all_stages_in_one_line(world: Any) -> None:
+    _, outcomes = world
+    refusals = {
+        name: {outcome.refusal for outcome in outcomes[name]} for name in (*PLACES, "too small")
+    }
+    assert refusals["a step"] == {"InputError: a layer of stage 1 refuses"}
+    assert refusals["an evaluation"] == {"InputError: a layer of stage 0 refuses"}
+    (line,) = refusals["too small"]
+    assert line.startswith("InputError: plan.memory_budget=1: ")
+    assert "\n" not in line
+
+
 def test_messages_between_stages_may_be_rounded(world: Any) -> None:
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes["rounded"]] == [""] * 4
@@ -165,6 +199,9 @@ def test_rounds_of_interleaved_stages_are_equal(tmp_path: Path) -> None:
         ({"balance": {"samples": "two_stage"}, "mesh": STAGES}, "a sample leaves a stage"),
         ({"planner": {"plan": "auto"}, "mesh": STAGES}, "the slowest stage"),
         ({"mesh": STAGES | {"hold": "nothing"}}, "after a step's last micro-batch"),
+        ({"mesh": STAGES | {"schedule": "zb-v"}}, "an MoE layer's is one node"),
+        ({"mesh": STAGES | {"schedule": "ScheduleDualPipeV"}}, "an MoE layer's is one node"),
+        ({"mesh": STAGES | {"schedule": "gpipe"}}, "mesh.schedule=gpipe: is unknown: choose 1f1b"),
     ],
 )
 def test_what_stages_cannot_do_says_why(tmp_path: Path, changes: dict[str, Any], why: str) -> None:

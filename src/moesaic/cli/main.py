@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from moesaic import __version__
-from moesaic.cli.output import LastingStream, guarded_output
+from moesaic.cli.output import guarded_output
 from moesaic.errors import InputError, TrainingError, in_one_line, to_install
 from moesaic.files import system_error
 
@@ -82,7 +82,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         print(f"moesaic {command}: {in_one_line(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except SystemExit as stop:  # tyro exits this way after printing the help of a subcommand
-        if isinstance(sys.stdout, LastingStream) and sys.stdout.is_lost:  # and rich, if it is lost
+        if isinstance(stop.__context__, BrokenPipeError):  # and rich, where the reader has gone
             return 141
         if stop.code:
             raise

@@ -99,6 +99,7 @@ class Gloo(AbstractTransport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
+        self._has_told = False
         atexit.unregister(_let_threads_end)  # once for all transports
         atexit.register(_let_threads_end)
 
@@ -107,6 +108,11 @@ class Gloo(AbstractTransport):
         that."""
         handle = Handle(transfer)
         peer = None
+        if self._has_told:  # and has gone on since
+            from moesaic.comm.waits import take_back
+
+            take_back(self._group)
+            self._has_told = False
         try:
             for peer, buffer in transfer.receives.items():
                 if buffer.numel():
@@ -141,6 +147,7 @@ class Gloo(AbstractTransport):
         """Return the error that says where ranks wait for each other."""
         from moesaic.comm.waits import lost_message  # what only a run that fails needs
 
+        self._has_told = True
         return lost_message(self._group, peer, self.doing, error)
 
     def note_wait(self, transfer: Transfer, seconds: float) -> None:

@@ -62,7 +62,8 @@ class AbstractTransport(ABC):
         self._next_tag = 0
         self._num_layers = 0
         self.doing = ""
-        """What this rank does, in words, for the error if a message does not come."""
+        """What this rank does, in words, for the error if a message does not come; "" outside calls
+        of layers and averages."""
         self.compute = 0.0
         """Seconds that programs computed between their messages, if the host does the computing."""
         self.waited = [0.0] * world

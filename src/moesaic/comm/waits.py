@@ -2,8 +2,8 @@
 
 Ranks that call different layers, or of which one runs no backward pass, wait for each other's
 messages until the timeout of their process group; then one connection after the other breaks. Each
-rank writes where it waits into the store of the group once its own wait has failed. So nothing is
-written while all goes well.
+rank writes where it waits into the store of the group once its own wait has failed, and takes that
+back if it sends again. So nothing is written while all goes well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from moesaic.errors import InputError
 
 GRACE_SECONDS = 3.0
 """How long a rank whose wait failed looks for the other ranks' words in the store."""
+_KEY = "moesaic/waits/{}"
+"""The key of a rank's words in the store."""
 ADVICE = (
     "call the same layers in the same order on every rank, forward and backward, also where a rank "
     "has no tokens"
@@ -58,6 +60,13 @@ def lost_message(
     )
 
 
+def take_back(group: dist.ProcessGroup) -> None:
+    """Remove from the store of a group what this rank has written there, since it waits no more."""
+    with suppress(RuntimeError, ValueError, AttributeError, KeyError):
+        store = dist.distributed_c10d._get_process_group_store(group)
+        store.delete_key(_KEY.format(group.rank()))
+
+
 def in_words(places: Mapping[int, str]) -> str:
     """Return which ranks wait where, in words."""
     ranks_at: dict[str, list[int]] = {}
@@ -83,12 +92,8 @@ def _others(group: dist.ProcessGroup, doing: str) -> dict[int, str]:
         """Ask the store, which may be gone, or of a process that is stopped."""
         with suppress(RuntimeError, ValueError, AttributeError, KeyError):
             store = dist.distributed_c10d._get_process_group_store(group)
-            keys = {
-                rank: f"moesaic/waits/{rank}"
-                for rank in range(group.size())
-                if rank != group.rank()
-            }
-            store.set(f"moesaic/waits/{group.rank()}", doing)
+            keys = {rank: _KEY.format(rank) for rank in range(group.size()) if rank != group.rank()}
+            store.set(_KEY.format(group.rank()), doing)
             until = time.monotonic() + GRACE_SECONDS
             while len(found) < len(keys) and time.monotonic() < until:
                 for rank, key in keys.items():

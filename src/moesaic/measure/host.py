@@ -81,7 +81,9 @@ class IdleExperts(AbstractExperts):
         return self._plain[0].shard_dim(name)
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
-        """Leave the weights at zero, since no product reads them."""
+        """Set the weights to zero, since no product reads them."""
+        nn.init.zeros_(self.w1)
+        nn.init.zeros_(self.w2)
 
     def num_units(self, sharded: Weights) -> int:
         return self._plain[0].num_units(sharded)

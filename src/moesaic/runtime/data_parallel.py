@@ -119,6 +119,7 @@ def _average(
     sent = joined if dtype is None else joined.to(dtype)
     mesh.transport.doing = "average_gradients"
     summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), sent)
+    mesh.transport.doing = ""
     averages = summed.to(joined.dtype) / mesh.grid.dp
     for gradient, average in zip(gradients, averages.split([each.numel() for each in gradients])):
         gradient.copy_(average.view_as(gradient))
@@ -164,10 +165,10 @@ class Replicas:
         self._outside_graphs = outside_graphs
 
     @classmethod
-    def of(cls, module: nn.Module) -> list[Replicas]:
-        """Return the replicas whose model is one of a tree's modules."""
-        found = (getattr(each, REPLICAS, None) for each in module.modules())
-        return [each for each in found if each is not None]
+    def at(cls, module: nn.Module) -> list[Replicas]:
+        """Return the replicas whose model is this module."""
+        found = getattr(module, REPLICAS, None)
+        return [] if found is None else [found]
 
     def attach(self) -> None:
         """Watch the backward passes of the model: those that reach its output, or that of one of

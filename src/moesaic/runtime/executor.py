@@ -459,6 +459,7 @@ def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor
     steps = interpret(program, inputs, call, program.outputs)
     del inputs
     gradients = drive(steps, run.transport)
+    run.transport.doing = ""
     d_common = parameters(gradients.get(cotangent("b"), ()))
     d_x, d_gates, d_sharded = (gradients[cotangent(name)] for name in ("x", "gates", "w"))
     assert isinstance(d_x, Tensor)

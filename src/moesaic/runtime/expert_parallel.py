@@ -443,6 +443,7 @@ class ExpertParallel:
             take = self._counted if padded_rows is None else partial(self._padded, rows=padded_rows)
             inputs = take(experts, routed, routing, compute_dtype(x_TD.dtype, x_TD.device))
         y: Tensor = experts(x_TD, inputs.gates.unsqueeze(1), run=partial(self._run, inputs))
+        self.transport.doing = ""
         return y.to(x_TD.dtype)
 
     def in_slots(self, routing: Routing) -> Routing:

@@ -26,6 +26,16 @@ else:
     ExpertPlacement = Literal[(UNMOVED, *EXPERT_PLACERS)]
 """Policies that place samples and experts, from their registries; the command line lists them as
 choices."""
+SPLIT_BACKWARD = (
+    "zb",
+    "zerobubble",
+    "scheduleinterleavedzerobubble",
+    "schedulezbv",
+    "dualpipe",
+    "scheduledualpipe",
+)
+"""How the names of schedules begin, without hyphens, that run parts of a backward pass apart:
+torch's, Megatron's and the papers'."""
 MOST_PATIENCE = 1500.0
 """Seconds. Gloo times out by itself after 1,800 seconds, and does not say which rank it waited
 for."""
@@ -137,6 +147,9 @@ class MeshConfig:
     parts_per_stage: int = 1
     """Parts of the model in each pipeline stage. With more than one, interleaved 1F1B takes the
     place of 1F1B."""
+    schedule: str = "1f1b"
+    """Schedule of the stages: 1f1b, interleaved where parts_per_stage is above 1. Zero-bubble
+    schedules and DualPipeV are refused, see docs/choose_a_split.md."""
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep gets consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
@@ -172,6 +185,15 @@ class MeshConfig:
                 f"mesh.parts_per_stage={self.parts_per_stage}: one stage has the whole model: "
                 "choose mesh.pp above 1"
             )
+        name = self.schedule.lower().replace("_", "").replace("-", "")
+        if name.startswith(SPLIT_BACKWARD):
+            raise InputError(
+                f"mesh.schedule={self.schedule}: is not offered: it runs the two halves of a "
+                "backward pass apart, and an MoE layer's is one node, which would run, and send "
+                "its messages, up to twice: leave it 1f1b"
+            )
+        if name != "1f1b":
+            raise InputError(f"mesh.schedule={self.schedule}: is unknown: choose 1f1b")
         _require_at_least_one(
             self, ("tp", "ep", "etp", "pp", "parts_per_stage", "ranks_per_node"), prefix="mesh."
         )

@@ -63,7 +63,8 @@ def evaluate(
             loss: Tensor = output.loss
             total += loss.double() * len(chosen)
     model.train(was_training)
-    per_token = float(ranks.mean(total)) * ranks.dp / len(windows)
+    mean = model.agreed(total, ranks) if isinstance(model, PipelinedGPT) else ranks.mean(total)
+    per_token = float(mean) * ranks.dp / len(windows)
     return Evaluation(per_token, per_token * len(corpus.val) / corpus.val_bytes)
 
 

@@ -3,8 +3,9 @@ whole between the micro-batches of a step.
 
 The rule behind `auto` counts bytes before anything is allocated: 4 for each weight, 4 for its
 gradient and 8 for its two moments, divided by the ranks that share it, and the whole copies that a
-rank holds meanwhile. They may fill half of a rank's memory; activations have the other half. The
-first way that fits is taken, from the one that sends least to the one that holds least.
+rank holds meanwhile. They may fill half of a rank's memory, in the pipeline stage that has most of
+them; activations have the other half. The first way that fits is taken, from the one that sends
+least to the one that holds least.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import nn
 from moesaic.comm.mesh import Mesh, Sharding
 from moesaic.layer import MoE
 from moesaic.measure.compute import memory_gib
+from moesaic.models.gpt import GPT
 from moesaic.parallel import Held
 from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.pipeline import parts_of
 from moesaic.train.ranks import Ranks
 
 SHARE = 0.5
@@ -52,21 +55,27 @@ def choose_holding(config: TrainConfig, model: nn.Module, ranks: Ranks) -> Holdi
     if len(options) == 1:
         return options[0]
     memory = min(ranks.gathered(_memory(mesh)))
+    stages = [model]
+    if isinstance(model, GPT) and config.mesh.pp > 1:
+        stages = [
+            nn.ModuleList(parts_of(model, config, stage, torch.float32))
+            for stage in range(config.mesh.pp)
+        ]
     for option in options:
-        if bytes_held(option, model, replace(mesh, shard=option.shard), ranks.pp) <= SHARE * memory:
+        sharded = replace(mesh, shard=option.shard)
+        if max(bytes_held(option, stage, sharded) for stage in stages) <= SHARE * memory:
             return option
     return options[-1]
 
 
-def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh, pp: int) -> int:
+def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh) -> int:
     """Return the bytes of parameters, gradients, optimizer states and whole copies of them that a
     rank holds at most.
 
     Args:
         holding: how they are held.
-        model: the whole model.
-        mesh: the mesh of the ranks of a stage, with the sharding of `holding`.
-        pp: pipeline stages, which are taken to be equal.
+        model: the whole model, or the parts of it in a pipeline stage.
+        mesh: the mesh of the ranks that share it, with the sharding of `holding`.
     """
     grid = mesh.grid
     experts = {
@@ -84,7 +93,7 @@ def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh, pp: int) -> int:
         whole = copies if shards > 1 else 0  # a copy that is whole anyway
         states = STATES if parameter.requires_grad else 1
         total += parameter.nbytes / split * (states / shards + whole)
-    return int(total / pp)
+    return int(total)
 
 
 def _options(config: MeshConfig, mesh: Mesh) -> list[Holding]:

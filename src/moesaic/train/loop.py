@@ -322,9 +322,9 @@ class Trainer:
             loss, routings = self.model.run_step(
                 batches, lambda micro: self.routing.call(state.step, micro, again=again)
             )
-            auxiliary = [self._note_load(of_micro, again=again) for of_micro in routings]
-        else:
-            loss, auxiliary = self._run_in_turn(self.model, again=again)
+            loss = self.model.agreed(loss, self.ranks)
+            return loss, [self._note_load(of_micro, again=again) for of_micro in routings]
+        loss, auxiliary = self._run_in_turn(self.model, again=again)
         return self.ranks.mean(loss), auxiliary
 
     def _note_load(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:

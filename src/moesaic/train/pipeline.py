@@ -10,8 +10,8 @@ added before each optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -34,12 +33,13 @@ from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, GPTOutput, embed, token_loss
 from moesaic.models.parts import cut_model
 from moesaic.models.split import local_part, unembed
-from moesaic.parallel import Held, gradient_norm
+from moesaic.parallel import Held, gradient_norm, step_switches
 from moesaic.routing.routing import Routing
-from moesaic.runtime.data_parallel import Replicas
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.train.config import TrainConfig
+from moesaic.train.launch import is_of_lost_message
 from moesaic.train.machine import autocast
+from moesaic.train.ranks import Ranks
 
 Observe = Callable[[int], AbstractContextManager[object]]
 """Returns the context of a micro-batch's forward pass, from the micro-batch's number."""
@@ -93,6 +93,9 @@ class Part(nn.Module):
         without logits."""
         self.observe: Observe = _unobserved
         """Returns the context of a micro-batch's forward pass, from its number."""
+        self.refusal: InputError | None = None
+        """The error that a layer raised. No block runs after it, but messages go on, so that other
+        stages do not wait for this one."""
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Run the part on a micro-batch.
@@ -110,14 +113,41 @@ class Part(nn.Module):
                 x = embed(self, x)
             elif self.sent is not None:
                 x = x.to(next(self.parameters()).dtype)
-            for block in self.blocks.values():
-                recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
-                run = partial(checkpoint, block) if recomputes else block
-                x, routing = run(x, tokens, None, None)
-                self.routings[-1] += [] if routing is None else [routing]
+            try:
+                x = self._run_blocks(x, tokens)
+            except InputError as error:
+                if is_of_lost_message(error):
+                    raise
+                self.refusal = error
             if not self.is_last:
                 return x if self.sent is None else x.to(self.sent)
             return unembed(self.norm(x), (self.unembedding or self.embedding).weight)
+
+    def _run_blocks(self, x: Tensor, tokens: Tensor) -> Tensor:
+        for block in self.blocks.values() if self.refusal is None else ():
+            recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
+            run = partial(checkpoint, block) if recomputes else block
+            x, routing = run(x, tokens, None, None)
+            self.routings[-1] += [] if routing is None else [routing]
+        return x
+
+
+def parts_of(whole: GPT, config: TrainConfig, stage: int, dtype: torch.dtype) -> list[Part]:
+    """Return the parts of a model that a pipeline stage has.
+
+    Args:
+        whole: the full model.
+        config: the run's configuration.
+        stage: the stage's number.
+        dtype: autocast dtype.
+    """
+    count = config.mesh.pp * config.mesh.parts_per_stage
+    sent = torch.bfloat16 if config.mesh.stage_precision == "bfloat16" else None
+    cuts = cut_model(whole, count)
+    return [
+        Part(whole, number, count, blocks=cuts[number], dtype=dtype, sent=sent)
+        for number in range(stage, count, config.mesh.pp)
+    ]
 
 
 class PipelinedGPT(nn.Module):
@@ -154,14 +184,7 @@ class PipelinedGPT(nn.Module):
         self.stages = stages
         self.stage = stages.get_local_rank("pp")
         self.pp = stages.size(0)
-        count = self.pp * config.mesh.parts_per_stage
-        numbers = range(self.stage, count, self.pp)
-        sent = torch.bfloat16 if config.mesh.stage_precision == "bfloat16" else None
-        cuts = cut_model(whole, count)
-        self.parts = [
-            Part(whole, number, count, blocks=cuts[number], dtype=dtype, sent=sent)
-            for number in numbers
-        ]
+        self.parts = parts_of(whole, config, self.stage, dtype)
         self.blocks = nn.ModuleDict(
             {name: block for part in self.parts for name, block in part.blocks.items()}
         )
@@ -182,12 +205,12 @@ class PipelinedGPT(nn.Module):
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
         self._activation_shape = length, config.model.dim
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
-        self._sent = sent or self._zero.dtype
+        self._sent = self.parts[0].sent or self._zero.dtype
         # apart from all other messages; tied embeddings and evaluations pass through it too
         self._group = stages["pp"].get_group()
-        self._schedule = self._make_schedule(
-            config, [(number, count) for number in numbers], config.batch_size // dp
-        )
+        count = self.pp * config.mesh.parts_per_stage
+        places = [(number, count) for number in range(self.stage, count, self.pp)]
+        self._schedule = self._make_schedule(config, places, config.batch_size // dp)
 
     def _make_schedule(
         self, config: TrainConfig, places: Sequence[tuple[int, int]], rows: int
@@ -227,11 +250,10 @@ class PipelinedGPT(nn.Module):
 
         Returns:
             the mean loss of the micro-batches, (), which is 0 on ranks without the last part; and
-            for each micro-batch
-                the routings of this rank's MoE layers.
+            for each micro-batch the routings of this rank's MoE layers. `agreed` takes the loss.
 
         Raises:
-            InputError: if a layer raised it.
+            InputError: if a message of a layer did not come.
         """
         tokens, targets = (torch.cat(tensors) for tensors in zip(*batches))
         losses: list[Tensor] = []
@@ -243,8 +265,13 @@ class PipelinedGPT(nn.Module):
             part.observe = observe or _unobserved
         try:
             inputs = (tokens,) if self.stage == 0 else ()
-            with self._held():
+            # torch's schedules reduce the gradients of FSDP2 once a step
+            with step_switches(self.parts, keeps=self.hold == "parameters") as switches:
+                for replicas in switches.replicas:
+                    replicas.averages = False
                 self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **ends)
+            for replicas in switches.replicas:
+                replicas.average()
         except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from error
@@ -259,29 +286,24 @@ class PipelinedGPT(nn.Module):
             [routing for of_part in of_parts for routing in of_part] for of_parts in routings
         ]
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Hold gathered parameters over the micro-batches of a step, if the run does, and average
-        gradients of replicas after it. torch's schedules reduce those of FSDP2 once a step."""
-        modules = [module for part in self.parts for module in part.modules()]
-        units = [module for module in modules if isinstance(module, FSDPModule)]
-        replicas = [each for part in self.parts for each in Replicas.of(part)]
-        for unit in units:
-            unit.set_reshard_after_forward(self.hold != "parameters", recurse=False)
-        for each in replicas:
-            each.averages = False
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.set_reshard_after_forward(True, recurse=False)
-            for each in replicas:
-                each.averages = True
-        for each in replicas:
-            each.average()
+    def agreed(self, loss: Tensor, ranks: Ranks) -> Tensor:
+        """Return the mean of a loss over the data-parallel groups. All ranks call it together,
+        after their steps or evaluations.
+
+        Raises:
+            InputError: on every rank, if a layer of any stage raised it.
+        """
+        refusals = [part.refusal for part in self.parts if part.refusal is not None]
+        mean, refused = ranks.mean(torch.stack([loss, torch.full_like(loss, len(refusals))]))
+        if refused:
+            with ranks.together():
+                if refusals:
+                    raise refusals[0]
+        return mean
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
-        """Evaluate the full model, stage after stage. All ranks call it together.
+        """Evaluate the full model, stage after stage. All ranks call it together; `agreed` takes
+        the loss.
 
         Args:
             tokens: (batch, positions) int64.
