@@ -1,7 +1,7 @@
 """Parm's sweep on its two testbeds: the baseline and the two schedules, as our programs on our
 simulator.
 
-Yin et al. (INFOCOM 2024), section VI. An average speed-up is a mean over the sweep's layers that
+Pan et al. (INFOCOM 2024), section VI. An average speed-up is a mean over the sweep's layers that
 fit into memory. The speed-up of a layer is the baseline's time over the schedule's, forward and
 backward passes together.
 """
