@@ -375,7 +375,7 @@ def _findings(
     yield PaperFinding(
         (
             "one of S1 and S2 is faster in every layer of a cell, as Parm's choice, constant in "
-            "13 of 16, suggests"
+            "most cells, suggests"
         ),
         f"{one_sided} of {len(cells)} cells",
     )
