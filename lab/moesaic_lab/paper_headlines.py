@@ -4,20 +4,41 @@ reason. Each holds or fails in the open."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moesaic_lab.headlines import COMPARISONS, OFF, Comparison, Headline, found
 from moesaic_lab.measured import measured
-from moesaic_lab.reproduce.records import Book, read_book
+from moesaic_lab.reproduce.records import Book, PublishedCell, read_book
 from moesaic_lab.tables import markdown_table, share
 
-HEAD = ("comparison", "place", "published", "here", "how", "off the gain", "verdict")
+
+@dataclass(frozen=True, kw_only=True)
+class HeadlineLine:
+    """A line of the table of headlines."""
+
+    comparison: str
+    place: str
+    published: float | None
+    here: str = ""
+    how: str = "not here"
+    off: str = ""
+    verdict: str
+
+    @property
+    def cells(self) -> list[str]:
+        """The cells of the line."""
+        published = "" if self.published is None else share(self.published)
+        return [self.comparison, self.place, published, self.here, self.how, self.off, self.verdict]
+
+
+HEAD = ["comparison", "place", "published", "here", "how", "off the gain", "verdict"]
 
 
 def headlines_of(paper: str, results: Mapping[str, Any]) -> str:
     """Return the section of a paper's headlines."""
     book = read_book()
-    lines = [list(HEAD)]
+    lines: list[HeadlineLine] = []
     for make in COMPARISONS[paper]:  # type: ignore[index]
         comparison = make()
         rows = results["headlines"]["rows"]
@@ -26,34 +47,40 @@ def headlines_of(paper: str, results: Mapping[str, Any]) -> str:
         lines += of_gates(book, results["gates_loss"]["rows"])
     lines += of_simulator(book, paper, results["reproduce"]["rows"])
     load = ", under a synthetic Zipf load" if paper == "fastermoe" else ""
+    table = markdown_table([HEAD, *(line.cells for line in lines)])
+    where = measured({"headlines": results["headlines"]})
     return (
         f"## Headlines{load}\n\nA headline holds if our gain is within {OFF:.0%} of the published "
-        f"gain, in either direction. Measured {measured({'headlines': results['headlines']})}.\n\n"
-        f"{markdown_table(lines)}"
+        f"gain, in either direction. Measured {where}.\n\n{table}"
     )
 
 
-def verdict(book: Book, cell: str, here: float, published: float) -> tuple[str, str]:
+def judged(book: Book, cell: str, here: float, published: float) -> tuple[str, str]:
     """Return how far a gain is off the published one, and whether that holds or why not."""
     off = (here - 1) / (published - 1) - 1
     reason = book.missed.get(f"papers.{cell}", "")
-    return f"{off:+.0%}", "holds" if abs(off) <= OFF else f"**failed**: {reason}"
+    verdict = "holds" if abs(off) <= OFF else f"**failed**: {reason}"
+    return f"{off:+.0%}", verdict
 
 
 def of_bed(
     book: Book, comparison: Comparison, headline: Headline, rows: list[dict[str, Any]]
-) -> list[str]:
+) -> HeadlineLine:
     """Return the line of a headline that is measured on an emulated cluster."""
     ratio = found(comparison, headline, rows)
-    cells = [*map(known(book), headline.cells)]
-    place = ", ".join(dict.fromkeys(cell.place for cell in cells if cell.place))
-    published = "" if headline.published is None else share(headline.published)
-    if ratio is None:
-        return [headline.what, place, published, "", "not here", "", "its methods have not run yet"]
-    here = share(ratio.median)
-    here += (
-        " (medians)" if ratio.interval is None else " ({:.2f} to {:.2f})".format(*ratio.interval)
+    places = [known(book, cell).place for cell in headline.cells]
+    line = HeadlineLine(
+        comparison=headline.what,
+        place=", ".join(dict.fromkeys(filter(None, places))),
+        published=headline.published,
+        verdict="its methods have not run yet",
     )
+    if ratio is None:
+        return line
+    interval = " (medians)"
+    if ratio.interval is not None:
+        low, high = ratio.interval
+        interval = f" ({low:.2f} to {high:.2f})"
     of_comparison = {cell for each in comparison.headlines for cell in each.cells}
     shared = next(
         row["share_here"]
@@ -62,41 +89,55 @@ def of_bed(
     )
     how = f"measured on {comparison.bed_in_words}, communication {shared:.0%} "
     how += f"(paper {comparison.share:.0%})"
-    if headline.published is None:
-        return [headline.what, place, published, here, how, "", "shown, not claimed"]
-    judged = verdict(book, headline.cells[0], ratio.median, headline.published)
-    return [headline.what, place, published, here, how, *judged]
+    off = ""
+    verdict = "shown, not claimed"
+    if headline.published is not None:
+        off, verdict = judged(book, headline.cells[0], ratio.median, headline.published)
+    here = share(ratio.median) + interval
+    return replace(line, here=here, how=how, off=off, verdict=verdict)
 
 
-def known(book: Book) -> Any:
-    """Return a function that gives a published figure by name."""
-    return lambda name: book.cells.get(name) or book.quotes[name]
+def known(book: Book, name: str) -> PublishedCell:
+    """Return a published figure by name."""
+    return book.cells.get(name) or book.quotes[name]
 
 
-def of_gates(book: Book, rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+def of_gates(book: Book, rows: list[dict[str, Any]]) -> Iterator[HeadlineLine]:
     """Yield the lines of the topology gate over GShard and BASE."""
     times = {row["gate"]: row["time_to_loss_ratio"] for row in rows}
     for gate in ("gshard", "base"):
         cell = book.quotes[f"fastermoe.over_{gate}"]
         here = times[gate] / times["topology"]
         published = book.value(cell.name)
-        what = f"time to a loss: {gate} over the topology gate"
-        how = "measured, a model of our own (`gates_loss.json`)"
-        judged = verdict(book, cell.name, here, published)
-        yield [what, cell.place, share(published), share(here), how, *judged]
+        off, verdict = judged(book, cell.name, here, published)
+        yield HeadlineLine(
+            comparison=f"time to a loss: {gate} over the topology gate",
+            place=cell.place,
+            published=published,
+            here=share(here),
+            how="measured, a model of our own (`gates_loss.json`)",
+            off=off,
+            verdict=verdict,
+        )
 
 
-def of_simulator(book: Book, paper: str, rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+def of_simulator(book: Book, paper: str, rows: list[dict[str, Any]]) -> Iterator[HeadlineLine]:
     """Yield the lines of headlines that are simulated, or not here."""
     ours = {row["cell"]: row["ours"] for row in rows}
     for headline in book.headlines(paper):
-        cell = known(book)(headline.cell)
+        cell = known(book, headline.cell)
         is_gain = cell.unit == "gain %"
-        published = 1 + cell.value / 100 if is_gain else cell.value
-        line = [headline.what, cell.place, share(published)]
-        if headline.why:
-            yield [*line, "", "not here", "", book.filled(headline.why, ours)]
-            continue
-        here = 1 + ours[headline.cell] / 100 if is_gain else ours[headline.cell]
-        judged = verdict(book, headline.cell, here, published)
-        yield [*line, share(here), "simulated", *judged]
+        value = book.value(cell.name)
+        published = 1 + value / 100 if is_gain else value
+        line = HeadlineLine(
+            comparison=headline.what,
+            place=cell.place,
+            published=published,
+            verdict=book.filled(headline.why, ours),
+        )
+        if not headline.why:
+            figure = ours[headline.cell]
+            here = 1 + figure / 100 if is_gain else figure
+            off, verdict = judged(book, headline.cell, here, published)
+            line = replace(line, here=share(here), how="simulated", off=off, verdict=verdict)
+        yield line

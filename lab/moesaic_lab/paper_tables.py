@@ -98,7 +98,9 @@ def times_to_loss(rows: Sequence[Row]) -> str:
     ]
     for row in rows[1:]:
         gate = row["gate"]
-        time = share(times[gate]) if gate in times else ""
+        time = ""
+        if gate in times:
+            time = share(times[gate])
         of_paper = published.get(gate, ("", "", time))
         here = f"{row['time_to_loss_ratio']:.2f} ({row['time_to_loss_least']:.2f} to "
         here += f"{row['time_to_loss_most']:.2f} by seed)"
@@ -118,7 +120,9 @@ def perplexities(rows: Sequence[Row]) -> str:
     base = found["none"]
     for codec, row in found.items():
         printed = row["published"]
-        moved = f"{printed - base['published']:+.2f}" if printed is not None else ""
+        moved = ""
+        if printed is not None:
+            moved = f"{printed - base['published']:+.2f}"
         lines.append(
             [
                 {"dense": "dense model", "none": "MoE, no codec"}.get(codec, codec),
@@ -189,7 +193,9 @@ def predicted_and_real(rows: Sequence[Row]) -> str:
         if row.get("method") != "two_stage" or "time_ratio" not in row:
             continue
         bed = row.get("bed", row["part"])
-        routing = f"{row['text']}, step {row['step']}" if "text" in row else "synthetic"
+        routing = "synthetic"
+        if "text" in row:
+            routing = f"{row['text']}, step {row['step']}"
         gains = [share(1 / row[key]) for key in ("predicted_time_ratio", "time_ratio")]
         lines.append([bed, routing, share(row["locality"]), *gains])
     return (
