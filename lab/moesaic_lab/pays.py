@@ -36,6 +36,8 @@ LINKS = (0.25, 1.0, 4.0)
 WIDTHS = (256, 2048)
 SKEWS = (0.0, 1.2)
 SEED = 1
+RANKS = 16
+"""Ranks of every simulated layer."""
 CONFIG = Path(__file__).parent / "configs" / "pays.toml"
 
 
@@ -63,9 +65,10 @@ class Technique:
 
     @property
     def grid(self) -> Grid:
-        """The mesh: 16 ranks."""
+        """The mesh of `RANKS` ranks."""
         per_node = read_cluster(self.cluster).devices_per_node
-        return Grid(world=16, tp=self.tp, ep=16 // self.etp, etp=self.etp, ranks_per_node=per_node)
+        ep = RANKS // self.etp
+        return Grid(world=RANKS, tp=self.tp, ep=ep, etp=self.etp, ranks_per_node=per_node)
 
 
 def _technique(entry: dict[str, Any]) -> Technique:

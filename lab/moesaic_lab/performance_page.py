@@ -93,29 +93,31 @@ def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
 
 def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """Group claims in their order: those that hold with the same first word and target, missed ones
-    if their last word is the same too. Claims without a value stay alone."""
+    if their last word is the same too (headlines of papers always), those without a value if their
+    reason is the same."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for claim in claims:
         words = claim["name"].split(".")
-        word = {True: "", False: words[-1], None: claim["name"]}[claim["holds"]]
-        groups.setdefault((words[0], word, claim["op"], claim["target"]), []).append(claim)
+        missed = "" if words[0] == "papers" else words[-1]
+        word = {True: "", False: missed, None: claim.get("reason", "")}[claim["holds"]]
+        groups.setdefault(
+            (words[0], claim["holds"], word, claim["op"], claim["target"]), []
+        ).append(claim)
     return list(groups.values())
 
 
 def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table cells of a claim, or of the worst claim of a family."""
+    is_measured = alike[0]["value"] is not None
     worst = max if alike[0]["op"] == "<=" else min
-    claim = worst(alike, key=lambda each: each["value"]) if len(alike) > 1 else alike[0]
-    value = (
-        f"{claim['value']:.4g}"
-        if claim["value"] is not None
-        else f"not measured: {claim['reason']}"
-    )
-    among = (
-        f" (the worst of {len(alike)} {'with' if claim['holds'] else 'that miss'} this target)"
-        if alike[1:]
-        else ""
-    )
+    claim = worst(alike, key=lambda each: each["value"]) if is_measured else alike[0]
+    value = f"{claim['value']:.4g}" if is_measured else f"not measured: {claim['reason']}"
+    words = {
+        True: "the worst of {} with",
+        False: "the worst of {} that miss",
+        None: "one of {} with",
+    }
+    among = f" ({words[claim['holds']].format(len(alike))} this target)" if alike[1:] else ""
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
     return [f"`{claim['name']}`{among}", value, f"{claim['op']} {claim['target']:g}", holds]
 

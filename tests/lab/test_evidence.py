@@ -36,12 +36,12 @@ def test_time_to_a_loss_is_steps_to_it_times_the_step() -> None:
     assert (rows[1]["time_to_loss_least"], rows[1]["time_to_loss_most"]) == pytest.approx(
         (0.6, other_seed)
     )
-    topology = gates_loss.claims(
-        [rows[0], rows[1] | {"gate": "topology", "val_nats_per_byte": 2.5}]
-    )
-    assert {claim.name: claim.holds for claim in topology}[
-        "gates_loss.time_to_loss_most.topology"
-    ] is True
+    for time, holds in ((1.0, True), (1.5, False), (0.6, False)):
+        topology = {"gate": "topology", "val_nats_per_byte": 2.5, "time_to_loss_ratio": time}
+        claims = {each.name: each for each in gates_loss.claims([rows[0], rows[1] | topology])}
+        assert claims["gates_loss.off_table_3.topology"].holds is holds, "1.076 in the paper"
+        assert claims["gates_loss.off_table_3.base"].reason == "not run"
+        assert claims["papers.fastermoe.over_base"].value is None
     better = [gate_row("softmax", [4.0, 3.0, 2.0], 1.0), gate_row("better", [4.0, 2.0, 1.0], 1.5)]
     gates_loss.add_times(better)
     assert better[1]["goal_loss"] == 2.0
@@ -97,6 +97,7 @@ def test_a_codec_may_move_the_score_less_than_seeds_do(coded: list[float], holds
     ]
     found = {claim.name: claim for claim in codec_convergence.claims(rows)}
     assert found["codec.int8_gap_perplexity"].holds is holds
+    assert found["codec.int8_over_zfp_perplexity"].value is None
     assert found["codec.int8_gap_bleu"].value is None
     assert found["codec.plateau_moe_perplexity"].value is None
 

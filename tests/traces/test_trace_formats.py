@@ -195,3 +195,85 @@ def test_padding_in_a_trace_is_refused_for_what_it_is() -> None:
     assert "padding" in line
     line = refused(tokens_segment, abs(table), steps=[0], sequences=1, num_experts=9, source={})
     assert "give --num-experts 513 or more" in line
+
+
+TABLE = """rank,layer,micro_batch,expert,count,note
+1,5,0,3,4,x
+0,5,0,3,3,
+0,5,0,2,1,
+1,5,1,1,4,
+0,5,1,0,4,
+0,7,0,1,4,
+1,7,0,2,2,
+1,7,0,0,2,
+0,7,1,3,4,
+1,7,1,2,4,
+"""
+"""Copies of two ranks in two layers and two micro-batches."""
+
+
+def test_a_plain_table_of_counts_is_read(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text(TABLE)
+    trace = opened("counts", path, num_experts=6)
+    assert trace.holds == "counts"
+    assert trace.shape == TraceShape(
+        num_layers=2, num_experts=6, top_k=1, sequences=2, seq_len=4, accumulation=2
+    )
+    assert trace.steps == [0]
+    assert trace.counts(0, 0, 0).tolist() == [[0, 0, 1, 3, 0, 0], [0, 0, 0, 4, 0, 0]]
+    assert trace.counts(0, 0, 1).tolist() == [[4, 0, 0, 0, 0, 0], [0, 4, 0, 0, 0, 0]]
+    assert trace.counts(1, 0, 0).tolist() == [[0, 4, 0, 0, 0, 0], [2, 0, 2, 0, 0, 0]]
+    assert trace.counts(1, 0, 1).tolist() == [[0, 0, 0, 4, 0, 0], [0, 0, 4, 0, 0, 0]]
+    assert faults(trace) == []
+
+
+def test_a_table_of_counts_with_steps_goes_there_and_back(tmp_path):
+    lines = ["step,layer,micro_batch,rank,expert,count"]
+    lines += [
+        f"{step},0,0,{rank},{expert},{2 + step // 10 * (1 if expert else -1)}"
+        for step in (0, 10)
+        for rank in (0, 1)
+        for expert in (0, 1)
+    ]
+    first = tmp_path / "first.csv"
+    first.write_text("\n".join(lines) + "\n")
+    trace = opened("counts", first, top_k=1)
+    assert trace.steps == [0, 10]
+    assert trace.counts(0, 10).tolist() == [[1, 3], [1, 3]]
+    second = tmp_path / "second.csv"
+    FORMATS["counts"].write(trace, second)
+    again = opened("counts", second)
+    assert again.shape == trace.shape
+    assert all((again.counts(0, step) == trace.counts(0, step)).all() for step in (0, 10))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("micro_batch", "batch"), "has no column micro_batch"),
+        (("1,5,1,1,4,", "1,5,1,1,four,"), "line 5: is not a row of whole numbers"),
+        (("1,5,1,1,4,", "1,5,1,1,,"), "line 5: is not a row of whole numbers"),
+        (("1,5,1,1,4,", "1,5,1"), "line 5: is not a row of whole numbers"),
+        (("1,5,1,1,4,", "1,5,1,1,-4,"), "line 5: has a number below 0"),
+        (("0,5,0,3,3,", "0,5,0,2,3,"), "line 4: this rank and expert stand twice"),
+        (("1,5,1,1,4,", "1,5,1,2000000,4,"), "give --num-experts"),
+        (("1,5,1,1,4,", f"1,5,1,1,{1 << 70},"), "a number that no run reaches"),
+        ((TABLE[TABLE.index("\n") :], "\n"), "has no rows"),
+    ],
+)
+def test_a_damaged_table_of_counts_is_refused_in_one_line(tmp_path, change, message):
+    path = tmp_path / "table.csv"
+    path.write_text(TABLE.replace(*change))
+    with pytest.raises(InputError, match=message) as error:
+        opened("counts", path)
+    assert "\n" not in str(error.value)
+
+
+def test_copies_of_a_table_that_do_not_fit_top_k_are_refused(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text(TABLE)
+    with pytest.raises(InputError, match="4 copies are not a multiple of top_k=3"):
+        opened("counts", path, top_k=3)
+    with pytest.raises(InputError, match="an expert has more copies than there are tokens"):
+        opened("counts", path, top_k=2)

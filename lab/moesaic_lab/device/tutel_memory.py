@@ -21,8 +21,11 @@ from moesaic.layer import MoE
 from moesaic.program.expert_sizes import block_limit
 from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import peak_growth_bytes, step
+from moesaic_lab.reproduce.records import read_book
 
-TUTEL_GIB = {4096: 2.9, 8192: 3.2, 16384: 4.0, 32768: 5.7}
+TUTEL_GIB = {
+    tokens: read_book().value(f"tutel.memory.{tokens}") for tokens in (4096, 8192, 16384, 32768)
+}
 """Tutel's figures in GiB, by number of tokens."""
 
 

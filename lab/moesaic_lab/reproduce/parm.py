@@ -1,7 +1,7 @@
 """Parm's sweep on its two testbeds: the baseline and the two schedules, as our programs on our
 simulator.
 
-Yin et al. (INFOCOM 2024), section VI. An average speed-up is a mean over the sweep's layers that
+Pan et al. (INFOCOM 2024), section VI. An average speed-up is a mean over the sweep's layers that
 fit into memory. The speed-up of a layer is the baseline's time over the schedule's, forward and
 backward passes together.
 """
@@ -375,7 +375,7 @@ def _findings(
     yield PaperFinding(
         (
             "one of S1 and S2 is faster in every layer of a cell, as Parm's choice, constant in "
-            "13 of 16, suggests"
+            "most cells, suggests"
         ),
         f"{one_sided} of {len(cells)} cells",
     )

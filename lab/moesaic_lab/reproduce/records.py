@@ -7,6 +7,7 @@ follows from such cells, has the role "fit", and no row with it counts as valida
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,9 @@ Role = Literal["fit", "validation", "arithmetic", "kept back", "no prediction"]
 """Role of a figure: a constant was fitted to it; nothing was; nothing was, but it follows from
 sizes by arithmetic; it is kept back; or it cannot be predicted, since the paper does not print the
 batch or the length that it was measured with."""
-Unit = Literal["x", "ms", "us", "ns", "MiB", "%", "gain %", "points", "1"]
+Unit = Literal["x", "ms", "us", "ns", "h", "MB", "MiB", "GiB", "%", "gain %", "points", "1"]
+PLACEHOLDER = re.compile(r"\{(=?)([a-z][\w.]*)(?::([^{}]+))?\}")
+"""A number in a text about a paper: {NAME} of the paper, {=NAME} ours; a format may follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +41,10 @@ class PublishedCell:
     unit: Unit
     """Unit of the figure. "gain %": a gain g stands for a ratio of 1 + g / 100. "points": errors
     are differences in points."""
-    source: str
-    """Paper, table and row."""
+    place: str
+    """Section, table, figure or equation; "" if our notes of the paper have none."""
+    what: str
+    """Description of the figure."""
     derived: tuple[str, ...] = ()
     """Cells from which this one follows. Such a cell is no independent evidence."""
     not_printed: str = ""
@@ -50,6 +55,11 @@ class PublishedCell:
     without a simulator."""
     note: str = ""
     """Remarks on the figure."""
+
+    @property
+    def source(self) -> str:
+        """Place and description in one line."""
+        return f"{self.place}: {self.what}" if self.place else self.what
 
     def error(self, ours: float) -> float:
         """Return the error of our figure, relative to the paper's; for points, the difference in
@@ -71,6 +81,33 @@ class PublishedCell:
         if self.unit == "gain %":
             return (1 + ours / 100) / (1 + self.value / 100)
         return ours / self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """Where a paper was published."""
+
+    title: str
+    authors: str
+    venue: str
+    year: int
+
+    @property
+    def short(self) -> str:
+        """The citation in a text, e.g. "Pan et al., INFOCOM 2024"."""
+        first = self.authors.split(",")[0].split(" et al.")[0].split()[-1]
+        return f"{first} et al., {self.venue} {self.year}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperHeadline:
+    """A headline of a paper that is simulated, or not here."""
+
+    cell: str
+    """The published figure."""
+    what: str
+    why: str = ""
+    """Why it is not here, with places for numbers; "" if it is simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +238,8 @@ class Book:
         cells: the cells by name.
         constants: the constants by name.
         about: title, assumptions and unexplained figures, by paper.
+        quotes: further published figures, which nothing here simulates, by name.
+        publications: where each paper was published.
     """
 
     def __init__(
@@ -208,19 +247,51 @@ class Book:
         cells: Mapping[str, PublishedCell],
         constants: Mapping[str, Constant],
         about: Mapping[str, Mapping[str, Any]] | None = None,
+        quotes: Mapping[str, PublishedCell] | None = None,
+        publications: Mapping[str, Publication] | None = None,
     ) -> None:
         self.cells = cells
         self.constants = constants
         self._about = about or {}
+        self.quotes = quotes or {}
+        self.publications = publications or {}
 
     @cached_property
     def used(self) -> frozenset[str]:
         """Names of the cells to which any constant was fitted."""
         return frozenset(name for constant in self.constants.values() for name in constant.cells)
 
+    def headlines(self, paper: str) -> list[PaperHeadline]:
+        """Return a paper's headlines that are not measured."""
+        return [PaperHeadline(**entry) for entry in self._about[paper].get("headline", ())]
+
+    def filled(
+        self, text: str, ours: Mapping[str, float], figures: Mapping[str, str] | None = None
+    ) -> str:
+        """Return a text with its numbers in place.
+
+        Args:
+            text: the text, with a `PLACEHOLDER` for each number.
+            ours: our simulated figures by cell.
+            figures: measured figures in words, which have no format.
+
+        Raises:
+            InputError: if a name is unknown.
+        """
+
+        def number(found: re.Match[str]) -> str:
+            is_ours, name, form = found.groups()
+            if figures is not None and name in figures:
+                return figures[name]
+            if is_ours and name not in ours:
+                raise InputError(f"figure {name}: was not simulated: name one of its paper")
+            return format(ours[name] if is_ours else self.value(name), form or "g")
+
+        return PLACEHOLDER.sub(number, text)
+
     @property
     def missed(self) -> dict[str, str]:
-        """Reasons of missed claims, by the claim's name."""
+        """Reasons of missed claims, by the claim's name, with places for numbers."""
         return {
             name: reason
             for about in self._about.values()
@@ -233,12 +304,13 @@ class Book:
         Raises:
             InputError: if the cell is unknown or kept back.
         """
-        value = self.cells[name].value if name in self.cells else None
-        if value is None:
+        known = self.cells.get(name) or self.quotes.get(name)
+        if known is None or known.value is None:
             raise InputError(
-                f"cell {name}: there is no such printed figure: see lab/moesaic_lab/reproduce/data"
+                f"cell {name}: there is no such printed figure: see the quotes.toml of its paper "
+                "in lab/moesaic_lab/reproduce/data"
             )
-        return value
+        return known.value
 
     def constant(self, name: str) -> float:
         """Return a constant's value.
@@ -284,14 +356,15 @@ class Book:
         constants = self.of(paper)
         about = self._about[paper]
         borrowed = tuple(self.constants[name] for name in about.get("also", ()))
+        ours = {row.cell.name: row.ours for row in rows}
         return Reproduction(
             paper=paper,
             title=about["title"],
             rows=rows,
             constants=(*constants, *borrowed),
             findings=tuple(findings),
-            assumptions=tuple(about["assumptions"]),
-            unexplained=tuple(about["unexplained"]),
+            assumptions=tuple(self.filled(each, ours) for each in about["assumptions"]),
+            unexplained=tuple(self.filled(each, ours) for each in about["unexplained"]),
             charts=tuple(charts),
         )
 
@@ -304,37 +377,53 @@ class Book:
         changed = {
             name: replace(self.constants[name], value=value) for name, value in values.items()
         }
-        return Book(self.cells, {**self.constants, **changed}, self._about)
+        constants = {**self.constants, **changed}
+        return Book(self.cells, constants, self._about, self.quotes, self.publications)
 
 
 def read_book() -> Book:
-    """Return the cells and constants that come with the package."""
+    """Return the published figures and constants that come with the package."""
+    quoted = {paper: _table(f"{paper}/quotes") for paper in PAPERS}
+    about = {paper: _table(f"{paper}/words") for paper in PAPERS}
     cells: dict[str, PublishedCell] = {}
-    about = {paper: _table(paper) for paper in PAPERS}
-    for table in about.values():
-        for group in table["group"]:
-            for name, value in group["cells"].items():
-                assert name not in cells, f"{name} stands twice"
-                cells[name] = PublishedCell(
-                    name=name,
-                    value=None if value == "." else float(value),
-                    unit=group["unit"],
-                    source=group["source"],
-                    derived=tuple(table.get("derived", {}).get(name, ())),
-                    not_printed=group.get("not_printed", ""),
-                    arithmetic=group.get("arithmetic", False),
-                    note=table.get("notes", {}).get(name, ""),
-                )
+    quotes: dict[str, PublishedCell] = {}
+    for paper, table in quoted.items():
+        notes = about[paper].get("notes", {})
+        for into, key in ((cells, "group"), (quotes, "quote")):
+            for group in table.get(key, ()):
+                for name, value in group["cells"].items():
+                    assert name not in {**cells, **quotes}, f"{name} stands twice"
+                    into[name] = PublishedCell(
+                        name=name,
+                        value=None if value == "." else float(value),
+                        unit=group["unit"],
+                        place=group["place"],
+                        what=group["what"],
+                        derived=tuple(table.get("derived", {}).get(name, ())),
+                        not_printed=group.get("not_printed", ""),
+                        arithmetic=group.get("arithmetic", False),
+                        note=notes.get(name, ""),
+                    )
     constants = {
         entry["name"]: Constant(**{**entry, "cells": tuple(entry["cells"])})
         for entry in _table("constants")["constant"]
     }
-    return Book(cells, constants, about)
+    keys = ("title", "authors", "venue", "year")
+    publications = {
+        paper: Publication(**{key: table[key] for key in keys}) for paper, table in quoted.items()
+    }
+    return Book(cells, constants, about, quotes, publications)
+
+
+def page_of(paper: str) -> str:
+    """Return the part of a paper's page that people wrote, with places for numbers."""
+    path = resources.files("moesaic_lab.reproduce").joinpath("data", paper, "page.md")
+    return path.read_text(encoding="utf-8")
 
 
 def _table(name: str) -> dict[str, Any]:
-    """Read a table of published figures."""
+    """Read a table of published figures or of words."""
     with resources.as_file(
-        resources.files("moesaic_lab.reproduce").joinpath("data", f"{name}.toml")
+        resources.files("moesaic_lab.reproduce").joinpath("data", *f"{name}.toml".split("/"))
     ) as path:
         return read_table(path)

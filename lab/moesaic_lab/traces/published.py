@@ -19,15 +19,13 @@ from __future__ import annotations
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.traces.formats.base import DAMAGED, files_by_number, lines_of
-from moesaic.traces.trace import TraceSegment, TraceShape
+from moesaic.traces.formats.base import DAMAGED, counts_segment, files_by_number, lines_of
+from moesaic.traces.trace import TraceSegment
 
 LAER_COLUMNS = ("rank", "method", "model_name", "layer", "iter", "token_num")
 SMARTMOE_NAME = r".*_iter(\d+)_rank(\d+)\.log"
@@ -76,7 +74,7 @@ def read_laer(path: Path, *, method: str | None = None, model: str | None = None
         dtype=object,
     )
     source = {"format": "laer", "method": chosen[0][0], "model": chosen[0][1], "layers": layers}
-    return _segment(path, table, steps, 1, source)
+    return counts_segment(path, table, steps, 1, source)
 
 
 def read_smartmoe(path: Path, *, top_k: int) -> TraceSegment:
@@ -102,7 +100,7 @@ def read_smartmoe(path: Path, *, top_k: int) -> TraceSegment:
             "those that differ"
         ) from error
     table = table.transpose(0, 3, 2, 1, 4)  # (steps, ranks, layers, accumulation, experts) before
-    return _segment(path, table, steps, top_k, {"format": "smartmoe"})
+    return counts_segment(path, table, steps, top_k, {"format": "smartmoe"})
 
 
 def _gate_table(file: Path) -> np.ndarray:
@@ -130,38 +128,3 @@ def _gate_table(file: Path) -> np.ndarray:
             "micro-batch"
         )
     return table
-
-
-def _segment(
-    path: Path, table: np.ndarray, steps: Sequence[int], top_k: int, source: Mapping[str, Any]
-) -> TraceSegment:
-    """Return a segment of counts from a table (steps, accumulation, layers, sequences,
-    num_experts)."""
-    try:
-        table = table.astype(np.int64)
-        numbers = np.array(steps, dtype=np.int64)
-    except OverflowError as error:
-        raise InputError(
-            f"trace {path}: has a number that no run reaches ({error}): correct it"
-        ) from error
-    _, accumulation, layers, sequences, num_experts = table.shape
-    longest = int(table.sum(-1).max(initial=0))
-    if longest % top_k:
-        raise InputError(
-            f"trace {path}: {longest} copies are not a multiple of top_k={top_k}: give the "
-            "right --top-k"
-        )
-    shape = TraceShape(
-        num_layers=layers,
-        num_experts=num_experts,
-        top_k=top_k,
-        sequences=sequences,
-        seq_len=max(longest // top_k, 1),
-        accumulation=accumulation,
-    )
-    if table.max(initial=0) > shape.seq_len:
-        raise InputError(
-            f"trace {path}: an expert has more copies than there are tokens with "
-            f"top_k={top_k}: give a smaller --top-k"
-        )
-    return TraceSegment(shape, "counts", numbers, table, sequences, source)

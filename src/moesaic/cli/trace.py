@@ -29,7 +29,8 @@ USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
   show    print the imbalance of a trace, its drift over steps and its locality in sequences
   counts  write the copies per rank and expert of one call, a row per rank, for the simulator
   check   print the faults of a trace (sums, top-k, layers, gaps); exit code 1 if there are any
-  convert convert a trace from or to the format of Megatron-Core, vLLM or SGLang
+  convert convert a trace from or to the format of Megatron-Core, vLLM or SGLang, or a table
+          of counts
 
 FILE is a trace, or the folder of a run of moesaic train --record-routing counts (or tokens).
 moesaic trace show --help lists the options of show, and so on."""
@@ -74,7 +75,7 @@ class TraceCheckOptions(ReadOptions):
     """A trace, the folder of a run that recorded one, or, with --from, a recording of other
     software."""
     from_format: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """Format of the file: megatron, vllm or sglang; None for a trace of Moesaic."""
+    """Format of the file: megatron, vllm, sglang or counts; None for a trace of Moesaic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class TraceConvertOptions(TraceCheckOptions):
     out: str
     """Path to write: an .npz file, or, with --to, a file or folder of that format."""
     to: str | None = None
-    """Format to write: megatron, vllm or sglang; None for a trace of Moesaic."""
+    """Format to write: megatron, vllm, sglang or counts; None for a trace of Moesaic."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,11 +1,11 @@
 """Fast encode and decode: from tokens to a padded (experts, capacity, dim) tensor, and back with
 routing weights.
 
-Names and contract are Tutel's ("Tutel: Adaptive Mixture-of-Experts at Scale", 2023, section 3.3),
-for code that computes with padded experts. `MoE` itself is dropless and has no such tensor.
-GShard's formulation multiplies by a mask, (tokens, experts, capacity). Encode and decode only read
-and write rows: encode sums at most one token per place, decode sums the weighted places of each
-token. Each is the other's backward; both are deterministic.
+Names and contract are Tutel's ("Tutel: Adaptive Mixture-of-Experts at Scale", 2023, section 4.2 and
+appendix B), for code that computes with padded experts. `MoE` itself is dropless and has no such
+tensor. GShard's formulation multiplies by a mask, (tokens, experts, capacity). Encode and decode
+only read and write rows: encode sums at most one token per place, decode sums the weighted places
+of each token. Each is the other's backward; both are deterministic.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
     node (SAA).
 
     While one node's shares arrive, those of the node before are gathered inside this node: the
-    simultaneous all-to-all and all-gather of Shi et al. (Parm, INFOCOM 2024), section IV-C, without
-    the sums and the experts.
+    simultaneous all-to-all and all-gather of Pan et al. (Parm, INFOCOM 2024), section III-D,
+    without the sums and the experts.
 
     Args:
         transport: this rank's transport.

@@ -1,7 +1,7 @@
 """Parm's Algorithm 1, which picks S1 or S2 for a layer, with the errors of the printed one
 corrected.
 
-Source: Yin et al. (INFOCOM 2024), section V. It needs the start-up time and rate of three
+Source: Pan et al. (INFOCOM 2024). It needs the start-up time and rate of three
 operations. `moesaic profile` measures them for groups that are whole nodes or all ranks. Otherwise
 they come from the simulated cluster.
 """

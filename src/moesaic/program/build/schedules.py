@@ -3,7 +3,7 @@
 They are the baseline that Parm compares with, TED, and Parm's dedicated schedules S1, S2 and S3. S3
 is S2 with an all-gather and reduce-scatter among the expert shards.
 
-Yin et al., "Parm: Efficient Training of Large Sparsely-Activated Models with Dedicated Schedules"
+Pan et al., "Parm: Efficient Training of Large Sparsely-Activated Models with Dedicated Schedules"
 (INFOCOM 2024).
 """
 
@@ -80,7 +80,7 @@ def s1(bias: bool = False) -> Program:
     """Return S1: tensor parallelism pauses before the gate, so each rank routes and sends its slice
     of the tokens.
 
-    Parm, section IV-A. `gates` and `index` belong to the rank's slice, `x` and `y` to all tokens of
+    Parm, section III. `gates` and `index` belong to the rank's slice, `x` and `y` to all tokens of
     the tensor-parallel group.
     """
     build = Builder("s1", bias)
@@ -101,7 +101,7 @@ def s2(bias: bool = False) -> Program:
     """Return S2: tensor parallelism pauses after the gate, so each rank sends its share of every
     run of copies.
 
-    Parm, section IV-B. `gates` and `index` belong to all copies of the tensor-parallel group.
+    Parm, section III. `gates` and `index` belong to all copies of the tensor-parallel group.
     """
     build = Builder("s2", bias)
     whole_tokens = Layout(flow="tokens", whole_tp=True)

@@ -1,7 +1,7 @@
 """SAA: the all-gather over the tensor-parallel group runs in phases, each overlapped with the next
 phase of the all-to-all.
 
-Parm (INFOCOM 2024), section IV-C. There is one phase per ep rank: the rows that arrive from one ep
+Parm (INFOCOM 2024), section III-D. There is one phase per ep rank: the rows that arrive from one ep
 rank are gathered in the tensor-parallel group while the next ones arrive. The shards of an expert
 are summed inside each phase.
 """

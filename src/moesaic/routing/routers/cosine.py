@@ -1,5 +1,5 @@
 """The cosine router: Chi et al., "On the Representation Collapse of Sparse Mixture of Experts"
-(2022), section 3; Hwang et al., "Tutel" (2023), section 5.3, for the projection width and the floor
+(2022), section 3; Hwang et al., "Tutel" (2023), C.3, for the projection width and the floor
 of the temperature.
 """
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from moesaic.traces.formats import megatron, routed_experts
+from moesaic.traces.formats import counts, megatron, routed_experts
 from moesaic.traces.formats.base import ReadOptions, TraceFormat
 
 FORMATS: dict[str, TraceFormat] = {
     "megatron": megatron.FORMAT,
     "vllm": routed_experts.VLLM,
     "sglang": routed_experts.SGLANG,
+    "counts": counts.FORMAT,
 }
 """The formats by their names in `moesaic trace convert`."""
 

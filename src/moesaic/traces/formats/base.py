@@ -37,7 +37,7 @@ class ReadOptions:
     num_experts: int | None = None
     """Experts per layer; None for the largest number in the file, plus one."""
     top_k: int | None = None
-    """Experts per token, for responses of SGLang that do not contain their shape."""
+    """Experts per token, for tables of counts and for responses of SGLang without their shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,51 @@ def tokens_segment(
         accumulation=accumulation,
     )
     return TraceSegment(shape, "tokens", np.array(steps, dtype=np.int64), table, sequences, source)
+
+
+def counts_segment(
+    path: Path, table: np.ndarray, steps: Sequence[int], top_k: int, source: Mapping[str, Any]
+) -> TraceSegment:
+    """Make a segment of counts, in which the copies of a rank are one sequence.
+
+    Args:
+        path: the file, for errors.
+        table: (steps, accumulation, layers, ranks, num_experts) copies.
+        steps: the numbers of the steps.
+        top_k: experts per token.
+        source: origin of the trace.
+
+    Raises:
+        InputError: the copies do not fit `top_k`.
+    """
+    try:
+        table = table.astype(np.int64)
+        numbers = np.array(steps, dtype=np.int64)
+    except OverflowError as error:
+        raise InputError(
+            f"trace {path}: has a number that no run reaches ({error}): correct it"
+        ) from error
+    _, accumulation, layers, sequences, num_experts = table.shape
+    longest = int(table.sum(-1).max(initial=0))
+    if longest % top_k:
+        raise InputError(
+            f"trace {path}: {longest} copies are not a multiple of top_k={top_k}: give the "
+            "right --top-k"
+        )
+    shape = TraceShape(
+        num_layers=layers,
+        num_experts=num_experts,
+        top_k=top_k,
+        sequences=sequences,
+        seq_len=max(longest // top_k, 1),
+        accumulation=accumulation,
+    )
+    if table.max(initial=0) > shape.seq_len:
+        raise InputError(
+            f"trace {path}: an expert has more copies than there are tokens with "
+            f"top_k={top_k}: give a smaller --top-k"
+        )
+    return TraceSegment(shape, "counts", numbers, table, sequences, source)
 
 
 def lines_of(path: Path) -> Iterator[str]:

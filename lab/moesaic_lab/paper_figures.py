@@ -1,0 +1,171 @@
+"""The measured figures that the written part of a paper's page names, in words.
+
+A page has `{NAME}` where a figure goes, so that none is typed by hand.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moesaic_lab.gates_loss import table_3
+from moesaic_lab.headlines import COMPARISONS
+from moesaic_lab.paper_pairs import Row, pairs
+from moesaic_lab.paper_tables import measured_gains, placed
+from moesaic_lab.pays import TECHNIQUES
+from moesaic_lab.reproduce.records import read_book
+from moesaic_lab.tables import share
+
+Results = Mapping[str, Any]
+
+
+def figures_of(paper: str, results: Results) -> dict[str, str]:
+    """Return the figures of a paper's page by name."""
+    about = read_book().publications[paper]
+    rows = [row for row in results["reproduce"]["rows"] if row["paper"] == paper]
+    errors = [r["error"] for r in rows if r["role"] == "validation" and r["unit"] == "x"]
+    claims = {claim["name"]: claim["value"] for claim in results["reproduce"]["claims"]}
+    return {
+        "citation": about.short,
+        "title": about.title,
+        "authors": about.authors,
+        "venue": about.venue,
+        "year": str(about.year),
+        "error.worst": f"{100 * max(errors, default=0.0):.0f}",
+        "error.median": f"{100 * claims[f'reproduce.{paper}.error']:.0f}",
+        **OF_PAPERS[paper](results),
+    }
+
+
+def parm(results: Results) -> dict[str, str]:
+    """Return SAA's gains on few and many tokens per rank, and what Algorithm 1 chose."""
+    found: dict[str, str] = {}
+    for name, bed in (("few", "4x4"), ("many", "2x2")):
+        gains = [gain for gain, _ in pairs(results["layer"]["rows"], "saa", "", bed)]
+        found |= {
+            f"saa.{name}.layers": str(len(gains)),
+            f"saa.{name}.faster": str(sum(gain > 1 for gain in gains)),
+            f"saa.{name}.gain": share(statistics.median(gains)),
+        }
+    for make in COMPARISONS["parm"]:
+        comparison = make()
+        chosen = comparison.headlines[0].what.split(", which is ")[1].split()[0]
+        found[f"chosen.{comparison.name.removeprefix('parm-')}"] = chosen
+    return found
+
+
+def schemoe(results: Results) -> dict[str, str]:
+    """Return what Pipe-A2A gains, the ablation, and the simulated steps' error."""
+    layers, moves = (
+        [gain for gain, _ in pairs(results[name]["rows"], "pipelined", "linear")]
+        for name in ("model", "comm")
+    )
+    ablation = [row for row in results["layer"]["rows"] if row["part"] == "ablation"]
+    steps = [
+        row["error"]
+        for row in results["reproduce"]["rows"]
+        if row["cell"].startswith("schemoe.step.") and row["error"] is not None
+    ]
+    findings = results["reproduce"]["papers"]["schemoe"]["findings"]
+    bare = next(each["ours"] for each in findings if "without a codec" in each["statement"])
+    return {
+        "pipe.layers": str(len(layers)),
+        "pipe.layers.faster": str(sum(gain > 1 for gain in layers)),
+        "pipe.layers.most": share(max(layers)),
+        "pipe.moves": str(len(moves)),
+        "pipe.moves.faster": str(sum(gain > 1 for gain in moves)),
+        "ablation.all": share(max(row["first_over_this"] for row in ablation)),
+        "error.steps": f"{100 * max(steps):.0f}",
+        "layers.bare": bare,
+    }
+
+
+def tutel(results: Results) -> dict[str, str]:
+    """Return the memory of a layer and the accuracy by router."""
+    memory = {
+        f"memory.{row['tokens']}": share(row["measured_gib"])
+        for row in results["layer_memory"]["rows"]
+        if row["measured_gib"] is not None
+    }
+    routers = {
+        f"router.{name}": f"{100 * row['accuracy']:.1f}"
+        for row in results["vision_sweeps"]["rows"]
+        for name, router in (("linear", "switch"), ("cosine", "cosine"))
+        if row["table"] == "13" and row["router"] == router
+    }
+    return memory | routers
+
+
+def fastermoe(results: Results) -> dict[str, str]:
+    """Return the topology gate's figures, and where the schedule gains on top of shadowing."""
+    gate = next(row for row in results["gates_loss"]["rows"] if row["gate"] == "topology")
+    on_top = next(each for each in TECHNIQUES if each.name == "smart schedule over shadowing")
+    both = [
+        gain > 1
+        for result, *words in on_top.measured
+        for gain, _ in pairs(results[result]["rows"], *words)
+    ]
+    return {
+        "gate.step": share(gate["step_time_ratio"]),
+        "gate.time": share(gate["time_to_loss_ratio"]),
+        "gate.least": share(gate["time_to_loss_least"]),
+        "gate.most": share(gate["time_to_loss_most"]),
+        "gate.steps": str(gate["steps"]),
+        "table3.time": f"{table_3()['topology']:.3f}",
+        "both.faster": str(sum(both)),
+        "both.layers": str(len(both)),
+    }
+
+
+def netmoe(results: Results) -> dict[str, str]:
+    """Return what placement costs without locality, and gains under trained routing."""
+    rows = results["netmoe"]["rows"]
+    bare = [
+        100 * (row["time_ratio"] - 1)
+        for row in rows
+        if row["part"] in ("2x2", "4x2") and row["method"] == "two_stage" and not row["locality"]
+    ]
+    trained = placed(rows)
+    simulated = [row for row in trained if "time_ratio" not in row]
+    saved = [100 * row["predicted_inter_saved"] for row in simulated]
+    early, late = (
+        [gain for part in halves for gain in measured_gains(part)] for halves in halved(trained)
+    )
+    return {
+        "cost.least": f"{min(bare):.0f}",
+        "cost.most": f"{max(bare):.0f}",
+        "trained.locality": words([row["locality"] for row in simulated]),
+        "trained.saved": f"{min(saved):.0f} to {max(saved):.0f} %",
+        "trained.early": words(early),
+        "trained.late": words(late),
+        "placement.cases": str(len(results["placement_cases"]["rows"])),
+    }
+
+
+def halved(rows: Sequence[Row]) -> tuple[list[list[Row]], list[list[Row]]]:
+    """Return the rows of each text's early steps, and those of its late ones."""
+    early = []
+    late = []
+    for text in dict.fromkeys(row["text"] for row in rows):
+        of_text = [row for row in rows if row["text"] == text]
+        steps = sorted({row["step"] for row in of_text})
+        first = set(steps[: len(steps) // 2])
+        early.append([row for row in of_text if row["step"] in first])
+        late.append([row for row in of_text if row["step"] not in first])
+    return early, late
+
+
+def words(values: Sequence[float]) -> str:
+    """Return the least and the largest of some ratios."""
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+OF_PAPERS: dict[str, Callable[[Results], dict[str, str]]] = {
+    "parm": parm,
+    "schemoe": schemoe,
+    "tutel": tutel,
+    "fastermoe": fastermoe,
+    "netmoe": netmoe,
+}
+"""What gives a paper's figures."""
