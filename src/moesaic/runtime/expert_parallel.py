@@ -41,6 +41,7 @@ from moesaic.runtime.data_parallel import UnpreparedForDDP
 from moesaic.runtime.deepep import DeepEP, run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
+from moesaic.runtime.paused_calls import current_turn, run_in_parts
 from moesaic.runtime.sharding import compiled_for, description, fitting
 from moesaic.runtime.tasks import Call, Codecs, Indices, known_codec
 
@@ -562,7 +563,10 @@ class ExpertParallel:
         if chosen.run_slices is not None:
             return chosen.run_slices(self._uncut_call(run, inputs, units), x, gate, *cast)
         run.take_tags()
-        return run_program(run, x, gate, *cast)
+        turn = current_turn()
+        if turn is None:
+            return run_program(run, x, gate, *cast)
+        return run_in_parts(turn, run, x, gate, *cast)
 
     def _tables(
         self, inputs: CallInputs, chosen: Chosen, node_tokens: NodeTokens | None, units: int
