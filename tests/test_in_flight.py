@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from meshes import DIM, EXPERTS, HIDDEN
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from moesaic import LoadBalance, Mesh, MoE, ZLoss, in_flight, set_loss_scale
+import moesaic
+from moesaic import LoadBalance, Mesh, MoE, ZLoss, collect_losses, in_flight, set_loss_scale
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.transport import AbstractTransport
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer
+from moesaic.parallel import parallelize_model
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from worlds import on_ranks
@@ -86,7 +92,8 @@ def together(
 
 
 def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(some, others, strict=True))
+    pairs = list(zip(some, others, strict=True))
+    return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
 
 
 def both_ways(rank_batches: int = 2) -> tuple[list[float], list[float], float]:
@@ -154,3 +161,376 @@ def test_every_schedule_gets_the_same_bits(schedule: str, in_order: bool) -> Non
     for expected, found, difference in on_loopback(rank, in_order=in_order, **sizes):
         assert found == expected
         assert difference == 0
+
+
+def test_messages_of_the_second_leave_before_the_first_waits() -> None:
+    """The issue order is the same on all ranks, also on one without tokens, and no rank waits for
+    messages of one micro-batch before those of the other are under way."""
+
+    def rank(mesh: Mesh) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        model = spread(make_model(num_blocks=1), mesh)
+        batches = batches_of(mesh.rank, 2, tokens=6 if mesh.rank else 0)
+        recorder = _Recorder(mesh.transport)
+        for losses in in_flight(lambda x: model(x).nan_to_num(), batches):
+            forward = recorder.take()
+            torch.stack(losses).sum().backward()
+        return forward, recorder.take()
+
+    (first_forward, first_backward), (forward, backward) = on_loopback(rank, world=2, ep=2)
+    assert first_forward == forward
+    assert first_backward == backward
+    # counts and dispatch of one, then of the other; combine of one, then of the other
+    of_programs = [kind for kind, _ in forward if kind != "counts"]
+    assert of_programs == ["issue", "issue", "wait", "issue", "wait", "issue", "wait", "wait"]
+    tags = [tag for kind, tag in forward if kind == "issue"]
+    assert len(set(tags)) == 4
+    assert [kind for kind, _ in backward] == [
+        *("issue", "issue", "wait", "issue"),
+        *("wait", "issue", "wait", "wait"),
+    ]
+
+
+class _Recorder:
+    """Records what a transport issues and waits for."""
+
+    def __init__(self, transport: AbstractTransport) -> None:
+        self._events: list[tuple[str, int]] = []
+        self._issue, self._wait = transport.issue, transport.wait
+        transport.issue = self.issue  # type: ignore[method-assign]
+        transport.wait = self.wait  # type: ignore[method-assign]
+
+    def take(self) -> list[tuple[str, int]]:
+        """Return what was recorded since the last call; an exchange of counts in one word."""
+        events = self._events
+        self._events = []
+        found: list[tuple[str, int]] = []
+        for kind, tag in events:
+            if kind == "wait" and found and found[-1] == ("issue", tag):
+                found[-1] = ("counts", tag)
+            else:
+                found.append((kind, tag))
+        return found
+
+    def issue(self, transfer: Transfer) -> Handle:
+        self._events.append(("issue", transfer.tag))
+        return self._issue(transfer)
+
+    def wait(self, handle: Handle) -> None:
+        self._events.append(("wait", handle.transfer.tag))
+        self._wait(handle)
+
+
+def what_torch_keeps() -> dict[str, object]:
+    """Return everything that a micro-batch must not see of another one."""
+    stacks = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return {
+        "grad": torch.is_grad_enabled(),
+        "forward grad": torch._C._is_fwd_grad_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "autocast's depth": depth,
+        "modes": (*stacks, is_in_torch_dispatch_mode(), is_in_torch_dispatch_mode(False)),
+        "device": torch.get_default_device(),
+        "hooks": hooks,
+        "dtype": torch.get_default_dtype(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+    }
+
+
+class _Modes(TorchFunctionMode):
+    """A mode that does nothing."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _Dispatches(TorchDispatchMode):
+    """A mode that does nothing."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@contextmanager
+def _with_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@contextmanager
+def _deterministically() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast without cache": lambda: torch.autocast("cpu", cache_enabled=False),
+    "function mode": _Modes,
+    "dispatch mode": _Dispatches,
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    "device": lambda: torch.device("cpu"),
+    "default device": _on_meta,
+    "default dtype": _with_dtype,
+    "deterministic": _deterministically,
+}
+
+
+def looks(mesh: Mesh, context: str) -> list[bool]:
+    """Return whether two micro-batches and the caller saw what they should, in turn: the first of
+    one pair, the second of the next, and both of the last enter a context around a layer."""
+    layer = make_model(num_blocks=1).moe[0]
+    layer.parallelize(mesh)
+    outside = what_torch_keeps()
+    as_expected: list[bool] = []
+
+    def loss_of(numbered: tuple[int, Tensor]) -> Tensor:
+        number, batch = numbered
+        enters = number in (0, 3, 4, 5)
+        with CONTEXTS[context]() if enters else nullcontext():
+            inside = what_torch_keeps()
+            as_expected.append((inside != outside) == enters)
+            y = layer(batch)
+            as_expected.append(what_torch_keeps() == inside)
+        as_expected.append(what_torch_keeps() == outside)
+        return y.sum()
+
+    for _ in in_flight(loss_of, list(enumerate(batches_of(mesh.rank, 6)))):
+        as_expected.append(what_torch_keeps() == outside)
+    return as_expected
+
+
+def of_all_contexts() -> dict[str, list[bool]]:
+    mesh = Mesh.create(ep=2)
+    return {context: looks(mesh, context) for context in CONTEXTS}
+
+
+def test_a_context_of_one_is_seen_neither_by_the_other_nor_by_the_caller() -> None:
+    for found in on_ranks(2, of_all_contexts):
+        assert found == dict.fromkeys(CONTEXTS, [True] * 21)
+
+
+class Noisy(Model):
+    """A model with dropout, which draws before and after each layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for dense, moe in zip(self.dense, self.moe):
+            x = x + nn.functional.dropout(moe(torch.tanh(nn.functional.dropout(dense(x)))))
+        return self.head(x).square().mean()
+
+
+def test_random_numbers_are_those_of_the_micro_batch() -> None:
+    """A model whose layers send nothing runs one micro-batch at a time, with the same numbers; the
+    router is noisy too."""
+    torch.manual_seed(0)
+    whole = Noisy(router="noisy").double()
+
+    def rank(mesh: Mesh) -> tuple[list[float], float, Tensor]:
+        torch.manual_seed(7)
+        batches = batches_of(0, 4)  # equal tokens on all ranks: their mean is one rank's
+        alone = together(copy.deepcopy(whole), batches)
+        torch.manual_seed(7)
+        model = spread(copy.deepcopy(whole), mesh)
+        losses, _ = together(model, batches)
+        after = torch.rand(1)
+        return losses, max(abs(a - b) for a, b in zip(losses, alone[0])), after
+
+    torch.manual_seed(7)
+    for _ in range(4):
+        torch.randint(2**62, ())
+    expected = torch.rand(1)
+    for losses, difference, after in on_loopback(rank, world=2, ep=2):
+        assert len(set(losses)) == 4
+        assert difference < 1e-12
+        assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "checkpoint of torch", "reentrant"])
+def test_checkpoints_replay_the_routing_of_their_micro_batch(way: str) -> None:
+    whole = make_model(losses=(LoadBalance(0.1),))
+
+    def rank(mesh: Mesh) -> tuple[list[float], list[float], float]:
+        model = spread(copy.deepcopy(whole), mesh)
+        set_loss_scale(model, 0.5)
+
+        def loss_of(x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            for dense, moe in zip(model.dense, model.moe):
+                block = nn.Sequential(dense, nn.Tanh(), moe)
+                if way == "checkpoint":
+                    x = x + moesaic.checkpoint(block, x)
+                else:
+                    x = x + torch_checkpoint(block, x, use_reentrant=way == "reentrant")
+            return model.head(x).square().mean()
+
+        batches = batches_of(mesh.rank)
+        expected = one_after_another(model, batches, loss_of)
+        found = together(model, batches, loss_of)
+        assert all(layer.routing_cache is None for layer in model.moe)
+        return expected[0], found[0], largest_difference(expected[1], found[1])
+
+    for expected, found, difference in on_loopback(rank, world=2, ep=2):
+        assert found == expected
+        assert difference < 1e-15
+
+
+def test_each_collects_its_own_losses() -> None:
+    whole = make_model(losses=(LoadBalance(0.1),))
+
+    def rank(mesh: Mesh) -> tuple[list[float], list[float], float]:
+        model = spread(copy.deepcopy(whole), mesh)
+
+        def loss_of(x: Tensor) -> Tensor:
+            return model(x) + torch.stack(collect_losses(model)).sum()
+
+        batches = batches_of(mesh.rank, 4)
+        expected = one_after_another(model, batches, loss_of)
+        found = together(model, batches, loss_of)
+        return expected[0], found[0], largest_difference(expected[1], found[1])
+
+    for expected, found, difference in on_loopback(rank, world=2, ep=2):
+        assert found == expected
+        assert difference < 1e-15
+
+
+def test_injected_losses_weigh_one_over_the_micro_batches() -> None:
+    """Without `set_loss_scale`, from the first step on; layers count backward passes as before."""
+    whole = make_model(losses=(LoadBalance(0.1), ZLoss(0.1)))
+
+    def rank(mesh: Mesh) -> tuple[float, bool]:
+        batches = batches_of(mesh.rank, 3)
+        scaled = spread(copy.deepcopy(whole), mesh)
+        set_loss_scale(scaled, 1 / 3)
+        expected = one_after_another(scaled, batches)
+        model = spread(copy.deepcopy(whole), mesh)
+        found = together(model, batches)
+        return largest_difference(expected[1], found[1]), model.moe[0].loss_scale_is_set
+
+    for difference, is_set in on_loopback(rank, world=2, ep=2):
+        assert difference < 1e-15
+        assert not is_set
+
+
+def test_counts_of_the_step_and_losses_over_it_are_those_of_one_after_another() -> None:
+    options = {"losses": (LoadBalance(0.1, level="global_batch"),), "router": "sigmoid"}
+    whole = make_model(**options)
+
+    def rank(mesh: Mesh) -> tuple[float, bool]:
+        batches = batches_of(mesh.rank, 4)
+        models = [spread(copy.deepcopy(whole), mesh) for _ in range(2)]
+        for model in models:
+            set_loss_scale(model, 1 / 4)
+        expected = one_after_another(models[0], batches)
+        found = together(models[1], batches)
+        counts = [[layer.step_counts for layer in model.moe] for model in models]
+        same = all(map(torch.equal, *counts))
+        return largest_difference(expected[1], found[1]), same
+
+    for difference, same in on_loopback(rank, world=2, ep=2):
+        assert difference < 1e-15
+        assert same
+
+
+def test_autocast_in_bfloat16_stays_within_its_rounding() -> None:
+    torch.manual_seed(0)
+    whole = Model(losses=(LoadBalance(0.1),))
+
+    def rank(mesh: Mesh) -> tuple[list[float], list[float], float]:
+        model = spread(copy.deepcopy(whole), mesh)
+        set_loss_scale(model, 0.5)
+
+        def loss_of(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return model(x)
+
+        batches = [batch.float() for batch in batches_of(mesh.rank)]
+        expected = one_after_another(model, batches, loss_of)
+        found = together(model, batches, loss_of)
+        scale = max(float(each.abs().max()) for each in expected[1])
+        return expected[0], found[0], largest_difference(expected[1], found[1]) / scale
+
+    for expected, found, difference in on_loopback(rank, world=2, ep=2):
+        assert found == expected
+        assert difference < 1e-6
+
+
+def of_fsdp(stays: bool, count: int) -> tuple[list[float], list[float], float, int]:
+    """Return the losses of both ways, the largest difference of gradients, and how many units stay
+    gathered after a step."""
+    from torch.distributed.fsdp import FSDPModule
+
+    mesh = Mesh.create(ep=2)
+    models = []
+    for _ in range(2):
+        model = Blocks()
+        model = model.double()
+        parallelize_model(model, mesh, fsdp=True)
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule) and stays:
+                unit.set_reshard_after_forward(False, recurse=False)
+        models.append(model)
+    batches = batches_of(mesh.rank, count)
+    units = [part for part in models[1].modules() if isinstance(part, FSDPModule)]
+    set_loss_scale(models[0], 1 / count)
+    expected = one_after_another(models[0], batches)
+    found = together(models[1], batches)
+    gathered = sum(
+        group.is_unsharded for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups
+    )
+    return expected[0], found[0], largest_difference(expected[1], found[1]), gathered
+
+
+class Blocks(nn.Module):
+    """Blocks of dense and MoE layers, which are FSDP2 units, before and after one without experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(DIM, DIM),
+                MoE(DIM, HIDDEN, EXPERTS, 2, losses=(LoadBalance(0.1),), shared_hidden=4)
+                if number != 1
+                else nn.Tanh(),
+                nn.Linear(DIM, DIM),
+            )
+            for number in range(4)
+        )
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize(("stays", "count"), [(False, 3), (True, 4)])
+def test_under_fsdp2_gradients_are_those_of_one_after_another(stays: bool, count: int) -> None:
+    """Where units free their parameters after the forward pass, and where they keep them."""
+    for expected, found, difference, gathered in on_ranks(4, of_fsdp, stays, count):
+        assert found == expected
+        assert difference < 1e-14
+        assert gathered == 0

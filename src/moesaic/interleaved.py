@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moesaic.comm.transport import TURN, AbstractTurn
 from moesaic.errors import InputError, to_install
+from moesaic.runtime.gathered_units import GatheredUnits, enter_again
 from moesaic.runtime.torch_state import TorchState, check_torch
 
 if TYPE_CHECKING:
@@ -102,8 +103,11 @@ def _run_together(
     """Run the next micro-batch, and the one after it beside it if the first hands its turn over;
     return their turns and losses."""
     micro_batches: list[_MicroBatch[T]] = []
+    units = GatheredUnits()
     try:
         for batch in batches:
+            for other in micro_batches:
+                other.holds = units.hold()
             micro_batches.append(_MicroBatch(loss_of, batch, number + len(micro_batches)))
             del batch
             micro_batches[-1].take_turn()
@@ -113,10 +117,14 @@ def _run_together(
             for each in micro_batches:
                 if not each.is_done:
                     each.take_turn()
+                if not each.is_done and len(micro_batches) == 2:
+                    each.holds = units.hold()
     except BaseException:
         for each in micro_batches:
             each.stop()
         raise
+    finally:
+        units.restore()
     return [each.turn for each in micro_batches], [each.take_loss() for each in micro_batches]
 
 
@@ -134,6 +142,8 @@ class _MicroBatch(Generic[T]):
 
     def __init__(self, loss_of: Callable[[T], Tensor], batch: T, number: int) -> None:
         self.turn = _Turn(number)
+        self.holds: list[Any] = []
+        """The parameter groups of FSDP2 that it is in, and that stay gathered anyway."""
         self._loss: Tensor | None = None
         self._state = TorchState.now()
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -151,6 +161,7 @@ class _MicroBatch(Generic[T]):
         """Run on to where the turn is handed over, or to the end."""
         arguments = self._arguments
         self._arguments = ()
+        enter_again(self.holds)
         with self._own_state():
             result = self._greenlet.switch(*arguments)
             del arguments

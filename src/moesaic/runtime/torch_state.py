@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from moesaic.errors import InputError
 from moesaic.runtime.routing_cache import generators, set_generators
@@ -30,6 +31,12 @@ _OF_STACKS = (
     "_is_fwd_grad_enabled",
     "_set_fwd_grad_enabled",
 )
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+"""What TorchDispatch modes note in their module, as far as a torch has them."""
 _OF_HOOKS = (
     "_top_saved_tensors_default_hooks",
     "_pop_saved_tensors_default_hooks",
@@ -88,6 +95,10 @@ class TorchState:
     """The TorchFunction modes, the outermost first; the default device is one of them."""
     dispatches: list[Any]
     """The TorchDispatch modes, the outermost first."""
+    flags: dict[str, bool]
+    """What TorchDispatch modes note beside their stack."""
+    default_device: Any
+    """The TorchFunction mode that `set_default_device` entered; None if there is none."""
     hooks: list[tuple[Callable[..., Any], Callable[..., Any]]]
     """The hooks of saved tensors, the innermost first."""
     dtype: torch.dtype
@@ -115,6 +126,12 @@ class TorchState:
                 torch._C._get_dispatch_stack_at(place)
                 for place in range(torch._C._len_torch_dispatch_stack())
             ],
+            flags={
+                name: getattr(_python_dispatch, name)
+                for name in _FLAGS
+                if hasattr(_python_dispatch, name)
+            },
+            default_device=getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
             hooks=hooks,
             dtype=torch.get_default_dtype(),
             deterministic=(
@@ -133,8 +150,11 @@ class TorchState:
             each.set()
         torch.set_autocast_cache_enabled(self.autocast_cache)
         _set_autocast_depth(self.autocast_depth)
-        _set_stack("function", self.functions)
-        _set_stack("dispatch", self.dispatches)
+        _set_function_modes(self.functions)
+        _set_dispatch_modes(self.dispatches)
+        for name, value in self.flags.items():
+            setattr(_python_dispatch, name, value)
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = self.default_device
         _take_hooks()
         _put_hooks(self.hooks)
         if torch.get_default_dtype() != self.dtype:
@@ -163,25 +183,18 @@ def _set_autocast_depth(depth: int) -> None:
         torch.clear_autocast_cache()
 
 
-def _set_stack(kind: str, modes: list[Any]) -> None:
-    """Replace the stack of TorchFunction or TorchDispatch modes."""
-    length, pop, push = (
-        (
-            torch._C._len_torch_function_stack,
-            torch._C._pop_torch_function_stack,
-            torch._C._push_on_torch_function_stack,
-        )
-        if kind == "function"
-        else (
-            torch._C._len_torch_dispatch_stack,
-            torch._C._pop_torch_dispatch_stack,
-            torch._C._push_on_torch_dispatch_stack,
-        )
-    )
-    for _ in range(length()):
-        pop()
+def _set_function_modes(modes: list[Any]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
     for mode in modes:
-        push(mode)
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _set_dispatch_modes(modes: list[Any]) -> None:
+    for _ in range(torch._C._len_torch_dispatch_stack()):
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def _take_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
