@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from greenlet import getcurrent, greenlet
 from meshes import DIM, EXPERTS, HIDDEN
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -534,3 +538,89 @@ def test_under_fsdp2_gradients_are_those_of_one_after_another(stays: bool, count
         assert found == expected
         assert difference < 1e-14
         assert gathered == 0
+
+
+class _Told(BaseException):
+    """What a signal's handler raises."""
+
+
+def fails(
+    model: Model, rank: int, error: type[BaseException], failing: int
+) -> tuple[list[str], list[int], bool]:
+    """Return where an error came from that one micro-batch raises, which micro-batches ended, and
+    whether nothing of them is alive."""
+    ended: list[int] = []
+    alive: list[weakref.ref[Any]] = []
+
+    def fail(x: Tensor) -> Tensor:
+        raise error("planted")
+
+    def loss_of(numbered: tuple[int, Tensor]) -> Tensor:
+        number, x = numbered
+        x = x.clone()
+        alive.extend([weakref.ref(x), weakref.ref(getcurrent())])
+        try:
+            x = model.moe[0](x)
+            x = moesaic.checkpoint(model.moe[1], x)
+            return (fail if number == failing else model.moe[2])(x).sum()
+        finally:
+            ended.append(number)
+
+    try:
+        for _ in in_flight(loss_of, list(enumerate(batches_of(rank, 4)))):
+            raise AssertionError("losses in spite of an error")
+    except error as caught:
+        places = [frame.name for frame in traceback.extract_tb(caught.__traceback__)]
+    gc.collect()
+    return places, ended, all(reference() is None for reference in alive)
+
+
+def of_errors() -> list[tuple[list[str], list[int], bool, bool, float]]:
+    mesh = Mesh.create(ep=2)
+    model = spread(make_model(losses=(LoadBalance(0.1),)), mesh)
+    set_loss_scale(model, 0.5)
+    outside = what_torch_keeps()
+    found = []
+    for error in (ValueError, KeyboardInterrupt, SystemExit):
+        for failing in (0, 1):
+            result = fails(model, mesh.rank, error, failing)
+            is_as_before = what_torch_keeps() == outside and all(
+                layer.routing_cache is None for layer in model.moe
+            )
+            batches = batches_of(mesh.rank)  # another step runs
+            expected = one_after_another(model, batches)[1]
+            difference = largest_difference(expected, together(model, batches)[1])
+            found.append((*result, is_as_before, difference))
+    return found
+
+
+def test_an_error_in_one_ends_both_and_leaves_nothing() -> None:
+    """A signal's handler raises in whichever runs: KeyboardInterrupt, SystemExit."""
+    for of_rank in on_ranks(2, of_errors):
+        assert len(of_rank) == 6
+        for places, ended, is_gone, is_as_before, difference in of_rank:
+            assert places[-2:] == ["loss_of", "fail"]
+            assert sorted(ended) == [0, 1]
+            assert is_gone
+            assert is_as_before
+            assert difference == 0
+
+
+def of_many_steps(num_steps: int) -> tuple[list[int], list[int]]:
+    """Return how many objects, and greenlets, are alive after some steps and after the last."""
+    mesh = Mesh.create(ep=2)
+    model = spread(make_model(num_blocks=1, losses=(LoadBalance(0.1),)), mesh)
+    objects, greenlets = [], []
+    for step in range(num_steps):
+        together(model, batches_of(mesh.rank))
+        if step in (num_steps // 10, num_steps - 1):
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+            greenlets.append(sum(type(each) is greenlet for each in gc.get_objects()))
+    return objects, greenlets
+
+
+def test_steps_leave_nothing_behind() -> None:
+    for (some, all_steps), greenlets in on_ranks(2, of_many_steps, 100):
+        assert all_steps - some < 100
+        assert greenlets == [1, 1]  # the thread's own
