@@ -21,11 +21,23 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import moesaic
 from moesaic import LoadBalance, Mesh, MoE, ZLoss, collect_losses, in_flight, set_loss_scale
+from moesaic.balance.run.calls import calls_by
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.parallel import parallelize_model
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.runtime.data_parallel import average_gradients
+from moesaic.testing.cases import Case, draw_case
+from moesaic.testing.equivalence import (
+    budget_by_rows,
+    call_relocated,
+    compile_case,
+    relocator_of,
+    shuffle_experts,
+)
+from moesaic.testing.workload import draw_workload
+from moesaic_lab.balance.tracked_memory import peak_bytes
 from worlds import on_ranks
 
 
@@ -506,7 +518,7 @@ def of_fsdp(stays: bool, count: int) -> tuple[list[float], list[float], float, i
 
 
 class Blocks(nn.Module):
-    """Blocks of dense and MoE layers, which are FSDP2 units, before and after one without experts."""
+    """Blocks that are FSDP2 units, one of them without experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -624,3 +636,114 @@ def test_steps_leave_nothing_behind() -> None:
     for (some, all_steps), greenlets in on_ranks(2, of_many_steps, 100):
         assert all_steps - some < 100
         assert greenlets == [1, 1]  # the thread's own
+
+
+def values_of_case(case: Case, mesh: Mesh, *, flies: bool) -> tuple[list[Tensor], bool]:
+    """Return outputs, gradients, counts and the router's state of a step of a case of the
+    conformance suite, and whether two micro-batches were in flight."""
+    work = draw_workload(case)
+    layer = work.fresh_layer()
+    policy = case.policy
+    layer.parallelize(mesh, compile_case(case), calls=None if policy is None else calls_by(policy))
+    budget_by_rows(layer)
+    relocator = relocator_of(case, mesh)
+    take_home = shuffle_experts(case, layer, mesh)
+    group = case.grid.coordinate(mesh.rank, "dp")
+    batches = [work.batches[micro % len(work.batches)][group] for micro in range(4)]
+    set_loss_scale(layer, 1 / 4)
+    inputs = [batch.x.detach().clone().requires_grad_() for batch in batches]
+    values: dict[tuple[int, str], Tensor] = {}
+
+    def loss_of(micro: int) -> Tensor:
+        batch = batches[micro]
+        torch.default_generator.manual_seed(batch.seed)
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16)
+            if case.precision == "autocast"
+            else nullcontext()
+        ):
+            y, routing = call_relocated(
+                relocator,
+                layer,
+                inputs[micro],
+                recompute=case.recompute,
+                mask=batch.mask,
+                token_ids=batch.ids,
+            )
+        values[micro, "output"] = y.detach()
+        values[micro, "counts"] = routing.counts
+        values.update({(micro, name): loss for name, loss in routing.losses.items()})
+        return (y * batch.dy).sum() / 4
+
+    had_two = False
+    if flies:
+        for losses in in_flight(loss_of, range(4)):
+            had_two = had_two or len(losses) == 2
+            torch.stack(losses).sum().backward()
+    else:
+        for micro in range(4):
+            loss_of(micro).backward()
+    average_gradients(layer, mesh)
+    take_home()
+    values[4, "counts of the step"] = layer.step_counts.clone()
+    layer.finish_step()
+    found = [values[key] for key in sorted(values)]
+    found += [x.grad for x in inputs if x.grad is not None]
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        found.append(parameter.grad)
+    return [*found, *(buffer for _, buffer in layer.router.named_buffers())], had_two
+
+
+@pytest.mark.parametrize(
+    "first",
+    [*range(0, 20, 10), *(pytest.param(n, marks=pytest.mark.random) for n in range(20, 60, 10))],
+)
+def test_cases_of_the_conformance_suite_compute_the_same_in_flight(first: int) -> None:
+    """Sums over micro-batches are added in another order: (a + b) + (c + d)."""
+    pairs = 0
+    for seed in range(first, first + 10):
+        case = draw_case(seed)
+
+        def rank(transport: AbstractTransport, case: Case = case) -> tuple[Any, Any]:
+            mesh = Mesh(case.grid, transport)
+            return tuple(values_of_case(case, mesh, flies=flies) for flies in (False, True))
+
+        for (expected, _), (found, had_two) in run_ranks(case.grid.world, rank, seed=seed):
+            pairs += had_two
+            assert len(found) == len(expected)
+            tolerance = {"float64": 1e-12, "float32": 1e-5, "autocast": 0.02}[case.precision]
+            for one, other in zip(found, expected):
+                scale = max(float(other.double().abs().max()), 1e-30) if other.numel() else 1.0
+                error = (one.double() - other.double()).abs() / scale
+                assert not other.numel() or float(error.max()) < tolerance, (seed, case)
+    assert pairs
+
+
+def test_eight_micro_batches_need_no_more_memory_than_two() -> None:
+    """And two halves of a micro-batch in flight need about what the whole one needs."""
+    torch.manual_seed(0)
+    whole = Model(num_blocks=2, losses=(LoadBalance(0.1),))
+
+    def rank(mesh: Mesh) -> dict[str, int]:
+        model = spread(copy.deepcopy(whole), mesh)
+        tokens = [batch.float() for batch in batches_of(mesh.rank, 8, tokens=512)]
+        halves = list(tokens[0].chunk(2))
+        one_after_another(model, tokens[:1])  # layers keep tables
+
+        def with_gradients(run: Callable[[], object]) -> int:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            return peak_bytes(run)
+
+        return {
+            "one": with_gradients(lambda: one_after_another(model, tokens[:1])),
+            "two": with_gradients(lambda: together(model, tokens[:2])),
+            "eight": with_gradients(lambda: together(model, tokens)),
+            "halves": with_gradients(lambda: together(model, halves)),
+        }
+
+    for peaks in on_loopback(rank, world=2, ep=2):
+        assert peaks["eight"] <= 1.02 * peaks["two"], peaks
+        assert peaks["halves"] <= 1.1 * peaks["one"], peaks
+        assert peaks["two"] > 1.5 * peaks["one"], peaks
