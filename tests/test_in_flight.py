@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from moesaic import LoadBalance, Mesh, MoE, ZLoss, collect_losses, in_flight, se
 from moesaic.balance.run.calls import calls_by
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
+from moesaic.errors import InputError
 from moesaic.parallel import parallelize_model
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -91,7 +93,7 @@ def one_after_another(
 ) -> tuple[list[float], list[Tensor]]:
     losses = []
     for batch in batches:
-        loss = (loss_of or model)(batch)
+        loss = (model if loss_of is None else loss_of)(batch)
         (loss / len(batches)).backward()
         losses.append(float(loss.detach()))
     return losses, take_gradients(model)
@@ -101,7 +103,7 @@ def together(
     model: nn.Module, batches: list[Tensor], loss_of: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[list[float], list[Tensor]]:
     found = []
-    for losses in in_flight(loss_of or model, batches):
+    for losses in in_flight(model if loss_of is None else loss_of, batches):
         (torch.stack(losses).sum() / len(batches)).backward()
         found += [float(loss.detach()) for loss in losses]
     return found, take_gradients(model)
@@ -747,3 +749,48 @@ def test_eight_micro_batches_need_no_more_memory_than_two() -> None:
         assert peaks["eight"] <= 1.02 * peaks["two"], peaks
         assert peaks["halves"] <= 1.1 * peaks["one"], peaks
         assert peaks["two"] > 1.5 * peaks["one"], peaks
+
+
+def of_compiled() -> tuple[list[float], list[float], float]:
+    mesh = Mesh.create(ep=2)
+    model = spread(make_model(num_blocks=2, losses=(LoadBalance(0.1),)), mesh)
+    set_loss_scale(model, 0.5)
+    compiled = torch.compile(model, backend="aot_eager")
+    batches = batches_of(mesh.rank)
+    expected = one_after_another(model, batches)
+    found = together(model, batches, compiled)
+    again = together(model, batches, compiled)
+    assert again[0] == found[0]
+    return expected[0], found[0], largest_difference(expected[1], again[1])
+
+
+def test_a_compiled_model_computes_the_same() -> None:
+    for expected, found, difference in on_ranks(2, of_compiled):
+        assert found == pytest.approx(expected, abs=1e-14)
+        assert difference < 1e-14
+
+
+def pauses_of_a_mesh_without_messages() -> int:
+    mesh = Mesh.create(ep=1)
+    model = spread(make_model(), mesh)
+    most = 0
+    for losses in in_flight(model, batches_of(mesh.rank, 4)):
+        most = max(most, len(losses))
+        torch.stack(losses).sum().backward()
+    return most
+
+
+def test_without_messages_micro_batches_run_one_after_another() -> None:
+    assert on_ranks(2, pauses_of_a_mesh_without_messages) == [1, 1]
+
+
+def test_what_cannot_be_in_flight_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="has no length: pass a list"):
+        in_flight(lambda x: x, iter([1, 2]))  # type: ignore[arg-type]
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "greenlet", None)
+        with pytest.raises(InputError, match="in_flight needs greenlet: in a clone"):
+            in_flight(lambda x: x, [torch.ones(())])
+    monkeypatch.delattr(torch._C, "_get_dispatch_stack_at")
+    with pytest.raises(InputError, match=r"needs torch\._C\._get_dispatch_stack_at, which torch"):
+        in_flight(lambda x: x, [torch.ones(())])

@@ -14,6 +14,7 @@ recomputation, which runs the call as a whole, saves as many.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from moesaic.comm.transport import TURN, AbstractTurn
 from moesaic.experts.experts import Weights
+from moesaic.program.grid import Grid
+from moesaic.program.task import Op, Program
 from moesaic.runtime.executor import (
     LayerRun,
     Steps,
@@ -44,6 +47,15 @@ def current_turn() -> AbstractTurn | None:
     if turn is None or torch._C._current_graph_task_id() != -1:
         return None
     return None if torch.is_inference_mode_enabled() else turn
+
+
+@lru_cache(maxsize=512)
+def sends_messages(program: Program, grid: Grid) -> bool:
+    """Return whether ranks of a mesh exchange anything in a program."""
+    return any(
+        task.op in (Op.MOVE, Op.HOP) and len(grid.group(0, task.group)) > 1
+        for task in program.tasks
+    )
 
 
 @dataclass
@@ -118,7 +130,8 @@ class Start(torch.autograd.Function):
         if has_grad and any(ctx.needs_input_grad):
             call.keeps = kept_names(run.compiled.logical)
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
-        call.begin(forward_steps(run, inputs, call.keeps, pauses=True))
+        pauses = sends_messages(run.compiled.forward, run.compiled.grid)
+        call.begin(forward_steps(run, inputs, call.keeps, pauses=pauses))
         ctx.call = call
         return x.new_empty(0)
 
