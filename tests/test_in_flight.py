@@ -40,7 +40,7 @@ from moesaic.testing.equivalence import (
 )
 from moesaic.testing.workload import draw_workload
 from moesaic_lab.balance.tracked_memory import peak_bytes
-from worlds import on_ranks
+from worlds import on_ranks, refusal
 
 
 class Model(nn.Module):
@@ -794,3 +794,21 @@ def test_what_cannot_be_in_flight_is_refused_in_one_line(monkeypatch: pytest.Mon
     monkeypatch.delattr(torch._C, "_get_dispatch_stack_at")
     with pytest.raises(InputError, match=r"needs torch\._C\._get_dispatch_stack_at, which torch"):
         in_flight(lambda x: x, [torch.ones(())])
+
+
+def out_of_step() -> str:
+    mesh = Mesh.create(ep=2)
+    model = spread(make_model(), mesh)
+
+    def loss_of(micro: int) -> Tensor:
+        y = model.moe[0](batches_of(mesh.rank)[micro])
+        return (y if mesh.rank == micro + 1 else model.moe[1](y)).sum()
+
+    return refusal(lambda: list(in_flight(loss_of, range(2))))
+
+
+def test_a_rank_out_of_step_is_named() -> None:
+    """The first micro-batch of one rank leaves out a layer, so that its second one comes first."""
+    for text in on_ranks(2, out_of_step):
+        assert "call.micro_batch differs: 0 on rank 0, 1 on rank 1" in text
+        assert "\n" not in text

@@ -88,6 +88,10 @@ class _Model(nn.Module):
         self.blocks = nn.ModuleList(_Block(options) for _ in range(options.blocks))
         self._recompute = options.recompute
 
+    def layers(self) -> list[MoE]:
+        """Return the MoE layers, in order."""
+        return [module for module in self.modules() if isinstance(module, MoE)]
+
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x) if self._recompute else block(x)
@@ -109,8 +113,8 @@ def measure(options: Options) -> dict[str, float]:
     alone = _Model(options)
     mesh = Mesh.create(ep=dist.get_world_size())
     for chunks, model in models.items():
-        for block in model.blocks:
-            block.moe.parallelize(mesh, Plan(chunks=chunks), broadcast=True)
+        for layer in model.layers():
+            layer.parallelize(mesh, Plan(chunks=chunks), broadcast=True)
     generator = torch.Generator().manual_seed(mesh.rank)
 
     def batches() -> list[Tensor]:

@@ -166,6 +166,12 @@ TURN: ContextVar[AbstractTurn | None] = ContextVar("moesaic.turn", default=None)
 """The turn of the micro-batch that computes here; None if no others are in flight."""
 
 
+def number_in_flight() -> int | None:
+    """Return the number of the micro-batch that computes here; None if no others are in flight."""
+    turn = TURN.get()
+    return None if turn is None else turn.number
+
+
 class NoTransport(AbstractTransport):
     """The transport of a world of one rank, which sends nothing."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic.comm.collectives import all_gather, broadcast, check_same, share, share_of, slice_rows
-from moesaic.comm.transport import AbstractTransport
+from moesaic.comm.transport import AbstractTransport, number_in_flight
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype, in_dtype
 from moesaic.program.compile import Compiled
@@ -343,6 +343,8 @@ class ExpertParallel:
             "capacity": capacity,
             "losses": losses,
         }
+        if (micro := number_in_flight() if earlier is None else earlier.micro_batch) is not None:
+            settings["micro_batch"] = micro
         # sums per sequence are exchanged with the counts
         if any(loss.needs_sequences for loss in losses):
             settings["sequences"] = batch.num_sequences
@@ -380,7 +382,9 @@ class ExpertParallel:
 
     def _enter(self, settings: Mapping[str, object]) -> None:
         """Note what this rank calls, and with which settings, by name."""
-        self.transport.doing = f"the forward pass of layer {self._number}"
+        micro = number_in_flight()
+        of_micro_batch = "" if micro is None else f" in micro-batch {micro}"
+        self.transport.doing = f"the forward pass of layer {self._number}{of_micro_batch}"
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
             self._digests_checked = False
 

@@ -11,7 +11,6 @@ backward pass is that of the micro-batch which entered first, whose backward pas
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,9 +31,9 @@ class GatheredUnits:
         """Keep the units gathered that a forward pass is in. Return the parameter groups of those
         that stay gathered anyway."""
         staying = []
-        for group in _groups_in_forward():
-            if group.post_forward_mesh_info is not None:
-                self._freed.append((group, group.post_forward_mesh_info))
+        for group, mesh_info in _groups_in_forward():
+            if mesh_info is not None:
+                self._freed.append((group, mesh_info))
                 group.post_forward_mesh_info = None
             elif all(group is not other for other, _ in self._freed):
                 staying.append(group)
@@ -61,23 +60,30 @@ def _forward() -> Any:
     return _fsdp_common.TrainingState.FORWARD
 
 
-def _groups_in_forward() -> Iterator[Any]:
-    """Yield the parameter groups of all FSDP2 units of this process that a forward pass is in."""
+def _groups_in_forward() -> list[tuple[Any, Any]]:
+    """Return the parameter groups of all FSDP2 units of this process that a forward pass is in, and
+    over which mesh each keeps its parameters where it is left; None where it keeps them whole."""
     if "torch.distributed.fsdp" not in sys.modules:
-        return
+        return []
     try:
         from torch.distributed._composable_state import _module_state_mapping
 
+        states = [reference() for reference in _module_state_mapping.values()]
+        groups = [
+            group
+            for state in states
+            for group in getattr(state, "_fsdp_param_groups", None)
+            or [getattr(state, "_fsdp_param_group", None)]
+            if group is not None
+        ]
         forward = _forward()
+        return [
+            (group, group.post_forward_mesh_info)
+            for group in groups
+            if group._training_state == forward
+        ]
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"in_flight cannot keep FSDP2's units gathered under torch {torch.__version__} "
             f"({error}): run the micro-batches one after another, or use torch 2.10 to 2.13"
         ) from None
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        for group in getattr(state, "_fsdp_param_groups", None) or [
-            getattr(state, "_fsdp_param_group", None)
-        ]:
-            if group is not None and group._training_state == forward:
-                yield group
