@@ -17,7 +17,7 @@ parameters of two meshes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -238,9 +238,7 @@ Held = Literal["parameters", "gradients", "nothing"]
 """What each rank holds whole between the micro-batches of a step, under FSDP2."""
 
 
-def micro_batches(
-    model: nn.Module, count: int, *, hold: Held = "parameters"
-) -> Generator[int, None, None]:
+def micro_batches(model: nn.Module, count: int, *, hold: Held = "parameters") -> Iterator[int]:
     """Yield the numbers of a step's micro-batches, whose gradients are reduced once, in the last
     backward pass.
 

@@ -166,6 +166,15 @@ TURN: ContextVar[AbstractTurn | None] = ContextVar("moesaic.turn", default=None)
 """The turn of the micro-batch that computes here; None if no others are in flight."""
 
 
+def current_turn() -> AbstractTurn | None:
+    """Return the turn of the micro-batch that computes here, if it may be handed over: not in a
+    backward pass or in inference mode, whose states belong to the thread."""
+    turn = TURN.get()
+    if turn is None or torch._C._current_graph_task_id() != -1:
+        return None
+    return None if torch.is_inference_mode_enabled() else turn
+
+
 def number_in_flight() -> int | None:
     """Return the number of the micro-batch that computes here; None if no others are in flight."""
     turn = TURN.get()

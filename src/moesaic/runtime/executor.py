@@ -327,15 +327,8 @@ class _RankState:
 
 
 def drive(steps: Steps, transport: AbstractTransport) -> Environment:
-    """Run one rank's program to its end on a blocking transport, as in a process of its own."""
-    environment: Environment | None = None
-    while environment is None:
-        environment = advance(steps, transport)
-    return environment
-
-
-def advance(steps: Steps, transport: AbstractTransport) -> Environment | None:
-    """Run one rank's program to its next pause, or to its end: then return its result."""
+    """Run one rank's program to its end on a blocking transport, as in a process of its own; return
+    its result. If it pauses, return {}: a further call goes on."""
     answer: Handle | None = None
     while True:
         started = perf_counter()
@@ -348,7 +341,7 @@ def advance(steps: Steps, transport: AbstractTransport) -> Environment | None:
         now = perf_counter()
         transport.compute += now - started
         if isinstance(request, Pause):
-            return None
+            return {}
         if isinstance(request, Transfer):
             answer = transport.issue(request)
         else:

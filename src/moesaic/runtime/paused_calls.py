@@ -13,7 +13,7 @@ recomputation, which runs the call as a whole, saves as many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesaic.comm.transport import TURN, AbstractTurn
+from moesaic.comm.transport import AbstractTurn
 from moesaic.experts.experts import Weights
 from moesaic.program.grid import Grid
 from moesaic.program.task import Op, Program
 from moesaic.runtime.executor import (
     LayerRun,
     Steps,
-    advance,
     backward_steps,
     by_name,
+    drive,
     flattened,
     forward_steps,
     gradients_of,
@@ -38,15 +38,6 @@ from moesaic.runtime.executor import (
     kept_names,
 )
 from moesaic.runtime.tasks import Environment
-
-
-def current_turn() -> AbstractTurn | None:
-    """Return the turn of the micro-batch that computes, if it may be handed over: not in a backward
-    pass or in inference mode, whose states belong to the thread."""
-    turn = TURN.get()
-    if turn is None or torch._C._current_graph_task_id() != -1:
-        return None
-    return None if torch.is_inference_mode_enabled() else turn
 
 
 @lru_cache(maxsize=512)
@@ -63,12 +54,16 @@ class _PausingCall:
     """A call of a layer in three parts, and the program that it is in."""
 
     run: LayerRun
+    num_sharded: int
+    """The number of parameters that etp splits; they come first."""
+    has_grad: bool
+    """Whether gradients are on where the layer is called."""
     keeps: tuple[str, ...] = ()
     """The slots that the backward program reads; () if there will be no backward pass."""
     steps: Steps | None = None
     """The program that runs; None if none does, or it has ended."""
-    result: Environment | None = None
-    """The result of the program that has ended last."""
+    result: Environment = field(default_factory=dict)
+    """The result of the program that has ended last, until it is taken."""
     had_backward: bool = False
 
     def begin(self, steps: Steps) -> None:
@@ -79,8 +74,8 @@ class _PausingCall:
     def go_on(self) -> None:
         """Run the program to its next pause, unless it has ended."""
         if self.steps is not None:
-            self.result = advance(self.steps, self.run.transport)
-            if self.result is not None:
+            self.result = drive(self.steps, self.run.transport)
+            if self.result:
                 self.steps = None
 
     def end(self) -> Environment:
@@ -88,8 +83,7 @@ class _PausingCall:
         while self.steps is not None:
             self.go_on()
         result = self.result
-        self.result = None
-        assert result is not None
+        self.result = {}
         return result
 
 
@@ -97,10 +91,9 @@ def run_in_parts(
     turn: AbstractTurn, run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights
 ) -> Tensor:
     """Run a call as `run_program` does, and hand the turn over wherever its program pauses."""
-    call = _PausingCall(run)
+    call = _PausingCall(run, len(sharded), torch.is_grad_enabled())
     doing = run.transport.doing
-    has_grad = torch.is_grad_enabled()
-    token = Start.apply(call, has_grad, len(sharded), x, gates, *sharded, *common)
+    token = Start.apply(call, x, gates, *sharded, *common)
     del x, gates, sharded, common
     if call.steps is not None:
         turn.hand_over()
@@ -117,19 +110,11 @@ class Start(torch.autograd.Function):
     """Forward, a call up to its first pause; backward, the end of its backward program."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: _PausingCall,
-        has_grad: bool,
-        num_sharded: int,
-        x: Tensor,
-        gates: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, call: _PausingCall, x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
         run = call.run
-        if has_grad and any(ctx.needs_input_grad):
+        if call.has_grad and any(ctx.needs_input_grad):
             call.keeps = kept_names(run.compiled.logical)
-        inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
+        inputs = inputs_of(run, x, gates, weights[: call.num_sharded], weights[call.num_sharded :])
         pauses = sends_messages(run.compiled.forward, run.compiled.grid)
         call.begin(forward_steps(run, inputs, call.keeps, pauses=pauses))
         ctx.call = call
@@ -140,7 +125,7 @@ class Start(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         call: _PausingCall = ctx.call
         call.run.transport.doing = call.run.backward_in_words
-        return None, None, None, *gradients_of(call.end())
+        return None, *gradients_of(call.end())
 
 
 class GoOn(torch.autograd.Function):

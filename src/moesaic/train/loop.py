@@ -7,7 +7,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -388,16 +387,16 @@ class Trainer:
             auxiliary[micro] = self._note_load(output.routings, again=again)
             return output.loss / count
 
-        with closing(micro_batches(model, count, hold=state.hold)) as passes:
-            last = next(passes)
-            for losses in in_flight(loss_of, range(count)):
-                while last < len(auxiliary) - 1:  # the last pass of a step reduces gradients
-                    last = next(passes)
-                loss = torch.stack(losses).sum()
-                loss.backward()
-                total += loss.detach()
-                del losses, loss
-            next(passes, None)  # its end
+        passes = micro_batches(model, count, hold=state.hold)
+        last = next(passes)
+        for losses in in_flight(loss_of, range(count)):
+            while last < len(auxiliary) - 1:  # the last pass of a step reduces gradients
+                last = next(passes)
+            loss = torch.stack(losses).sum()
+            loss.backward()
+            total += loss.detach()
+            del losses, loss
+        next(passes, None)  # its end
         return total, [auxiliary[micro] for micro in range(count)]
 
     def _interval(self) -> dict[str, Any]:
