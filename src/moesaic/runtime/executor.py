@@ -464,7 +464,8 @@ def forward_steps(
     upload_tables(run, x.device)
     values = dict(inputs)
     inputs.clear()
-    return interpret(run.compiled.forward, values, run.call, {*keeps, "y"}, pauses=pauses)
+    run_steps = partial(interpret, pauses=True) if pauses else interpret
+    return run_steps(run.compiled.forward, values, run.call, {*keeps, "y"})
 
 
 def upload_tables(run: LayerRun, device: torch.device) -> None:
@@ -520,7 +521,8 @@ def backward_steps(
     run.call.known.clear()  # unless the graph is retained, nothing needs it any more
     inputs = dict(values)
     values.clear()  # a caller's frame may still hold the dict
-    return interpret(program, inputs, call, program.outputs, pauses=pauses)
+    run_steps = partial(interpret, pauses=True) if pauses else interpret
+    return run_steps(program, inputs, call, program.outputs)
 
 
 def gradients_of(environment: Environment) -> tuple[Tensor, ...]:
