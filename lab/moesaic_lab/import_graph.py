@@ -30,6 +30,7 @@ PARTS = (
     "given_routing",
     "chosen",
     "layer",
+    "interleaved",
     "cuda_graphs",
     "balance",
     "planner",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moesaic.comm.mesh import Mesh
     from moesaic.cuda_graphs import capture
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
+    from moesaic.interleaved import in_flight
     from moesaic.kernels.encode import encoding, fast_decode, fast_encode
     from moesaic.layer import MoE, balance_on_step, finish_step
     from moesaic.parallel import (
@@ -40,6 +41,7 @@ _HOMES = {
     "balance_on_step": "moesaic.layer",
     "finish_step": "moesaic.layer",
     "capture": "moesaic.cuda_graphs",
+    "in_flight": "moesaic.interleaved",
     "Mesh": "moesaic.comm.mesh",
     "Plan": "moesaic.program.plan",
     "average_gradients": "moesaic.runtime.data_parallel",
@@ -91,6 +93,7 @@ __all__ = [
     "fast_decode",
     "fast_encode",
     "finish_step",
+    "in_flight",
     "parallelize_model",
     "parameter_groups",
     "prepare_ddp",

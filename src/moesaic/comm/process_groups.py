@@ -100,6 +100,9 @@ class Gloo(AbstractTransport):
         super().__init__(group.rank(), group.size())
         self._group = group
         self._has_told = False
+        self._open: dict[int, Handle] = {}
+        """The transfers not waited for. One that an error leaves behind still fills its buffers: if
+        they went, no later message between the two ranks would arrive."""
         atexit.unregister(_let_threads_end)  # once for all transports
         atexit.register(_let_threads_end)
 
@@ -107,6 +110,7 @@ class Gloo(AbstractTransport):
         """Post all receives, then all sends. Messages without bytes are not sent; both sides know
         that."""
         handle = Handle(transfer)
+        self._open[id(handle)] = handle
         peer = None
         if self._has_told:  # and has gone on since
             from moesaic.comm.waits import take_back
@@ -142,6 +146,7 @@ class Gloo(AbstractTransport):
             if place < len(senders):
                 self.waited[peer] += time.perf_counter() - started
         handle.works.clear()
+        self._open.pop(id(handle), None)
 
     def _lost(self, peer: int | None, error: RuntimeError) -> Exception:
         """Return the error that says where ranks wait for each other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -129,6 +130,56 @@ class AbstractTransport(ABC):
         first = self._next_tag
         self._next_tag += num_tags
         return first
+
+
+class AbstractSuspended(ABC):
+    """A context that is left while another micro-batch has its turn, and entered again after it."""
+
+    @abstractmethod
+    def suspend(self) -> None:
+        """Restore what the context found."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Set what the context sets."""
+
+
+class AbstractTurn(ABC):
+    """A micro-batch whose turn others take while its messages travel; see `moesaic.in_flight`.
+
+    Args:
+        number: the place of the micro-batch in its step.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.contexts: list[AbstractSuspended] = []
+        """The contexts that it is in, and that set attributes of modules, the outermost first."""
+        self.injecting: dict[int, Any] = {}
+        """The layers that inject its auxiliary losses, by identity."""
+
+    @abstractmethod
+    def hand_over(self) -> None:
+        """Let another micro-batch compute, and return when it is this one's turn again."""
+
+
+TURN: ContextVar[AbstractTurn | None] = ContextVar("moesaic.turn", default=None)
+"""The turn of the micro-batch that computes here; None if no others are in flight."""
+
+
+def current_turn() -> AbstractTurn | None:
+    """Return the turn of the micro-batch that computes here, if it may be handed over: not in a
+    backward pass or in inference mode, whose states belong to the thread."""
+    turn = TURN.get()
+    if turn is None or torch._C._current_graph_task_id() != -1:
+        return None
+    return None if torch.is_inference_mode_enabled() else turn
+
+
+def number_in_flight() -> int | None:
+    """Return the number of the micro-batch that computes here; None if no others are in flight."""
+    turn = TURN.get()
+    return None if turn is None else turn.number
 
 
 class NoTransport(AbstractTransport):

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from moesaic.comm.transport import TURN
 from moesaic.errors import InputError
 from moesaic.kernels.operator import operator
 
@@ -257,6 +258,8 @@ class Injection:
         self.is_half = is_half
         self.loss: Tensor | None = loss
         """The loss; None once it has been collected or injected."""
+        self.turn = TURN.get()
+        """The micro-batch to which the loss belongs, if several are in flight."""
         self.is_collected = False
 
     def collect(self) -> Tensor | None:
@@ -387,6 +390,8 @@ class InjectsLosses(nn.Module):
         pass."""
         injection = Injection(self, loss, share, is_half)
         self._was_compiled = False
+        if injection.turn is not None and not is_half:
+            injection.turn.injecting[id(self)] = self
         # otherwise a checkpoint is recomputing in a backward pass
         if torch._C._current_graph_task_id() == -1:
             self._injections = [
@@ -406,9 +411,11 @@ class InjectsLosses(nn.Module):
                 "graph injects the losses: call set_loss_scale(model, share), or wrap the "
                 "layer's forward in torch.compiler.disable"
             )
-        injections = [reference() for reference in self._injections]
-        self._injections = []
-        losses = [injection.collect() for injection in injections if injection is not None]
+        turn = TURN.get()
+        injections = [each for reference in self._injections if (each := reference()) is not None]
+        mine = [each for each in injections if turn is None or each.turn is turn]
+        self._injections = [weakref.ref(each) for each in injections if each not in mine]
+        losses = [injection.collect() for injection in mine]
         return [loss for loss in losses if loss is not None]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.comm.collectives import all_gather, as_text, check_same
-from moesaic.comm.transport import AbstractTransport
+from moesaic.comm.transport import AbstractTransport, number_in_flight
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import RouterStatistics
@@ -68,6 +68,8 @@ class Gathered:
     with_gradients: bool = True
     """Whether gradients were on; a reentrant checkpoint turns them on for the recomputation
     alone."""
+    micro_batch: int | None = None
+    """The number of the micro-batch, if several are in flight; a recomputation runs alone."""
 
     @classmethod
     def exchange(
@@ -114,6 +116,7 @@ class Gathered:
             num_experts=counts_KE.shape[1],
             num_extras=len(extras),
             with_gradients=torch.is_grad_enabled(),
+            micro_batch=number_in_flight(),
         )
 
     def totals(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,10 @@ generator that pauses where it needs other ranks: it yields a `Transfer` to issu
 wait for. It waits only when the data is read, so tasks in between overlap with the messages. The
 same generator runs on every transport; `drive` feeds it on a blocking transport.
 
+A program with messages may also pause: after its first messages were issued, and after the last
+ones. While a micro-batch is paused, another one computes (`moesaic.in_flight`). Where a program
+pauses depends on the program alone, so all ranks pause alike, also those without messages.
+
 A slot is freed once no later step reads it, which keeps a rank's memory small. Therefore no
 variable of the generator may hold a value between steps: the value would live until the next
 iteration.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property, lru_cache, partial
 from operator import itemgetter
 from time import perf_counter
@@ -89,6 +94,25 @@ class Script:
         }
         return "inter" if "inter" in lanes else "intra"
 
+    @cached_property
+    def pauses(self) -> frozenset[int]:
+        """The steps before which a run may pause, as places in `steps`: the first that waits for
+        messages of the slowest lane, and the first that does so after the last expert task."""
+        arriving: set[str] = set()
+        waits = list[int]()
+        last_expert = -1
+        for number, step in enumerate(self.steps):
+            task = step.tasks[0]
+            if not arriving.isdisjoint(step.reads):
+                waits.append(number)
+            arriving.difference_update(step.reads)
+            if task.op in (Op.MOVE, Op.HOP) and transport_lane(task) == self.slowest:
+                arriving.update(each.writes[0] for each in step.tasks)
+            if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
+                last_expert = number
+        later = [number for number in waits if number > last_expert]
+        return frozenset(waits[:1] + later[:1])
+
 
 @lru_cache(maxsize=512)
 def script_of(program: Program, outputs: frozenset[str] | None) -> Script:
@@ -151,7 +175,13 @@ def _unread_after(
     return unread
 
 
-Steps = Generator[Transfer | Handle, Handle | None, Environment]
+class Pause(Enum):
+    """What a program yields where another micro-batch may compute."""
+
+    PAUSE = "pause"
+
+
+Steps = Generator[Transfer | Handle | Pause, Handle | None, Environment]
 
 
 @dataclass(frozen=True)
@@ -170,6 +200,8 @@ def interpret(
     values: Mapping[str, Value],
     call: Call,
     outputs: Collection[str] | None = None,
+    *,
+    pauses: bool = False,
 ) -> Steps:
     """Run a program for one rank.
 
@@ -179,9 +211,11 @@ def interpret(
         call: rank, sizes and experts.
         outputs: slots to return; every other slot is freed after it is last read. None: return all
             slots and free none.
+        pauses: pause at the program's `Script.pauses`.
 
     Yields:
-        a `Transfer`, to which the driver answers with a `Handle`; or a `Handle` to wait for.
+        a `Transfer`, to which the driver answers with a `Handle`; a `Handle` to wait for; or a
+        `Pause`.
 
     Returns:
         the values of these slots.
@@ -189,7 +223,10 @@ def interpret(
     script = script_of(program, None if outputs is None else frozenset(outputs))
     state = _RankState(script, call, dict(values))
     del values
-    for step in script.steps:
+    for number, step in enumerate(script.steps):
+        if pauses and number in script.pauses:
+            call.finish()  # while the messages are in flight
+            yield Pause.PAUSE
         for name in step.reads:
             if name in state.arriving:
                 yield from state.settle(name)
@@ -290,7 +327,8 @@ class _RankState:
 
 
 def drive(steps: Steps, transport: AbstractTransport) -> Environment:
-    """Run one rank's program to its end on a blocking transport, as in a process of its own."""
+    """Run one rank's program to its end on a blocking transport, as in a process of its own; return
+    its result. If it pauses, return {}: a further call goes on."""
     answer: Handle | None = None
     while True:
         started = perf_counter()
@@ -302,6 +340,8 @@ def drive(steps: Steps, transport: AbstractTransport) -> Environment:
             return result
         now = perf_counter()
         transport.compute += now - started
+        if isinstance(request, Pause):
+            return {}
         if isinstance(request, Transfer):
             answer = transport.issue(request)
         else:
@@ -331,6 +371,11 @@ class LayerRun:
     layer: int | None = None
     """The layer's number in order of creation; None if it is not known."""
 
+    @property
+    def backward_in_words(self) -> str:
+        """What this rank does in the backward pass of the call; "" if that is not known."""
+        return "" if self.layer is None else f"the backward pass of layer {self.layer}"
+
     def take_tags(self) -> None:
         """Reserve the tags of both programs. All ranks do so for the same calls in the same
         order."""
@@ -339,6 +384,11 @@ class LayerRun:
         )
         self.call.first_tag = self.transport.take_tags(forward + backward)
         self.backward_tag = self.call.first_tag + forward
+
+    def with_new_tags(self) -> LayerRun:
+        """Return the run for a further backward pass of the same graph."""
+        tag = self.transport.take_tags(len(self.compiled.backward.tasks))
+        return replace(self, backward_tag=tag)
 
 
 def run_program(
@@ -377,11 +427,7 @@ class RunProgram(torch.autograd.Function):
         backward pass."""
         names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
-        upload_tables(run, x.device)
-        environment = drive(
-            interpret(run.compiled.forward, inputs, run.call, {*names, "y"}), run.transport
-        )
-        del inputs
+        environment = drive(forward_steps(run, inputs, names), run.transport)
         flat, ctx.layout = flattened(environment, names)
         ctx.save_for_backward(*flat)
         ctx.run = run
@@ -400,14 +446,26 @@ class RunProgram(torch.autograd.Function):
         run: LayerRun = ctx.run
         # a peer may still be receiving messages of the previous backward pass of this graph
         if ctx.was_run:
-            run = replace(
-                run, backward_tag=run.transport.take_tags(len(run.compiled.backward.tasks))
-            )
+            run = run.with_new_tags()
         ctx.was_run = True
         kept_values = by_name(ctx.saved_tensors, ctx.layout)
         # unless the graph is retained, nothing else references them
         ctx.maybe_clear_saved_tensors()
         return None, None, None, *run_backward(run, kept_values, dy)
+
+
+def forward_steps(
+    run: LayerRun, inputs: Environment, keeps: Sequence[str], *, pauses: bool = False
+) -> Steps:
+    """Return the run of the forward program from its inputs, which are emptied; its result is y and
+    what the backward program reads."""
+    x = inputs["x"]
+    assert isinstance(x, Tensor)
+    upload_tables(run, x.device)
+    values = dict(inputs)
+    inputs.clear()
+    run_steps = partial(interpret, pauses=True) if pauses else interpret
+    return run_steps(run.compiled.forward, values, run.call, {*keeps, "y"})
 
 
 def upload_tables(run: LayerRun, device: torch.device) -> None:
@@ -448,20 +506,31 @@ def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor
     """Run the backward program from the kept values and dy, (tokens, dim); return the gradients of
     x, gates and all parameters. `values` is emptied, so that each value can be freed as soon as it
     was read."""
+    environment = drive(backward_steps(run, values, dy), run.transport)
+    run.transport.doing = ""
+    return gradients_of(environment)
+
+
+def backward_steps(
+    run: LayerRun, values: Environment, dy: Tensor, *, pauses: bool = False
+) -> Steps:
+    """Return the run of the backward program from the kept values, which are emptied, and dy."""
     program = run.compiled.backward
-    run.transport.doing = "" if run.layer is None else f"the backward pass of layer {run.layer}"
+    run.transport.doing = run.backward_in_words
     values[cotangent("y")] = dy.contiguous()
     call = replace(run.call, first_tag=run.backward_tag)
     call.known.update(run.call.known)
     run.call.known.clear()  # unless the graph is retained, nothing needs it any more
     inputs = dict(values)
     values.clear()  # a caller's frame may still hold the dict
-    steps = interpret(program, inputs, call, program.outputs)
-    del inputs
-    gradients = drive(steps, run.transport)
-    run.transport.doing = ""
-    d_common = parameters(gradients.get(cotangent("b"), ()))
-    d_x, d_gates, d_sharded = (gradients[cotangent(name)] for name in ("x", "gates", "w"))
+    run_steps = partial(interpret, pauses=True) if pauses else interpret
+    return run_steps(program, inputs, call, program.outputs)
+
+
+def gradients_of(environment: Environment) -> tuple[Tensor, ...]:
+    """Return the gradients of x, gates and all parameters from the result of a backward program."""
+    d_common = parameters(environment.get(cotangent("b"), ()))
+    d_x, d_gates, d_sharded = (environment[cotangent(name)] for name in ("x", "gates", "w"))
     assert isinstance(d_x, Tensor)
     assert isinstance(d_gates, Tensor)
     assert isinstance(d_sharded, tuple)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moesaic.comm.collectives import all_gather, broadcast, check_same, share, share_of, slice_rows
-from moesaic.comm.transport import AbstractTransport
+from moesaic.comm.transport import AbstractTransport, current_turn, number_in_flight
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype, in_dtype
 from moesaic.program.compile import Compiled
@@ -32,7 +32,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity, count
 from moesaic.routing.losses import AbstractLoss
 from moesaic.routing.node_tokens import NodeTokens, find_node_tokens, places_of
-from moesaic.routing.peers import Peers
+from moesaic.routing.peers import Gathered, Peers
 from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
@@ -41,6 +41,7 @@ from moesaic.runtime.data_parallel import UnpreparedForDDP
 from moesaic.runtime.deepep import DeepEP, run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
+from moesaic.runtime.paused_calls import run_in_parts
 from moesaic.runtime.sharding import compiled_for, description, fitting
 from moesaic.runtime.tasks import Call, Codecs, Indices, known_codec
 
@@ -345,7 +346,7 @@ class ExpertParallel:
         # sums per sequence are exchanged with the counts
         if any(loss.needs_sequences for loss in losses):
             settings["sequences"] = batch.num_sequences
-        self._enter(settings)
+        self._enter(settings, earlier)
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         named = router.named_parameters("router")
@@ -377,9 +378,15 @@ class ExpertParallel:
                 peers=self.peers,
             )
 
-    def _enter(self, settings: Mapping[str, object]) -> None:
-        """Note what this rank calls, and with which settings, by name."""
-        self.transport.doing = f"the forward pass of layer {self._number}"
+    def _enter(self, settings: dict[str, object], earlier: Gathered | None = None) -> None:
+        """Note what this rank calls, and with which settings, by name; `earlier` is what ranks
+        exchanged in the first pass of a recomputed call."""
+        micro = number_in_flight() if earlier is None else earlier.micro_batch
+        of_micro_batch = ""
+        if micro is not None:
+            settings["micro_batch"] = micro
+            of_micro_batch = f" in micro-batch {micro}"
+        self.transport.doing = f"the forward pass of layer {self._number}{of_micro_batch}"
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
             self._digests_checked = False
 
@@ -563,7 +570,10 @@ class ExpertParallel:
         if chosen.run_slices is not None:
             return chosen.run_slices(self._uncut_call(run, inputs, units), x, gate, *cast)
         run.take_tags()
-        return run_program(run, x, gate, *cast)
+        turn = current_turn()
+        if turn is None:
+            return run_program(run, x, gate, *cast)
+        return run_in_parts(turn, run, x, gate, *cast)
 
     def _tables(
         self, inputs: CallInputs, chosen: Chosen, node_tokens: NodeTokens | None, units: int

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from moesaic.comm.transport import TURN, AbstractSuspended
 from moesaic.kernels.operator import operator
 from moesaic.routing.route import RoutingRecord
 
@@ -62,7 +63,7 @@ class RoutingCache:
         """Append a record of the first pass, here and to those surrounding routing caches that are
         recording."""
         self._records.setdefault(layer, []).append(
-            Cached(record, self._before[layer], _generators())
+            Cached(record, self._before[layer], generators())
         )
         outer = self._outer.get(layer)
         if outer is not None and not outer.is_replaying:
@@ -72,14 +73,14 @@ class RoutingCache:
         """Return the layer's next record from the innermost routing cache that is replaying; None
         in a first pass."""
         if self._position is None:
-            self._before[layer] = _generators()
+            self._before[layer] = generators()
             outer = self._outer.get(layer)
             return None if outer is None else outer.read(layer)
         position = self._position.get(layer, 0)
         self._position[layer] = position + 1
         record, before, after = self._records[layer][position]
-        if all(map(torch.equal, before, _generators())):
-            _set_generators(after)
+        if all(map(torch.equal, before, generators())):
+            set_generators(after)
         return record
 
     def start_replay(self) -> None:
@@ -160,8 +161,8 @@ def count_in_graph(counts: Tensor, requested: Tensor) -> None:
         counts += requested
 
 
-def _generators() -> tuple[Tensor, ...]:
-    """Return the states of the random generators: the CPU's, and the current GPU's if CUDA is in
+def generators() -> tuple[Tensor, ...]:
+    """Return the states of the default generators: the CPU's, and the current GPU's if CUDA is in
     use."""
     return (
         torch.get_rng_state(),
@@ -169,13 +170,14 @@ def _generators() -> tuple[Tensor, ...]:
     )
 
 
-def _set_generators(states: tuple[Tensor, ...]) -> None:
+def set_generators(states: tuple[Tensor, ...]) -> None:
+    """Set the default generators to these states."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
 
 
-class _Caching(AbstractContextManager[None]):
+class _Caching(AbstractContextManager[None], AbstractSuspended):
     """Makes layers record on a routing cache, or replay it. It is reentrant: each autograd graph
     task runs a recomputation.
 
@@ -196,12 +198,26 @@ class _Caching(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if self._replays:
             self._routing_cache.start_replay()
+        self.resume()
+        turn = TURN.get()
+        if turn is not None and not self._replays:
+            turn.contexts.append(self)
+
+    def __exit__(self, *exception: Any) -> None:
+        turn = TURN.get()
+        if turn is not None and not self._replays:
+            turn.contexts.pop()
+        self.suspend()
+        if self._replays:
+            self._routing_cache.stop_replay()
+
+    def resume(self) -> None:
+        """Set the layers' routing cache."""
         self._before.append([layer.routing_cache for layer in self._layers])
         for layer in self._layers:
             layer.routing_cache = self._routing_cache
 
-    def __exit__(self, *exception: Any) -> None:
+    def suspend(self) -> None:
+        """Restore the layers' routing caches."""
         for layer, previous in zip(self._layers, self._before.pop()):
             layer.routing_cache = previous
-        if self._replays:
-            self._routing_cache.stop_replay()

@@ -17,7 +17,7 @@ import pickle
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,13 +31,12 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import start_processes
 
 from moesaic.comm.mesh import Mesh
-from moesaic.comm.transport import Handle, Transfer
 from moesaic.layer import MoE
 from moesaic.parallel import clip_grad_norm_
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import HELPERS, Kind, Program, Slot, State
 from moesaic.runtime import executor
-from moesaic.runtime.executor import interpret
+from moesaic.runtime.executor import Steps, interpret
 from moesaic.runtime.tasks import Call, Environment, Value, rows
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import Errors, Patch, Ran, compile_case, ran_case, run_rank
@@ -330,9 +329,11 @@ def observed() -> Iterator[list[Observed]]:
         values: Mapping[str, Value],
         call: Call,
         wanted: Collection[str] | None = None,
-    ) -> Generator[Transfer | Handle, Handle | None, Environment]:
+        *,
+        pauses: bool = False,
+    ) -> Steps:
         # without `wanted`, so that every slot is computed
-        environment = yield from interpret(program, values, call)
+        environment = yield from interpret(program, values, call, pauses=pauses)
         runs.append(Observed(program, call, environment))
         return environment
 

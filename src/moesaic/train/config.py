@@ -361,6 +361,10 @@ class TrainConfig:
     """Sequences per micro-batch, over all ranks."""
     accumulation: int = 1
     """Micro-batches per optimizer step."""
+    micro_batches_in_flight: int = 1
+    """With 2, one micro-batch computes while the messages of another travel (`moesaic.in_flight`):
+    for slow links. Losses stay the same, but where routers or dropout draw random numbers they draw
+    others."""
     seed: int = 0
     """Seed of initialisation, data order and routing noise."""
     device: str = "auto"
@@ -440,10 +444,35 @@ class TrainConfig:
                 "balance.experts clashes with adapters.base, whose experts have no optimizer "
                 "states: leave it none"
             )
+        self._check_in_flight()
         self._check_shards()
         self._check_stages()
         self._check_experts()
         self._check_samples()
+
+    def _check_in_flight(self) -> None:
+        """Raise InputError if micro-batches cannot be in flight as asked."""
+        option = f"micro_batches_in_flight={self.micro_batches_in_flight}"
+        if self.micro_batches_in_flight not in (1, 2):
+            raise InputError(f"{option}: choose 1 or 2")
+        if self.micro_batches_in_flight == 1:
+            return
+        clashes = [
+            (self.accumulation == 1, "accumulation=1", "a step has one micro-batch: choose 2"),
+            (
+                self.mesh.pp > 1,
+                f"mesh.pp={self.mesh.pp}",
+                "stages have several in flight by themselves: choose 1 here",
+            ),
+            (
+                self.record_routing != "none" or bool(self.replay_routing),
+                "record_routing and replay_routing",
+                "they set a router for one micro-batch at a time: choose 1 here",
+            ),
+        ]
+        for is_so, other, why in clashes:
+            if is_so:
+                raise InputError(f"{option} clashes with {other}: {why}")
 
     def _check_shards(self) -> None:
         model = self.model

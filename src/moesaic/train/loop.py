@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moesaic.comm.process_groups import timeout_of
 from moesaic.errors import TrainingError, in_one_line
+from moesaic.interleaved import in_flight
 from moesaic.layer import MoE, balance_on_step
 from moesaic.models.gpt import GPT, flops_per_token
 from moesaic.parallel import clip, gradient_norm, micro_batches
@@ -323,8 +324,11 @@ class Trainer:
                 batches, lambda micro: self.routing.call(state.step, micro, again=again)
             )
             loss = self.model.agreed(loss, self.ranks)
-            return loss, [self._note_load(of_micro, again=again) for of_micro in routings]
-        loss, auxiliary = self._run_in_turn(self.model, again=again)
+            auxiliary = [self._note_load(of_micro, again=again) for of_micro in routings]
+        elif self.config.micro_batches_in_flight > 1:
+            loss, auxiliary = self._run_in_flight(self.model, again=again)
+        else:
+            loss, auxiliary = self._run_in_turn(self.model, again=again)
         return self.ranks.mean(loss), auxiliary
 
     def _note_load(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
@@ -364,6 +368,37 @@ class Trainer:
             loss += output.loss.detach() / count
             auxiliary.append(self._note_load(output.routings, again=again))
         return loss, auxiliary
+
+    def _run_in_flight(
+        self, model: GPT, *, again: bool
+    ) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
+        """Run forward and backward of all micro-batches, two at a time."""
+        count = self.config.accumulation
+        state = self.state
+        total = torch.zeros(
+            (), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32)
+        )
+        auxiliary: dict[int, list[dict[str, Tensor]]] = {}
+
+        def loss_of(micro: int) -> Tensor:
+            tokens, targets = self._batch(micro)
+            with autocast(state.device, state.dtype):
+                output = model(tokens, targets)
+            assert output.loss is not None
+            auxiliary[micro] = self._note_load(output.routings, again=again)
+            return output.loss / count
+
+        passes = micro_batches(model, count, hold=state.hold)
+        last = next(passes)
+        for losses in in_flight(loss_of, range(count)):
+            while last < len(auxiliary) - 1:  # the last pass of a step reduces gradients
+                last = next(passes)
+            loss = torch.stack(losses).sum()
+            loss.backward()
+            total += loss.detach()
+            del losses, loss
+        next(passes, None)  # its end
+        return total, [auxiliary[micro] for micro in range(count)]
 
     def _interval(self) -> dict[str, Any]:
         """Return speed and balance since the previous call."""

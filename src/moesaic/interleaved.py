@@ -1,0 +1,223 @@
+"""Two micro-batches in flight: while the messages of one travel, the other computes.
+
+    for losses in in_flight(loss_of, micro_batches):  # two at a time, freed before the next two
+        (torch.stack(losses).sum() / len(micro_batches)).backward()
+
+Each micro-batch runs in a greenlet of the caller's thread. It hands its turn over where a MoE layer
+on a mesh has issued messages and would wait for them (`runtime/paused_calls.py`), so the model's
+code stays as it is. The backward passes of the two interleave by themselves, if one `backward` runs
+both. Where a turn is handed over depends on the programs of the layers alone, so all ranks issue
+their messages in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.transport import TURN, AbstractTurn
+from moesaic.errors import InputError, to_install
+from moesaic.runtime.gathered_units import GatheredUnits, enter_again
+from moesaic.runtime.torch_state import TorchState, check_torch
+
+if TYPE_CHECKING:
+    from greenlet import greenlet
+
+T = TypeVar("T")
+MOST_EXITS = 100
+"""How often a micro-batch may go on with another layer after it was told to end."""
+
+
+def in_flight(
+    loss_of: Callable[[T], Tensor], micro_batches: Collection[T]
+) -> Iterator[list[Tensor]]:
+    """Compute the losses of micro-batches two at a time, the one while the messages of the other
+    travel. All ranks call this together.
+
+    Call `backward` once on the sum of the losses that belong together, before the next two start.
+    While you do, the layers' auxiliary losses weigh 1/len(micro_batches), unless `set_loss_scale`
+    was called.
+
+    A micro-batch draws its random numbers from a seed of its own, drawn from the default generator;
+    so they are the same whether another one is in flight or not. Grad mode, autocast, modes, hooks
+    of saved tensors, the default dtype and device, deterministic mode and checkpoints' routing
+    records belong to the micro-batch that sets them. Other settings of the process that code
+    changes around a layer are shared.
+
+    Args:
+        loss_of: computes a micro-batch's loss, on its own: what it writes elsewhere, both write.
+        micro_batches: the micro-batches of a step, any objects; read two at a time.
+
+    Yields:
+        the losses of two micro-batches; of one, if their number is odd, or if the model sends no
+        messages.
+
+    Raises:
+        InputError: greenlet is not installed, torch lacks what a switch needs, or `micro_batches`
+            has no length.
+    """
+    try:
+        count = len(micro_batches)
+    except TypeError:
+        raise InputError(
+            f"in_flight: micro_batches is a {type(micro_batches).__name__}, which has no length: "
+            "pass a list"
+        ) from None
+    check_torch()
+    _greenlets()
+    return _steps(loss_of, iter(micro_batches), count)
+
+
+def _greenlets() -> Any:
+    """Return the package greenlet, which nothing else needs."""
+    try:
+        import greenlet
+    except ModuleNotFoundError:
+        raise InputError(f"in_flight needs greenlet: {to_install('.[train]')}") from None
+    return greenlet
+
+
+def _steps(
+    loss_of: Callable[[T], Tensor], batches: Iterator[T], count: int
+) -> Iterator[list[Tensor]]:
+    number = 0
+    while True:
+        turns, losses = _run_together(loss_of, batches, number)
+        if not losses:
+            return
+        number += len(losses)
+        with _weighed(turns, 1 / count):
+            del turns
+            yield losses
+        del losses
+
+
+def _run_together(
+    loss_of: Callable[[T], Tensor], batches: Iterator[T], number: int
+) -> tuple[list[_Turn], list[Tensor]]:
+    """Run the next micro-batch, and the one after it beside it if the first hands its turn over;
+    return their turns and losses."""
+    micro_batches: list[_MicroBatch[T]] = []
+    units = GatheredUnits()
+    try:
+        for batch in batches:
+            for other in micro_batches:
+                other.holds = units.hold()
+            micro_batches.append(_MicroBatch(loss_of, batch, number + len(micro_batches)))
+            del batch
+            micro_batches[-1].take_turn()
+            if len(micro_batches) == 2 or micro_batches[-1].is_done:
+                break
+        while not all(each.is_done for each in micro_batches):
+            for each in micro_batches:
+                if not each.is_done:
+                    each.take_turn()
+                if not each.is_done and len(micro_batches) == 2:
+                    each.holds = units.hold()
+    except BaseException:
+        for each in micro_batches:
+            each.stop()
+        raise
+    finally:
+        units.restore()
+    return [each.turn for each in micro_batches], [each.take_loss() for each in micro_batches]
+
+
+class _Turn(AbstractTurn):
+    """The turn of a micro-batch in a greenlet, which hands it over to the greenlet's parent."""
+
+    def hand_over(self) -> None:
+        parent = _greenlets().getcurrent().parent
+        assert parent is not None
+        parent.switch()
+
+
+class _MicroBatch(Generic[T]):
+    """A micro-batch that runs in a greenlet, with a state of torch of its own."""
+
+    def __init__(self, loss_of: Callable[[T], Tensor], batch: T, number: int) -> None:
+        self.turn = _Turn(number)
+        self.holds: list[Any] = []
+        """The parameter groups of FSDP2 that it is in, and that stay gathered anyway."""
+        self._loss: Tensor | None = None
+        self._state = TorchState.now()
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        self._greenlet: greenlet = _greenlets().greenlet(_run)
+        self._greenlet.gr_context = copy_context()
+        self._greenlet.gr_context.run(TURN.set, self.turn)
+        self._arguments: tuple[Any, ...] = (loss_of, batch, seed)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the loss is known, or the micro-batch has failed."""
+        return bool(self._greenlet.dead)
+
+    def take_turn(self) -> None:
+        """Run on to where the turn is handed over, or to the end."""
+        arguments = self._arguments
+        self._arguments = ()
+        enter_again(self.holds)
+        with self._own_state():
+            result = self._greenlet.switch(*arguments)
+            del arguments
+        if self.is_done:
+            self._loss = result
+
+    def take_loss(self) -> Tensor:
+        """Return the loss, which is not kept."""
+        loss = self._loss
+        self._loss = None
+        assert loss is not None
+        return loss
+
+    def stop(self) -> None:
+        """End the micro-batch where it is, unless it has ended."""
+        for _ in range(MOST_EXITS):
+            if self.is_done or not self._greenlet:
+                return
+            with self._own_state():
+                self._greenlet.throw()
+
+    @contextmanager
+    def _own_state(self) -> Iterator[None]:
+        outside = TorchState.now()
+        self._state.set()
+        for context in self.turn.contexts:
+            context.resume()
+        try:
+            yield
+        finally:
+            for context in reversed(self.turn.contexts):
+                context.suspend()
+            self._state = TorchState.now()
+            outside.set()
+
+
+def _run(loss_of: Callable[[T], Tensor], batch: T, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return loss_of(batch)
+
+
+@contextmanager
+def _weighed(turns: list[_Turn], scale: float) -> Iterator[None]:
+    """Set the weight of the auxiliary losses of layers that have none, and take it back."""
+    layers = {
+        key: layer
+        for turn in turns
+        for key, layer in turn.injecting.items()
+        if not layer.loss_scale_is_set
+    }
+    for layer in layers.values():
+        layer.loss_scale.fill_(scale)
+        layer.loss_scale_is_set = True
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.loss_scale.fill_(1.0)
+            layer.loss_scale_is_set = False
