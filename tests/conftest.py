@@ -42,12 +42,16 @@ WAITING = (
 """Files whose tests spend most of their time waiting: for timeouts, slow links, disks or another
 process."""
 LONG = (
-    "weights/test_nothing_lost.py",
-    "transformers/test_lora.py",
     "transformers/test_four_bit_loading.py",
+    "train/test_launch.py",
+    "testing/test_equivalence.py",
+    "train/test_first_values.py",
+    "train/test_auto_plan.py",
+    "train/test_blocks_on_ranks.py",
+    "transformers/test_lora.py",
 )
-"""Files that take a minute or more on one worker, and whose names would bring them to the end,
-where the others idle."""
+"""Files that take ten processor seconds or more, and whose names would bring them to the end, where
+the other workers idle."""
 PRINTING = (
     "COLUMNS",
     "LINES",

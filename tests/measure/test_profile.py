@@ -3,6 +3,7 @@ really measures."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,10 +110,16 @@ def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
     assert {calibration.mesh.ep for calibration in calibrations(3, 3)} == {3}
 
 
+@functools.cache
+def fitted(contention: float) -> tuple[ClusterSpec, np.ndarray]:
+    """Return what is found from the times of a cluster whose host has `COSTS`, and the errors."""
+    device = replace(UNKNOWN.device, contention=contention)
+    host_with_costs = replace(UNKNOWN.host, **COSTS)
+    return fit_layers(UNKNOWN, timed(replace(UNKNOWN, device=device, host=host_with_costs)))
+
+
 def test_layers_give_back_the_costs_of_the_host_that_timed_them() -> None:
-    found, errors = fit_layers(
-        UNKNOWN, timed(replace(UNKNOWN, host=replace(UNKNOWN.host, **COSTS)))
-    )
+    found, errors = fitted(UNKNOWN.device.contention)
     assert {name: getattr(found.host, name) for name in COSTS} == pytest.approx(COSTS, rel=0.05)
     assert np.abs(errors).max() < 0.01
     assert replace(found, host=UNKNOWN.host, device=UNKNOWN.device) == UNKNOWN
@@ -121,8 +128,7 @@ def test_layers_give_back_the_costs_of_the_host_that_timed_them() -> None:
 
 @pytest.mark.parametrize("contention", [0.0, 0.8])
 def test_layers_that_compute_give_back_the_contention(contention: float) -> None:
-    contended = replace(UNKNOWN, device=replace(UNKNOWN.device, contention=contention))
-    found, _ = fit_layers(UNKNOWN, timed(replace(contended, host=replace(UNKNOWN.host, **COSTS))))
+    found, _ = fitted(contention)
     assert found.device.contention == pytest.approx(contention, abs=0.1)
 
 

@@ -129,14 +129,14 @@ def test_quantized_models_train_adapters_like_the_dense_float64_model(stored):
                 torch.testing.assert_close(found[name].double(), tensor, rtol=1e-4, atol=1e-6)
 
 
-MANY = {**SIZES, "num_hidden_layers": 6}
+MANY = {**SIZES, "num_hidden_layers": 3}
 LARGE = {
     "qwen3": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**MANY, intermediate_size=64, moe_intermediate_size=64, num_experts=64)
     ),
     "gpt_oss": lambda: GptOssForCausalLM(
         GptOssConfig(
-            **MANY, intermediate_size=64, num_local_experts=64, layer_types=["full_attention"] * 6
+            **MANY, intermediate_size=64, num_local_experts=64, layer_types=["full_attention"] * 3
         )
     ),
 }
@@ -150,7 +150,7 @@ def test_a_quantized_checkpoint_needs_an_expert_besides_what_stays(tmp_path, kin
     alone = peak(str(tmp_path / kind), 1)
     ranks = on_ranks(2, peak, str(tmp_path / kind), 2)
     for most, stays in (alone, *ranks):
-        assert most - stays <= 0.05 * alone[1]
+        assert most - stays <= 0.1 * alone[1]
         assert most - stays <= 1.2 * largest_shard
     assert all(stays < 0.6 * alone[1] for _, stays in ranks)
 

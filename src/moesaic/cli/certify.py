@@ -77,8 +77,10 @@ def _findings(options: CertifyOptions, ranks: int) -> list[dict[str, Any]]:
         found = [
             Certified("every situation", "all", math.inf, None, f"{type(error).__name__}: {last}")
         ]
-    return [
-        {"ranks": ranks, **asdict(each), "holds": each.holds(), "says": str(each)}
-        | ({} if math.isfinite(each.error) else {"error": None})
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        row = {"ranks": ranks, **asdict(each), "holds": each.holds(), "says": str(each)}
+        if not math.isfinite(each.error):
+            row["error"] = None
+        rows.append(row)
+    return rows

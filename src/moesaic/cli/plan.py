@@ -295,40 +295,16 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
     """Print the answer on standard output; returns the exit code."""
     cluster = simulator.cluster
     skewed = [] if options.max_vio is None else _under_skew(job, cluster, result, options.max_vio)
-    price = options.price_per_hour
-    reserve = options.reserve_gib
-    lines = list(
-        answer(
-            job,
-            cluster,
-            result,
-            price=price,
-            max_vio=options.max_vio,
-            reserve_gib=reserve,
-            under_counts=options.trace is not None,
-        )
-    )
-    if options.trace is None:  # layouts of other systems are predicted under even routing
-        lines += _as_others(job, cluster, options, best_speed(job, cluster, result.best))
-    elif options.explain is not None:
-        lines.append("yours, under even routing, which is not compared with the plan above:")
-        lines += explained(job, cluster, None, options.explain)
-    if options.verbose or options.json or options.page is not None:
-        lines += further(job, simulator, result, has_price=price is not None)
+    lines = _lines(job, simulator, result, options)
     if options.page is not None:
         # the page has the last line's sources one by one
         _write_page(options, lines[:-1], job, result, simulator)
     if options.json:
-        speed = best_speed(job, cluster, result.best)
-        described = {
-            "parameters": dict(zip(("total", "active"), job.parameters(cluster))),
-            "speed": asdict(speed),
-        }
-        print(
-            json.dumps(
-                {**as_data(result, cluster, skewed), **described, "reasons": lines}, indent=2
-            )
-        )
+        described = as_data(result, cluster, skewed)
+        described["parameters"] = dict(zip(("total", "active"), job.parameters(cluster)))
+        described["speed"] = asdict(best_speed(job, cluster, result.best))
+        described["reasons"] = lines
+        print(json.dumps(described, indent=2))
         return 0
     Console(width=WIDTH).print(table_of(result, cluster, options.model, skewed))
     print(*lines, sep="\n")
@@ -399,6 +375,30 @@ def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: P
         raise InputError("; ".join(lines))
     print(*lines, sep="\n")
     return 0
+
+
+def _lines(job: Job, simulator: Simulator, result: Result, options: PlanOptions) -> list[str]:
+    """Return the answer in words; `--verbose`, `--json` and `--page` have further lines."""
+    cluster = simulator.cluster
+    lines = list(
+        answer(
+            job,
+            cluster,
+            result,
+            price=options.price_per_hour,
+            max_vio=options.max_vio,
+            reserve_gib=options.reserve_gib,
+            under_counts=options.trace is not None,
+        )
+    )
+    if options.trace is None:  # layouts of other systems are predicted under even routing
+        lines += _as_others(job, cluster, options, best_speed(job, cluster, result.best))
+    elif options.explain is not None:
+        lines.append("yours, under even routing, which is not compared with the plan above:")
+        lines += explained(job, cluster, None, options.explain)
+    if options.verbose or options.json or options.page is not None:
+        lines += further(job, simulator, result, has_price=options.price_per_hour is not None)
+    return lines
 
 
 def _write_page(

@@ -75,11 +75,10 @@ def in_words(places: Mapping[int, str]) -> str:
     parts = []
     for place, ranks in ranks_at.items():
         listed = ", ".join(map(str, ranks))
-        parts.append(
-            f"ranks {listed} wait in {place}"
-            if len(ranks) > 1
-            else f"rank {listed} waits in {place}"
-        )
+        if len(ranks) == 1:
+            parts.append(f"rank {listed} waits in {place}")
+        else:
+            parts.append(f"ranks {listed} wait in {place}")
     return "; ".join(parts)
 
 

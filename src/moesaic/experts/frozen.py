@@ -284,18 +284,17 @@ class FrozenExperts(AbstractExperts):
         d_first, *gate = self._parts(d_pre)
         hidden = pre.new_empty(d_first.shape)
         hidden_rows_into(parts, self.activation, hidden, gate[0] if gate else None, self.clamp)
-        d_hidden = down.rows_gradient(dy, ends)
+        d_hidden = down.rows_gradient(dy, ends)  # still without the gates
         d_gates = None
         if call.gates is not None:
             d_gates = (d_hidden * hidden).sum(1)
             if weights.down_bias is not None:
-                d_gates += (dy * weights.down_bias[_experts_of_rows(ends, len(dy))]).sum(
-                    1
-                ) / call.shards
-            column = call.gates.to(dy.dtype).unsqueeze(1)
+                bias_of_rows = weights.down_bias[_experts_of_rows(ends, len(dy))]
+                d_gates += (dy * bias_of_rows).sum(1) / call.shards
             d_gates = d_gates.to(call.gates.dtype)
-            dy = dy * column
-            d_hidden = d_hidden * column
+            gates = call.gates.to(dy.dtype).unsqueeze(1)
+            dy = dy * gates
+            d_hidden = d_hidden * gates
         d_first.copy_(d_hidden)
         hidden_gradient_into(parts, self.activation, d_first, gate[0] if gate else None, self.clamp)
         trained = (*up.gradients(call.rows, d_pre, ends), *down.gradients(hidden, dy, ends))

@@ -279,6 +279,6 @@ class Results:
             return done.to(dtype)
         if self._dispatch is not None:
             return sum_rows(self._rows, self._dispatch, weights=self._weights, dtype=dtype)
-        return (
-            self._rows if self._weights is None else self._rows.mul_(self._weights.unsqueeze(1))
-        ).to(dtype)
+        if self._weights is not None:
+            self._rows.mul_(self._weights.unsqueeze(1))
+        return self._rows.to(dtype)

@@ -9,6 +9,8 @@ start at the first row of a tile; their places are computed on the device.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,9 +31,9 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return x.new_empty(0, w.shape[2])
     rows, row_scales = rounded(x)
     matrices, matrix_scales = rounded(w.transpose(1, 2))
-    tiled_scales = row_scales.new_zeros(
-        -(-len(x) // TILE) * TILE + len(ends) * TILE, row_scales.shape[1]
-    )
+    # the rows in whole tiles, and one more for each expert, whose last tile may not be full
+    num_tiles = math.ceil(len(x) / TILE) + len(ends)
+    tiled_scales = row_scales.new_zeros(num_tiles * TILE, row_scales.shape[1])
     tiled_scales[_tiled_rows(ends, len(x))] = row_scales
     product: Tensor = torch._scaled_grouped_mm(
         rows,

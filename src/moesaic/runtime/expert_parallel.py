@@ -537,16 +537,16 @@ class ExpertParallel:
         assert gate is not None
         experts = inputs.experts
         x = x.to(inputs.dtype)
-        units = inputs.experts.num_units(sharded)
-        counted = CountedCall(
-            inputs.copies, inputs.tokens, units, partial(experts.sizes, sharded, inputs.dtype)
-        )
-        chosen = (
-            inputs.choose(counted) if inputs.choose else self.calls.choose(inputs.record, counted)
-        )
-        node_tokens = inputs.node_tokens
-        if node_tokens is not None:
-            node_tokens = None if chosen.run_slices else self._with_all_counts(node_tokens)
+        units = experts.num_units(sharded)
+        sizes_of_experts = partial(experts.sizes, sharded, inputs.dtype)
+        counted = CountedCall(inputs.copies, inputs.tokens, units, sizes_of_experts)
+        if inputs.choose:
+            chosen = inputs.choose(counted)
+        else:
+            chosen = self.calls.choose(inputs.record, counted)
+        node_tokens = None
+        if inputs.node_tokens is not None and not chosen.run_slices:
+            node_tokens = self._with_all_counts(inputs.node_tokens)
         sizes, indices = self._tables(inputs, chosen, node_tokens, units)
         call = Call(
             rank=self.rank,
@@ -557,11 +557,10 @@ class ExpertParallel:
             has_empty_rows=inputs.padded_rows is not None,
             indices=indices,
         )
-        own = (
-            {"index": inputs.token.unsqueeze(1)}
-            if node_tokens is None
-            else dict(node_tokens.indices)
-        )
+        if node_tokens is None:
+            own = {"index": inputs.token.unsqueeze(1)}
+        else:
+            own = dict(node_tokens.indices)
         run = LayerRun(chosen.compiled, self.transport, call, own, layer=self._number)
         cast = [
             tuple(in_dtype(weight, inputs.dtype) for weight in weights)

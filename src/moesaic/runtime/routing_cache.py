@@ -115,9 +115,9 @@ def replay_contexts(
     routing_cache = RoutingCache(
         {layer: layer.routing_cache for layer in layers if layer.routing_cache is not None}
     )
-    return _Caching(layers, routing_cache, replays=False), _Caching(
-        layers, routing_cache, replays=True
-    )
+    first_pass = _Caching(layers, routing_cache, replays=False)
+    recomputation = _Caching(layers, routing_cache, replays=True)
+    return first_pass, recomputation
 
 
 def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -59,51 +59,59 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         return _with_file(config, Path(config.planner.file))
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = config.planner
-    configured = config.mesh
-    fits = not (
-        world % configured.tp
-        or world % (configured.ep * configured.etp)
-        or config.batch_size % (world // configured.tp)
-    )
     is_last_rank = world == 1 and dist.is_initialized()
-    if not (settings.searches or (settings.is_auto and (is_last_rank or not fits))):
-        return config
-    if settings.searches and (configured.tp, configured.ep, configured.etp, config.layer_plan) != (
-        1,
-        1,
-        1,
-        Plan(),
-    ):
+    if not settings.searches:
+        needs_search = settings.is_auto and (is_last_rank or not _fits(config, world))
+        if not needs_search:
+            return config
+    elif _has_own_plan(config):
         raise InputError(
             "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without "
             "balance.replication and balance.memory_budget: leave them out"
         )
     if world == 1:
-        return replace(
-            config, mesh=replace(configured, tp=1, ep=1, etp=1), planner=replace(settings, plan="")
-        )
-    on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
+        mesh = replace(config.mesh, tp=1, ep=1, etp=1)
+        return replace(config, mesh=mesh, planner=replace(settings, plan=""))
+    return _searched(config, world, say)
+
+
+def _fits(config: TrainConfig, world: int) -> bool:
+    """Return whether the configured mesh can be built of that many ranks."""
+    mesh = config.mesh
+    if world % mesh.tp or world % (mesh.ep * mesh.etp):
+        return False
+    return config.batch_size % (world // mesh.tp) == 0
+
+
+def _has_own_plan(config: TrainConfig) -> bool:
+    """Return whether the configuration has fields that a search finds."""
+    mesh = config.mesh
+    return (mesh.tp, mesh.ep, mesh.etp, config.layer_plan) != (1, 1, 1, Plan())
+
+
+def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> TrainConfig:
+    """Return the configuration with the mesh and plan that are predicted to be fastest."""
+    settings = config.planner
     layout = find_layout(
         asdict(config),
         world,
-        ranks_of_a_node(configured.ranks_per_node),
+        ranks_of_a_node(config.mesh.ranks_per_node),
         cluster=settings.cluster,
-        on_cpu=on_cpu,
+        on_cpu=config.device.startswith("cpu") or not torch.cuda.is_available(),
     )
     say(
         f"planner: {world} ranks take {name_of(layout.grid)} and {plan_in_words(layout.plan)}, a "
         f"predicted step of {1e3 * layout.seconds:.1f} ms"
     )
-    mesh = replace(configured, **{name: getattr(layout.grid, name) for name in MESH})
+    mesh = replace(config.mesh, **{name: getattr(layout.grid, name) for name in MESH})
     plan = replace(
         layout.plan,
         replication=config.balance.replication,
         memory_budget=config.balance.memory_budget,
     )
     planner_plan = "" if settings.searches else settings.plan
-    return replace(config, mesh=mesh, planner=replace(settings, plan=planner_plan)).with_layer_plan(
-        plan
-    )
+    planned = replace(config, mesh=mesh, planner=replace(settings, plan=planner_plan))
+    return planned.with_layer_plan(plan)
 
 
 def _with_file(config: TrainConfig, path: Path) -> TrainConfig:

@@ -125,10 +125,6 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
     """
     if not dist.is_available() or not _is_one_of_several():
         return Launch()
-    backend = "gloo"
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
     if dist.is_torchelastic_launched():
         threading.Thread(
             target=_end_when_parent_is_gone,
@@ -136,18 +132,8 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
             name="moesaic-launcher",
             daemon=True,
         ).start()
-    timeout = timedelta(seconds=patience)
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
-
-    def unmet(why: object) -> str:
-        return (
-            f"rank {rank} of {world} did not meet the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {patience:g} s "
-            f"({why}): see that every rank was started and reaches that port, or raise "
-            "--start-patience"
-        )
-
     roll = None
     try:
         store = _open_store(rank, patience)
@@ -156,24 +142,50 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         if missing:
             raise dist.DistStoreError(f"rank{'s' * (',' in missing)} {missing} did not come")
         handle_ends(roll, lambda: "in the start; start the run again")
-        with (
-            _ends_after(
-                patience + 2 * ANSWER_SECONDS, lambda: unmet(f"{store_keeper()} {roll.fate(0)}")
-            ),
-            naming_dead_ranks(roll, "while the ranks met: start the run again"),
-        ):
-            dist.init_process_group(
-                backend, store=roll.store, rank=rank, world_size=world, timeout=timeout
-            )
+        _init_process_group(roll, rank, world, patience)
     except (dist.DistError, TrainingError) as error:
-        refusal = (
-            error if isinstance(error, TrainingError) else TrainingError(unmet(_first_line(error)))
-        )
+        if isinstance(error, TrainingError):
+            refusal = error
+        else:
+            refusal = TrainingError(_unmet(rank, world, patience, _first_line(error)))
         if not Launch(roll).fails_first(refusal):
             sys.exit(1)
         raise refusal from error
     set_timeout(None, dist.default_pg_timeout)  # `Watch` ends a hanging run before that
     return Launch(roll)
+
+
+def _init_process_group(roll: Roll, rank: int, world: int, patience: float) -> None:
+    """Make the default process group of the ranks on the roll; end this process if that hangs."""
+    backend = "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
+
+    def unmet() -> str:
+        return _unmet(rank, world, patience, f"{store_keeper()} {roll.fate(0)}")
+
+    with (
+        _ends_after(patience + 2 * ANSWER_SECONDS, unmet),
+        naming_dead_ranks(roll, "while the ranks met: start the run again"),
+    ):
+        dist.init_process_group(
+            backend,
+            store=roll.store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=patience),
+        )
+
+
+def _unmet(rank: int, world: int, patience: float, why: object) -> str:
+    """Return the line about ranks that did not meet."""
+    return (
+        f"rank {rank} of {world} did not meet the others at "
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {patience:g} s "
+        f"({why}): see that every rank was started and reaches that port, or raise "
+        "--start-patience"
+    )
 
 
 def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, str]:

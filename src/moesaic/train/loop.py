@@ -405,17 +405,20 @@ class Trainer:
         speed = self.clock.interval()
         model = self.config.model
         flops = flops_per_token(model, self.model.num_active_parameters(), model.seq_len)
-        return {
-            "tokens_per_second": speed,
-            **({"mfu": flops * speed / self.peak} if self.peak else {}),
-            "seconds": self.clock.seconds,
-            "layers": self._gather_layers(self._balance()),
-            **({"skipped": self.state.skipped} if self.state.skipped else {}),
-            **self._rank_times(),
-            **({"plan": plan} if (plan := {} if self.auto is None else self.auto.values()) else {}),
-            **self._of_all_stages(self.decisions.values() | budget_values(self.model)),
-            **self.experts.values(),
-        }
+        values: dict[str, Any] = {"tokens_per_second": speed}
+        if self.peak:
+            values["mfu"] = flops * speed / self.peak
+        values["seconds"] = self.clock.seconds
+        values["layers"] = self._gather_layers(self._balance())
+        if self.state.skipped:
+            values["skipped"] = self.state.skipped
+        values |= self._rank_times()
+        plan = {} if self.auto is None else self.auto.values()
+        if plan:
+            values["plan"] = plan
+        values |= self._of_all_stages(self.decisions.values() | budget_values(self.model))
+        values |= self.experts.values()
+        return values
 
     def _of_all_stages(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return what was decided in the layers of all stages, from what was decided in this one.

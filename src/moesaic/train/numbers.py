@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -43,6 +43,8 @@ COLLAPSED = 0.9
 ROUNDING = 1e-3
 """Largest difference between copies of a tensor that counts as rounding, as a share of its largest
 absolute value. Ranks may sum in different orders."""
+Copied = tuple[str, tuple[int, ...]]
+"""The name of a tensor and which part of it a rank holds: ranks with both in common have copies."""
 
 
 class LossSpikeError(Exception):
@@ -251,22 +253,12 @@ def require_same_weights(
         for name, tensor in model.state_dict().items()
         if num_copies(tensor, ranks.world) > 1
     }
-    sums = [_checksum(local_part(tensor.detach())) for tensor in shared.values()]
-    values = torch.stack(sums).tolist() if sums else []
-    own_sums = {
-        (name, _shard_coordinates(tensor)): tuple(value)
-        for (name, tensor), value in zip(shared.items(), values)
-    }
-    sums_of_ranks: list[dict[tuple[str, Any], tuple[int, int]]] = ranks.gathered(own_sums)
-    by_copy: dict[tuple[str, Any], dict[int, tuple[int, int]]] = {}
-    for rank, entries in enumerate(sums_of_ranks):
-        for key, value in entries.items():
-            by_copy.setdefault(key, {})[rank] = value
-    differing = [key for key, copies in by_copy.items() if len(set(copies.values())) > 1]
+    differing = _differing_copies(shared, ranks)
     if not differing:
         return
+    own_parts = {(name, _shard_coordinates(each)): each for name, each in shared.items()}
     parts_of_ranks = ranks.gathered(
-        {key: local_part(shared[key[0]].detach()).cpu() for key in differing if key in own_sums}
+        {key: local_part(own_parts[key].detach()).cpu() for key in differing if key in own_parts}
     )
     for key in differing:
         copies = {
@@ -274,21 +266,41 @@ def require_same_weights(
         }
         usual = torch.stack(list(copies.values())).nanmedian(0).values
         differences = {rank: _difference(tensor, usual) for rank, tensor in copies.items()}
-        if max(differences.values(), default=0.0) <= ROUNDING * float(usual.abs().max()):
-            if align and key in own_sums:
-                local_part(shared[key[0]].detach()).copy_(copies[min(copies)])
-            continue
-        drifted = (
-            [rank for rank in copies if differences[rank] > 0]
-            if len(copies) > 2
-            else sorted(copies)
-        )
-        what = "disagrees with the other ranks" if len(drifted) == 1 else "disagree"
-        raise TrainingError(
-            f"after step {step} {in_words(drifted)} {what} on {key[0]}, by up to "
-            f"{max(differences.values()):.3g}: suspect the memory or the processor of "
-            f"{in_words(drifted)}; {advice}"
-        )
+        is_rounding = max(differences.values()) <= ROUNDING * float(usual.abs().max())
+        if not is_rounding:
+            line = _drifted_in_words(differences, key[0])
+            raise TrainingError(f"after step {step} {line}; {advice}")
+        if align and key in own_parts:
+            local_part(own_parts[key].detach()).copy_(copies[min(copies)])
+
+
+def _differing_copies(shared: Mapping[str, Tensor], ranks: Ranks) -> list[Copied]:
+    """Return the parts of tensors whose copies differ in some bit, in the same order on all
+    ranks."""
+    sums = [_checksum(local_part(tensor.detach())) for tensor in shared.values()]
+    values = torch.stack(sums).tolist() if sums else []
+    own_sums = {
+        (name, _shard_coordinates(tensor)): tuple(value)
+        for (name, tensor), value in zip(shared.items(), values)
+    }
+    sums_of_copies: dict[Copied, set[tuple[int, int]]] = {}
+    for entries in ranks.gathered(own_sums):
+        for key, value in entries.items():
+            sums_of_copies.setdefault(key, set()).add(value)
+    return [key for key, different in sums_of_copies.items() if len(different) > 1]
+
+
+def _drifted_in_words(differences: Mapping[int, float], name: str) -> str:
+    """Return which ranks' copies of a tensor are far from the usual numbers, and by how much."""
+    # of two copies, no one knows which is the wrong one
+    drifted = sorted(differences)
+    if len(differences) > 2:
+        drifted = [rank for rank, difference in differences.items() if difference > 0]
+    what = "disagrees with the other ranks" if len(drifted) == 1 else "disagree"
+    return (
+        f"{in_words(drifted)} {what} on {name}, by up to {max(differences.values()):.3g}: suspect "
+        f"the memory or the processor of {in_words(drifted)}"
+    )
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -286,13 +286,14 @@ def _read_owner(text: str) -> dict[str, Any] | None:
 
 def _is_gone(owner: dict[str, Any]) -> bool:
     """Return whether a lock's owner was a process of this host that has ended."""
-    if owner["host"] == socket.gethostname():
-        try:
-            os.kill(owner["process"], 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
+    if owner["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(owner["process"], 0)  # sends nothing
+    except ProcessLookupError:
+        return True
+    except OSError:  # it runs as another user
+        return False
     return False
 
 

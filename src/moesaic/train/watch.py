@@ -400,15 +400,14 @@ def describe_hang(
             for peer, size in sorted((elsewhere or bytes_of).items())
         )
         verb = "is" if len(group) == 1 else "are"
-        parts.append(
-            f"{in_words(own)} {verb} {at}" + (f", waiting for {missing}" if missing else "")
-        )
+        part = f"{in_words(own)} {verb} {at}"
+        if missing:
+            part += f", waiting for {missing}"
+        parts.append(part)
     line = f"{step} has stood still for {patience:g} s: {'; '.join(parts)}"
-    return (
-        f"{line}: all are there, so look at the links between their nodes"
-        if len(parts) == 1
-        else line
-    )
+    if len(parts) == 1:
+        line += ": all are there, so look at the links between their nodes"
+    return line
 
 
 def read_hang(folder: Path) -> tuple[str, list[Position]]:

@@ -166,29 +166,25 @@ class Fp8:
             InputError: the configuration says what cannot be.
         """
         found = self._table.get("weight_block_size")
-        is_sure = True
+        is_of_all_weights = found is not None
         if found is None:
-            is_sure = False
-            found = next(
-                (each["block_structure"] for each in self._groups() if each.get("block_structure")),
-                None,
-            )
+            of_groups = (each.get("block_structure") for each in self._groups())
+            found = next(filter(None, of_groups), None)
         if found is None:
-            is_unsaid = (
-                "weight_block_size" not in self._table
-                and self._table.get("quant_method", "fp8") == "fp8"
-            )
-            return ((BLOCK, BLOCK) if is_unsaid and scale.endswith("_inv") else None), False
-        if (
-            isinstance(found, list)
-            and len(found) == 2
-            and all(type(size) is int and size > 0 for size in found)
-        ):
-            return (found[0], found[1]), is_sure
-        raise InputError(
-            f"{self._folder / 'config.json'}: quantization_config.weight_block_size is not two "
-            "numbers above 0, such as [128, 128]: restore the file"
+            is_fp8 = self._table.get("quant_method", "fp8") == "fp8"
+            is_unsaid = is_fp8 and "weight_block_size" not in self._table
+            usual = (BLOCK, BLOCK) if is_unsaid and scale.endswith("_inv") else None
+            return usual, False
+        are_sizes = isinstance(found, list) and all(
+            type(size) is int and size > 0 for size in found
         )
+        if not are_sizes or len(found) != 2:
+            raise InputError(
+                f"{self._folder / 'config.json'}: quantization_config.weight_block_size is not two "
+                "numbers above 0, such as [128, 128]: restore the file"
+            )
+        rows, columns = found
+        return (rows, columns), is_of_all_weights
 
     def _group_size(self) -> int:
         """Return how many columns share a scale, as the configuration says; 0 if it does not."""

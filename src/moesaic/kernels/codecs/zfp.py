@@ -107,10 +107,10 @@ class Zfp(AbstractCodec):
     def _bound(self, rows: Tensor) -> Tensor:
         values, shift, bad = prepare(rows)
         errors = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
-        per_value = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[
-            : rows.shape[0], : rows.shape[1]
-        ]
-        step = multiply_by_power(per_value + FLUSH[values.dtype], -shift)
+        of_padded = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        num_rows, dim = rows.shape
+        of_values = of_padded[:num_rows, :dim]
+        step = multiply_by_power(of_values + FLUSH[values.dtype], -shift)
         return with_cast(rows.cpu(), step).masked_fill(bad[:, None], torch.inf).to(rows.device)
 
 
