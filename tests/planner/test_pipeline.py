@@ -82,9 +82,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 
 @pytest.mark.parametrize(("blocks_sender", "seconds"), [(False, 6.4), (True, 6.6)])
 def test_messages_follow_each_other_on_a_slow_way(blocks_sender: bool, seconds: float) -> None:
-    timed = simulate_pipeline(
-        2, 2, [0.1, 0.1], [0.1, 0.1], [2.0, 0.0], blocks_sender=blocks_sender
-    )
+    timed = simulate_pipeline(2, 2, [0.1, 0.1], [0.1, 0.1], [2.0, 0.0], blocks_sender=blocks_sender)
     assert timed.seconds == pytest.approx(seconds)
 
 

@@ -15,7 +15,7 @@ from moesaic.planner.job import DataShape, Job
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, usable_bytes
 from moesaic.planner.search import LOSSLESS, Settings, TooLargeError, search, smallest_layout
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.step import StepCostModel
+from moesaic.planner.split import Split, SplitCostModel
 from planner.hub_configs import QWEN3_30B
 
 SHAPE = read_shape({**QWEN3_30B, "num_hidden_layers": 6}, "config.json", seq_len=8192)
@@ -77,7 +77,7 @@ def test_what_the_smallest_layout_needs_is_what_the_advice_says() -> None:
     recomputed = replace(job(8), model=replace(SHAPE, checkpoint_activations=True))
     needed = smallest_layout(
         [
-            StepCostModel(recomputed.step_model(on(MEMORY), grid.dp), grid, Simulator(on(MEMORY)))
+            SplitCostModel(recomputed, grid, Split(), Simulator(on(MEMORY)))
             for grid in layouts(recomputed, on(MEMORY), FEW.pins)
         ]
     )[1]

@@ -83,6 +83,8 @@ FOR_FINETUNE = (
     "json",
 )
 """Options that have a meaning with `--finetune`."""
+MOST_STAGES = 16
+"""`most_stages` of `Settings`."""
 TABLES = 4
 """Number of calls of a trace under which plans are ranked."""
 DESCRIPTION = f"""Search the layout and plan with the shortest simulated step for a model on a
@@ -518,6 +520,8 @@ def _settings(options: PlanOptions) -> Settings:
         finished_eps=FINISHED,
         reserve_gib=options.reserve_gib,
         max_vio=options.max_vio or 0.0,
+        most_stages=MOST_STAGES,
+        pp=options.pp,
     )
 
 

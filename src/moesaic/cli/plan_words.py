@@ -9,7 +9,6 @@ from rich.table import Table
 
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.answer import SkewedStep, Speed, changes, speed_of, under_skew
-from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
 from moesaic.planner.hub import HubShape
@@ -56,7 +55,7 @@ def table_of(
             str(number),
             f"{planned.seconds * 1e3:,.2f}",
             f"{planned.seconds / planned.bound_seconds:.2f}",
-            name_of(planned.grid),
+            planned.layout,
             plan_in_words(planned.plan),
             _limit(planned),
             f"{planned.memory.total / GIB:.1f}",
@@ -164,7 +163,7 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
         f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in best.estimate.parts.items()
     )
     yield (
-        f"best: {name_of(best.grid)} (dp {best.grid.dp}, edp {best.grid.edp}), "
+        f"best: {best.layout} (dp {best.grid.dp}, edp {best.grid.edp}), "
         f"{plan_in_words(best.plan)}: {parts}"
     )
     yield _about_whole_experts(result)
@@ -322,7 +321,7 @@ def _other_eps(result: Result) -> Iterator[str]:
     searched = [results.best for results in others.values() if results.is_searched and results.best]
     for planned in sorted(searched, key=lambda planned: planned.seconds):
         words.append(
-            f"ep {planned.grid.ep} ({name_of(planned.grid)}): "
+            f"ep {planned.grid.ep} ({planned.layout}): "
             f"{best.seconds / planned.seconds:.2f} times the speed"
         )
     if unfit := [str(ep) for ep, results in others.items() if results.is_too_large]:
@@ -361,7 +360,7 @@ def _about_whole_experts(result: Result) -> str:
         )
     return (
         f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long "
-        f"({name_of(whole.grid)}, limited by {whole.estimate.bottleneck}); it wins if blocks have "
+        f"({whole.layout}, limited by {whole.estimate.bottleneck}); it wins if blocks have "
         "enough tokens to hide the gathering of experts"
     )
 

@@ -103,9 +103,7 @@ def simulate_pipeline(
         more = (count - 2 * few) / few
         return Timed(
             seconds=long.seconds + more * (long.seconds - short.seconds),
-            busy=tuple(
-                late + more * (late - early) for early, late in zip(short.busy, long.busy)
-            ),
+            busy=tuple(late + more * (late - early) for early, late in zip(short.busy, long.busy)),
             alive=long.alive,
         )
     parts = len(forward) // pp
@@ -165,9 +163,7 @@ def _run(
         for order in orders
     )
     return Timed(
-        seconds=max(max(ended.values()), *free),
-        busy=busy,
-        alive=tuple(map(_most_alive, orders)),
+        seconds=max(max(ended.values()), *free), busy=busy, alive=tuple(map(_most_alive, orders))
     )
 
 

@@ -16,12 +16,23 @@ from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.rank_memory import GIB
 from moesaic.planner.search import PlannedStep
+from moesaic.planner.split import Split
 from moesaic.program.plan import Plan
 
 VERSION = 1
 """Version of the file format; readers refuse newer ones."""
 MESH = ("tp", "ep", "etp", "innermost")
-"""Fields of the table `mesh`."""
+"""Fields of the table `mesh`, as of a layout."""
+SPLIT = {"pp": "pp", "parts_per_stage": "parts", "shard": "shard", "hold": "hold"}
+"""Further fields of the table `mesh`, and the fields of a split that they have."""
+
+
+def mesh_table(planned: PlannedStep) -> dict[str, Any]:
+    """Return the trainer's table `mesh` of a planned step; without the split if none was chosen."""
+    table = {name: getattr(planned.grid, name) for name in MESH}
+    if planned.split != Split():
+        table |= {name: getattr(planned.split, of_split) for name, of_split in SPLIT.items()}
+    return table
 
 
 def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
@@ -45,10 +56,10 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
         )
     plan = override(Plan(), table["plan"], source=str(path), prefix="plan.")
     mesh = table.get("mesh", {})
-    if not isinstance(mesh, dict) or not set(mesh) <= set(MESH):
+    if not isinstance(mesh, dict) or not set(mesh) <= {*MESH, *SPLIT}:
         raise InputError(
-            f"plan {path}: [mesh] must be a table of {', '.join(MESH)}: write it with moesaic "
-            "plan --write"
+            f"plan {path}: [mesh] must be a table of {', '.join((*MESH, *SPLIT))}: write it "
+            "with moesaic plan --write"
         )
     return mesh, plan
 
@@ -80,12 +91,12 @@ def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str)
     """
     table: dict[str, Any] = {
         "version": VERSION,
-        "mesh": {name: getattr(planned.grid, name) for name in MESH},
+        "mesh": mesh_table(planned),
         "plan": _fields_of(planned.plan),
         "found": {
             "model": model,
             "cluster": cluster,
-            "ranks": planned.grid.world,
+            "ranks": planned.grid.world * planned.split.pp,
             "simulated_step_seconds": planned.seconds,
             "bottleneck": planned.estimate.bottleneck,
             "memory_gib": round(planned.memory.total / GIB, 3),

@@ -35,8 +35,15 @@ from moesaic.planner.loads import (
 from moesaic.planner.movement import coded_bytes
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.step import Estimate, StepCostModel, mean_of
-from moesaic.planner.step_memory import least_bytes, step_memory
+from moesaic.planner.split import (
+    WHOLE,
+    Split,
+    SplitCostModel,
+    holdings,
+    layout_in_words,
+    split_choices,
+)
+from moesaic.planner.step import Estimate, mean_of
 from moesaic.planner.task_times import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
@@ -75,6 +82,13 @@ class PlannedStep:
     bound_seconds: float
     """Step time of a perfect plan on this layout: the time of its computing or of its busiest link,
     whichever is longer."""
+    split: Split = WHOLE
+    """How the job is split beyond the layout, which is that of a stage."""
+
+    @property
+    def layout(self) -> str:
+        """The layout and the split in words."""
+        return layout_in_words(self.grid, self.split)
 
     @property
     def seconds(self) -> float:
@@ -130,12 +144,14 @@ class TooLargeError(InputError):
         message: the message; says by how much the smallest layout exceeds the memory.
         job: the job, with blocks recomputed if that was tried.
         grid: the smallest layout.
+        num_bytes: bytes per rank of the smallest layout.
     """
 
-    def __init__(self, message: str, job: Job, grid: Grid) -> None:
+    def __init__(self, message: str, job: Job, grid: Grid, num_bytes: float) -> None:
         super().__init__(message)
         self.job = job
         self.grid = grid
+        self.num_bytes = num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +182,11 @@ class Settings:
     (`planner/rank_memory.py`)."""
     max_vio: float = 0.0
     """A plan must also fit if one ep rank's load is 1 + this times the mean in every layer."""
+    most_stages: int = 0
+    """Most pipeline stages that are tried, and what data-parallel ranks hold is chosen too; 0: no
+    stages, and everything is sharded over all ranks and gathered for every micro-batch."""
+    pp: int | None = None
+    """Number of pipeline stages; None tries powers of two."""
 
     @property
     def compression(self) -> float:
@@ -204,13 +225,56 @@ def search(
         InputError: if no layout splits the job, or if no plan of the space fits a layout.
         TooLargeError: if no layout fits the memory; the message says by how much.
     """
-    return _Search(job, simulator or Simulator(cluster), settings or Settings(), progress).run(
-        counts
+    settings = settings or Settings()
+    simulator = simulator or Simulator(cluster)
+    splits = (
+        split_choices(job, cluster, settings.most_stages, settings.pp)
+        if settings.most_stages
+        else [WHOLE]
+    )
+    results: list[Result] = []
+    too_large: list[TooLargeError] = []
+    refused: list[InputError] = []
+    for split in splits:
+        best = min((result.best.seconds for result in results), default=math.inf)
+        try:
+            results.append(_Search(job, simulator, settings, progress, split, best).run(counts))
+        except TooLargeError as error:
+            too_large.append(error)
+        except InputError as error:
+            refused.append(error)
+    if results:
+        return _merged(results, settings.keep)
+    if too_large:
+        raise min(too_large, key=lambda error: error.num_bytes)
+    raise refused[0]
+
+
+def _merged(results: Sequence[Result], keep: int) -> Result:
+    """Return the results of several splits as one."""
+    ranking = sorted(
+        (each for result in results for each in result.ranking), key=lambda each: each.seconds
+    )
+    larger = [result.too_large for result in results if result.too_large is not None]
+    fastest = min(larger, key=lambda each: each.seconds, default=None)
+    return Result(
+        ranking=tuple(ranking[:keep]),
+        by_ep=results[0].by_ep,
+        bound_seconds=min(result.bound_seconds for result in results),
+        num_layouts=sum(result.num_layouts for result in results),
+        num_left_out=sum(result.num_left_out for result in results),
+        num_simulated=sum(result.num_simulated for result in results),
+        too_large=fastest if fastest and fastest.seconds < ranking[0].seconds else None,
     )
 
 
 class _Search:
-    """The state of a running search."""
+    """The state of a running search for the layouts of one number of stages.
+
+    Args:
+        split: says how many stages; what ranks hold is chosen if `Settings.most_stages` says so.
+        best: seconds of the best step of an earlier search.
+    """
 
     def __init__(
         self,
@@ -218,11 +282,16 @@ class _Search:
         simulator: Simulator,
         settings: Settings,
         progress: Callable[[str, int, int], None],
+        split: Split,
+        best: float = math.inf,
     ) -> None:
         self.job = job
         self.simulator = simulator
         self.settings = settings
         self.progress = progress
+        self.split = split
+        self.best = best
+        self.options: dict[Grid, list[SplitCostModel]] = {}
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
         self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
@@ -231,12 +300,12 @@ class _Search:
 
     def run(self, counts: Sequence[np.ndarray]) -> Result:
         """Run the search; returns its result. `counts` is that of `search`."""
-        grids = layouts(self.job, self.cluster, self.settings.pins)
+        grids = layouts(self.job, self.cluster, self.settings.pins, self.split.pp)
         cost_models = []
         for number, grid in enumerate(grids):
             self.progress("bounding layouts", number, len(grids))
             cost_models.append(self._cost_model(grid))
-        fitting = [each for each in cost_models if least_bytes(each) <= self._usable_bytes]
+        fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
         if not fitting:
             raise self._too_large(*smallest_layout(cost_models))
         started = self._promising_layouts(fitting)
@@ -264,7 +333,7 @@ class _Search:
             too_large=self._too_large_and_faster(),
         )
 
-    def _finish_eps(self, fitting: list[StepCostModel]) -> set[int]:
+    def _finish_eps(self, fitting: list[SplitCostModel]) -> set[int]:
         """Search the best sizes of ep as if each was pinned, on its two best layouts; returns these
         sizes."""
         best: dict[int, tuple[bool, float]] = {}
@@ -280,7 +349,7 @@ class _Search:
         return set(sizes)
 
     def _by_ep(
-        self, cost_models: list[StepCostModel], ranking: list[PlannedStep], searched: set[int]
+        self, cost_models: list[SplitCostModel], ranking: list[PlannedStep], searched: set[int]
     ) -> dict[int, EpResults]:
         results = {}
         for ep in sorted({each.grid.ep for each in cost_models}):
@@ -294,7 +363,7 @@ class _Search:
             simulated = [
                 plan for (grid, _), plan in self.tried.items() if grid.ep == ep and plan is not None
             ]
-            fits = any(least_bytes(each) <= self._usable_bytes for each in of_ep)
+            fits = any(each.least_bytes <= self._usable_bytes for each in of_ep)
             is_too_large = not fits or (
                 bool(simulated) and all(self._cost(plan)[0] for plan in simulated)
             )
@@ -315,12 +384,12 @@ class _Search:
     def _usable_bytes(self) -> float:
         return usable_bytes(self.cluster, self.settings.reserve_gib)
 
-    def _promising_layouts(self, cost_models: list[StepCostModel]) -> list[StepCostModel]:
+    def _promising_layouts(self, cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
         """Simulate a few plans on every layout with a floor below the best step so far; returns
         these layouts, best first."""
         compression = self.settings.compression
-        best = math.inf
-        judged: list[tuple[tuple[bool, float], int, StepCostModel]] = []
+        best = self.best
+        judged: list[tuple[tuple[bool, float], int, SplitCostModel]] = []
         for number, cost_model in enumerate(
             sorted(cost_models, key=lambda cost_model: cost_model.floor(compression=compression))
         ):
@@ -343,7 +412,7 @@ class _Search:
                 )
         return [cost_model for _, _, cost_model in sorted(judged, key=lambda item: item[:2])]
 
-    def _simulate_starts(self, cost_model: StepCostModel, best: float) -> Iterator[PlannedStep]:
+    def _simulate_starts(self, cost_model: SplitCostModel, best: float) -> Iterator[PlannedStep]:
         """Simulate the starting plans of a layout; stops after a plan that is hopeless compared
         with the best step so far."""
         for plan in self._starting_plans(cost_model.grid):
@@ -368,9 +437,9 @@ class _Search:
             for link in links:
                 yield Plan(**first | {"schedule": schedule, "all_to_all": link})
 
-    def _refine(self, layouts: list[StepCostModel]) -> None:
+    def _refine(self, layouts: list[SplitCostModel]) -> None:
         """Simulate more plans on the most promising layouts, by changed choices or exhaustively."""
-        best: list[tuple[PlannedStep, StepCostModel]] = []
+        best: list[tuple[PlannedStep, SplitCostModel]] = []
         for number, cost_model in enumerate(layouts):
             if self.settings.exhaustive:
                 plans = list(self.settings.space.plans(cost_model.grid))
@@ -392,7 +461,7 @@ class _Search:
             self.progress("changing pairs of choices", number, PAIRED)
             self._climb(cost_model, planned, choices=2)
 
-    def _climb_from_starts(self, cost_model: StepCostModel) -> PlannedStep:
+    def _climb_from_starts(self, cost_model: SplitCostModel) -> PlannedStep:
         """Return the best plan that single changes reach from the best plan of each schedule on a
         layout."""
         starts: dict[str, PlannedStep] = {}
@@ -410,7 +479,7 @@ class _Search:
         return min((self._climb(cost_model, start) for start in starts.values()), key=self._cost)
 
     def _climb(
-        self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1
+        self, cost_model: SplitCostModel, best: PlannedStep, *, choices: int = 1
     ) -> PlannedStep:
         """Return the plan that steepest descent reaches from `best`; each step changes at most
         `choices` choices.
@@ -455,7 +524,7 @@ class _Search:
     def _cost(self, planned: PlannedStep) -> tuple[bool, float]:
         return planned.memory.total > self._usable_bytes, planned.seconds
 
-    def _simulate(self, cost_model: StepCostModel, plan: Plan) -> PlannedStep | None:
+    def _simulate(self, cost_model: SplitCostModel, plan: Plan) -> PlannedStep | None:
         """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit
         the layout."""
         key = (cost_model.grid, plan)
@@ -467,22 +536,45 @@ class _Search:
                 self.refusal = str(error)
                 self.tried[key] = None
                 return None
+            cost_model, memory = self._held(cost_model.grid, compiled, plan)
             self.tried[key] = PlannedStep(
                 plan=plan,
                 grid=cost_model.grid,
                 estimate=cost_model.estimate(forward, backward),
-                memory=step_memory(
-                    cost_model,
-                    compiled.forward,
-                    compiled.backward,
-                    compiled.grid,
-                    memory_budget=plan.memory_budget,
-                ),
+                memory=memory,
                 bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
+                split=cost_model.split,
             )
         return self.tried[key]
 
-    def _run(self, cost_model: StepCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
+    def _held(self, grid: Grid, compiled: Compiled, plan: Plan) -> tuple[SplitCostModel, Memory]:
+        """Return the way of holding the model that sends least among those that fit the memory with
+        a plan, and that memory; the leanest way if none fits."""
+        found: list[tuple[SplitCostModel, Memory]] = []
+        for cost_model in self._options(grid):
+            memory = cost_model.memory(
+                compiled.forward, compiled.backward, compiled.grid, memory_budget=plan.memory_budget
+            )
+            found.append((cost_model, memory))
+            if self._fits(memory):
+                return found[-1]
+        return min(found, key=lambda each: each[1].total)
+
+    def _options(self, grid: Grid) -> list[SplitCostModel]:
+        """Return the ways of holding the model on a layout, from the one that sends least to the
+        one that holds least."""
+        if grid not in self.options:
+            splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
+            models = [SplitCostModel(self.job, grid, each, self.simulator) for each in splits]
+            if len(models) > 1:
+                # ways that send the same but for rounding are sorted by their bytes
+                models.sort(
+                    key=lambda each: (float(f"{each.moving_seconds:.6g}"), each.least_bytes)
+                )
+            self.options[grid] = models
+        return self.options[grid]
+
+    def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
         key = (cost_model.grid, compiled.digest)
         if key not in self.times:
@@ -518,7 +610,7 @@ class _Search:
         reranked = []
         for number, planned in enumerate(best):
             self.progress("simulating under counts", number, len(best))
-            cost_model = self._cost_model(planned.grid)
+            cost_model = self._model_of(planned)
             layer = cost_model.model.layer
             compiled = compile_plan(planned.plan, planned.grid)
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
@@ -548,9 +640,9 @@ class _Search:
         compiled = compile_plan(planned.plan, planned.grid)
         key = planned.grid, compiled.digest
         if key not in self.loaded:
-            cost_model = self._cost_model(planned.grid)
+            cost_model = self._model_of(planned)
             layer = cost_model.model.layer
-            of_plan = (partial(step_memory, cost_model), self.simulator, compiled)
+            of_plan = (cost_model.memory, self.simulator, compiled)
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             self.loaded[key] = (
                 memory_under_counts(*of_plan, layer, tables)
@@ -562,8 +654,18 @@ class _Search:
     def _fits(self, memory: Memory) -> bool:
         return memory.total <= self._usable_bytes
 
-    def _cost_model(self, grid: Grid) -> StepCostModel:
-        return StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator)
+    def _cost_model(self, grid: Grid) -> SplitCostModel:
+        """Return the way of holding the model that sends least among those whose states fit, else
+        the leanest."""
+        options = self._options(grid)
+        return next(
+            (each for each in options if each.least_bytes <= self._usable_bytes),
+            min(options, key=lambda each: each.least_bytes),
+        )
+
+    def _model_of(self, planned: PlannedStep) -> SplitCostModel:
+        """Return the cost model of the way in which a planned step holds the model."""
+        return next(each for each in self._options(planned.grid) if each.split == planned.split)
 
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
         device = self.cluster.device.memory_gib
@@ -573,15 +675,16 @@ class _Search:
         under = " under the given loads" * bool(self.loaded)
         return TooLargeError(
             f"the model fits no layout of {self.cluster.world} ranks{recomputed}{under}: the "
-            f"smallest, {name_of(grid)}, needs {num_bytes / GIB:.1f} GiB, plus "
+            f"smallest, {layout_in_words(grid, self.split)}, needs {num_bytes / GIB:.1f} GiB, plus "
             f"{FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more than "
             f"a device of {self.cluster.name} has ({device:g})",
             self.job,
             grid,
+            num_bytes,
         )
 
 
-def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
+def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]:
     """Return the layout that needs the fewest bytes per rank, and these bytes.
 
     The layouts have the simplest plan, since others need more: they cut into chunks or gather
@@ -591,13 +694,11 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
     least = math.inf
     # Which axis is innermost changes no size, so one layout stands for both.
     sizes = {(each.grid.tp, each.grid.ep, each.grid.etp): each for each in reversed(cost_models)}
-    for cost_model in sorted(sizes.values(), key=least_bytes):
-        if least_bytes(cost_model) >= least:
+    for cost_model in sorted(sizes.values(), key=lambda each: each.least_bytes):
+        if cost_model.least_bytes >= least:
             break
         compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
-        num_bytes = step_memory(
-            cost_model, compiled.forward, compiled.backward, compiled.grid
-        ).total
+        num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
         if num_bytes < least:
             best = cost_model.grid
             least = num_bytes

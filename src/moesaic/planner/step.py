@@ -41,6 +41,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 """What backward can recompute: a whole block, or a part of it under Megatron's name."""
 Sharded = Literal["parameters", "gradients", "optimizer", "none"]
 """As in `StepModel.sharded`."""
+Held = Literal["parameters", "gradients", "nothing"]
+"""As in `StepModel.held`."""
 Schedule = Literal["1f1b", "zb-h1", "zb-v", "dualpipev"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 """Pipeline schedules: 1F1B, interleaved if a rank has several runs of layers (Narayanan et al.
@@ -152,9 +154,15 @@ class StepModel:
     """What is sharded over data-parallel ranks: everything (FSDP2, ZeRO-3); gradients and
     optimizer, gradients reduced in every micro-batch (ZeRO-2); the optimizer's master and moments
     (ZeRO-1); nothing. But for the first, parameters are whole."""
+    held: Held = "nothing"
+    """With sharded parameters, what a rank holds whole between the micro-batches of a step:
+    parameters and gradients, so that parameters are gathered and gradients reduced once a step;
+    gradients alone; or neither."""
     replicas: int = 1
     """Number of copies of each shard, which all-reduce their gradients: HSDP, or instances of a
     distributed optimizer."""
+    expert_replicas: int = 0
+    """The same of the experts' shards; 0 for `replicas`."""
     hides_parameters: bool = True
     """Parameters gathered once per step hide behind the first forward pass."""
     hides_gradients: bool = True
@@ -430,7 +438,7 @@ class StepCostModel:
         self.simulator = simulator
         self.cluster = simulator.cluster
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
-        if grid.dp % model.replicas or grid.edp % model.replicas:
+        if grid.dp % model.replicas or grid.edp % (model.expert_replicas or model.replicas):
             raise InputError(
                 f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel "
                 f"groups and {grid.edp} replicas of the experts: choose a divisor of both"
@@ -476,7 +484,7 @@ class StepCostModel:
         )
         limits = {
             "compute": count * (self._around_seconds + experts) + self.optimizer_seconds,
-            "gathering parameters": self._moving_seconds,
+            "gathering parameters": self.moving_seconds,
         }
         for name in sorted({*forward.link_seconds, *backward.link_seconds}):
             seconds = self.forward_passes * forward.link_seconds.get(
@@ -492,6 +500,20 @@ class StepCostModel:
     def busy_seconds(self, forward: Passes, backward: Passes) -> float:
         """Return the seconds for which a micro-batch keeps a rank of the pipeline busy."""
         return sum(self._parts(forward, backward).values())
+
+    def pass_seconds(self, forward: Passes, backward: Passes) -> tuple[float, float]:
+        """Return the seconds of a micro-batch's forward pass, and those of its backward pass with
+        what it recomputes."""
+        model = self.model
+        seconds = self.forward
+        dense = model.num_layers - model.moe_layers
+        ahead = model.num_layers * seconds.attention + dense * seconds.dense
+        ahead += model.outputs * seconds.unembed
+        ahead += model.moe_layers * (
+            seconds.shared + forward.seconds + (self.routing + self.launches) / 3
+        )
+        busy = self.busy_seconds(forward, backward)
+        return min(ahead, busy), max(busy - ahead, 0.0)
 
     def _parts(self, forward: Passes, backward: Passes) -> dict[str, float]:
         """Return the seconds of a micro-batch by part."""
@@ -723,7 +745,7 @@ class StepCostModel:
         (dense, experts) = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         root = self.root_parameters * self._gradient_bytes
-        ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self._num_shards[0]) / 2
+        ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self.num_shards[0]) / 2
         count = model.micro_batches
         gathered = self._gather_ratio
         is_trained = not model.is_frozen
@@ -732,10 +754,29 @@ class StepCostModel:
                 self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world
             )
             scattered = is_trained * (units + self._copy_seconds)
+            if model.held == "nothing":
+                return (
+                    Moving(count, (2 * gathered + is_trained) * ends, "nothing"),
+                    Moving(count, gathered * units, "forward"),
+                    Moving(count, gathered * units + scattered, "backward"),
+                    Moving(1, adapters, "nothing"),
+                )
+            # gradients are reduced behind the last backward pass
+            reduced_ends = Moving(1, is_trained * ends, "nothing")
+            if model.held == "parameters":
+                return (
+                    Moving(1, gathered * ends, "nothing"),
+                    Moving(1, gathered * units, "forward"),
+                    Moving(1, scattered, "backward"),
+                    reduced_ends,
+                    Moving(1, adapters, "nothing"),
+                )
             return (
-                Moving(count, (2 * gathered + is_trained) * ends, "nothing"),
+                Moving(count, 2 * gathered * ends, "nothing"),
                 Moving(count, gathered * units, "forward"),
-                Moving(count, gathered * units + scattered, "backward"),
+                Moving(count - 1, gathered * units, "backward"),
+                Moving(1, gathered * units + scattered, "backward"),
+                reduced_ends,
                 Moving(1, adapters, "nothing"),
             )
         whole = model.sharded == "none"
@@ -762,9 +803,9 @@ class StepCostModel:
         dense, experts = self.block_parameters
         root = 0.0 if self.model.gathers_per_block else self.root_parameters
         moved = [
-            (self.model.num_layers, dense, self._strides[0], self._num_shards[0]),
-            (self.model.moe_layers, experts, self._strides[1], self._num_shards[1]),
-            (1, root, self._strides[0], self._num_shards[0]),
+            (self.model.num_layers, dense, self._strides[0], self.num_shards[0]),
+            (self.model.moe_layers, experts, self._strides[1], self.num_shards[1]),
+            (1, root, self._strides[0], self.num_shards[0]),
         ]
         names = one_node(self.cluster, self.grid.world, self.grid.ranks_per_node).names
         busy: dict[str, float] = {}
@@ -862,7 +903,7 @@ class StepCostModel:
         return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
 
     @property
-    def _moving_seconds(self) -> float:
+    def moving_seconds(self) -> float:
         """Seconds per step in which parameters and gradients move, without overlap."""
         return sum(moved.times * moved.seconds for moved in self._movements)
 
@@ -873,7 +914,7 @@ class StepCostModel:
         gradients, if that takes longer."""
         passes = self.model.micro_batches * 2 * (self.forward_passes + 1) * self.model.moe_layers
         return max(
-            [self._moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)]
+            [self.moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)]
         )
 
     def floor(self, *, compression: float = 1.0) -> float:
@@ -897,8 +938,9 @@ class StepCostModel:
             )
         dense, experts = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
+        moves_each_time = model.gathers_per_block and model.held == "nothing"
         gathering = [
-            (moves * units - self._around_moves(behind)) * model.gathers_per_block
+            (moves * units - self._around_moves(behind)) * moves_each_time
             for behind, moves in (
                 ("forward", self._gather_ratio),
                 ("backward", self._gather_ratio + (not model.is_frozen)),
@@ -933,9 +975,9 @@ class StepCostModel:
     def held_parameters(self) -> float:
         """Parameters of a rank's shards."""
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
-        return self.model.replicas * (
-            dense / self.grid.dp + self.model.expert_parameters / self.grid.world
-        )
+        (copies, expert_copies) = self.replicas
+        experts = self.model.expert_parameters / self.grid.world
+        return copies * dense / self.grid.dp + expert_copies * experts
 
     @property
     def stepped_parameters(self) -> float:
@@ -969,9 +1011,15 @@ class StepCostModel:
         return self.grid.tp, self.grid.ep * self.grid.etp
 
     @property
-    def _num_shards(self) -> tuple[int, int]:
+    def replicas(self) -> tuple[int, int]:
+        """Number of copies of each shard of dense parameters, and of experts."""
+        return self.model.replicas, self.model.expert_replicas or self.model.replicas
+
+    @property
+    def num_shards(self) -> tuple[int, int]:
         """Number of ranks over which dense parameters, and experts, are sharded."""
-        return self.grid.dp // self.model.replicas, self.grid.edp // self.model.replicas
+        (copies, expert_copies) = self.replicas
+        return self.grid.dp // copies, self.grid.edp // expert_copies
 
     @cached_property
     def _unit_seconds(self) -> tuple[float, float]:
@@ -979,7 +1027,7 @@ class StepCostModel:
         dense, experts = (
             reduce_seconds(self.cluster, self.grid, count * self._gradient_bytes, stride, shards)
             / 2
-            for count, stride, shards in zip(self.block_parameters, self._strides, self._num_shards)
+            for count, stride, shards in zip(self.block_parameters, self._strides, self.num_shards)
         )
         return dense, experts
 
@@ -993,9 +1041,11 @@ class StepCostModel:
                 self.grid,
                 count * self._gradient_bytes / shards,
                 stride * shards,
-                model.replicas,
+                copies,
             )
-            for count, stride, shards in zip(self.block_parameters, self._strides, self._num_shards)
+            for count, stride, shards, copies in zip(
+                self.block_parameters, self._strides, self.num_shards, self.replicas
+            )
         )
         return model.num_layers * dense + model.moe_layers * experts
 

@@ -68,15 +68,25 @@ def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) ->
     dense, experts = cost_model.block_parameters
     cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
     kept_casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
-    gathered = dense * (grid.dp > model.replicas) + experts * (grid.edp > model.replicas)
+    (shards, expert_shards) = cost_model.num_shards
+    gathered = dense * (shards > 1) + experts * (expert_shards > 1)
+    whole = _sharded_parameters(cost_model) * size
     return Memory(
-        weights=held_parameters * size,
-        gradients=held_parameters * size,
+        weights=held_parameters * size + whole * (model.held == "parameters"),
+        gradients=held_parameters * size + whole * (model.held != "nothing"),
         optimizer=held_parameters * 2 * size,
         activations=activations + kept_casts * cast,
         # two blocks' parameters, one block's gradients, and one block's narrow weights
         buffers=buffers + logits + 3 * gathered * size + narrow * (dense + experts),
     )
+
+
+def _sharded_parameters(cost_model: StepCostModel) -> float:
+    """Return how many of a rank's parameters, before sharding, are sharded over other ranks."""
+    (shards, expert_shards) = cost_model.num_shards
+    experts = cost_model.model.expert_parameters / (cost_model.grid.ep * cost_model.grid.etp)
+    dense = cost_model.whole_parameters - experts
+    return dense * (shards > 1) + experts * (expert_shards > 1)
 
 
 def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> float:

@@ -91,7 +91,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         on_cpu=on_cpu,
     )
     say(
-        f"planner: {world} ranks take {name_of(layout.grid)} and {plan_in_words(layout.plan)}, a "
+        f"planner: {world} ranks take {layout.layout} and {plan_in_words(layout.plan)}, a "
         f"predicted step of {1e3 * layout.seconds:.1f} ms"
     )
     mesh = replace(configured, **{name: getattr(layout.grid, name) for name in MESH})
