@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MOST_MICRO_BATCHES = 64
 """Further micro-batches take as long as the last of so many: the pipeline is full then."""
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One operation of a rank: the forward or the backward pass of a micro-batch through a part."""
 
     part: int
@@ -119,52 +119,51 @@ def _run(
     *,
     blocks_sender: bool,
 ) -> Timed:
-    """Run the operations of all ranks, each as early as it can."""
+    """Run the operations of all ranks, each as early as it can.
+
+    A way between two parts has one sender, whose order is fixed, so ranks can advance in any order.
+    """
     pp = len(orders)
     last = len(forward) - 1
     arrived: dict[Pass, float] = {}
-    ended: dict[Pass, float] = {}
     way_free: dict[tuple[int, bool], float] = {}
     free = [0.0] * pp
     places = [0] * pp
-    waiting = list(range(pp))
+    end = 0.0
 
-    def start_of(rank: int) -> float | None:
-        """Return when a rank's next operation can start; None if its input is not sent yet."""
+    def advance(rank: int) -> bool:
+        """Run a rank's next operation if its input has been sent; return whether it ran."""
+        nonlocal end
         each = orders[rank][places[rank]]
-        if not each.is_backward:
-            comes = 0.0 if each.part == 0 else arrived.get(each)
-        elif each.part == last:
-            comes = ended.get(Pass(each.part, each.micro_batch, is_backward=False))
-        else:
-            comes = arrived.get(each)
-        return None if comes is None else max(free[rank], comes)
-
-    while waiting:
-        starts = {rank: start for rank in waiting if (start := start_of(rank)) is not None}
-        rank = min(starts, key=lambda rank: (starts[rank], rank))
-        each = orders[rank][places[rank]]
-        end = starts[rank] + (backward if each.is_backward else forward)[each.part]
-        ended[each] = end
-        free[rank] = end
+        starts_chain = each.part == (last if each.is_backward else 0)
+        comes = 0.0 if starts_chain else arrived.get(each)
+        if comes is None:
+            return False
+        seconds = (backward if each.is_backward else forward)[each.part]
+        free[rank] = max(free[rank], comes) + seconds
+        end = max(end, free[rank])
         target = each.part - 1 if each.is_backward else each.part + 1
         if 0 <= target <= last:
             way = (each.part, each.is_backward)
-            sent = max(end, way_free.get(way, 0.0)) + hops[min(each.part, target)]
+            sent = max(free[rank], way_free.get(way, 0.0)) + hops[min(each.part, target)]
             way_free[way] = sent
             arrived[Pass(target, each.micro_batch, each.is_backward)] = sent
             if blocks_sender:
                 free[rank] = sent
         places[rank] += 1
-        if places[rank] == len(orders[rank]):
-            waiting.remove(rank)
+        return True
+
+    while any(place < len(order) for place, order in zip(places, orders)):
+        before = list(places)
+        for rank in range(pp):
+            while places[rank] < len(orders[rank]) and advance(rank):
+                pass
+        assert places != before, "a schedule waits for itself"
     busy = tuple(
         sum((backward if each.is_backward else forward)[each.part] for each in order)
         for order in orders
     )
-    return Timed(
-        seconds=max(max(ended.values()), *free), busy=busy, alive=tuple(map(_most_alive, orders))
-    )
+    return Timed(seconds=max(end, *free), busy=busy, alive=tuple(map(_most_alive, orders)))
 
 
 def _most_alive(order: Sequence[Pass]) -> float:

@@ -27,6 +27,10 @@ SPLIT = {"pp": "pp", "parts_per_stage": "parts", "shard": "shard", "hold": "hold
 """Further fields of the table `mesh`, and the fields of a split that they have."""
 
 
+FINER = "micro_batches_cut_in"
+"""Field that says into how many each micro-batch of the run is cut."""
+
+
 def mesh_table(planned: PlannedStep) -> dict[str, Any]:
     """Return the trainer's table `mesh` of a planned step; without the split if none was chosen."""
     table = {name: getattr(planned.grid, name) for name in MESH}
@@ -64,6 +68,19 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
     return mesh, plan
 
 
+def read_finer(path: Path) -> int:
+    """Return into how many the micro-batches of a run are cut by the plan in a file, which
+    `read_planned` takes; 1 if it does not say.
+
+    Raises:
+        InputError: if the number is none.
+    """
+    finer = read_table(path).get(FINER, 1)
+    if type(finer) is not int or finer < 1:
+        raise InputError(f"plan {path}: {FINER}={finer!r}: must be a whole number of at least 1")
+    return finer
+
+
 def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan to a file.
 
@@ -91,6 +108,7 @@ def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str)
     """
     table: dict[str, Any] = {
         "version": VERSION,
+        **({FINER: planned.split.finer} if planned.split.finer > 1 else {}),
         "mesh": mesh_table(planned),
         "plan": _fields_of(planned.plan),
         "found": {

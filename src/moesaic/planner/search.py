@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from moesaic.planner.loads import (
     simulate_counts,
 )
 from moesaic.planner.movement import coded_bytes
-from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
+from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, layer_memory, usable_bytes
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import (
     WHOLE,
@@ -41,6 +41,7 @@ from moesaic.planner.split import (
     SplitCostModel,
     holdings,
     layout_in_words,
+    near_splits,
     split_choices,
 )
 from moesaic.planner.step import Estimate, mean_of
@@ -169,6 +170,8 @@ class Settings:
     finished_eps: int = 0
     """Number of further sizes of ep, those with the fastest plans so far, that are searched as if
     they were pinned."""
+    paired: int = PAIRED
+    """Number of layouts on which two choices are changed at once."""
     exhaustive: bool = False
     """Try every combination on these layouts instead."""
     give_up: float = math.inf
@@ -235,10 +238,18 @@ def search(
     results: list[Result] = []
     too_large: list[TooLargeError] = []
     refused: list[InputError] = []
+    searches: list[_Search] = []
     for split in splits:
-        best = min((result.best.seconds for result in results), default=math.inf)
+        lean = settings if split.pp == 1 else replace(settings, refine=1, paired=0, finished_eps=0)
         try:
-            results.append(_Search(job, simulator, settings, progress, split, best).run(counts))
+            searches.append(_Search(job, simulator, lean, progress, split))
+        except InputError as error:
+            refused.append(error)
+    # the most promising first, since its steps rule out layouts of the others
+    for each in sorted(searches, key=lambda each: each.floor):
+        each.best = min((result.best.seconds for result in results), default=math.inf)
+        try:
+            results.append(each.run(counts))
         except TooLargeError as error:
             too_large.append(error)
         except InputError as error:
@@ -259,7 +270,7 @@ def _merged(results: Sequence[Result], keep: int) -> Result:
     fastest = min(larger, key=lambda each: each.seconds, default=None)
     return Result(
         ranking=tuple(ranking[:keep]),
-        by_ep=results[0].by_ep,
+        by_ep=next((each.by_ep for each in results if each.best.split.pp == 1), {}),
         bound_seconds=min(result.bound_seconds for result in results),
         num_layouts=sum(result.num_layouts for result in results),
         num_left_out=sum(result.num_left_out for result in results),
@@ -273,7 +284,9 @@ class _Search:
 
     Args:
         split: says how many stages; what ranks hold is chosen if `Settings.most_stages` says so.
-        best: seconds of the best step of an earlier search.
+
+    Raises:
+        InputError: if no layout has so many stages.
     """
 
     def __init__(
@@ -283,14 +296,14 @@ class _Search:
         settings: Settings,
         progress: Callable[[str, int, int], None],
         split: Split,
-        best: float = math.inf,
     ) -> None:
         self.job = job
         self.simulator = simulator
         self.settings = settings
         self.progress = progress
         self.split = split
-        self.best = best
+        self.best = math.inf
+        """Seconds of the best step of an earlier search."""
         self.options: dict[Grid, list[SplitCostModel]] = {}
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
@@ -298,13 +311,21 @@ class _Search:
         self.loaded: dict[tuple[Grid, bytes], Memory] = {}
         self.refusal = ""
 
+        grids = layouts(split.of(job), self.cluster, settings.pins, split.pp)
+        self.cost_models: list[SplitCostModel] = []
+        for number, grid in enumerate(grids):
+            progress("bounding layouts", number, len(grids))
+            self.cost_models.append(self._cost_model(grid))
+
+    @cached_property
+    def floor(self) -> float:
+        """Lower bound on the step time of all plans."""
+        compression = self.settings.compression
+        return min(each.floor(compression=compression) for each in self.cost_models)
+
     def run(self, counts: Sequence[np.ndarray]) -> Result:
         """Run the search; returns its result. `counts` is that of `search`."""
-        grids = layouts(self.job, self.cluster, self.settings.pins, self.split.pp)
-        cost_models = []
-        for number, grid in enumerate(grids):
-            self.progress("bounding layouts", number, len(grids))
-            cost_models.append(self._cost_model(grid))
+        cost_models = self.cost_models
         fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
         if not fitting:
             raise self._too_large(*smallest_layout(cost_models))
@@ -316,6 +337,8 @@ class _Search:
         self._refine(started[: self.settings.refine])
         searched = self._finish_eps(fitting)
         ranking = self._ranking(counts)
+        if ranking and not counts:
+            ranking = sorted([*self._resplit(ranking[0]), *ranking], key=lambda each: each.seconds)
         if not ranking:
             needs = [(memory.total, grid) for (grid, _), memory in self.loaded.items()]
             needs = needs or [
@@ -327,8 +350,8 @@ class _Search:
             ranking=tuple(ranking[: self.settings.keep]),
             by_ep=self._by_ep(cost_models, ranking, searched),
             bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
-            num_layouts=len(grids),
-            num_left_out=len(grids) - len({grid for grid, _ in self.tried}),
+            num_layouts=len(cost_models),
+            num_left_out=len(cost_models) - len({grid for grid, _ in self.tried}),
             num_simulated=sum(found is not None for found in self.tried.values()),
             too_large=self._too_large_and_faster(),
         )
@@ -454,11 +477,11 @@ class _Search:
         best.sort(key=lambda item: self._cost(item[0]))
         near = [
             item
-            for item in best[:PAIRED]
+            for item in best[: self.settings.paired]
             if item[0].seconds <= self.settings.give_up * best[0][0].seconds
         ]
         for number, (planned, cost_model) in enumerate(near):
-            self.progress("changing pairs of choices", number, PAIRED)
+            self.progress("changing pairs of choices", number, len(near))
             self._climb(cost_model, planned, choices=2)
 
     def _climb_from_starts(self, cost_model: SplitCostModel) -> PlannedStep:
@@ -550,13 +573,13 @@ class _Search:
     def _held(self, grid: Grid, compiled: Compiled, plan: Plan) -> tuple[SplitCostModel, Memory]:
         """Return the way of holding the model that sends least among those that fit the memory with
         a plan, and that memory; the leanest way if none fits."""
+        options = self._options(grid)
+        volumes = self.simulator.volumes(compiled.forward, options[0].model.layer, compiled.grid)
+        of_layer = layer_memory(compiled.forward, compiled.backward, volumes, plan.memory_budget)
         found: list[tuple[SplitCostModel, Memory]] = []
-        for cost_model in self._options(grid):
-            memory = cost_model.memory(
-                compiled.forward, compiled.backward, compiled.grid, memory_budget=plan.memory_budget
-            )
-            found.append((cost_model, memory))
-            if self._fits(memory):
+        for cost_model in options:
+            found.append((cost_model, cost_model.rank_memory(*of_layer)))
+            if self._fits(found[-1][1]):
                 return found[-1]
         return min(found, key=lambda each: each[1].total)
 
@@ -661,6 +684,42 @@ class _Search:
         return next(
             (each for each in options if each.least_bytes <= self._usable_bytes),
             min(options, key=lambda each: each.least_bytes),
+        )
+
+    def _resplit(self, planned: PlannedStep) -> list[PlannedStep]:
+        """Return the plan with other parts of a stage and other micro-batches, as long as these
+        make its step shorter; [] if none does."""
+        found: list[PlannedStep] = []
+        compiled = compile_plan(planned.plan, planned.grid)
+        better: PlannedStep | None = planned
+        while better is not None:
+            best = better
+            near = (
+                self._under(split, best, compiled) for split in near_splits(best.split, self.job)
+            )
+            shorter = [each for each in near if each is not None and each.seconds < best.seconds]
+            better = min(shorter, key=lambda each: each.seconds, default=None)
+            found += [] if better is None else [better]
+        return found
+
+    def _under(self, split: Split, planned: PlannedStep, compiled: Compiled) -> PlannedStep | None:
+        """Return a planned step under another split; None if it does not fit."""
+        try:
+            cost_model = SplitCostModel(self.job, planned.grid, split, self.simulator)
+        except InputError:
+            return None
+        programs = compiled.forward, compiled.backward
+        budget = planned.plan.memory_budget
+        memory = cost_model.memory(*programs, compiled.grid, memory_budget=budget)
+        if not self._fits(memory):
+            return None
+        passes = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+        return replace(
+            planned,
+            split=split,
+            estimate=cost_model.estimate(*passes),
+            memory=memory,
+            bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
         )
 
     def _model_of(self, planned: PlannedStep) -> SplitCostModel:

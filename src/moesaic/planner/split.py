@@ -8,9 +8,10 @@ of the trainer's mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from moesaic.planner.pipeline import simulate_pipeline
 from moesaic.planner.rank_memory import Memory, layer_memory
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepModel
-from moesaic.planner.step_memory import least_bytes, rank_memory
+from moesaic.planner.step_memory import rank_memory
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
@@ -45,12 +46,23 @@ class Split:
     """Over which data-parallel ranks parameters, gradients and optimizer states are sharded."""
     hold: Held = "nothing"
     """What a rank holds whole between the micro-batches of a step."""
+    finer: int = 1
+    """Micro-batches into which each of the job's is cut: more of them fill a pipeline, and the
+    sequences of a step stay the same."""
 
     def fits(self, job: Job) -> bool:
         """Return whether the model and the micro-batches of a job have so many stages and parts."""
-        rounds = max(1, job.accumulation // self.pp)
-        is_even = self.parts == 1 or job.accumulation % rounds == 0
-        return self.pp * self.parts <= job.model.num_layers and is_even
+        count = job.accumulation * self.finer
+        rounds = max(1, count // self.pp)
+        is_even = self.parts == 1 or count % rounds == 0
+        is_cut = job.batch_size % self.finer == 0
+        return self.pp * self.parts <= job.model.num_layers and is_even and is_cut
+
+    def of(self, job: Job) -> Job:
+        """Return the job with its micro-batches cut."""
+        return replace(
+            job, batch_size=job.batch_size // self.finer, accumulation=job.accumulation * self.finer
+        )
 
 
 WHOLE = Split()
@@ -61,6 +73,7 @@ def layout_in_words(grid: Grid, split: Split) -> str:
     """Return a layout and its split in words, such as "pp 2, tp 1, ep 2, etp 1"."""
     stages = f"pp {split.pp}, " * (split.pp > 1)
     runs = f", {split.parts} parts a stage" * (split.parts > 1)
+    runs += f", micro-batches cut in {split.finer}" * (split.finer > 1)
     shared = ""
     if grid.dp > 1 or grid.edp > 1:
         over = {"all": "", "node": ", sharded in nodes", "none": ", not sharded"}[split.shard]
@@ -121,19 +134,31 @@ class SplitCostModel:
         self.split = split
         self.simulator = simulator
         self.cluster = simulator.cluster
-        self.model = _sharded(job.step_model(self.cluster, grid.dp), grid, split)
+        self._known: dict[StepModel, StepCostModel] = {}
+        self.model = _sharded(split.of(job).step_model(self.cluster, grid.dp), grid, split)
         """Of all blocks."""
         self._parts = _part_models(job, self.model, split)
 
     @cached_property
     def ranks(self) -> tuple[StepCostModel, ...]:
-        """The cost model of each distinct rank of the pipeline."""
+        """The cost model of a rank of each stage."""
         if self.split.pp == 1:
-            return (StepCostModel(self.model, self.grid, self.simulator),)
-        return tuple(
-            StepCostModel(self._of_rank(rank), self.grid, self.simulator)
-            for rank in range(self.split.pp)
-        )
+            return (self._costs(self.model),)
+        models = [self._of_rank(rank) for rank in range(self.split.pp)]
+        return tuple(self._costs(model).keeping(model.alive) for model in models)
+
+    @cached_property
+    def _distinct(self) -> list[StepCostModel]:
+        """The cost models of the ranks that differ by more than the micro-batches that they
+        keep."""
+        return list(dict.fromkeys(self._costs(rank.model) for rank in self.ranks))
+
+    def _costs(self, model: StepModel) -> StepCostModel:
+        """Return the cost model of some blocks; equal blocks share one."""
+        key = replace(model, alive=1.0)
+        if key not in self._known:
+            self._known[key] = StepCostModel(key, self.grid, self.simulator)
+        return self._known[key]
 
     def _of_rank(self, rank: int) -> StepModel:
         """Return the model of the blocks of a rank."""
@@ -165,11 +190,11 @@ class SplitCostModel:
         """
         if self.split.pp == 1:
             return self.ranks[0].estimate(forward, backward)
-        estimates = [rank.estimate(forward, backward) for rank in self.ranks]
-        busy = [rank.busy_seconds(forward, backward) for rank in self.ranks]
+        estimates = [rank.estimate(forward, backward) for rank in self._distinct]
+        busy = [rank.busy_seconds(forward, backward) for rank in self._distinct]
         slowest = estimates[busy.index(max(busy))]
         by_part = {
-            part: StepCostModel(part, self.grid, self.simulator).pass_seconds(forward, backward)
+            part: self._costs(part).pass_seconds(forward, backward)
             for part in dict.fromkeys(self._parts)
         }
         passes = [by_part[part] for part in self._parts]
@@ -231,14 +256,24 @@ class SplitCostModel:
     ) -> Memory:
         """Return the memory of the rank that needs most; arguments as of `step_memory`."""
         volumes = self.simulator.volumes(forward, self.model.layer, grid, sizes=sizes)
-        of_layer = layer_memory(forward, backward, volumes, memory_budget)
-        memories = [rank_memory(rank, *of_layer) for rank in self.ranks]
+        return self.rank_memory(*layer_memory(forward, backward, volumes, memory_budget))
+
+    def rank_memory(self, kept_bytes: float, buffers: float) -> Memory:
+        """Return the memory of the rank that needs most, from the bytes of one MoE layer."""
+        memories = [rank_memory(rank, kept_bytes, buffers) for rank in self.ranks]
         return max(memories, key=lambda memory: memory.total)
 
     @cached_property
     def least_bytes(self) -> float:
-        """Bytes that a rank needs under any plan."""
-        return max(map(least_bytes, self.ranks))
+        """Bytes that a rank needs under any lossless plan: experts keep their inputs, which the
+        gradients of weights read, and the results of their first products.
+
+        A plan that gathers weights divides a rank's rows by its factor on the hidden units.
+        """
+        layer = self.model.layer
+        inputs = self.grid.dp * layer.copies / self.grid.world * layer.dim
+        results = (layer.matrices - 1) * self.ranks[0].activated_values
+        return self.rank_memory((inputs + results) * layer.element_bytes, 0.0).total
 
     @cached_property
     def compute_bound(self) -> float:
@@ -258,7 +293,19 @@ class SplitCostModel:
     def floor(self, *, compression: float = 1.0) -> float:
         """Return a lower bound on the seconds of any plan on this layout; see
         `StepCostModel.floor`."""
-        return max(rank.floor(compression=compression) for rank in self.ranks)
+        floors = {rank: rank.floor(compression=compression) for rank in self._distinct}
+        if self.split.parts > 1:
+            return max(floors.values())
+        # The first micro-batch passes the stages before a rank, and its gradients pass them again
+        # after the rank's last micro-batch.
+        count = self.model.micro_batches
+        before = 0.0
+        most = 0.0
+        for rank in self.ranks:
+            floor = floors[self._costs(rank.model)]
+            most = max(most, before + floor)
+            before += (floor - self._costs(rank.model).optimizer_seconds) / count
+        return most
 
 
 def _sharded(model: StepModel, grid: Grid, split: Split) -> StepModel:
@@ -274,7 +321,15 @@ def _part_models(job: Job, whole: StepModel, split: Split) -> list[StepModel]:
     if split.pp == 1:
         return [whole]
     sparse = np.array([job.model.is_sparse(block) for block in range(whole.num_layers)])
-    cuts = _cuts(whole, sparse, split.pp * split.parts)
+    anywhere = replace(
+        whole,
+        layer=replace(whole.layer, tokens=whole.seq_len),
+        held="nothing",
+        replicas=1,
+        expert_replicas=0,
+        micro_batches=1,
+    )  # the cut does not depend on the layout
+    cuts = _cuts(anywhere, tuple(sparse.tolist()), split.pp * split.parts)
     last = len(cuts) - 1
     return [
         replace(
@@ -289,7 +344,8 @@ def _part_models(job: Job, whole: StepModel, split: Split) -> list[StepModel]:
     ]
 
 
-def _cuts(whole: StepModel, sparse: Sequence[bool] | np.ndarray, count: int) -> list[range]:
+@lru_cache(maxsize=64)
+def _cuts(whole: StepModel, sparse: tuple[bool, ...], count: int) -> list[range]:
     """Return which blocks each part has, by the operations and the parameters of each block."""
     layer = whole.layer
     expert = layer.matrices * layer.dim * layer.hidden
@@ -322,14 +378,23 @@ def split_choices(
     """
     powers = [1 << power for power in range(most_stages.bit_length())]
     counts = [each for each in powers if each <= most_stages] if pp is None else [pp]
-    found = [
-        Split(pp=count)
-        for count in counts
-        if cluster.world % count == 0 and Split(pp=count).fits(job)
-    ]
+    # a rank of a stage then has as many sequences of a micro-batch as without stages
+    splits = [Split(pp=count, finer=math.gcd(count, job.batch_size)) for count in counts]
+    found = [each for each in splits if cluster.world % each.pp == 0 and each.fits(job)]
     if not found:
         raise InputError(
             f"pp {pp} does not divide {cluster.world} devices, or is more than the "
             f"{job.model.num_layers} blocks of the model: choose another number of stages"
         )
     return found
+
+
+def near_splits(split: Split, job: Job) -> Iterator[Split]:
+    """Yield the splits that differ in the parts of a stage or in the size of micro-batches."""
+    if split.pp == 1:
+        return
+    changed = [
+        *(replace(split, parts=parts) for parts in (split.parts * 2, split.parts // 2) if parts),
+        *(replace(split, finer=finer) for finer in (split.finer * 2, split.finer // 2) if finer),
+    ]
+    yield from (each for each in changed if each.fits(job))

@@ -11,7 +11,8 @@ systems follow from their collectives (`layer_passes`). The docstring of each te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -451,6 +452,12 @@ class StepCostModel:
         self.launches = self._launch_seconds()
         """Seconds of an MoE layer and micro-batch that grow with the experts of a rank, forward and
         backward."""
+
+    def keeping(self, alive: float) -> StepCostModel:
+        """Return this cost model of a rank that keeps so many micro-batches' activations."""
+        kept = copy(self)
+        kept.model = replace(self.model, alive=alive)
+        return kept
 
     @property
     def forward_passes(self) -> float:

@@ -155,21 +155,3 @@ def _multiplied_parameters(cost_model: StepCostModel) -> float:
         + model.moe_layers * model.layer.dim * model.layer.num_experts
     )
     return cost_model.whole_parameters - wide / cost_model.grid.tp
-
-
-def least_bytes(cost_model: StepCostModel) -> float:
-    """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual
-    stream."""
-    model = cost_model.model
-    grid = cost_model.grid
-    stream = model.layer.tokens * model.layer.dim * model.layer.element_bytes / grid.tp
-    size = model.parameter_bytes
-    if not model.gathers_per_block:
-        gradients = (
-            cost_model.held_parameters
-            if model.sharded == "gradients"
-            else cost_model.whole_parameters
-        )
-        whole_bytes = cost_model.whole_parameters * model.layer.element_bytes + gradients * size
-        return whole_bytes + cost_model.stepped_parameters * 3 * size + model.num_layers * stream
-    return cost_model.held_parameters * 4 * size + model.num_layers * stream
