@@ -16,6 +16,7 @@ from moesaic.errors import InputError, suggestion
 from moesaic.planner.harmless_flags import HARMLESS, HARMLESS_VALUES
 from moesaic.planner.job import Job
 from moesaic.planner.other_systems import Offers, OthersLayout
+from moesaic.planner.plan_files import mesh_table
 from moesaic.planner.search import PlannedStep
 from moesaic.planner.step import PARTS, Part, Schedule, Sharded
 from moesaic.program.plan import Crossing, Plan
@@ -272,16 +273,20 @@ def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
     """Return the layout of other systems that is most similar to one of our plans."""
     grid = planned.grid
     plan = planned.plan
+    split = planned.split
     return OthersLayout(
         tp=grid.tp,
+        pp=split.pp,
+        virtual_pp=split.parts,
         ep=grid.ep,
         etp=grid.etp,
-        micro_batch=job.batch_size // grid.dp,
+        micro_batch=split.of(job).batch_size // grid.dp,
         global_batch=job.batch_size * job.accumulation,
         recompute=("block",) if job.model.checkpoint_activations else (),
         all_to_all="multicast" if plan.crossing is not Crossing.LINK else "linear",
         overlapped=plan.chunks > 1,
-        sharded="parameters",
+        # PyTorch's pipelines keep parameters whole between micro-batches
+        sharded="parameters" if split.pp == 1 else "gradients",
     )
 
 
@@ -452,9 +457,9 @@ def _schedule_name(layout: OthersLayout) -> str:
 
 def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
-    mesh |= {} if planned is None else {"innermost": planned.grid.innermost}
-    mesh |= {"pp": layout.pp, "parts-per-stage": layout.virtual_pp} if layout.pp > 1 else {}
-    lines = [f"--mesh.{name} {value}" for name, value in mesh.items()]
+    mesh |= {"pp": layout.pp, "parts_per_stage": layout.virtual_pp} if layout.pp > 1 else {}
+    mesh |= {} if planned is None else mesh_table(planned)
+    lines = [f"--mesh.{name.replace('_', '-')} {value}" for name, value in mesh.items()]
     default = Plan()
     plan = Plan(all_to_all=layout.all_to_all) if planned is None else planned.plan
     for choice in fields(Plan):
@@ -465,7 +470,8 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
                 f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}"
             )
     if planned is not None:
-        lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]
+        cut = planned.split.of(job)
+        lines += [f"--batch-size {cut.batch_size}", f"--accumulation {cut.accumulation}"]
     return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)
 
 
