@@ -25,8 +25,8 @@ from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.expert_sizes import ExpertSizes, Phase
 from moesaic.program.grid import Axis
-from moesaic.program.joined_messages import bundles
 from moesaic.program.layouts import AbstractLayoutIndex, Move, ends_of
+from moesaic.program.life import Step, kept, life_of
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
 
@@ -94,7 +94,8 @@ class HeldBytes:
         )
         result = _total_bytes([forward.slot_bytes(name) for name in programs[0].outputs])
         held = (_total_bytes([result, step]) for step in backward.steps(set()))
-        steps = [*forward.steps(set(names)), *held]
+        inside = {kept(task.name) for task in programs[0].tasks if task.op is Op.EXPERT}
+        steps = [*forward.steps({*names, *inside}), *held]
         sum_bytes = max(WIDE, experts.element_bytes)
         tokens = forward.slots["x"].layout
         weights = forward.slots["w"].layout
@@ -192,7 +193,7 @@ class _Walk:
         between = any(
             task.lane is Lane.INTER for task in program.tasks if task.op in (Op.MOVE, Op.HOP)
         )
-        self._slowest = Lane.INTER if between else Lane.INTRA
+        self.slowest = Lane.INTER if between else Lane.INTRA
 
     def slot_bytes(self, name: str) -> Bytes:
         """Return the bytes per row of a slot."""
@@ -253,22 +254,21 @@ class _Walk:
         """Return the bytes that are alive at each step.
 
         Args:
-            stay: slots that live to the end besides the outputs. What experts keep lives to the end
-                of a forward program anyway.
+            stay: what lives to the end besides the outputs.
         """
-        alive = _Alive(self, stay)
-        for number, bundle in enumerate(alive.bundles):
-            tasks = [self.program.tasks[task_number] for task_number in bundle]
-            for name in dict.fromkeys(name for task in tasks for name in task.reads):
-                alive.settle(name)
-                alive.finish(name)
-            if tasks[0].op in (Op.MOVE, Op.HOP):
-                alive.depart(number, tasks)
+        alive = _Alive(self)
+        life = life_of(self.program, frozenset({*stay, *self.program.outputs}))
+        for place, step in enumerate(life.steps):
+            for sender in step.lands:
+                alive.settle(sender)
+            alive.finish(step.reads)
+            if step.sends:
+                alive.depart(place, step)
             else:
-                alive.compute(tasks[0])
-            alive.free(number)
-        for name in list(alive.arriving):
-            alive.settle(name)
+                alive.compute(step)
+            alive.free(place, step.dies)
+        for sender in life.lands:
+            alive.settle(sender)
         return alive.bytes_by_step
 
     def messages(self, task: Task, *, joined: bool) -> tuple[Bytes, Bytes, bool]:
@@ -337,6 +337,15 @@ class _Walk:
             np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS)
         )
 
+    def packed(self, task: Task) -> Bytes:
+        """Return the bytes of packets: sorted rows, and encoded ones if that makes them smaller."""
+        assert task.of is not None
+        source = self.slots[task.of[0]]
+        coded = self.coded(source, task.codec)
+        packets = self.slot_bytes(source.name)
+        is_smaller = coded < self.coded(source, "")
+        return packets + _bytes_of(source.layout, coded) if is_smaller else packets
+
     def scratch(self, task: Task) -> Bytes:
         """Return the temporary bytes of a task while it runs, besides the slots that it reads and
         writes."""
@@ -358,20 +367,25 @@ class _Walk:
         return Counter()
 
 
+class _Flight(NamedTuple):
+    """The messages of a step."""
+
+    lane: Lane
+    buffers: list[Bytes]
+    """To send, to receive, and slots that are sent without a copy."""
+    arrive: Mapping[str, tuple[Bytes, bool]]
+    """By slot that the messages bring, its bytes, and whether the receive buffer is the slot
+    itself."""
+
+
 class _Alive:
     """The memory that is alive while a program runs."""
 
-    def __init__(self, walk: _Walk, stay: set[str]) -> None:
+    def __init__(self, walk: _Walk) -> None:
         self._walk = walk
-        program = walk.program
-        self.bundles = bundles(program)
         self.bytes_by_step: list[Bytes] = []
-        self.arriving: dict[str, int] = {}
-        """Slots in flight, with the bundle in which each travels."""
-        self._flights: dict[int, list[Bytes]] = {}
-        """By bundle, the buffers of its messages in flight: to send, to receive, and slots that are
-        sent without a copy."""
-        self._arrive_in_place: set[str] = set()
+        self._flights: dict[int, _Flight] = {}
+        """By step, its messages in flight."""
         self._deferred: Bytes = Counter()
         """Temporary memory of deferred weight-gradient products, which run while rows are in
         flight."""
@@ -381,56 +395,35 @@ class _Alive:
         """Slots that the deferred products write."""
         self._storage_of: dict[str, str] = {}
         """By slot that a move leaves in place, the slot whose memory it shares."""
-        self._last_use: dict[str, int] = {}
-        """By slot, the last bundle that reads or writes it."""
+        self._users: dict[str, set[str]] = {}
+        """By slot whose memory others share, all of these that live."""
+        program = walk.program
         allocated_before = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
         self._alive = {
             name: walk.slot_bytes(name) for name in program.inputs if name not in allocated_before
         }
-        forward = {task.name: task for task in program.tasks if task.op is Op.EXPERT_GRAD}
-        self._alive |= {f"{name}*": walk.kept_inside(task) for name, task in forward.items()}
-        for number, bundle in enumerate(self.bundles):
-            for task in (program.tasks[task_number] for task_number in bundle):
-                if task.op is Op.MOVE and walk.stays(task):
-                    self._storage_of[task.writes[0]] = self._storage(task.reads[0])
-                for name in (*task.reads, *task.writes, f"{task.name}*"):
-                    self._last_use[self._storage(name)] = number
-        for name in (*stay, *program.outputs):
-            self._last_use[self._storage(name)] = len(self.bundles)
-        self._last_use |= {
-            f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT
+        self._alive |= {
+            kept(task.name): walk.kept_inside(task)
+            for task in program.tasks
+            if task.op is Op.EXPERT_GRAD
         }
 
-    def settle(self, name: str) -> None:
-        """Let the messages that carry a slot arrive, if it is in flight."""
-        bundle_number = self.arriving.get(name)
-        if bundle_number is None:
+    def settle(self, sender: int) -> None:
+        """Let the messages of a step arrive, if it sent any."""
+        flight = self._flights.pop(sender, None)
+        if flight is None:
             return
-        flight = self._flights.pop(bundle_number)
-        if self._walk.program.tasks[self.bundles[bundle_number][0]].lane is self._walk._slowest:
-            self._sum(flight)
-        landed = [
-            slot_name
-            for slot_name, other_number in self.arriving.items()
-            if other_number == bundle_number
-        ]
-        packets = {
-            slot_name for slot_name in landed if self._walk.slots[slot_name].kind is Kind.PACKETS
+        if flight.lane is self._walk.slowest:
+            self._sum(flight.buffers)
+        self._alive |= {
+            name: size for name, (size, in_place) in flight.arrive.items() if not in_place
         }
-        for slot_name in landed:
-            del self.arriving[slot_name]
-            if slot_name not in self._arrive_in_place | packets:
-                self._alive[slot_name] = self._walk.slot_bytes(slot_name)
-        self._record(*flight)
-        for slot_name in landed:
-            if slot_name in self._arrive_in_place | packets:
-                self._alive[slot_name] = (
-                    flight[1] if slot_name in packets else self._walk.slot_bytes(slot_name)
-                )
+        self._record(*flight.buffers)
+        self._alive |= {name: size for name, (size, in_place) in flight.arrive.items() if in_place}
 
-    def finish(self, name: str) -> None:
+    def finish(self, names: Iterable[str]) -> None:
         """Run the deferred products before a slot that they write is read."""
-        if name in self._deferred_slots:
+        if not self._deferred_slots.isdisjoint(names):
             self._sum(())
 
     def _sum(self, flight: Iterable[Bytes]) -> None:
@@ -441,63 +434,62 @@ class _Alive:
         self._deferred = Counter()
         self._deferred_slots = set()
 
-    def depart(self, number: int, tasks: Sequence[Task]) -> None:
-        """Send the messages of a bundle of movements, or of a hop."""
-        moving = [task for task in tasks if task.op is Op.HOP or not self._walk.stays(task)]
+    def depart(self, place: int, step: Step) -> None:
+        """Send the messages of a step. Slots whose rows stay share the memory of their sources."""
+        walk = self._walk
+        moving = [task for task in step.tasks if task.op is Op.HOP or not walk.stays(task)]
+        for task in step.tasks:
+            if task not in moving:
+                self._share(task.writes[0], task.reads[0])
         if not moving:
             return
-        send_buffers: Bytes = Counter()
-        receive_buffers: Bytes = Counter()
+        sends: Bytes = Counter()
+        receives: Bytes = Counter()
+        arrive = {}
         for task in moving:
-            sent, received, in_place = self._walk.messages(task, joined=len(moving) > 1)
-            send_buffers = send_buffers + sent
-            receive_buffers = receive_buffers + received
-            self.arriving[task.writes[0]] = number
-            if in_place:
-                self._arrive_in_place.add(task.writes[0])
-        self._flights[number] = [send_buffers, receive_buffers]
+            sent, received, in_place = walk.messages(task, joined=len(moving) > 1)
+            sends += sent
+            receives += received
+            size = received if task.op is Op.HOP else walk.slot_bytes(task.writes[0])
+            arrive[task.writes[0]] = size, in_place or task.op is Op.HOP
+        self._flights[place] = _Flight(step.tasks[0].lane, [sends, receives], arrive)
         self._record()
 
-    def compute(self, task: Task) -> None:
+    def _share(self, name: str, source: str) -> None:
+        storage = self._storage_of.get(source, source)
+        self._storage_of[name] = storage
+        self._users.setdefault(storage, {source}).add(name)
+
+    def compute(self, step: Step) -> None:
         """Run a task that involves no other rank."""
         walk = self._walk
+        task = step.tasks[0]
         for name in task.writes:
-            if walk.slots[name].kind is Kind.PACKETS:
-                assert task.of is not None
-                source = walk.slots[task.of[0]]
-                self._alive[name] = walk.slot_bytes(task.of[0])
-                if walk.coded(source, task.codec) < walk.coded(source, ""):
-                    self._alive[name] = self._alive[name] + _bytes_of(
-                        source.layout, walk.coded(source, task.codec)
-                    )
-            else:
-                self._alive[name] = walk.slot_bytes(name)
+            self._alive[name] = (
+                walk.packed(task)
+                if walk.slots[name].kind is Kind.PACKETS
+                else walk.slot_bytes(name)
+            )
         if task.op is Op.EXPERT:
-            self._alive[f"{task.name}*"] = walk.kept_inside(task)
-        scratch = walk.scratch(task)
-        self._record(scratch)
+            self._alive[kept(task.name)] = walk.kept_inside(task)
+        self._record(walk.scratch(task))
         if task.op is Op.EXPERT_GRAD:
             self._deferred = walk.scratch_of_experts(task, "waiting")
             self._summing = walk.scratch_of_experts(task, "summing")
             self._deferred_slots = set(task.writes[2:])
 
-    def free(self, number: int) -> None:
-        """Free slots that no later task reads. A slot that is sent without a copy lives until its
-        messages have arrived."""
-        for name in [
-            name for name in self._alive if self._last_use.get(self._storage(name), -1) <= number
-        ]:
-            freed = self._alive.pop(name)
-            if number in self._flights and not self._flights[number][0]:
-                self._flights[number].append(freed)
-
-    def _storage(self, name: str) -> str:
-        while name in self._storage_of:
-            name = self._storage_of[name]
-        return name
+    def free(self, place: int, names: Iterable[str]) -> None:
+        """Free slots. One that is sent without a copy lives until its messages have arrived."""
+        for name in names:
+            storage = self._storage_of.get(name, name)
+            users = self._users.get(storage, {name})
+            users.discard(name)
+            freed = None if users else self._alive.pop(storage, None)
+            if freed and place in self._flights and not self._flights[place].buffers[0]:
+                self._flights[place].buffers.append(freed)
 
     def _record(self, *extra: Bytes) -> None:
-        flying = [buffers for flight in self._flights.values() for buffers in flight]
+        flying = [each for flight in self._flights.values() for each in flight.buffers]
         self.bytes_by_step.append(
             _total_bytes([*self._alive.values(), *flying, self._deferred, *extra])
         )
