@@ -15,20 +15,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.codecs import DTYPES, codec_spec, is_coded
-from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.expert_sizes import ExpertSizes, Phase
-from moesaic.program.grid import Axis
-from moesaic.program.layouts import AbstractLayoutIndex, Move, ends_of
+from moesaic.program.layouts import ends_of, move_of
 from moesaic.program.life import Step, kept, life_of
-from moesaic.program.sizes import CallSizes
+from moesaic.program.row_counts import HopRows, RowCounts, RowsMoved
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
+from moesaic.program.transpose import SUFFIX
 
 INDEX = 16
 """Bytes of a copy's token and expert index, both int64."""
@@ -39,18 +36,10 @@ POSITION = 24
 that leave, and its token."""
 CALL = 1024
 """Bytes of small tensors of a call, such as the ends of experts' rows."""
+ALLOCATED_BEFORE = ("x", "w", "b")
+"""Inputs that are alive before a call."""
 CODED_ROWS = 4096
 """Number of rows over which the bytes of an encoded row are averaged."""
-
-
-class _Hop(NamedTuple):
-    """Rows that a rank sends or receives in one hop of a movement."""
-
-    move: Move
-    link: str
-    group: tuple[Axis, ...]
-    hop: int
-    arrives: bool
 
 
 class _Scratch(NamedTuple):
@@ -63,7 +52,7 @@ class _Scratch(NamedTuple):
     phase: Phase
 
 
-_Term = Layout | _Hop | _Scratch
+_Term = Layout | HopRows | _Scratch
 Bytes = Counter[_Term]
 """Bytes per row, by slot layout or hop; for scratch memory, how many times it is alive."""
 
@@ -73,22 +62,22 @@ class HeldBytes:
 
     Args:
         programs: forward and backward, lowered.
-        shapes: pieces of their layouts.
+        mesh: how it moves rows.
         experts: memory of the layer's experts.
     """
 
     def __init__(
-        self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes
+        self, programs: tuple[Program, Program], mesh: RowsMoved, experts: ExpertSizes
     ) -> None:
-        self.shapes = shapes
         self.experts = experts
-        self._legs = cache(legs_by_hop)
-        forward = _Walk(programs[0], shapes, experts)
-        backward = _Walk(programs[1], shapes, experts, earlier=forward)
+        forward = _Walk(programs[0], mesh, experts)
+        backward = _Walk(programs[1], mesh, experts, earlier=forward)
         names = [
             name for name in programs[1].inputs if name in forward.slots and name in backward.slots
         ]
-        kept_bytes = _total_bytes([backward.slot_bytes(name) for name in names])
+        kept_bytes = _total_bytes(
+            [backward.slot_bytes(name) for name in names if name not in ALLOCATED_BEFORE]
+        )
         kept_bytes += _total_bytes(
             [forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT]
         )
@@ -110,60 +99,53 @@ class HeldBytes:
         self._steps = np.unique(self._table(steps), axis=0)
         self._kept, self._sums = self._table([kept_bytes, sums])
 
-    def peak(self, sizes: CallSizes) -> np.ndarray:
-        """Return the peak bytes of a call on each rank if it runs unsliced, (world,)."""
-        peak: np.ndarray = (self._rows(sizes) @ self._steps.T).max(1)
-        return peak + CALL
+    def peak(self, counts: RowCounts) -> np.ndarray:
+        """Return the peak bytes of a call on each rank if it runs unsliced, (ranks,)."""
+        return self._most(self._rows(counts)) + CALL
 
-    def of_slice(self, sizes: CallSizes) -> tuple[np.ndarray, np.ndarray]:
+    def of_slice(self, counts: RowCounts) -> tuple[np.ndarray, np.ndarray]:
         """Return the peak bytes of a slice of a call, including the sums over all slices, and the
-        part of these bytes that the slice keeps for backward; both (world,)."""
-        rows = self._rows(sizes)
-        return (rows @ self._steps.T).max(1) + rows @ self._sums, rows @ self._kept
+        part of these bytes that the slice keeps for backward; both (ranks,)."""
+        rows = self._rows(counts)
+        return self._most(rows) + rows @ self._sums, rows @ self._kept
+
+    def kept_and_peak(self, counts: RowCounts) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes that a call keeps for backward, and its peak, (ranks,) each."""
+        rows = self._rows(counts)
+        return rows @ self._kept, self._most(rows) + CALL
+
+    def _most(self, rows: np.ndarray) -> np.ndarray:
+        most: np.ndarray = (rows @ self._steps.T).max(1)
+        return most
 
     def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
         return np.array([[step[term] for term in self._terms] for step in steps], dtype=np.float64)
 
-    def _rows(self, sizes: CallSizes) -> np.ndarray:
-        """Return the rows of each term on each rank, (world, terms)."""
-        return np.stack([self._term_rows(term, sizes) for term in self._terms], axis=1).astype(
-            np.float64
+    def _rows(self, counts: RowCounts) -> np.ndarray:
+        """Return the rows of each term on each rank, (ranks, terms)."""
+        columns = [self._term_rows(term, counts) for term in self._terms]
+        return np.stack(columns, axis=1).astype(np.float64)
+
+    def _term_rows(self, term: _Term, counts: RowCounts) -> np.ndarray:
+        if isinstance(term, HopRows):
+            return counts.hop_rows(term)
+        if not isinstance(term, _Scratch):
+            return counts.rows(term)
+        tables, number = np.unique(
+            np.ceil(counts.rows_per_expert(term.layout)), axis=0, return_inverse=True
         )
-
-    def _term_rows(self, term: _Term, sizes: CallSizes) -> np.ndarray:
-        if isinstance(term, _Scratch):
-            return self._scratch_bytes(term, sizes)
-        if not isinstance(term, _Hop):
-            return sizes.rows_of_ranks(term)
-        source, target, *ends = self._paths(term)
-        rows = sizes.moved(term.move).between(source, target)
-        return np.bincount(ends[term.arrives], weights=rows, minlength=sizes.grid.world).astype(
-            np.int64
-        )
-
-    def _scratch_bytes(self, term: _Scratch, sizes: CallSizes) -> np.ndarray:
-        """Return the bytes of scratch memory on each rank; ranks with equal rows have equal
-        bytes."""
-        known: dict[tuple[int, ...], int] = {}
-        found = []
-        for rank in range(sizes.grid.world):
-            rows = tuple(sizes.rows_per_expert(term.layout, rank).tolist())
-            if rows not in known:
-                known[rows] = self.experts.scratch(
-                    rows,
-                    term.shards,
-                    gathers_x=term.gathers_x,
-                    places_x=term.places_x,
-                    phase=term.phase,
-                )
-            found.append(known[rows] + POSITION * sum(rows))
-        return np.array(found, dtype=np.int64)
-
-    def _paths(self, term: _Hop) -> np.ndarray:
-        """Return source and target of each packet of a hop, and of the leg that it takes, (4,
-        packets) int64."""
-        legs = self._legs(ALL_TO_ALLS[term.link], self.shapes.grid, term.group)
-        return legs.get(term.hop, np.zeros((4, 0), dtype=np.int64))
+        scratch = [
+            POSITION * int(rows.sum())
+            + self.experts.scratch(
+                tuple(rows.astype(np.int64).tolist()),
+                term.shards,
+                gathers_x=term.gathers_x,
+                places_x=term.places_x,
+                phase=term.phase,
+            )
+            for rows in tables
+        ]
+        return np.array(scratch)[number.ravel()]
 
 
 class _Walk:
@@ -171,20 +153,16 @@ class _Walk:
 
     Args:
         program: lowered.
-        shapes: pieces of its layouts.
+        mesh: how it moves rows.
         experts: memory of the layer's experts.
         earlier: the walk of the forward program, of a backward one.
     """
 
     def __init__(
-        self,
-        program: Program,
-        shapes: AbstractLayoutIndex,
-        experts: ExpertSizes,
-        earlier: _Walk | None = None,
+        self, program: Program, mesh: RowsMoved, experts: ExpertSizes, earlier: _Walk | None = None
     ) -> None:
         self.program = program
-        self.shapes = shapes
+        self.mesh = mesh
         self.experts = experts
         self._earlier = earlier
         self._writers = {name: task for task in program.tasks for name in task.writes}
@@ -211,12 +189,7 @@ class _Walk:
         weights = next(
             self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights"
         )
-        pieces_by_rank = [
-            len(self.shapes.pieces(weights.layout, rank).number)
-            for rank in range(self.shapes.grid.world)
-        ]
-        experts = len(self.shapes.experts(weights.layout, int(np.argmax(pieces_by_rank))))
-        return max(1, max(pieces_by_rank) // max(1, experts))
+        return self.mesh.num_shards(weights.layout)
 
     def scratch_of_experts(self, task: Task, phase: Phase) -> Bytes:
         """Return the scratch memory of an expert task."""
@@ -284,30 +257,20 @@ class _Walk:
         target = self.slots[task.writes[0]]
         if task.op is Op.HOP:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))
-            sends = _Hop(move, task.link, task.group, task.hop, arrives=False)
+            sends = HopRows(move, task.link, task.group, task.hop, arrives=False)
             return (
                 _bytes_of(sends, row_bytes),
                 _bytes_of(sends._replace(arrives=True), row_bytes),
                 False,
             )
-        world = range(self.shapes.grid.world)
-        sent, received = (
-            [matches_of(move, rank) for rank in world]
-            for matches_of in (self.shapes.sent, self.shapes.received)
-        )
-        source_pieces, target_pieces = (
-            [self.shapes.pieces(layout, rank) for rank in world]
-            for layout in (move.source, move.target)
-        )
-        leaves = _bytes_of(source.layout, self._row_bytes(source) * _max_uses(sent, source_pieces))
-        if not joined and _is_whole(sent, source_pieces):
+        sent, received = self.mesh.messages(move)
+        leaves = _bytes_of(source.layout, self._row_bytes(source) * sent.uses)
+        if not joined and sent.is_whole:
             leaves = Counter()
         if source.layout.flow == "weights":
             leaves += self.slot_bytes(task.reads[0])  # packed
-        arrives = _bytes_of(
-            target.layout, self._row_bytes(target) * _max_uses(received, target_pieces)
-        )
-        return leaves, arrives, not joined and _is_whole(received, target_pieces)
+        arrives = _bytes_of(target.layout, self._row_bytes(target) * received.uses)
+        return leaves, arrives, not joined and received.is_whole
 
     def _stacked(self, name: str) -> Bytes:
         """Return the bytes of a slot that are stacked at once to be added: rows, or the largest
@@ -324,8 +287,7 @@ class _Walk:
 
     def stays(self, task: Task) -> bool:
         """Return whether a move leaves all rows where they are, on every rank."""
-        _, move = ends_of(task, self.slots)
-        return all(self.shapes.stays(move, rank) for rank in range(self.shapes.grid.world))
+        return self.mesh.stays(move_of(task, self.slots))
 
     def coded(self, slot: Slot, codec: str | None) -> int:
         """Return the bytes of a slot's row in a message."""
@@ -398,9 +360,10 @@ class _Alive:
         self._users: dict[str, set[str]] = {}
         """By slot whose memory others share, all of these that live."""
         program = walk.program
-        allocated_before = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
         self._alive = {
-            name: walk.slot_bytes(name) for name in program.inputs if name not in allocated_before
+            name: walk.slot_bytes(name)
+            for name in program.inputs
+            if name not in ALLOCATED_BEFORE and not name.endswith(SUFFIX)
         }
         self._alive |= {
             kept(task.name): walk.kept_inside(task)
@@ -495,7 +458,7 @@ class _Alive:
         )
 
 
-def _bytes_of(term: _Term, size: int) -> Bytes:
+def _bytes_of(term: _Term, size: float) -> Bytes:
     return Counter({term: size})
 
 
@@ -504,18 +467,3 @@ def _total_bytes(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
     for part in parts:
         total.update(part)
     return total
-
-
-def _is_whole(matches: Sequence, slots: Sequence) -> bool:
-    """Return whether the messages of every rank are all rows of a slot, in its order."""
-    return all(
-        match.in_order and len(match.places) == len(slot.number)
-        for match, slot in zip(matches, slots)
-    )
-
-
-def _max_uses(matches: Sequence, slots: Sequence) -> int:
-    """Return the largest number of times that a slot's rows occur in its messages."""
-    return max(
-        -(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, slots)
-    )

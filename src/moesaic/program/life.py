@@ -45,11 +45,8 @@ class Step:
     """What the tasks make: slots, which are in flight if the tasks send, and what experts keep."""
     dies: tuple[str, ...]
     """What no later step reads, and the caller does not ask for."""
-
-    @property
-    def sends(self) -> bool:
-        """Whether the tasks send messages."""
-        return self.tasks[0].op in (Op.MOVE, Op.HOP)
+    sends: bool
+    """Whether the tasks send messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +85,13 @@ def life_of(program: Program, outputs: frozenset[str] | None) -> Life:
         flying = {name: sender for name, sender in flying.items() if sender not in lands}
         born = tuple(name for task in tasks for name in _born(task))
         step = Step(
-            number=number, tasks=tasks, reads=reads, lands=lands, born=born, dies=tuple(dies[place])
+            number=number,
+            tasks=tasks,
+            reads=reads,
+            lands=lands,
+            born=born,
+            dies=tuple(dies[place]),
+            sends=tasks[0].op in (Op.MOVE, Op.HOP),
         )
         steps.append(step)
         if step.sends:
