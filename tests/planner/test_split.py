@@ -88,8 +88,8 @@ def test_held_copies_move_once_a_step_and_need_memory() -> None:
     times = {hold: seconds / moving["parameters"] for hold, seconds in moving.items()}
     assert times == pytest.approx({"parameters": 1.0, "gradients": 8.5, "nothing": 12.0})
     assert held["parameters"] > held["gradients"] > held["nothing"]
-    copy = held["parameters"] - held["gradients"]
-    assert held["gradients"] - held["nothing"] == pytest.approx(copy)
+    whole = SplitCostModel(JOB, grid, Split(), simulator).ranks[0].whole_parameters
+    assert held["parameters"] - held["nothing"] < 2 * 4 * whole
 
 
 def test_replicas_hold_what_ranks_of_a_node_share() -> None:

@@ -24,6 +24,7 @@ from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
 from moesaic.program.layouts import Move, ends_of
+from moesaic.program.row_counts import HopRows, Messages
 from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
 
 MAX_RANKS_APART = 4096
@@ -106,6 +107,7 @@ class Even(AbstractVolumes):
         )
         self._rows: dict[Layout, np.ndarray] = {}
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
+        self._ends: dict[Move, tuple[Messages, Messages]] = {}
         self._checked: set[tuple[str, int, int, bool]] = set()
 
     @property
@@ -207,9 +209,66 @@ class Even(AbstractVolumes):
             )
         return self._group_messages(*messages)
 
+    def hop_rows(self, hop: HopRows) -> np.ndarray:
+        """See `RowCounts`."""
+        digits = self._link_digits(hop.link, hop.move, self._radix(hop.move.source))
+        group = digits.axes(hop.group)
+        pairs, rows = self._pair_rows(digits, hop.move)
+        if not len(rows):
+            return np.zeros(self.num_actors)
+        classed = group - digits.within(1, digits.block) - steps_of(digits, hop.move.source)
+        paths = self._paths_of(hop, digits, group, pairs, classed)
+        return self._per_actor(paths.ends[:, int(hop.arrives)], paths.num_bytes(rows * pairs.count))
+
+    def _per_actor(self, ranks: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of each actor, given rows of some ranks. One actor has the mean over the
+        ranks of a block."""
+        block = self.topology.block
+        per_rank = np.bincount(ranks % block, rows, block)
+        return per_rank if self.num_actors > 1 else per_rank.mean(keepdims=True)
+
+    def stays(self, move: Move) -> bool:
+        """See `RowsMoved`."""
+        pairs, _ = self._pair_rows(self._radix(move.source), move)
+        return not len(pairs.source) and np.array_equal(
+            self.rows(move.source), self.rows(move.target)
+        )
+
+    def messages(self, move: Move) -> tuple[Messages, Messages]:
+        """See `RowsMoved`."""
+        if move not in self._ends:
+            self._ends[move] = self._find_ends(move)
+        return self._ends[move]
+
+    def _find_ends(self, move: Move) -> tuple[Messages, Messages]:
+        """Return what ranks send and receive in a movement.
+
+        Peers ascend with the digits of expert or of origin in which they differ. A slot is sorted
+        by expert first, so rows for peers that differ by origin are in its order only if it has one
+        expert.
+        """
+        digits = self._radix(move.source)
+        pairs, rows = self._pair_rows(digits, move)
+        ranks = np.arange(self.topology.block)
+        here = Pairs(ranks, ranks, np.ones(len(ranks)))
+        own = self._rows_of_pairs(digits, replace(move, reduce=True), here)
+        boxes = box_of(digits, move.source), box_of(digits, move.target)
+        group = digits.axes(move.group)
+        ends = []
+        for side, layout, mine, theirs in (
+            (pairs.source, move.source, boxes[0], boxes[1]),
+            (pairs.target, move.target, boxes[1], boxes[0]),
+        ):
+            moved = self._per_actor(side, rows * pairs.count) + self._per_actor(ranks, own)
+            uses = float((moved / np.maximum(self.rows(layout), 1e-9)).max())
+            by_origin = group & mine.free_origin & (theirs.origin - theirs.free_origin)
+            experts = digits.product(mine.free_expert) * self._experts_per_place(layout)
+            ends.append(Messages(uses, abs(uses - 1) < 1e-9 and (not by_origin or experts == 1)))
+        return ends[0], ends[1]
+
     def _paths_of(
         self,
-        task: Task,
+        task: Task | HopRows,
         digits: Digits,
         group: frozenset[int],
         pairs: Pairs,

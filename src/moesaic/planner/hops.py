@@ -23,6 +23,7 @@ import numpy as np
 from moesaic.planner.symmetry import Digits, GroupPlaces, Pairs, UnlikeError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Hop, Leg, NodeMap
+from moesaic.program.row_counts import HopRows
 from moesaic.program.task import Lane, Task
 
 
@@ -45,7 +46,11 @@ class HopPaths:
 
 
 def hop_paths(
-    task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]
+    task: Task | HopRows,
+    digits: Digits,
+    group: frozenset[int],
+    pairs: Pairs,
+    classed: frozenset[int],
 ) -> HopPaths:
     """Return the messages of a hop. Packets that take the same leg form one message.
 

@@ -114,6 +114,8 @@ class OthersLayout:
     """See `StepModel.hides_gradients`."""
     fused_loss: bool = True
     """Whether one or a few kernels compute the loss, without a float32 copy of the logits."""
+    loss_chunks: int = 1
+    """Parts of the tokens whose output and loss are computed one after the other."""
     float32_states: bool = True
     """Whether gradients and moments have four bytes per element."""
     float32_reduced: bool = True
@@ -213,7 +215,7 @@ def predict(
     slowest = ranks[busy.index(max(busy))]
     compiled = _compiled(layout.all_to_all if layout.ep > 1 else "linear", grid)
     volumes = simulator.volumes(compiled.forward, layer, compiled.grid)
-    of_layer = layer_memory(compiled.forward, compiled.backward, volumes)
+    of_layer = layer_memory(compiled.forward, compiled.backward, volumes, kernel="products")
     memories = [rank_memory(rank, *of_layer) for rank in ranks]
     return PlannedStep(
         plan=compiled.plan,
@@ -373,6 +375,10 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
         else FUSED_LOSS_BYTES
         if layout.fused_loss
         else LOSS_BYTES,
+        # PyTorch's of float32 logits: these, their log-softmax, and the gradients of both
+        loss_kept=2 + 3 * 4 if "loss" in layout.stepwise else 4,
+        logits_kept=2 if "loss" in layout.stepwise else 0,
+        loss_chunks=layout.loss_chunks,
         stepwise=layout.stepwise,
         score_kernel=layout.score_kernel,
         # Megatron requires sequence parallelism if a model has experts and tensor parallelism.

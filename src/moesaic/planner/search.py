@@ -33,7 +33,7 @@ from moesaic.planner.loads import (
     simulate_counts,
 )
 from moesaic.planner.movement import coded_bytes
-from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, layer_memory, usable_bytes
+from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import (
     WHOLE,
@@ -45,6 +45,7 @@ from moesaic.planner.split import (
     split_choices,
 )
 from moesaic.planner.step import Estimate, mean_of
+from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
@@ -574,8 +575,14 @@ class _Search:
         """Return the way of holding the model that sends least among those that fit the memory with
         a plan, and that memory; the leanest way if none fits."""
         options = self._options(grid)
-        volumes = self.simulator.volumes(compiled.forward, options[0].model.layer, compiled.grid)
-        of_layer = layer_memory(compiled.forward, compiled.backward, volumes, plan.memory_budget)
+        of_layer = layer_bytes(
+            self.simulator,
+            options[0].model.layer,
+            compiled.forward,
+            compiled.backward,
+            compiled.grid,
+            memory_budget=plan.memory_budget,
+        )
         found: list[tuple[SplitCostModel, Memory]] = []
         for cost_model in options:
             found.append((cost_model, cost_model.rank_memory(*of_layer)))

@@ -21,10 +21,10 @@ from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import simulate_pipeline
-from moesaic.planner.rank_memory import Memory, layer_memory
+from moesaic.planner.rank_memory import Memory
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepModel
-from moesaic.planner.step_memory import rank_memory
+from moesaic.planner.step_memory import layer_bytes, rank_memory
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
@@ -255,8 +255,16 @@ class SplitCostModel:
         sizes: CallSizes | None = None,
     ) -> Memory:
         """Return the memory of the rank that needs most; arguments as of `step_memory`."""
-        volumes = self.simulator.volumes(forward, self.model.layer, grid, sizes=sizes)
-        return self.rank_memory(*layer_memory(forward, backward, volumes, memory_budget))
+        of_layer = layer_bytes(
+            self.simulator,
+            self.model.layer,
+            forward,
+            backward,
+            grid,
+            memory_budget=memory_budget,
+            sizes=sizes,
+        )
+        return self.rank_memory(*of_layer)
 
     def rank_memory(self, kept_bytes: float, buffers: float) -> Memory:
         """Return the memory of the rank that needs most, from the bytes of one MoE layer."""

@@ -139,6 +139,13 @@ class StepModel:
     loss_bytes: int = 36
     """Bytes of the loss per logit. PyTorch's of a float32 copy: the copy and its gradient 6 each,
     log-softmax 20, zeros 4."""
+    loss_kept: float = 4.0
+    """Bytes per logit that are alive at the loss: float32 logits, from which fused kernels make the
+    gradient in place."""
+    loss_chunks: int = 1
+    """Parts of the tokens whose logits and loss are computed one after the other."""
+    logits_kept: float = 0.0
+    """Bytes per logit that stay alive through the backward pass."""
     sequence_parallel: bool = False
     """Tensor parallelism uses a reduce-scatter and an all-gather, between which ranks work on parts
     of the positions."""

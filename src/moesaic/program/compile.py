@@ -31,6 +31,7 @@ from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.plan import Crossing, Plan
 from moesaic.program.replications import Replications
+from moesaic.program.row_counts import MovedPieces
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
@@ -126,7 +127,7 @@ class Compiled:
 
     def held(self, num_experts: int, experts: ExpertSizes) -> HeldBytes:
         """Return the model of the bytes that calls of a layer hold; the result is cached."""
-        return self._held(self.shapes(num_experts), experts)
+        return self._held(num_experts, experts)
 
     def under(self, plan: Plan) -> Compiled:
         """Return the programs of another plan for the same mesh and the same parameters of experts;
@@ -152,8 +153,13 @@ class Compiled:
         )
 
     @cached_property
-    def _held(self) -> Callable[[LayoutIndex, ExpertSizes], HeldBytes]:
-        return cache(partial(HeldBytes, (self.forward, self.backward)))
+    def _held(self) -> Callable[[int, ExpertSizes], HeldBytes]:
+        programs = self.forward, self.backward
+        return cache(
+            lambda num_experts, experts: HeldBytes(
+                programs, MovedPieces(self.shapes(num_experts)), experts
+            )
+        )
 
 
 def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
