@@ -36,7 +36,7 @@ from moesaic.planner.movement import coded_bytes
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import Estimate, StepCostModel, mean_of
-from moesaic.planner.step_memory import least_bytes, step_memory
+from moesaic.planner.step_memory import least_bytes, rank_memory, step_memory
 from moesaic.planner.task_times import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
@@ -225,7 +225,7 @@ class _Search:
         self.progress = progress
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
-        self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
+        self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
         self.loaded: dict[tuple[Grid, bytes], Memory] = {}
         self.refusal = ""
 
@@ -237,7 +237,7 @@ class _Search:
             self.progress("bounding layouts", number, len(grids))
             cost_models.append(self._cost_model(grid))
         fitting = [each for each in cost_models if least_bytes(each) <= self._usable_bytes]
-        if not fitting:
+        if all(least_bytes_of_plans(each) > self._usable_bytes for each in fitting):
             raise self._too_large(*smallest_layout(cost_models))
         started = self._promising_layouts(fitting)
         if not started:
@@ -484,13 +484,14 @@ class _Search:
 
     def _run(self, cost_model: StepCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
-        key = (cost_model.grid, compiled.digest)
-        if key not in self.times:
-            programs = compiled.forward, compiled.backward
-            self.times[key] = self.simulator.passes(
-                *programs, cost_model.model.layer, compiled.grid
-            )
-        return self.times[key]
+        known = self.times.setdefault(cost_model.grid, [])
+        for other, passes in known:
+            if other.digest == compiled.digest:
+                return passes
+        programs = compiled.forward, compiled.backward
+        passes = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+        known.append((compiled, passes))
+        return passes
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
         """Return all plans that fit the memory, best first; with counts, only the best under even
@@ -581,6 +582,19 @@ class _Search:
         )
 
 
+def least_bytes_of_plans(cost_model: StepCostModel) -> float:
+    """Return a lower bound on the bytes of a rank under any lossless plan of a layout: experts keep
+    their inputs, which the weights' gradients read, and the results of their first products.
+
+    A plan that gathers weights divides the rows of a rank by its factor on the hidden units.
+    """
+    layer = cost_model.model.layer
+    grid = cost_model.grid
+    inputs = grid.dp * layer.copies / grid.world * layer.dim
+    results = (layer.matrices - 1) * cost_model.activated_values
+    return rank_memory(cost_model, (inputs + results) * layer.element_bytes, 0.0).total
+
+
 def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
     """Return the layout that needs the fewest bytes per rank, and these bytes.
 
@@ -591,8 +605,8 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
     least = math.inf
     # Which axis is innermost changes no size, so one layout stands for both.
     sizes = {(each.grid.tp, each.grid.ep, each.grid.etp): each for each in reversed(cost_models)}
-    for cost_model in sorted(sizes.values(), key=least_bytes):
-        if least_bytes(cost_model) >= least:
+    for cost_model in sorted(sizes.values(), key=least_bytes_of_plans):
+        if least_bytes_of_plans(cost_model) >= least:
             break
         compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
         num_bytes = step_memory(

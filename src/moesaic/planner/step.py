@@ -436,7 +436,6 @@ class StepCostModel:
                 f"groups and {grid.edp} replicas of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
-        self.forward = self._block_seconds()
         self.routing = self.cluster.host.layer_us * 1e-6
         """Seconds of an MoE layer outside its programs, forward and backward, if measured. A
         recomputed forward pass replays its routing, which counts nothing."""
@@ -643,8 +642,9 @@ class StepCostModel:
             moved += layers * count * (passes * forward + backward)
         return moved / self._rates.memory
 
-    def _block_seconds(self) -> ForwardSeconds:
-        """Return the seconds of one forward pass of each part of a block.
+    @cached_property
+    def forward(self) -> ForwardSeconds:
+        """The seconds of one forward pass of each part of a block.
 
         Products take their operations over the rate that their rows reach (`compute.py`), norms and
         residuals ten accesses of a token, scores their operations over the rate of the attention
@@ -777,21 +777,19 @@ class StepCostModel:
             total += count * load.alone / 2
             slowest: dict[str, float] = {}
             for link, seconds in zip(load.links, load.seconds):
-                level = self._level(names[int(link)])
+                level = self.simulator.level_of(names[int(link)])
                 slowest[level] = max(slowest.get(level, 0.0), float(seconds) / 2)
             for level, seconds in slowest.items():
                 busy[level] = busy.get(level, 0.0) + count * seconds
         return {level: seconds / total for level, seconds in busy.items()}
 
-    def _level(self, name: str) -> str:
-        """Return the name of the level of the cluster to which a directed link belongs."""
-        levels = [link.name for link in self.cluster.links if name.startswith(link.name)]
-        return max(levels, key=len, default=name)
-
-    def _busy(self, run: Passes, level: str) -> float:
-        """Return the seconds for which a pass of an MoE layer keeps a level of links busy."""
-        busy = (each for name, each in run.link_seconds.items() if self._level(name) == level)
-        return max(busy, default=0.0)
+    def _busy(self, run: Passes) -> dict[str, float]:
+        """Return the seconds for which a pass of an MoE layer keeps each level of links busy."""
+        busy: dict[str, float] = {}
+        for name, seconds in run.link_seconds.items():
+            level = self.simulator.level_of(name)
+            busy[level] = max(busy.get(level, 0.0), seconds)
+        return busy
 
     def _exposed_seconds(self, moved: Moving, forward: Passes, backward: Passes) -> float:
         """Return the part of a transfer that its pass does not hide.
@@ -809,9 +807,11 @@ class StepCostModel:
         pass_seconds = self._around_moves(moved.behind) + layers * (
             run.seconds + recomputed_forwards * forward.seconds
         )
+        busy = self._busy(run)
+        busy_again = self._busy(forward) if recomputed_forwards else {}
         level_seconds = [
             moved.seconds * share
-            + layers * (self._busy(run, level) + recomputed_forwards * self._busy(forward, level))
+            + layers * (busy.get(level, 0.0) + recomputed_forwards * busy_again.get(level, 0.0))
             for level, share in self._moving_shares.items()
         ]
         return max(0.0, *(each - pass_seconds for each in (moved.seconds, *level_seconds)))
