@@ -8,7 +8,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from moesaic.planner.algorithm1 import choose
-from moesaic.planner.answer import SkewedStep, Speed, changes, speed_of, under_skew
+from moesaic.planner.answer import SKEWED, SkewedStep, Speed, changes, speed_of, under_skew
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
 from moesaic.planner.hub import HubShape
@@ -19,7 +19,6 @@ from moesaic.planner.other_systems import (
     longer_by_narrow_rate,
     predict,
 )
-from moesaic.planner.predicted_plans import APART
 from moesaic.planner.rank_memory import GIB, Memory, about_fragments, what_is_missing
 from moesaic.planner.search import PlannedStep, Result
 from moesaic.planner.simulator import Simulator
@@ -379,7 +378,7 @@ def _about_skew(
     step = under_skew(job, cluster, best, asked)
     if step is None:
         yield (
-            f"a MaxVio of {asked:g}: not predicted, since more than {APART} ranks share a copy of "
+            f"a MaxVio of {asked:g}: not predicted, since more than {SKEWED} ranks share a copy of "
             "the experts"
         )
         return

@@ -17,7 +17,6 @@ from moesaic.planner.candidates import Pins, layouts
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.job import Job
 from moesaic.planner.loads import memory_under_counts, on_replica, simulate_counts
-from moesaic.planner.predicted_plans import APART
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layout
 from moesaic.planner.simulator import Simulator
@@ -29,6 +28,10 @@ SPEED_RATIOS = (0.76, 0.95, 1.13)
 """First quartile, median and third quartile of measured over predicted speed of the published steps
 in docs/ledger.md, each predicted without its own system in the fit (`moesaic_lab.ledger.held_out`).
 One for all machines: no class of machines has enough sources for its own."""
+
+SKEWED = 256
+"""Largest number of ranks that share the experts under which skew is predicted, since each is
+simulated: 256 take 0.7 s of a processor, and twice as many four times as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +201,9 @@ def under_skew(
 
 def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
     """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more
-    than `APART` ranks."""
+    than `SKEWED` ranks."""
     one = on_replica(compile_plan(planned.plan, planned.grid), simulator.cluster)
-    return None if one.grid.world > APART else one
+    return None if one.grid.world > SKEWED else one
 
 
 def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:

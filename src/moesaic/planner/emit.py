@@ -91,6 +91,10 @@ MEGATRON: dict[str, tuple[str, Any]] = {
 """Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each
 has the field that it sets, and a function from its word to the value, a table from words to values,
 or `list` if it takes several words."""
+GRAPHS = ("cuda-graph-impl", "cuda-graph-scope")
+"""Flags of Megatron that turn CUDA graphs on; `full_iteration` after one of them (the first since
+0.18, the second before) makes a whole step one graph. Graphs of parts of a layer are not read."""
+WHOLE_STEP = "full_iteration"
 APART = ("hides_parameters", "hides_gradients", "fused_loss")
 """Fields that are False in Megatron unless a flag sets them."""
 WHOLE_BLOCKS: tuple[tuple[str, Any], ...] = (
@@ -141,6 +145,8 @@ def from_flags(flags: str) -> OthersLayout:
         elif field:
             values[field] = _flag_value(flag.word, flag.values, make)
     values = yielding | values
+    if _is_one_graph(given):
+        values["graphs"] = True
     if "block" not in values.get("recompute", ()):  # these two flags say which blocks
         values = {
             field: value for field, value in values.items() if field not in dict(WHOLE_BLOCKS)
@@ -207,6 +213,11 @@ def _given(words: list[str]) -> list[Given]:
     return given
 
 
+def _is_one_graph(given: list[Given]) -> bool:
+    """Return whether flags make a whole step one CUDA graph."""
+    return any(flag.name in GRAPHS and WHOLE_STEP in flag.values for flag in given)
+
+
 SIZES: dict[str, Callable[[Job], int]] = {
     "seq-length": lambda job: job.model.seq_len,
     "training.seq-len": lambda job: job.model.seq_len,
@@ -241,7 +252,7 @@ def unread_flags(flags: str, job: Job) -> list[str]:
                 f"--explain: {flag.word} {value}, but the planned model has {size(job)}: make "
                 f"them agree{option}"
             )
-    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS}
+    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS, *(GRAPHS if _is_one_graph(given) else ())}
     unread = (
         flag.word
         for flag in given
@@ -376,6 +387,7 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
         lines.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
     lines += ["--overlap-moe-expert-parallel-comm"] * layout.overlapped
     lines += ["--grad-reduce-in-bf16"] * (not layout.float32_reduced)
+    lines += [f"--{GRAPHS[0]} {WHOLE_STEP}"] * layout.graphs
     if "block" in layout.recompute:
         how = (
             f"--recompute-method {layout.recompute_method} --recompute-num-layers "
@@ -505,7 +517,7 @@ SYSTEMS: dict[str, System] = {
         offers=Offers(
             schedules=(("1f1b", 2), *PYTORCH), recompute=tuple(MODES.values()), sharded="parameters"
         ),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), *WHOLE_BLOCKS),
+        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS),
     ),
     "automodel": System(
         write=_automodel,
@@ -515,12 +527,12 @@ SYSTEMS: dict[str, System] = {
             all_to_alls=("linear", "deepep"),
             sharded="parameters",
         ),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), *WHOLE_BLOCKS),
+        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS),
     ),
     "moesaic": System(
         write=_moesaic,
         offers=Offers(sharded="parameters"),
-        lacks=(("cp", 1), ("mtp", 0), ("replicas", 1), *WHOLE_BLOCKS),
+        lacks=(("cp", 1), ("mtp", 0), ("replicas", 1), ("graphs", False), *WHOLE_BLOCKS),
     ),
 }
 """Systems by name. To add one, write a function for its flags."""

@@ -308,7 +308,7 @@ class _Search:
         self.options: dict[Grid, list[SplitCostModel]] = {}
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
-        self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
+        self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
         self.loaded: dict[tuple[Grid, bytes], Memory] = {}
         self.refusal = ""
 
@@ -606,13 +606,14 @@ class _Search:
 
     def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
-        key = (cost_model.grid, compiled.digest)
-        if key not in self.times:
-            programs = compiled.forward, compiled.backward
-            self.times[key] = self.simulator.passes(
-                *programs, cost_model.model.layer, compiled.grid
-            )
-        return self.times[key]
+        known = self.times.setdefault(cost_model.grid, [])
+        for other, passes in known:
+            if other.digest == compiled.digest:
+                return passes
+        programs = compiled.forward, compiled.backward
+        passes = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+        known.append((compiled, passes))
+        return passes
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
         """Return all plans that fit the memory, best first; with counts, only the best under even

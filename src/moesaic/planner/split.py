@@ -24,7 +24,7 @@ from moesaic.planner.pipeline import simulate_pipeline
 from moesaic.planner.rank_memory import Memory
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepModel
-from moesaic.planner.step_memory import layer_bytes, rank_memory
+from moesaic.planner.step_memory import layer_bytes, least_bytes_of_plans, rank_memory
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
@@ -273,15 +273,8 @@ class SplitCostModel:
 
     @cached_property
     def least_bytes(self) -> float:
-        """Bytes that a rank needs under any lossless plan: experts keep their inputs, which the
-        gradients of weights read, and the results of their first products.
-
-        A plan that gathers weights divides a rank's rows by its factor on the hidden units.
-        """
-        layer = self.model.layer
-        inputs = self.grid.dp * layer.copies / self.grid.world * layer.dim
-        results = (layer.matrices - 1) * self.ranks[0].activated_values
-        return self.rank_memory((inputs + results) * layer.element_bytes, 0.0).total
+        """Bytes that a rank needs under any lossless plan."""
+        return max(map(least_bytes_of_plans, self.ranks))
 
     @cached_property
     def compute_bound(self) -> float:

@@ -66,8 +66,10 @@ STEPWISE: dict[str, tuple[float, float]] = {
 """Operations that a system runs step by step in eager PyTorch: bytes that they move per value of
 two bytes beyond one fused kernel, forward and backward, counted in the sources named here. Their
 values are, in this order: those of a block's norms and of norms of queries and keys; both halves of
-experts' first results; copies of tokens. Others that were counted (rotations, sinks, activations,
-permutations) changed no prediction of a source left out (docs/log.md)."""
+experts' first results; copies of tokens. Rows that need them, by the error of a source left out:
+norms, transformers on 64 H100 (0.16 more without) and pith-train (0.13); first_bias, gpt-oss-20b of
+Automodel (0.04); last_bias, gpt-oss-120b of Megatron-Bridge (0.13). Others that were counted
+(rotations, sinks, activations, permutations) changed none (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,7 +454,6 @@ class StepCostModel:
                 f"groups and {grid.edp} replicas of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
-        self.forward = self._block_seconds()
         self.routing = self.cluster.host.layer_us * 1e-6
         """Seconds of an MoE layer outside its programs, forward and backward, if measured. A
         recomputed forward pass replays its routing, which counts nothing."""
@@ -679,8 +680,9 @@ class StepCostModel:
             moved += layers * count * (passes * forward + backward)
         return moved / self._rates.memory
 
-    def _block_seconds(self) -> ForwardSeconds:
-        """Return the seconds of one forward pass of each part of a block.
+    @cached_property
+    def forward(self) -> ForwardSeconds:
+        """The seconds of one forward pass of each part of a block.
 
         Products take their operations over the rate that their rows reach (`compute.py`), norms and
         residuals ten accesses of a token, scores their operations over the rate of the attention
@@ -832,21 +834,19 @@ class StepCostModel:
             total += count * load.alone / 2
             slowest: dict[str, float] = {}
             for link, seconds in zip(load.links, load.seconds):
-                level = self._level(names[int(link)])
+                level = self.simulator.level_of(names[int(link)])
                 slowest[level] = max(slowest.get(level, 0.0), float(seconds) / 2)
             for level, seconds in slowest.items():
                 busy[level] = busy.get(level, 0.0) + count * seconds
         return {level: seconds / total for level, seconds in busy.items()}
 
-    def _level(self, name: str) -> str:
-        """Return the name of the level of the cluster to which a directed link belongs."""
-        levels = [link.name for link in self.cluster.links if name.startswith(link.name)]
-        return max(levels, key=len, default=name)
-
-    def _busy(self, run: Passes, level: str) -> float:
-        """Return the seconds for which a pass of an MoE layer keeps a level of links busy."""
-        busy = (each for name, each in run.link_seconds.items() if self._level(name) == level)
-        return max(busy, default=0.0)
+    def _busy(self, run: Passes) -> dict[str, float]:
+        """Return the seconds for which a pass of an MoE layer keeps each level of links busy."""
+        busy: dict[str, float] = {}
+        for name, seconds in run.link_seconds.items():
+            level = self.simulator.level_of(name)
+            busy[level] = max(busy.get(level, 0.0), seconds)
+        return busy
 
     def _exposed_seconds(self, moved: Moving, forward: Passes, backward: Passes) -> float:
         """Return the part of a transfer that its pass does not hide.
@@ -864,9 +864,11 @@ class StepCostModel:
         pass_seconds = self._around_moves(moved.behind) + layers * (
             run.seconds + recomputed_forwards * forward.seconds
         )
+        busy = self._busy(run)
+        busy_again = self._busy(forward) if recomputed_forwards else {}
         level_seconds = [
             moved.seconds * share
-            + layers * (self._busy(run, level) + recomputed_forwards * self._busy(forward, level))
+            + layers * (busy.get(level, 0.0) + recomputed_forwards * busy_again.get(level, 0.0))
             for level, share in self._moving_shares.items()
         ]
         return max(0.0, *(each - pass_seconds for each in (moved.seconds, *level_seconds)))

@@ -214,3 +214,16 @@ def _multiplied_parameters(cost_model: StepCostModel) -> float:
         + model.moe_layers * model.layer.dim * model.layer.num_experts
     )
     return cost_model.whole_parameters - wide / cost_model.grid.tp
+
+
+def least_bytes_of_plans(cost_model: StepCostModel) -> float:
+    """Return a lower bound on the bytes of a rank under any lossless plan of a layout: experts keep
+    their inputs, which the weights' gradients read, and the results of their first products.
+
+    A plan that gathers weights divides the rows of a rank by its factor on the hidden units.
+    """
+    layer = cost_model.model.layer
+    grid = cost_model.grid
+    inputs = grid.dp * layer.copies / grid.world * layer.dim
+    results = (layer.matrices - 1) * cost_model.activated_values
+    return rank_memory(cost_model, (inputs + results) * layer.element_bytes, 0.0).total

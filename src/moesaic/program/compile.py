@@ -29,7 +29,7 @@ from moesaic.program.passes.relocate import relocate
 from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
-from moesaic.program.plan import Crossing, Plan
+from moesaic.program.plan import Crossing, Order, Plan
 from moesaic.program.replications import Replications
 from moesaic.program.row_counts import MovedPieces
 from moesaic.program.sizes import CallSizes
@@ -176,7 +176,7 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     # What follows the transpose changes nothing before it, so plans that differ there share both
     # programs.
     usual = Plan(all_to_all=plan.all_to_all if plan.crossing is not Crossing.LINK else "linear")
-    logical, transposed, grid = _logical(
+    logical, grid = _logical(
         replace(
             plan,
             all_to_all=usual.all_to_all,
@@ -186,22 +186,26 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
         grid,
         bias,
     )
-    programs = []
-    for program, codec in ((logical, plan.codec), (transposed, plan.backward_codec)):
-        is_forward = program is logical
-        program = halve_reduce(program)
+    programs: list[Program] = []
+    for program, codec in zip(_both_ways(logical), (plan.codec, plan.backward_codec)):
         if plan.overlap_gather:
-            program = overlap_gather(program, grid, required=is_forward)
+            program = overlap_gather(program, grid, required=not programs)
         program = route_all_to_all(program, plan.link, grid)
         program = compress(program, codec, grid)
-        program = ORDERS[plan.order](program)
-        program = side_by_side(program)
-        validate(program)
-        programs.append(program)
+        programs.append(_ordered(program, plan.order))
     again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
     if again is not None:
         validate(again)
     return Compiled(plan, grid, logical, programs[0], programs[1], again)
+
+
+@lru_cache(maxsize=256)
+def _ordered(program: Program, order: Order) -> Program:
+    """Return a lowered program in the order of issue, validated. Meshes on which the same is sent
+    share it."""
+    program = side_by_side(ORDERS[order](program))
+    validate(program)
+    return program
 
 
 def moving(compiled: Compiled) -> Compiled:
@@ -252,9 +256,8 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
 
 
 @lru_cache(maxsize=256)
-def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid]:
-    """Return the forward program after the passes that come before the transpose, its transpose,
-    and the grid."""
+def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
+    """Return the forward program after the passes that come before the transpose, and the grid."""
     program = SCHEDULES[plan.schedule](bias)
     validate_schedule(program)
     if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
@@ -278,8 +281,14 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid
         if plan.replicates
         else split_capacity(program, plan.chunks)
     )
-    program = split_peers(program, plan.peer_groups, grid)
-    return program, transpose(program), grid
+    return split_peers(program, plan.peer_groups, grid), grid
+
+
+@lru_cache(maxsize=256)
+def _both_ways(program: Program) -> tuple[Program, Program]:
+    """Return a forward program and its transpose, with reductions halved. Meshes of other sizes
+    share them."""
+    return halve_reduce(program), halve_reduce(transpose(program))
 
 
 def _rounds_apart(program: Program) -> bool:
