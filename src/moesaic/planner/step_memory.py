@@ -94,12 +94,13 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
         )
         return states, 0.0
     dense, experts = cost_model.block_parameters
-    cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
-    kept_casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
+    # FSDP2 gathers experts in the dtype of their products; those that are whole are cast and kept
+    is_cast = layer.element_bytes != size and grid.edp <= model.replicas
+    casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
     gathered = dense * (grid.dp > model.replicas) + experts * (grid.edp > model.replicas)
     root = cost_model.root_parameters * (grid.dp > model.replicas)
     states = Memory(
-        weights=held_parameters * size + kept_casts * cast,
+        weights=held_parameters * size + is_cast * casts * experts * layer.element_bytes,
         gradients=held_parameters * size,
         optimizer=held_parameters * 2 * size,
         activations=0.0,
@@ -107,7 +108,8 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     )
     # two blocks' parameters, one block's gradients, one block's narrow weights, and the embedding
     # and output, which stay whole from the forward to the backward pass
-    return states, (3 * gathered + root) * size + narrow * (dense + experts)
+    whole = (2 * gathered + root) * (model.gathered_bytes or size) + gathered * size
+    return states, whole + narrow * (dense + experts)
 
 
 def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, float, float]:
@@ -163,7 +165,7 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, flo
     )
     block = blocks / model.num_layers
     if "block" not in recomputed:
-        return model.alive * blocks, block, 0.0
+        return model.alive * blocks, block, moe_bytes * ("moe" in recomputed)
     share = model.recomputed_share
     together = model.recomputed_together
     inputs = share * model.num_layers / together * dim * row
