@@ -118,23 +118,30 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
         )
         return states, 0.0
     dense, experts = cost_model.block_parameters
-    cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
-    kept_casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
     (shards, expert_shards) = cost_model.num_shards
+    # FSDP2 gathers experts in the dtype of their products; those that are whole are cast and kept
+    is_cast = layer.element_bytes != size and expert_shards == 1
+    casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
     gathered = dense * (shards > 1) + experts * (expert_shards > 1)
     root = cost_model.root_parameters * (shards > 1)
-    whole = _sharded_parameters(cost_model) * size
+    gathered_size = model.gathered_bytes or size
+    whole = _sharded_parameters(cost_model)
+    held = whole * gathered_size * (model.held == "parameters")
     states = Memory(
-        weights=held_parameters * size + kept_casts * cast + whole * (model.held == "parameters"),
-        gradients=held_parameters * size + whole * (model.held != "nothing"),
+        weights=held_parameters * size + is_cast * casts * experts * layer.element_bytes + held,
+        gradients=(held_parameters + whole * (model.held != "nothing")) * size,
         optimizer=held_parameters * 2 * size,
         activations=0.0,
         buffers=0.0,
     )
     # two blocks' parameters, one block's gradients, one block's narrow weights, and the embedding
     # and output, which stay whole from the forward to the backward pass; unless these are held
-    moving = {"nothing": 3 * gathered + root, "gradients": 2 * gathered + root, "parameters": 0.0}
-    return states, moving[model.held] * size + narrow * (dense + experts)
+    moving = {
+        "nothing": (2 * gathered + root) * gathered_size + gathered * size,
+        "gradients": (2 * gathered + root) * gathered_size,
+        "parameters": 0.0,
+    }
+    return states, moving[model.held] + narrow * (dense + experts)
 
 
 def _sharded_parameters(cost_model: StepCostModel) -> float:
@@ -198,7 +205,7 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, flo
     )
     block = blocks / model.num_layers
     if "block" not in recomputed:
-        return model.alive * blocks, block, 0.0
+        return model.alive * blocks, block, moe_bytes * ("moe" in recomputed)
     share = model.recomputed_share
     together = model.recomputed_together
     inputs = share * model.num_layers / together * dim * row
