@@ -95,7 +95,8 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
         return states, 0.0
     dense, experts = cost_model.block_parameters
     # FSDP2 gathers experts in the dtype of their products; those that are whole are cast and kept
-    is_cast = layer.element_bytes != size and grid.edp <= model.replicas
+    is_whole = grid.edp <= model.replicas and not model.gathered_bytes
+    is_cast = is_whole and layer.element_bytes != size
     casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
     gathered = dense * (grid.dp > model.replicas) + experts * (grid.edp > model.replicas)
     root = cost_model.root_parameters * (grid.dp > model.replicas)
