@@ -673,11 +673,10 @@ def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
     shape = QWEN.model
     whole = of["1f1b"].memory.weights
     assert of["zb-v"].memory.weights == pytest.approx(whole + 2 * shape.vocab * shape.dim, rel=1e-6)
-    # The last rank keeps as much as the first, and has the output besides.
+    # The last rank keeps as much as the first, and has the loss before any backward pass.
     logits = 2048 * shape.vocab * 4
-    assert of["zb-h1"].memory == replace(
-        of["1f1b"].memory, buffers=of["1f1b"].memory.buffers + logits
-    )
+    buffers = max(of["1f1b"].memory.buffers, logits)
+    assert of["zb-h1"].memory == replace(of["1f1b"].memory, buffers=buffers)
 
 
 def test_the_rank_that_needs_most_decides_memory() -> None:
@@ -687,7 +686,8 @@ def test_the_rank_that_needs_most_decides_memory() -> None:
     shape = QWEN.model
     assert found.activations == pytest.approx(one.activations)  # half the blocks, twice
     assert found.weights == pytest.approx(one.weights / 2)
-    assert one.buffers - found.buffers == pytest.approx(2048 * shape.vocab * 4)
+    # the loss of the last stage comes before any backward pass
+    assert one.buffers == pytest.approx(max(found.buffers, 2048 * shape.vocab * 4))
 
 
 @pytest.mark.parametrize(

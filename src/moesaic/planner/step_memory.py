@@ -120,7 +120,8 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     dense, experts = cost_model.block_parameters
     (shards, expert_shards) = cost_model.num_shards
     # FSDP2 gathers experts in the dtype of their products; those that are whole are cast and kept
-    is_cast = layer.element_bytes != size and expert_shards == 1
+    is_whole = expert_shards == 1 and not model.gathered_bytes
+    is_cast = is_whole and layer.element_bytes != size
     casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
     gathered = dense * (shards > 1) + experts * (expert_shards > 1)
     root = cost_model.root_parameters * (shards > 1)
