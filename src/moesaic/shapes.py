@@ -134,6 +134,9 @@ class ModelShape:
     """Number of attention heads; must divide dim into heads of even width."""
     seq_len: int = 256
     """Tokens per training sequence, and the longest context."""
+    conv_width: int = 4
+    """Width of the short convolution in front of each block, in positions up to the current one; 1
+    for no convolution."""
     block: BlockConfig = field(default_factory=BlockConfig)
     """The transformer blocks."""
     moe: MoEShape = field(default_factory=MoEShape)
@@ -195,6 +198,29 @@ class ModelShape:
         if block.head_dim is not None:
             step_fields["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
         return step_fields if step_fields["attention_parameters"] != 4 * self.dim * self.dim else {}
+
+    def kept_values(self, *, on_cpu: bool) -> float:
+        """Return the values per token that a block keeps outside its feed-forward layer, less the
+        inputs of its two norms.
+
+        On a CPU an RMSNorm also keeps what it multiplies by its weight, and attention keeps its
+        result in two orders. Values are kept with the projection that made them, of which they are
+        a view.
+        """
+        block = self.block
+        queries = self.num_heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        is_split = self.kv_heads != self.num_heads
+        per_norm = 2 if on_cpu and block.norm == "rms" else 1
+        around = 2 * per_norm * self.dim + (self.conv_width > 1) * self.dim
+        projected = 2 * keys + (0 if is_split else queries)
+        if block.qk_norm:
+            projected += queries * is_split + (queries + keys) * (per_norm - 1)
+        if block.positions == "rotary":
+            projected += queries + keys
+        elif is_split or block.qk_norm:
+            projected += queries
+        return around + projected + queries * (2 if on_cpu else 1)
 
     @property
     def tied(self) -> bool:

@@ -130,6 +130,21 @@ def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_th
     assert under_skew(JOB, weak, spread, 8.0) is None, "no rank of eight gets nine times the mean"
 
 
+def test_skew_over_more_than_64_ranks_is_predicted() -> None:
+    """The busiest of 128 ranks takes at most twice as long in MoE layers, of which computing is
+    most."""
+    slow = flat(16, 8, intra=80000, inter=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.01)))
+    many = replace(
+        JOB, batch_size=128, model=replace(JOB.model, moe=replace(JOB.model.moe, num_experts=128))
+    )
+    settings = Settings(pins=Pins(tp=1, ep=128, etp=1), space=replace(FEW, chunks=(1,)))
+    best = search(many, slow, settings).best
+    skewed = under_skew(many, slow, best, 1.0)
+    moe = sum(seconds for part, seconds in best.estimate.parts.items() if part.startswith("moe"))
+    assert 1 + moe / best.seconds / 2 < skewed.longer < 1 + moe / best.seconds
+    assert under_skew(many, slow, best, 0.0).longer == pytest.approx(1.0, rel=1e-3)
+
+
 def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_costs() -> None:
     """Under recorded counts, or by a profile, steps take longer than the description of the cluster
     says."""

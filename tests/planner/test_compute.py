@@ -18,7 +18,6 @@ from moesaic.planner.rank_memory import (
     Memory,
     about_fragments,
     layer_memory,
-    peak_bytes,
     usable_bytes,
     what_is_missing,
 )
@@ -26,6 +25,7 @@ from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.life import life_of
 from moesaic.program.plan import Plan
 from moesaic.program.task import Op
 from planner.clusters import DEVICE, tree
@@ -131,8 +131,8 @@ def test_memory_of_a_layer_is_what_backward_reads_and_what_is_alive() -> None:
     volumes = Simulator(SPEC).volumes(compiled.forward, WORKLOAD, GRID)
     kept, buffers = layer_memory(compiled.forward, compiled.backward, volumes)
     rows = 2048
-    assert kept == pytest.approx(rows * (256 * 2 + 4) + rows * 4 + rows * 512 * 2 * 2), (
-        "h, g, index, two inner ones"
+    assert kept == pytest.approx(rows * (256 * 2 + 4) + rows * 16 + rows * 512 * 2 * 2), (
+        "h, g, two int64 indices, two inner ones"
     )
     assert buffers >= 2 * rows * 256 * 2
     gathered = compile_plan(Plan(schedule="s2", gather_weights=0), Grid(world=4, ep=2, etp=2))
@@ -144,14 +144,36 @@ def test_memory_of_a_layer_is_what_backward_reads_and_what_is_alive() -> None:
 
 
 def test_slots_live_until_they_are_read_for_the_last_time() -> None:
-    """Every task reads 10 and writes 10: two slots are alive at a time, three if the first one
-    stays."""
-    tasks = compile_plan(Plan(), GRID).forward
-    names = [slot.name for slot in tasks.slots]
-    size = dict.fromkeys(names, 0.0) | {"rows": 10.0, "h": 10.0, "out": 10.0, "z": 10.0}
-    assert peak_bytes(tasks, size, ()) == 20.0
-    assert peak_bytes(tasks, size, ("rows",)) == 30.0
-    assert peak_bytes(tasks, size, ("rows", "h", "out")) == 40.0
+    program = compile_plan(Plan(), GRID).forward
+    life = life_of(program, frozenset({"y", "h"}))
+    dies = {name: place for place, step in enumerate(life.steps) for name in step.dies}
+    assert "y" not in dies
+    assert "h" not in dies
+    for name, place in dies.items():
+        readers = [k for k, step in enumerate(life.steps) if name in (*step.reads, *step.born)]
+        assert place == max(readers)
+    born = {name: place for place, step in enumerate(life.steps) for name in step.born}
+    for place, step in enumerate(life.steps):
+        assert all(life.steps[sender].sends and sender < place for sender in step.lands)
+        assert all(born.get(name, -1) < place for name in step.reads)
+
+
+@pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "multicast"])
+def test_one_rank_for_all_needs_what_the_ranks_need(all_to_all: str) -> None:
+    layer = replace(WORKLOAD, num_experts=16, tokens=4096)
+    grid = Grid(world=8, ep=8, ranks_per_node=4)
+    compiled = compile_plan(Plan(all_to_all=all_to_all, chunks=2), grid)  # type: ignore[arg-type]
+    simulator = Simulator(tree(2, 4))
+    sizes = sizes_of(compiled.forward, layer, grid)
+    one, each = (
+        layer_memory(
+            compiled.forward,
+            compiled.backward,
+            simulator.volumes(compiled.forward, layer, grid, sizes=of_call),
+        )
+        for of_call in (None, sizes)
+    )
+    assert one == pytest.approx(each, rel=0.01)
 
 
 def test_memory_does_not_depend_on_the_order_of_hashes() -> None:

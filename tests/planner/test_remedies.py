@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from moesaic.planner.answer import in_words, remedies
-from moesaic.planner.candidates import Pins, layouts
+from moesaic.planner.candidates import Pins, candidates, layouts
 from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.hub import read_shape
 from moesaic.planner.job import DataShape, Job
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, usable_bytes
 from moesaic.planner.search import LOSSLESS, Settings, TooLargeError, search, smallest_layout
 from moesaic.planner.simulator import Simulator
+from moesaic.planner.split import Split, SplitCostModel
 from moesaic.planner.step import StepCostModel
+from moesaic.planner.step_memory import least_bytes_of_plans, step_memory
+from moesaic.program.grid import Grid
 from planner.hub_configs import QWEN3_30B
 
 SHAPE = read_shape({**QWEN3_30B, "num_hidden_layers": 6}, "config.json", seq_len=8192)
@@ -72,12 +76,54 @@ def test_a_change_that_is_said_to_fit_does() -> None:
     ).best.memory.total <= usable_bytes(on(enough), 1.0)
 
 
+class CountingSimulator(Simulator):
+    """Counts the plans that are simulated."""
+
+    simulated = 0
+
+    def passes(self, *arguments: Any, **options: Any) -> Any:
+        self.simulated += 1
+        return super().passes(*arguments, **options)
+
+
+def test_no_plan_is_simulated_if_a_bound_shows_that_none_fits() -> None:
+    simulator = CountingSimulator(on(MEMORY))
+    with pytest.raises(TooLargeError):
+        search(job(8), simulator.cluster, FEW, simulator=simulator)
+    assert simulator.simulated == 0
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 8, 1), (2, 4, 2), (8, 2, 4), (1, 1, 1)])
+def test_no_plan_needs_less_than_the_bound_on_its_layout(
+    tp: int, ep: int, etp: int, recomputes: bool
+) -> None:
+    """And the bound is near: it is what rules layouts out before any plan is compiled."""
+    shaped = replace(job(8), model=replace(SHAPE, checkpoint_activations=recomputes))
+    cluster = on(MEMORY)
+    grid = Grid(world=8, tp=tp, ep=ep, etp=etp, ranks_per_node=8)
+    cost_model = StepCostModel(shaped.step_model(cluster, grid.dp), grid, Simulator(cluster))
+    space = replace(
+        LOSSLESS,
+        all_to_alls=("linear", "multicast"),
+        chunks=(1, 2),
+        orders=("fifo",),
+        codecs=("none", "int8"),
+    )
+    needs = [
+        step_memory(cost_model, plan.forward, plan.backward, plan.grid).total
+        for plan in candidates(grid, space)
+    ]
+    bound = least_bytes_of_plans(cost_model)
+    assert bound <= min(needs) < 1.25 * bound
+
+
 def test_what_the_smallest_layout_needs_is_what_the_advice_says() -> None:
     """On devices that no lower bound fits, and on those that bounds fit and plans do not."""
     recomputed = replace(job(8), model=replace(SHAPE, checkpoint_activations=True))
     needed = smallest_layout(
         [
-            StepCostModel(recomputed.step_model(on(MEMORY), grid.dp), grid, Simulator(on(MEMORY)))
+            SplitCostModel(recomputed, grid, Split(), Simulator(on(MEMORY)))
             for grid in layouts(recomputed, on(MEMORY), FEW.pins)
         ]
     )[1]

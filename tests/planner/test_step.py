@@ -291,7 +291,9 @@ def test_memory_counts_the_part_of_the_parameters_that_a_rank_holds() -> None:
     needed = memory()
     dense = 4 * 4 * 256**2 + 2 * 3 * 256 * 1024 + 2 * 256 * 8 + 2 * 1000 * 256
     parameters = dense / 8 + 2 * 8 * 3 * 256 * 512 / 8
-    assert needed.weights == needed.gradients == pytest.approx(parameters * 4)
+    assert needed.weights == pytest.approx(parameters * 4)
+    assert needed.gradients == 0.0, "not yet at the last block's backward pass, which needs most"
+    assert memory(replace(MODEL, micro_batches=2)).gradients == needed.weights
     assert needed.optimizer == pytest.approx(parameters * 8)
     assert needed.total == sum(vars(needed).values())
 

@@ -58,7 +58,7 @@ def test_programs_of_one_name_and_length_have_scripts_of_their_own() -> None:
 
 
 def freed(script: Script) -> list[str]:
-    return [name for step in script.steps for name in step.unread]
+    return [name for step in script.steps for name in step.dies]
 
 
 def test_every_slot_is_freed_once_after_its_last_reading() -> None:
@@ -75,7 +75,7 @@ def test_every_slot_is_freed_once_after_its_last_reading() -> None:
             if s.number > step.number
             for name in s.reads
         ]
-        assert not set(step.unread).intersection(later)
+        assert not set(step.dies).intersection(later)
 
 
 def test_a_layer_call_sends_its_counts_then_two_messages_to_each_peer() -> None:

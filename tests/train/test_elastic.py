@@ -19,6 +19,7 @@ import torch.distributed as dist
 from cli.test_train import has_lines, wait_for
 from forked import Forked
 from moesaic.errors import InputError
+from moesaic.planner.split import Split
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.train import auto_plan
@@ -83,8 +84,9 @@ def test_a_search_finds_mesh_and_plan_for_the_ranks_that_are_left(tmp_path, monk
     assert world % grid.least_ranks == 0
     assert grid.least_ranks > 1 or found.layer_plan is not None
     assert found.planner.plan == ""
+    stages = f"pp {grid.pp}, " * (grid.pp > 1)
     assert said[0].startswith(
-        f"planner: {world} ranks take tp {grid.tp}, ep {grid.ep}, etp {grid.etp}"
+        f"planner: {world} ranks take {stages}tp {grid.tp}, ep {grid.ep}, etp {grid.etp}"
     )
     assert with_planned(found) == found
 
@@ -93,9 +95,16 @@ def test_under_auto_a_mesh_that_fits_stays_and_another_is_searched(tmp_path, mon
     config = tiny(tmp_path, batch_size=4, mesh={"ep": 4}, planner={"plan": "auto"})
     left(monkeypatch, 4)
     assert with_planned(config) == config
-    layout = SimpleNamespace(grid=Grid(world=2, ep=2), plan=Plan(chunks=2), seconds=0.5)
+    layout = SimpleNamespace(
+        grid=Grid(world=2, ep=2),
+        split=Split(),
+        layout="ep 2",
+        plan=Plan(chunks=2),
+        seconds=0.5,
+        estimate=SimpleNamespace(bottleneck="compute"),
+    )
     monkeypatch.setattr(
-        auto_plan, "find_layout", lambda table, world, *_, **__: layout if world == 2 else None
+        auto_plan, "find_layouts", lambda table, world, *_, **__: (layout,) * (world == 2)
     )
     left(monkeypatch, 2)
     found = with_planned(config)

@@ -8,8 +8,10 @@ import os
 import re
 import shlex
 import signal
+import sys
 import time
 from contextlib import nullcontext
+from types import FrameType
 
 import pytest
 import torch.distributed as dist
@@ -239,6 +241,21 @@ class Looks:
 
     def monotonic(self) -> float:
         return self._now
+
+
+def test_a_watch_holds_no_frame_between_its_looks(monkeypatch):
+    """A frame would keep the tensors of the layer alive that it runs."""
+    held = []
+
+    class Looking(Looks):
+        def wait(self, pause: float) -> bool:
+            values = sys._getframe(1).f_locals.values()
+            held.extend(value for value in values if isinstance(value, FrameType))
+            return super().wait(pause)
+
+    monkeypatch.setattr(sys.modules[__name__], "Looks", Looking)
+    assert not is_given_up(monkeypatch, [1.0] * 3)
+    assert held == []
 
 
 def is_given_up(monkeypatch, seconds, step=lambda: "step 1", is_long=False):

@@ -15,11 +15,11 @@ pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 pytest.importorskip("peft", reason="pip install peft")
 
 import peft
-from allocated import Allocated
 from lora_ranks import SIZES
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moesaic.transformers
+from allocated import Allocated
 from moesaic.planner.finetune import Method, predict_finetune
 from moesaic.planner.hub import read_shape
 from moesaic.program.plan import Plan

@@ -14,13 +14,13 @@ pytest.importorskip("peft", reason="pip install peft")
 
 import peft
 import quantized_models
-from allocated import Allocated
 from lora_ranks import FAMILIES, SIZES, load, on_rank, stepped, with_adapters
 from quantized_models import KINDS
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from allocated import Allocated
 from moesaic.errors import InputError
 from moesaic.transformers import adopt_adapters
 from moesaic.weights import source

@@ -24,8 +24,9 @@ from moesaic.planner.topology import Load, Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.layouts import ends_of
+from moesaic.program.layouts import Move, ends_of
 from moesaic.program.plan import Plan
+from moesaic.program.row_counts import HopRows, Messages
 from moesaic.program.task import Kind, Layout, Op, Program, Slot, Task
 
 _REFERENCE = 1 << 20
@@ -103,6 +104,7 @@ class Scaled(AbstractVolumes):
         self._piece = piece
         self.layer = layer
         self.topology: Topology = family.first.topology
+        self.grid: Grid = family.first.grid
 
     @property
     def num_actors(self) -> int:
@@ -122,6 +124,18 @@ class Scaled(AbstractVolumes):
 
     def shards(self, weights: Layout) -> float:
         return self._family.first.shards(weights)
+
+    def stays(self, move: Move) -> bool:
+        """See `RowsMoved`."""
+        return self._family.first.stays(move)
+
+    def messages(self, move: Move) -> tuple[Messages, Messages]:
+        """See `RowsMoved`."""
+        return self._family.first.messages(move)
+
+    def hop_rows(self, hop: HopRows) -> np.ndarray:
+        """See `RowCounts`."""
+        return self._family.first.hop_rows(hop) * self._times(hop.move.source)
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
         source = ends_of(task, slots)[0]

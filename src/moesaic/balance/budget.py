@@ -24,6 +24,7 @@ from moesaic.errors import InputError
 from moesaic.program.compile import Compiled
 from moesaic.program.plan import NO_REPLICATION
 from moesaic.program.replications import NOTHING, Replications
+from moesaic.program.row_counts import RankRows
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.runtime.call_counts import CountedCall
@@ -136,7 +137,7 @@ class MemoryBudget:
             replicated: replicated rows; None for no rows.
         """
         return compiled.held(self.num_experts, call.experts()).peak(
-            self._sizes(compiled, replicated, call.copies, call)
+            RankRows(self._sizes(compiled, replicated, call.copies, call))
         )
 
     def _sizes(
@@ -269,7 +270,9 @@ class MemoryBudget:
         held = compiled.held(self.num_experts, call.experts())
         parts = [
             held.of_slice(
-                self._sizes(compiled, slices.replicated(number), slices.copies(number), call)
+                RankRows(
+                    self._sizes(compiled, slices.replicated(number), slices.copies(number), call)
+                )
             )
             for number in range(slices.num_slices)
         ]

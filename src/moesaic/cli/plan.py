@@ -83,6 +83,8 @@ FOR_FINETUNE = (
     "json",
 )
 """Options that have a meaning with `--finetune`."""
+MOST_STAGES = 16
+"""`most_stages` of `Settings`."""
 TABLES = 4
 """Number of calls of a trace under which plans are ranked."""
 DESCRIPTION = f"""Search the layout and plan with the shortest simulated step for a model on a
@@ -147,9 +149,9 @@ class PlanOptions:
     innermost: Literal["etp", "ep"] | None = None
     """Search only layouts in which this axis has consecutive ranks; None tries both."""
     pp: int | None = None
-    """Pipeline stages of the layout of another system (Megatron, or that of --emit) that is
-    compared with the ranking, which itself has no pipelines. None tries all numbers; with a number,
-    --emit prints that layout."""
+    """Search only layouts with this number of pipeline stages, of ours and of the other system that
+    is compared with them; None tries powers of two up to 16. With a number, --emit prints the
+    other system's own best layout."""
     schedules: tuple[Schedule, ...] = LOSSLESS.schedules
     """Schedules to try."""
     all_to_alls: tuple[AllToAll, ...] = LOSSLESS.all_to_alls
@@ -247,11 +249,7 @@ def run(arguments: Sequence[str]) -> int:
         predict(job, simulator.cluster, layout)
         if options.emit is not None:
             return _emit(options.emit, job, layout)
-    if (
-        options.emit is not None
-        and options.pp is not None
-        and (options.pp > 1 or options.emit != "moesaic")
-    ):
+    if options.emit not in (None, "moesaic") and options.pp is not None:
         best = _best_of(options.emit, job, simulator.cluster, options)
         if best is None:
             raise InputError(
@@ -518,6 +516,8 @@ def _settings(options: PlanOptions) -> Settings:
         finished_eps=FINISHED,
         reserve_gib=options.reserve_gib,
         max_vio=options.max_vio or 0.0,
+        most_stages=MOST_STAGES,
+        pp=options.pp,
     )
 
 

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from moesaic.planner.algorithm1 import choose
-from moesaic.planner.answer import SkewedStep, Speed, changes, speed_of, under_skew
-from moesaic.planner.candidates import name_of
+from moesaic.planner.answer import SKEWED, SkewedStep, Speed, changes, speed_of, under_skew
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
 from moesaic.planner.hub import HubShape
@@ -20,7 +19,6 @@ from moesaic.planner.other_systems import (
     longer_by_narrow_rate,
     predict,
 )
-from moesaic.planner.predicted_plans import APART
 from moesaic.planner.rank_memory import GIB, Memory, about_fragments, what_is_missing
 from moesaic.planner.search import PlannedStep, Result
 from moesaic.planner.simulator import Simulator
@@ -56,7 +54,7 @@ def table_of(
             str(number),
             f"{planned.seconds * 1e3:,.2f}",
             f"{planned.seconds / planned.bound_seconds:.2f}",
-            name_of(planned.grid),
+            planned.layout,
             plan_in_words(planned.plan),
             _limit(planned),
             f"{planned.memory.total / GIB:.1f}",
@@ -164,7 +162,7 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
         f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in best.estimate.parts.items()
     )
     yield (
-        f"best: {name_of(best.grid)} (dp {best.grid.dp}, edp {best.grid.edp}), "
+        f"best: {best.layout} (dp {best.grid.dp}, edp {best.grid.edp}), "
         f"{plan_in_words(best.plan)}: {parts}"
     )
     yield _about_whole_experts(result)
@@ -322,7 +320,7 @@ def _other_eps(result: Result) -> Iterator[str]:
     searched = [results.best for results in others.values() if results.is_searched and results.best]
     for planned in sorted(searched, key=lambda planned: planned.seconds):
         words.append(
-            f"ep {planned.grid.ep} ({name_of(planned.grid)}): "
+            f"ep {planned.grid.ep} ({planned.layout}): "
             f"{best.seconds / planned.seconds:.2f} times the speed"
         )
     if unfit := [str(ep) for ep, results in others.items() if results.is_too_large]:
@@ -361,7 +359,7 @@ def _about_whole_experts(result: Result) -> str:
         )
     return (
         f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long "
-        f"({name_of(whole.grid)}, limited by {whole.estimate.bottleneck}); it wins if blocks have "
+        f"({whole.layout}, limited by {whole.estimate.bottleneck}); it wins if blocks have "
         "enough tokens to hide the gathering of experts"
     )
 
@@ -380,7 +378,7 @@ def _about_skew(
     step = under_skew(job, cluster, best, asked)
     if step is None:
         yield (
-            f"a MaxVio of {asked:g}: not predicted, since more than {APART} ranks share a copy of "
+            f"a MaxVio of {asked:g}: not predicted, since more than {SKEWED} ranks share a copy of "
             "the experts"
         )
         return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moesaic.errors import InputError
 from moesaic.routing.routers import ON_MESH, ROUTERS
-from moesaic.shapes import ModelShape, MoEShape, check_at_least
+from moesaic.shapes import ModelShape, MoEShape
 
 if TYPE_CHECKING:
     from moesaic.routing.capacity import AbstractCapacity
@@ -85,12 +85,8 @@ class MoEConfig(MoEShape):
 class ModelConfig(ModelShape):
     """A transformer; `ModelShape` has its sizes."""
 
-    conv_width: int = 4
-    """Width of the short convolution in front of each block, in positions up to the current one; 1
-    for no convolution."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The MoE layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("model", self, "conv_width", 1)

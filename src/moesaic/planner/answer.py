@@ -10,20 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from moesaic.errors import InputError
-from moesaic.planner.candidates import Pins, layouts, name_of
+from moesaic.planner.candidates import Pins, layouts
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.job import Job
 from moesaic.planner.loads import memory_under_counts, on_replica, simulate_counts
-from moesaic.planner.predicted_plans import APART
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layout
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.step import StepCostModel
-from moesaic.planner.step_memory import step_memory
+from moesaic.planner.split import Split, SplitCostModel
 from moesaic.planner.workload import largest_max_vio, skewed_counts
 from moesaic.program.compile import Compiled, compile_plan
 
@@ -31,6 +28,10 @@ SPEED_RATIOS = (0.76, 0.95, 1.13)
 """First quartile, median and third quartile of measured over predicted speed of the published steps
 in docs/ledger.md, each predicted without its own system in the fit (`moesaic_lab.ledger.held_out`).
 One for all machines: no class of machines has enough sources for its own."""
+
+SKEWED = 256
+"""Largest number of ranks that share the experts under which skew is predicted, since each is
+simulated: 256 take 0.7 s of a processor, and twice as many four times as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +126,7 @@ def changes(
     ]
     memory_changes = []
     if result.too_large is not None:
-        memory_changes.append(
-            (name_of(result.too_large.grid), *again(job, cluster, result.too_large))
-        )
+        memory_changes.append((result.too_large.layout, *again(job, cluster, result.too_large)))
     if job.model.checkpoint_activations:
         without_recomputation = replace(job, model=replace(job.model, checkpoint_activations=False))
         memory_changes.append(("nothing recomputed", *again(without_recomputation, cluster, best)))
@@ -153,12 +152,10 @@ def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, 
         planned: the plan and its layout.
     """
     simulator = Simulator(cluster)
-    cost_model = StepCostModel(job.step_model(cluster, planned.grid.dp), planned.grid, simulator)
+    cost_model = SplitCostModel(job, planned.grid, planned.split, simulator)
     compiled = compile_plan(planned.plan, planned.grid)
     programs = compiled.forward, compiled.backward
-    memory = step_memory(
-        cost_model, *programs, compiled.grid, memory_budget=planned.plan.memory_budget
-    )
+    memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
     return cost_model.estimate(
         *simulator.passes(*programs, cost_model.model.layer, compiled.grid)
     ).seconds, memory
@@ -192,23 +189,21 @@ def under_skew(
     if grid.ep == 1:
         return SkewedStep(longer=1.0, memory=planned.memory)
     compiled = _replica(job, planned, simulator)
-    cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
+    cost_model = SplitCostModel(job, grid, planned.split, simulator)
     layer = cost_model.model.layer
     if compiled is None or max_vio > largest_max_vio(grid.ep, layer):
         return None
     counts = skewed_counts(compiled.grid.dp, layer, ep=grid.ep, max_vio=max_vio)
     seconds = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    memory = memory_under_counts(
-        partial(step_memory, cost_model), simulator, compiled, layer, [counts]
-    )
+    memory = memory_under_counts(cost_model.memory, simulator, compiled, layer, [counts])
     return SkewedStep(longer=seconds / again(job, cluster, planned)[0], memory=memory)
 
 
 def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
     """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more
-    than `APART` ranks."""
+    than `SKEWED` ranks."""
     one = on_replica(compile_plan(planned.plan, planned.grid), simulator.cluster)
-    return None if one.grid.world > APART else one
+    return None if one.grid.world > SKEWED else one
 
 
 def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
@@ -351,8 +346,6 @@ def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float
     simulator = Simulator(cluster)
     try:
         grids = layouts(job, cluster, settings.pins)
-        return smallest_layout(
-            [StepCostModel(job.step_model(cluster, grid.dp), grid, simulator) for grid in grids]
-        )[1]
+        return smallest_layout([SplitCostModel(job, grid, Split(), simulator) for grid in grids])[1]
     except InputError:
         return None

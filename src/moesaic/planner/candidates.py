@@ -36,24 +36,31 @@ class Pins:
     """Which of etp and ep has consecutive ranks."""
 
 
-def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
-    """Return the meshes of all devices of a cluster that split a job evenly, without pipeline
-    stages.
+def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins(), pp: int = 1) -> list[Grid]:
+    """Return the meshes of the devices of one of `pp` equal pipeline stages that split a job
+    evenly.
 
     Raises:
         InputError: if there are none; the message says why the mesh with the smallest sizes does
             not fit.
     """
-    refusals = {grid: _refusal(job, grid) for grid in _grids(cluster, pins)}
+    world = cluster.world // pp
+    per_node = min(cluster.devices_per_node, world)
+    if world * pp != cluster.world or world % per_node:
+        raise InputError(
+            f"{cluster.world} ranks in nodes of {cluster.devices_per_node} do not split into {pp} "
+            "stages of whole nodes, or of equal parts of one"
+        )
+    refusals = {grid: _refusal(job, grid) for grid in _grids(world, per_node, pins)}
     grids = [grid for grid, refusal in refusals.items() if not refusal]
     if not grids:
         first, refusal = next(iter(refusals.items()), (None, ""))
         why = (
-            _which_do_not_divide(cluster.world, pins)
+            _which_do_not_divide(world, pins)
             if first is None
             else f": the first one, {name_of(first)}: {refusal}"
         )
-        raise InputError(f"the search space holds no layout of {cluster.world} ranks{why}")
+        raise InputError(f"the search space holds no layout of {world} ranks{why}")
     return grids
 
 
@@ -78,14 +85,9 @@ def name_of(grid: Grid) -> str:
     return f"tp {grid.tp}, ep {grid.ep}, etp {grid.etp}{inner}"
 
 
-def _grids(cluster: ClusterSpec, pins: Pins) -> Iterator[Grid]:
-    world = cluster.world
+def _grids(world: int, per_node: int, pins: Pins) -> Iterator[Grid]:
     sizes = [size for size in range(1, world + 1) if world % size == 0]
-    for tp in (
-        [size for size in sizes if size <= cluster.devices_per_node]
-        if pins.tp is None
-        else [pins.tp]
-    ):
+    for tp in [size for size in sizes if size <= per_node] if pins.tp is None else [pins.tp]:
         for ep in sizes if pins.ep is None else [pins.ep]:
             for etp in sizes if pins.etp is None else [pins.etp]:
                 if world % tp or world % (ep * etp):
@@ -94,7 +96,6 @@ def _grids(cluster: ClusterSpec, pins: Pins) -> Iterator[Grid]:
                     ("etp", "ep") if ep > 1 and etp > 1 else ("etp",)
                 )
                 for innermost in orders if pins.innermost is None else (pins.innermost,):
-                    per_node = cluster.devices_per_node
                     yield Grid(
                         world=world,
                         tp=tp,

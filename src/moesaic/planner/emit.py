@@ -16,6 +16,7 @@ from moesaic.errors import InputError, suggestion
 from moesaic.planner.harmless_flags import HARMLESS, HARMLESS_VALUES
 from moesaic.planner.job import Job
 from moesaic.planner.other_systems import Offers, OthersLayout
+from moesaic.planner.plan_files import mesh_table
 from moesaic.planner.search import PlannedStep
 from moesaic.planner.step import PARTS, Part, Schedule, Sharded
 from moesaic.program.plan import Crossing, Plan
@@ -90,6 +91,10 @@ MEGATRON: dict[str, tuple[str, Any]] = {
 """Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each
 has the field that it sets, and a function from its word to the value, a table from words to values,
 or `list` if it takes several words."""
+GRAPHS = ("cuda-graph-impl", "cuda-graph-scope")
+"""Flags of Megatron that turn CUDA graphs on; `full_iteration` after one of them (the first since
+0.18, the second before) makes a whole step one graph. Graphs of parts of a layer are not read."""
+WHOLE_STEP = "full_iteration"
 APART = ("hides_parameters", "hides_gradients", "fused_loss")
 """Fields that are False in Megatron unless a flag sets them."""
 WHOLE_BLOCKS: tuple[tuple[str, Any], ...] = (
@@ -140,6 +145,8 @@ def from_flags(flags: str) -> OthersLayout:
         elif field:
             values[field] = _flag_value(flag.word, flag.values, make)
     values = yielding | values
+    if _is_one_graph(given):
+        values["graphs"] = True
     if "block" not in values.get("recompute", ()):  # these two flags say which blocks
         values = {
             field: value for field, value in values.items() if field not in dict(WHOLE_BLOCKS)
@@ -206,6 +213,11 @@ def _given(words: list[str]) -> list[Given]:
     return given
 
 
+def _is_one_graph(given: list[Given]) -> bool:
+    """Return whether flags make a whole step one CUDA graph."""
+    return any(flag.name in GRAPHS and WHOLE_STEP in flag.values for flag in given)
+
+
 SIZES: dict[str, Callable[[Job], int]] = {
     "seq-length": lambda job: job.model.seq_len,
     "training.seq-len": lambda job: job.model.seq_len,
@@ -240,7 +252,7 @@ def unread_flags(flags: str, job: Job) -> list[str]:
                 f"--explain: {flag.word} {value}, but the planned model has {size(job)}: make "
                 f"them agree{option}"
             )
-    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS}
+    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS, *(GRAPHS if _is_one_graph(given) else ())}
     unread = (
         flag.word
         for flag in given
@@ -272,16 +284,20 @@ def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
     """Return the layout of other systems that is most similar to one of our plans."""
     grid = planned.grid
     plan = planned.plan
+    split = planned.split
     return OthersLayout(
         tp=grid.tp,
+        pp=split.pp,
+        virtual_pp=split.parts,
         ep=grid.ep,
         etp=grid.etp,
-        micro_batch=job.batch_size // grid.dp,
+        micro_batch=split.of(job).batch_size // grid.dp,
         global_batch=job.batch_size * job.accumulation,
         recompute=("block",) if job.model.checkpoint_activations else (),
         all_to_all="multicast" if plan.crossing is not Crossing.LINK else "linear",
         overlapped=plan.chunks > 1,
-        sharded="parameters",
+        # PyTorch's pipelines keep parameters whole between micro-batches
+        sharded="parameters" if split.pp == 1 else "gradients",
     )
 
 
@@ -371,6 +387,7 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
         lines.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
     lines += ["--overlap-moe-expert-parallel-comm"] * layout.overlapped
     lines += ["--grad-reduce-in-bf16"] * (not layout.float32_reduced)
+    lines += [f"--{GRAPHS[0]} {WHOLE_STEP}"] * layout.graphs
     if "block" in layout.recompute:
         how = (
             f"--recompute-method {layout.recompute_method} --recompute-num-layers "
@@ -452,9 +469,9 @@ def _schedule_name(layout: OthersLayout) -> str:
 
 def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
-    mesh |= {} if planned is None else {"innermost": planned.grid.innermost}
-    mesh |= {"pp": layout.pp, "parts-per-stage": layout.virtual_pp} if layout.pp > 1 else {}
-    lines = [f"--mesh.{name} {value}" for name, value in mesh.items()]
+    mesh |= {"pp": layout.pp, "parts_per_stage": layout.virtual_pp} if layout.pp > 1 else {}
+    mesh |= {} if planned is None else mesh_table(planned)
+    lines = [f"--mesh.{name.replace('_', '-')} {value}" for name, value in mesh.items()]
     default = Plan()
     plan = Plan(all_to_all=layout.all_to_all) if planned is None else planned.plan
     for choice in fields(Plan):
@@ -465,7 +482,8 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
                 f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}"
             )
     if planned is not None:
-        lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]
+        cut = planned.split.of(job)
+        lines += [f"--batch-size {cut.batch_size}", f"--accumulation {cut.accumulation}"]
     return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)
 
 
@@ -499,7 +517,7 @@ SYSTEMS: dict[str, System] = {
         offers=Offers(
             schedules=(("1f1b", 2), *PYTORCH), recompute=tuple(MODES.values()), sharded="parameters"
         ),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), *WHOLE_BLOCKS),
+        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS),
     ),
     "automodel": System(
         write=_automodel,
@@ -509,12 +527,12 @@ SYSTEMS: dict[str, System] = {
             all_to_alls=("linear", "deepep"),
             sharded="parameters",
         ),
-        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), *WHOLE_BLOCKS),
+        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False), ("graphs", False), *WHOLE_BLOCKS),
     ),
     "moesaic": System(
         write=_moesaic,
         offers=Offers(sharded="parameters"),
-        lacks=(("cp", 1), ("mtp", 0), ("replicas", 1), *WHOLE_BLOCKS),
+        lacks=(("cp", 1), ("mtp", 0), ("replicas", 1), ("graphs", False), *WHOLE_BLOCKS),
     ),
 }
 """Systems by name. To add one, write a function for its flags."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 
 import numpy as np
 
 from moesaic.planner.call_sizes import chunks_of, node_tokens_per_node
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.hops import HopPaths, check_regular, hop_paths
+from moesaic.planner.hops import HopPaths, Route, check_regular, hop_paths, route_of
 from moesaic.planner.movement import AbstractVolumes, Movement, connected_components, row_bytes
 from moesaic.planner.symmetry import Digits, Pairs, UnlikeError, box_of, pieces_of_step, steps_of
 from moesaic.planner.topology import Topology, check_fit
@@ -24,6 +24,7 @@ from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
 from moesaic.program.layouts import Move, ends_of
+from moesaic.program.row_counts import HopRows, Messages
 from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
 
 MAX_RANKS_APART = 4096
@@ -59,6 +60,33 @@ class PieceRows:
         return rows[layout.flow] / (1 if layout.chunk is None else self.chunks)
 
 
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Which pairs of ranks exchange rows in a movement, whatever its number of rows."""
+
+    pairs: Pairs
+    """The classes of pairs that exchange rows."""
+    factors: tuple[int, ...]
+    """Numbers whose product, in this order, is the number of pieces of a pair."""
+    steps: np.ndarray | None
+    """(n,) further factors of each pair of a step; None without steps."""
+    is_unlike: bool
+    """Whether only some ranks of the block send, so that no rank stands for the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What the layers of a cluster share, by what it follows from; new results are added."""
+
+    route: Callable[[str, Digits, frozenset[int]], Route] = field(
+        default_factory=lambda: lru_cache(maxsize=64)(route_of)
+    )
+    """`route_of`, the last results of which are kept."""
+    paths: dict[tuple[object, ...], HopPaths] = field(default_factory=dict)
+    exchanges: dict[tuple[object, ...], Exchange] = field(default_factory=dict)
+    movements: dict[tuple[object, ...], list[Movement]] = field(default_factory=dict)
+
+
 class Even(AbstractVolumes):
     """Rows and messages if all ranks do the same.
 
@@ -67,8 +95,7 @@ class Even(AbstractVolumes):
         topology: of the cluster, folded.
         layer: the layer of all ranks.
         piece: rows of a piece.
-        paths: cache of the messages of hops, shared with other meshes and layers; new ones are
-            added.
+        known: what other meshes and layers share.
         digits: returns a mesh's digits, given what `Digits` is given; its results are kept, so that
             layers share them.
         apart: distinguish the ranks of a block, since in a step of a peer schedule only some of
@@ -85,13 +112,13 @@ class Even(AbstractVolumes):
         topology: Topology,
         layer: Workload,
         piece: PieceRows,
-        paths: dict[tuple[object, ...], HopPaths],
+        known: Known,
         digits: Callable[[Grid, frozenset[int], int], Digits],
         *,
         apart: bool = False,
     ) -> None:
         self._apart = apart
-        self._paths = paths
+        self._known = known
         self._digits = digits
         self.grid = grid
         self.topology = topology
@@ -106,6 +133,7 @@ class Even(AbstractVolumes):
         )
         self._rows: dict[Layout, np.ndarray] = {}
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
+        self._ends: dict[Move, tuple[Messages, Messages]] = {}
         self._checked: set[tuple[str, int, int, bool]] = set()
 
     @property
@@ -176,10 +204,29 @@ class Even(AbstractVolumes):
     def _pair_rows(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
         """Return the classes of pairs that exchange rows, and the rows of one pair of each
         class."""
-        pairs = digits.pairs(digits.axes(move.group), steps_of(digits, move.source))
-        rows = self._rows_of_pairs(digits, move, pairs)
-        sent = rows > 0
-        return Pairs(pairs.source[sent], pairs.target[sent], pairs.count[sent]), rows[sent]
+        key = (digits, _any_chunk(move.source), _any_chunk(move.target), move.group, move.reduce)
+        if key not in self._known.exchanges:
+            groups = digits.pairs(digits.axes(move.group), steps_of(digits, move.source))
+            self._known.exchanges[key] = _exchange(digits, move, groups)
+        exchange = self._known.exchanges[key]
+        rows = self._rows_of(exchange, move)
+        if not rows.any():
+            nobody = np.zeros(0, dtype=np.int64)
+            return Pairs(nobody, nobody, np.zeros(0)), np.zeros(0)
+        if exchange.is_unlike:
+            raise UnlikeError("only the first of several nodes that hold the same rows sends them")
+        return exchange.pairs, rows
+
+    def _rows_of(self, exchange: Exchange, move: Move) -> np.ndarray:
+        """Return the rows that each pair exchanges in a movement."""
+        rows = float(
+            self._experts_per_place(move.source)
+            * min(self.piece.of(move.source), self.piece.of(move.target))
+        )
+        for factor in exchange.factors:
+            rows *= factor
+        rows_of_pairs = np.full(len(exchange.pairs.source), rows)
+        return rows_of_pairs * (1 if exchange.steps is None else exchange.steps)
 
     def _compute_movements(
         self, task: Task, move: Move, num_bytes: Callable[[float], float]
@@ -207,9 +254,67 @@ class Even(AbstractVolumes):
             )
         return self._group_messages(*messages)
 
+    def hop_rows(self, hop: HopRows) -> np.ndarray:
+        """See `RowCounts`."""
+        digits = self._link_digits(hop.link, hop.move, self._radix(hop.move.source))
+        group = digits.axes(hop.group)
+        pairs, rows = self._pair_rows(digits, hop.move)
+        if not len(rows):
+            return np.zeros(self.num_actors)
+        classed = group - digits.within(1, digits.block) - steps_of(digits, hop.move.source)
+        paths = self._paths_of(hop, digits, group, pairs, classed)
+        return self._per_actor(paths.ends[:, int(hop.arrives)], paths.num_bytes(rows * pairs.count))
+
+    def _per_actor(self, ranks: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of each actor, given rows of some ranks. One actor has the mean over the
+        ranks of a block."""
+        block = self.topology.block
+        per_rank = np.bincount(ranks % block, rows, block)
+        return per_rank if self.num_actors > 1 else per_rank.mean(keepdims=True)
+
+    def stays(self, move: Move) -> bool:
+        """See `RowsMoved`."""
+        pairs, _ = self._pair_rows(self._radix(move.source), move)
+        return not len(pairs.source) and np.array_equal(
+            self.rows(move.source), self.rows(move.target)
+        )
+
+    def messages(self, move: Move) -> tuple[Messages, Messages]:
+        """See `RowsMoved`."""
+        if move not in self._ends:
+            self._ends[move] = self._find_ends(move)
+        return self._ends[move]
+
+    def _find_ends(self, move: Move) -> tuple[Messages, Messages]:
+        """Return what ranks send and receive in a movement.
+
+        Peers ascend with the digits of expert or of origin in which they differ. A slot is sorted
+        by expert first, so rows for peers that differ by origin are in its order only if it has one
+        expert.
+        """
+        digits = self._radix(move.source)
+        pairs, rows = self._pair_rows(digits, move)
+        ranks = np.arange(self.topology.block)
+        here = Pairs(ranks, ranks, np.ones(len(ranks)))
+        stay = _exchange(digits, replace(move, reduce=True), here)
+        own = self._per_actor(stay.pairs.source, self._rows_of(stay, move))
+        boxes = box_of(digits, move.source), box_of(digits, move.target)
+        group = digits.axes(move.group)
+        ends = []
+        for side, layout, mine, theirs in (
+            (pairs.source, move.source, boxes[0], boxes[1]),
+            (pairs.target, move.target, boxes[1], boxes[0]),
+        ):
+            moved = self._per_actor(side, rows * pairs.count) + own
+            uses = float((moved / np.maximum(self.rows(layout), 1e-9)).max())
+            by_origin = group & mine.free_origin & (theirs.origin - theirs.free_origin)
+            experts = digits.product(mine.free_expert) * self._experts_per_place(layout)
+            ends.append(Messages(uses, abs(uses - 1) < 1e-9 and (not by_origin or experts == 1)))
+        return ends[0], ends[1]
+
     def _paths_of(
         self,
-        task: Task,
+        task: Task | HopRows,
         digits: Digits,
         group: frozenset[int],
         pairs: Pairs,
@@ -226,9 +331,11 @@ class Even(AbstractVolumes):
             classed,
             *(each.tobytes() for each in ranks),
         )
-        if key not in self._paths:
-            self._paths[key] = hop_paths(task, digits, group, pairs, classed)
-        return self._paths[key]
+        paths = self._known.paths
+        if key not in paths:
+            route = self._known.route(task.link, digits, group)
+            paths[key] = hop_paths(task, digits, route, pairs, classed)
+        return paths[key]
 
     def _link_digits(self, name: str, move: Move, digits: Digits) -> Digits:
         """Return the digits that distinguish the packets of a movement that an all-to-all treats
@@ -252,6 +359,17 @@ class Even(AbstractVolumes):
     def _group_messages(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
     ) -> list[Movement]:
+        """Return `_grouped` messages, computed once for all layers with equal ones."""
+        ends = (source.tobytes(), target.tobytes())
+        key = (self.topology, self._apart, *ends, num_bytes.tobytes(), messages.tobytes())
+        movements = self._known.movements
+        if key not in movements:
+            movements[key] = self._grouped(source, target, num_bytes, messages)
+        return movements[key]
+
+    def _grouped(
+        self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
+    ) -> list[Movement]:
         """Group messages into movements: one, or, if ranks of a node are distinguished, one per
         connected set."""
         block = self.topology.block
@@ -272,46 +390,6 @@ class Even(AbstractVolumes):
             movements.append(Movement(tuple(actors.tolist()), load, posts[actors]))
         return movements
 
-    def _rows_of_pairs(self, digits: Digits, move: Move, pairs: Pairs) -> np.ndarray:
-        """Return the rows that each source sends to one target of its class."""
-        before = box_of(digits, move.source)
-        after = box_of(digits, move.target)
-        source_digits = digits.of(pairs.source)
-        target_digits = digits.of(pairs.target)
-        equal = source_digits == target_digits
-        step_digits = steps_of(digits, move.source)
-        rows_per_piece = min(self.piece.of(move.source), self.piece.of(move.target))
-        pieces = np.full(
-            len(source_digits), float(self._experts_per_place(move.source) * rows_per_piece)
-        )
-        for digit_set, free_before, free_after in (
-            (before.origin, before.free_origin, after.free_origin),
-            (before.expert, before.free_expert, after.free_expert),
-        ):
-            for digit in digit_set - step_digits:
-                if digit in free_before and digit in free_after:
-                    pieces *= digits.sizes[digit]
-                elif digit not in free_before and digit not in free_after:
-                    pieces *= equal[:, digit]
-        if move.source.step is not None:
-            pieces *= pieces_of_step(
-                digits,
-                step_digits,
-                step=move.source.step,
-                before=before,
-                after=after,
-                source_digits=source_digits,
-                target_digits=target_digits,
-            )
-        if move.reduce:
-            return pieces
-        pieces *= ~equal[:, sorted(before.fixed)].all(axis=1)
-        unfixed = digits.axes(move.group) - before.fixed
-        pieces *= (source_digits[:, sorted(unfixed)] == 0).all(axis=1)
-        if unfixed - digits.within(1, digits.block) and pieces.any():
-            raise UnlikeError("only the first of several nodes that hold the same rows sends them")
-        return pieces
-
     def _experts_per_place(self, layout: Layout) -> int:
         return self.layer.num_experts // self.grid.ep if FLOWS[layout.flow].is_per_expert else 1
 
@@ -321,6 +399,51 @@ class Even(AbstractVolumes):
             stride = self.grid.etp if self.grid.innermost == "etp" else 1
             extra.add(stride * (self.grid.ep // layout.step[1]))
         return self._digits(self.grid, frozenset(extra), self.topology.block)
+
+
+def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
+    """Return which of some pairs of ranks exchange rows in a movement."""
+    step_digits = steps_of(digits, move.source)
+    before = box_of(digits, move.source)
+    after = box_of(digits, move.target)
+    source_digits = digits.of(pairs.source)
+    target_digits = digits.of(pairs.target)
+    equal = source_digits == target_digits
+    factors: list[int] = []
+    sent = np.ones(len(source_digits), dtype=bool)
+    for digit_set, free_before, free_after in (
+        (before.origin, before.free_origin, after.free_origin),
+        (before.expert, before.free_expert, after.free_expert),
+    ):
+        for digit in digit_set - step_digits:
+            if digit in free_before and digit in free_after:
+                factors.append(int(digits.sizes[digit]))
+            elif digit not in free_before and digit not in free_after:
+                sent &= equal[:, digit]
+    steps: np.ndarray | None = None
+    if move.source.step is not None:
+        steps = pieces_of_step(
+            digits,
+            step_digits,
+            step=move.source.step,
+            before=before,
+            after=after,
+            source_digits=source_digits,
+            target_digits=target_digits,
+        )
+        sent &= steps > 0
+    is_unlike = False
+    if not move.reduce:
+        sent &= ~equal[:, sorted(before.fixed)].all(axis=1)
+        unfixed = digits.axes(move.group) - before.fixed
+        sent &= (source_digits[:, sorted(unfixed)] == 0).all(axis=1)
+        is_unlike = bool(unfixed - digits.within(1, digits.block)) and bool(sent.any())
+    return Exchange(
+        pairs=Pairs(pairs.source[sent], pairs.target[sent], pairs.count[sent]),
+        factors=tuple(factors),
+        steps=None if steps is None else steps[sent],
+        is_unlike=is_unlike,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -359,7 +482,7 @@ class EvenLayers(AbstractEvenLayers):
         self._topology = cache(partial(Topology, cluster))
         self._digits = cache(Digits)
         self._volumes: dict[tuple[Grid, Workload, int, bool, bool], AbstractVolumes] = {}
-        self._paths: dict[tuple[object, ...], HopPaths] = {}
+        self._known = Known()
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
         apart = any(slot.layout.step is not None for slot in program.slots)
@@ -372,7 +495,7 @@ class EvenLayers(AbstractEvenLayers):
                 grid.world, grid.ranks_per_node, block=self._block_size(grid, apart)
             )
             self._volumes[key] = Even(
-                grid, topology, workload, piece, self._paths, self._digits, apart=apart
+                grid, topology, workload, piece, self._known, self._digits, apart=apart
             )
         return self._volumes[key]
 

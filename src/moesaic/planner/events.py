@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -49,6 +50,7 @@ class Graph:
     """By node, the number of nodes that it waits for."""
 
 
+@lru_cache(maxsize=256)
 def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = True) -> Graph:
     """Return the dependency graph of a program.
 

@@ -31,7 +31,7 @@ OPTIMIZATION = (
     "min-loss-scale min-lr moe-aux-loss-coeff moe-input-jitter-eps "
     "moe-router-load-balancing-type moe-z-loss-coeff mtp-loss-scaling-factor "
     "override-opt-param-scheduler seed start-weight-decay train-iters train-samples "
-    "use-checkpoint-opt-param-scheduler weight-decay weight-decay-incr-style "
+    "te-rng-tracker use-checkpoint-opt-param-scheduler weight-decay weight-decay-incr-style "
     "exit-duration-in-mins exit-interval exit-signal-handler lr-scheduler.decay-ratio "
     "lr-scheduler.decay-type lr-scheduler.min-lr-factor lr-scheduler.warmup-steps "
     "optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.lr optimizer.weight-decay "
@@ -102,6 +102,7 @@ HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "attention-backend": ("auto", "flash", "fused"),
     "attention-dropout": ("0", "0.0"),
     "cp-comm-type": ("p2p",),
+    "cuda-graph-impl": ("none",),
     "exp-avg-dtype": ("fp32",),
     "exp-avg-sq-dtype": ("fp32",),
     "hidden-dropout": ("0", "0.0"),

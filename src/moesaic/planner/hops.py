@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from moesaic.planner.symmetry import Digits, GroupPlaces, Pairs, UnlikeError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Hop, Leg, NodeMap
+from moesaic.program.row_counts import HopRows
 from moesaic.program.task import Lane, Task
 
 
@@ -44,27 +45,39 @@ class HopPaths:
         return np.bincount(self.message[sent], of_pairs[sent], len(self.ends))
 
 
+Route = Callable[[int, int], tuple[Leg, ...]]
+"""Function of two ranks that returns the path of a packet between them, () for one rank."""
+
+
+def route_of(link: str, digits: Digits, group: frozenset[int]) -> Route:
+    """Return the paths of an all-to-all among ranks that differ in some digits; they are kept."""
+    places = GroupPlaces(digits, group)
+    algorithm = ALL_TO_ALLS[link]
+
+    def path(source: int, target: int) -> tuple[Leg, ...]:
+        if source == target:
+            return ()
+        return algorithm.path(places.switch_to_group_of(source), source, target)
+
+    return cache(path)
+
+
 def hop_paths(
-    task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]
+    task: Task | HopRows, digits: Digits, route: Route, pairs: Pairs, classed: frozenset[int]
 ) -> HopPaths:
     """Return the messages of a hop. Packets that take the same leg form one message.
 
     Args:
         task: the hop.
         digits: of the mesh.
-        group: digits in which the ranks that exchange packets differ.
+        route: of the all-to-all among the ranks that exchange packets.
         pairs: the classes of pairs that exchange packets.
         classed: digits of the group of which a class only says whether they are equal.
     """
-    places = GroupPlaces(digits, group)
-    link = ALL_TO_ALLS[task.link]
     upper = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
-        path = (
-            link.path(places.switch_to_group_of(source), source, target) if source != target else ()
-        )
-        return next((leg for leg in path if leg.hop == task.hop), None)
+        return next((leg for leg in route(source, target) if leg.hop == task.hop), None)
 
     message_numbers: dict[tuple[int, int], int] = {}
     count: list[float] = []

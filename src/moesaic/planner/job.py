@@ -107,6 +107,8 @@ class Job:
             capacity_factor=moe.capacity_factor if moe.capacity == "padded" else 1.0,
             **model.routing,  # type: ignore[arg-type]
         )
+        kept_values = model.kept_values(on_cpu=cluster.host.runs_compute)
+        around = {"attention_kept": kept_values, **model.around}
         return StepModel(
             num_layers=model.num_layers,
             layer=layer,
@@ -118,7 +120,10 @@ class Job:
             shared_hidden=moe.shared_hidden,
             parameter_bytes=8 if self.precision == "float64" else 4,
             sparse_layers=model.num_layers - self.dense_layers,
-            **model.around,  # type: ignore[arg-type]
+            # the loss's float32 copy, its log-softmax, and the gradients of both; the logits stay
+            loss_kept=max(layer.element_bytes, 4) * 3 + layer.element_bytes,
+            logits_kept=layer.element_bytes,
+            **around,  # type: ignore[arg-type]
         )
 
     def parameters(self, cluster: ClusterSpec) -> tuple[float, float]:

@@ -22,7 +22,15 @@ from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.layouts import ends_of
+from moesaic.program.layouts import Move, ends_of
+from moesaic.program.row_counts import (
+    HopRows,
+    Messages,
+    MovedPieces,
+    RankRows,
+    RowCounts,
+    RowsMoved,
+)
 from moesaic.program.sizes import CallSizes, MovedRows
 from moesaic.program.task import INDEX_BYTES, Kind, Layout, Op, Program, Slot, Task
 
@@ -57,11 +65,12 @@ class Movement:
         return tuple(actor for actor in self.actors if actor != self.sender)
 
 
-class AbstractVolumes(ABC):
+class AbstractVolumes(RowsMoved, RowCounts, ABC):
     """Rows and messages of a program's tasks, by actor."""
 
     topology: Topology
     layer: Workload
+    grid: Grid
 
     @cached_property
     def movements_known(self) -> dict[int, tuple[Program, list[list[Movement]]]]:
@@ -98,6 +107,10 @@ class AbstractVolumes(ABC):
     def shards(self, weights: Layout) -> float:
         """Return the share of an expert's hidden width that a rank computes with weights of this
         layout, 0 to 1."""
+
+    def num_shards(self, weights: Layout) -> int:
+        """See `RowsMoved`."""
+        return round(self.shards(weights) * self.grid.etp)
 
     @abstractmethod
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
@@ -219,6 +232,7 @@ class Counted(AbstractVolumes):
         legs: Callable[[AbstractAllToAll, Grid, tuple[Axis, ...]], dict[int, np.ndarray]],
     ) -> None:
         self.sizes = sizes
+        self.grid = sizes.grid
         self.topology = topology
         self.layer = layer
         self._legs = legs
@@ -236,6 +250,21 @@ class Counted(AbstractVolumes):
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
         return self.sizes.rows_per_expert_of_ranks(layout).astype(np.float64)
+
+    def hop_rows(self, hop: HopRows) -> np.ndarray:
+        """See `RowCounts`."""
+        return RankRows(self.sizes).hop_rows(hop)
+
+    def stays(self, move: Move) -> bool:
+        """See `RowsMoved`; the ranks that exchange rows with the first one stand for all."""
+        return self._moved(move).stays(move)
+
+    def messages(self, move: Move) -> tuple[Messages, Messages]:
+        """See `RowsMoved`, and `stays`."""
+        return self._moved(move).messages(move)
+
+    def _moved(self, move: Move) -> MovedPieces:
+        return MovedPieces(self.sizes.shapes, self.grid.group(0, move.group))
 
     def shards(self, weights: Layout) -> float:
         pieces = len(self.sizes.shapes.pieces(weights, 0).number)

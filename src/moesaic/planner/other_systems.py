@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, ScoreKernel
 from moesaic.planner.job import Job
-from moesaic.planner.rank_memory import layer_memory, usable_bytes
+from moesaic.planner.rank_memory import Memory, layer_memory, usable_bytes
 from moesaic.planner.search import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import (
@@ -36,7 +36,7 @@ from moesaic.planner.step import (
     alive_micro_batches,
     layer_passes,
 )
-from moesaic.planner.step_memory import rank_memory
+from moesaic.planner.step_memory import least_bytes_of_plans, rank_memory
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import AllToAll, Crossing, Plan
@@ -114,6 +114,8 @@ class OthersLayout:
     """See `StepModel.hides_gradients`."""
     fused_loss: bool = True
     """Whether one or a few kernels compute the loss, without a float32 copy of the logits."""
+    loss_chunks: int = 1
+    """Parts of the tokens whose output and loss are computed one after the other."""
     float32_states: bool = True
     """Whether gradients and moments have four bytes per element."""
     float32_reduced: bool = True
@@ -191,37 +193,74 @@ def predict(
     Raises:
         InputError: if the layout does not fit the model or the cluster.
     """
-    count = _micro_batches(job, cluster, layout)
-    stage = cluster.world // layout.pp
-    grid = Grid(
-        world=stage,
-        tp=layout.tp,
-        ep=layout.ep,
-        etp=layout.etp,
-        ranks_per_node=min(cluster.devices_per_node, stage),
-    )
-    groups = stage // (layout.tp * layout.cp)
-    whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
-    whole = replace(whole, launches=launches)
-    simulator = Simulator(cluster)
-    ranks = [
-        StepCostModel(each, grid, simulator) for each in rank_models(job, whole, layout, count)
-    ]
-    layer = ranks[0].model.layer
-    passes = layer_passes(cluster, grid, layer, deepep=layout.by_deepep)
-    busy = [rank.busy_seconds(*passes) for rank in ranks]
-    slowest = ranks[busy.index(max(busy))]
-    compiled = _compiled(layout.all_to_all if layout.ep > 1 else "linear", grid)
-    volumes = simulator.volumes(compiled.forward, layer, compiled.grid)
-    of_layer = layer_memory(compiled.forward, compiled.backward, volumes)
-    memories = [rank_memory(rank, *of_layer) for rank in ranks]
-    return PlannedStep(
-        plan=compiled.plan,
-        grid=grid,
-        estimate=slowest.estimate(*passes, mean_busy=sum(busy) / len(busy)),
-        memory=max(memories, key=lambda memory: memory.total),
-        bound_seconds=max(slowest.compute_bound, slowest.link_bound),
-    )
+    return _Ranks(job, Simulator(cluster), layout, launches).step()
+
+
+class _Ranks:
+    """The distinct ranks of a pipeline under a layout of another system; arguments and errors as of
+    `predict`, the simulator being that of the cluster."""
+
+    def __init__(
+        self,
+        job: Job,
+        simulator: Simulator,
+        layout: OthersLayout,
+        launches: tuple[float, float] = LAUNCHES,
+    ) -> None:
+        cluster = simulator.cluster
+        count = _micro_batches(job, cluster, layout)
+        stage = cluster.world // layout.pp
+        self.layout = layout
+        self.grid = Grid(
+            world=stage,
+            tp=layout.tp,
+            ep=layout.ep,
+            etp=layout.etp,
+            ranks_per_node=min(cluster.devices_per_node, stage),
+        )
+        groups = stage // (layout.tp * layout.cp)
+        whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
+        whole = replace(whole, launches=launches)
+        self.ranks = [
+            StepCostModel(each, self.grid, simulator)
+            for each in rank_models(job, whole, layout, count)
+        ]
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """Our plan that is most similar to the system's layers."""
+        return _compiled(self.layout.all_to_all if self.layout.ep > 1 else "linear", self.grid)
+
+    @property
+    def least_bytes(self) -> float:
+        """A lower bound on the bytes of `memory`, for which no plan is compiled."""
+        return max(map(least_bytes_of_plans, self.ranks))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of the rank that needs most."""
+        compiled = self.compiled
+        rank = self.ranks[0]
+        volumes = rank.simulator.volumes(compiled.forward, rank.model.layer, compiled.grid)
+        of_layer = layer_memory(compiled.forward, compiled.backward, volumes, kernel="products")
+        memories = [rank_memory(rank, *of_layer) for rank in self.ranks]
+        return max(memories, key=lambda memory: memory.total)
+
+    def step(self) -> PlannedStep:
+        """Return the step of the busiest rank."""
+        first = self.ranks[0]
+        passes = layer_passes(
+            first.cluster, self.grid, first.model.layer, deepep=self.layout.by_deepep
+        )
+        busy = [rank.busy_seconds(*passes) for rank in self.ranks]
+        slowest = self.ranks[busy.index(max(busy))]
+        return PlannedStep(
+            plan=self.compiled.plan,
+            grid=self.grid,
+            estimate=slowest.estimate(*passes, mean_busy=sum(busy) / len(busy)),
+            memory=self.memory,
+            bound_seconds=max(slowest.compute_bound, slowest.link_bound),
+        )
 
 
 @lru_cache(maxsize=64)
@@ -311,6 +350,7 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
         [job.model.is_sparse(block) for block in range(whole.num_layers)] + [True] * layout.mtp
     )
     parts = np.array_split(sparse, pp * runs)
+    model = _step_model(whole, layout, blocks, count)
     models = []
     for rank in range(pp):
         folded = layout.schedule in ("zb-v", "dualpipev")
@@ -319,7 +359,7 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
         last = pp * runs - 1 in numbers
         models.append(
             replace(
-                _step_model(whole, layout, blocks, count),
+                model,
                 num_layers=max(sum(len(parts[number]) for number in numbers), 1),
                 recomputed_blocks=_recomputed_blocks(
                     layout, [len(parts[number]) for number in numbers]
@@ -373,6 +413,10 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
         else FUSED_LOSS_BYTES
         if layout.fused_loss
         else LOSS_BYTES,
+        # PyTorch's of float32 logits: these, their log-softmax, and the gradients of both
+        loss_kept=2 + 3 * 4 if "loss" in layout.stepwise else 4,
+        logits_kept=2 if "loss" in layout.stepwise else 0,
+        loss_chunks=layout.loss_chunks,
         stepwise=layout.stepwise,
         score_kernel=layout.score_kernel,
         # Megatron requires sequence parallelism if a model has experts and tensor parallelism.
@@ -452,13 +496,15 @@ def best_layout(
         reserve_gib: device memory set aside for the framework.
     """
     most = usable_bytes(cluster, reserve_gib)
+    simulator = Simulator(cluster)
 
     def tried(layout: OthersLayout) -> Tried | None:
         try:
-            step = predict(job, cluster, layout)
+            ranks = _Ranks(job, simulator, layout)
+            fits = ranks.least_bytes <= most and ranks.memory.total <= most
+            return (layout, ranks.step()) if fits else None
         except InputError:
             return None
-        return (layout, step) if step.memory.total <= most else None
 
     starts: dict[int, Tried] = {}
     for layout in _starts(job, cluster, offers, stages):

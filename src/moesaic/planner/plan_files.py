@@ -16,12 +16,27 @@ from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.rank_memory import GIB
 from moesaic.planner.search import PlannedStep
+from moesaic.planner.split import Split
 from moesaic.program.plan import Plan
 
 VERSION = 1
 """Version of the file format; readers refuse newer ones."""
 MESH = ("tp", "ep", "etp", "innermost")
-"""Fields of the table `mesh`."""
+"""Fields of the table `mesh`, as of a layout."""
+SPLIT = {"pp": "pp", "parts_per_stage": "parts", "shard": "shard", "hold": "hold"}
+"""Further fields of the table `mesh`, and the fields of a split that they have."""
+
+
+FINER = "micro_batches_cut_in"
+"""Field that says into how many each micro-batch of the run is cut."""
+
+
+def mesh_table(planned: PlannedStep) -> dict[str, Any]:
+    """Return the trainer's table `mesh` of a planned step; without the split if none was chosen."""
+    table = {name: getattr(planned.grid, name) for name in MESH}
+    if planned.split != Split():
+        table |= {name: getattr(planned.split, of_split) for name, of_split in SPLIT.items()}
+    return table
 
 
 def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
@@ -45,12 +60,25 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
         )
     plan = override(Plan(), table["plan"], source=str(path), prefix="plan.")
     mesh = table.get("mesh", {})
-    if not isinstance(mesh, dict) or not set(mesh) <= set(MESH):
+    if not isinstance(mesh, dict) or not set(mesh) <= {*MESH, *SPLIT}:
         raise InputError(
-            f"plan {path}: [mesh] must be a table of {', '.join(MESH)}: write it with moesaic "
-            "plan --write"
+            f"plan {path}: [mesh] must be a table of {', '.join((*MESH, *SPLIT))}: write it "
+            "with moesaic plan --write"
         )
     return mesh, plan
+
+
+def read_finer(path: Path) -> int:
+    """Return into how many the micro-batches of a run are cut by the plan in a file, which
+    `read_planned` takes; 1 if it does not say.
+
+    Raises:
+        InputError: if the number is none.
+    """
+    finer = read_table(path).get(FINER, 1)
+    if type(finer) is not int or finer < 1:
+        raise InputError(f"plan {path}: {FINER}={finer!r}: must be a whole number of at least 1")
+    return finer
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -80,12 +108,13 @@ def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str)
     """
     table: dict[str, Any] = {
         "version": VERSION,
-        "mesh": {name: getattr(planned.grid, name) for name in MESH},
+        **({FINER: planned.split.finer} if planned.split.finer > 1 else {}),
+        "mesh": mesh_table(planned),
         "plan": _fields_of(planned.plan),
         "found": {
             "model": model,
             "cluster": cluster,
-            "ranks": planned.grid.world,
+            "ranks": planned.grid.world * planned.split.pp,
             "simulated_step_seconds": planned.seconds,
             "bottleneck": planned.estimate.bottleneck,
             "memory_gib": round(planned.memory.total / GIB, 3),

@@ -192,9 +192,15 @@ def _in_best_order(plan: Plan, job: Job, grid: Grid, cluster: ClusterSpec) -> Pl
     return min((replace(plan, order=order) for order in LOSSLESS.orders), key=seconds)
 
 
-def find_layout(
-    config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool
-) -> PlannedStep:
+def find_layouts(
+    config: dict[str, Any],
+    world: int,
+    per_node: int,
+    *,
+    cluster: str,
+    on_cpu: bool,
+    most_stages: int,
+) -> tuple[PlannedStep, ...]:
     """Search the mesh and the plan of a run for a number of ranks; the result is the same on every
     machine.
 
@@ -205,6 +211,10 @@ def find_layout(
         cluster: name or file of the cluster, as for `simulator_of`; empty to assume usual links and
             unlimited memory.
         on_cpu: whether the ranks compute on CPUs.
+        most_stages: see `Settings`.
+
+    Returns:
+        the best plan of each of the best layouts, best first.
 
     Raises:
         InputError: if no mesh of `world` ranks splits the model and its batch, or if the cluster
@@ -215,9 +225,13 @@ def find_layout(
     else:
         grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
         simulator = Simulator(assumed_cluster(grid, GBPS[on_cpu][1], on_cpu=on_cpu))
-    return search(
-        job_of(config, "planner"), simulator.cluster, Settings(keep=1), simulator=simulator
-    ).best
+    settings = Settings(keep=20, most_stages=most_stages)
+    job = job_of(config, "planner")
+    ranking = search(job, simulator.cluster, settings, simulator=simulator).ranking
+    best: dict[str, PlannedStep] = {}
+    for planned in ranking:
+        best.setdefault(planned.layout, planned)
+    return tuple(best.values())
 
 
 def _pins(grid: Grid) -> Pins:

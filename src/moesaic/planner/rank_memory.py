@@ -1,19 +1,20 @@
 """Memory that a plan needs on a rank: weights, gradients, optimizer state, activations kept for
 backward, buffers.
 
-A layer keeps what its backward program reads of the forward program's slots. Its buffers are the
-largest sum of slots alive at once, in the program's order. So the estimate reflects plans that
-gather weights, send a token to more shards, or cut into chunks.
+What a layer keeps and needs is the runtime's own model of its calls (`program/call_memory.py`) on
+the rows that the planner expects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.movement import AbstractVolumes, row_bytes
-from moesaic.program.task import Kind, Op, Program
+from moesaic.planner.movement import AbstractVolumes
+from moesaic.program.call_memory import HeldBytes
+from moesaic.program.expert_sizes import ExpertSizes
+from moesaic.program.task import Program
 
 GIB = 2**30
 FRAGMENTED = 1.05
@@ -85,7 +86,12 @@ def what_is_missing(memory: Memory, cluster: ClusterSpec) -> str:
 
 
 def layer_memory(
-    forward: Program, backward: Program, volumes: AbstractVolumes, memory_budget: int | None = None
+    forward: Program,
+    backward: Program,
+    volumes: AbstractVolumes,
+    memory_budget: int | None = None,
+    *,
+    kernel: str = "triton",
 ) -> tuple[float, float]:
     """Return the bytes that an MoE layer keeps for backward, and the most further bytes that it
     needs while it runs.
@@ -93,90 +99,18 @@ def layer_memory(
     Args:
         forward: the lowered program.
         backward: the lowered program of its gradients.
-        volumes: the rows; among several actors, the one with the most rows counts.
+        volumes: the rows; among several actors, the one that needs most counts.
         memory_budget: most bytes that the layer may hold; None for no limit. Both results shrink by
             the same factor to fit it.
+        kernel: key of `SCRATCH`: what computes the experts.
     """
-    forward_bytes, backward_bytes = (
-        _slot_bytes(program, volumes) for program in (forward, backward)
+    layer = volumes.layer
+    units = max(1, layer.hidden // volumes.grid.etp)
+    experts = ExpertSizes.stacked(
+        layer.dim, units, layer.matrices, layer.element_bytes, kernel=kernel
     )
-    # in order: sums are of floats
-    kept = [name for name in dict.fromkeys(backward.inputs) if name in forward_bytes]
-    saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
-    buffers = 0.0
-    for program, slot_bytes in ((forward, forward_bytes), (backward, backward_bytes)):
-        peak = peak_bytes(program, slot_bytes, {*kept, *program.outputs})
-        buffers = max(buffers, peak - sum(slot_bytes[name] for name in kept))
-    factor = 1.0 if memory_budget is None else min(1.0, memory_budget / max(saved + buffers, 1.0))
-    return factor * saved, factor * buffers
-
-
-def _hidden(program: Program, volumes: AbstractVolumes) -> float:
-    """Return the bytes of the experts' inner activations: gate and up rows for SwiGLU, one matrix's
-    rows for plain experts."""
-    slots = {slot.name: slot for slot in program.slots}
-    total = 0.0
-    for task in program.tasks:
-        if task.op is Op.EXPERT:
-            weights = next(
-                slots[name] for name in task.reads if slots[name].layout.flow == "weights"
-            )
-            rows = float(volumes.rows(slots[task.reads[0]].layout).max())
-            units = volumes.layer.hidden * volumes.shards(weights.layout)
-            total += rows * units * (volumes.layer.matrices - 1) * volumes.layer.element_bytes
-    return total
-
-
-def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
-    """Return the bytes of every slot on the rank where it is largest. Stored weights are 0, since
-    they are counted elsewhere."""
-    slots = {slot.name: slot for slot in program.slots}
-    packet_contents = {
-        name: (slots[task.of[0]], task.codec)
-        for task in program.tasks
-        if task.of
-        for name in task.writes
-    }
-    stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {
-        *program.inputs,
-        *program.outputs,
-    }
-    slot_bytes = {}
-    for slot in program.slots:
-        source, codec = (
-            packet_contents.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
-        )
-        rows = float(volumes.rows(slot.layout).max())
-        slot_bytes[slot.name] = (
-            0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.layer)
-        )
-    return slot_bytes
-
-
-def peak_bytes(program: Program, size: Mapping[str, float], stay: Iterable[str]) -> float:
-    """Return the most bytes that are alive at once.
-
-    A slot lives from the task that writes it to the last task that reads it.
-
-    Args:
-        program: in the order in which it runs.
-        size: bytes of every slot, by name.
-        stay: slots that live to the end.
-    """
-    last_use = {
-        name: number
-        for number, task in enumerate(program.tasks)
-        for name in (*task.writes, *task.reads)
-    }
-    last_use.update(dict.fromkeys(stay, len(program.tasks)))
-    alive = sum(size[name] for name in program.inputs)
-    peak = alive
-    for number, task in enumerate(program.tasks):
-        alive += sum(size[name] for name in task.writes)
-        peak = max(peak, alive)
-        alive -= sum(
-            size[name]
-            for name in dict.fromkeys((*task.reads, *task.writes))
-            if last_use[name] == number
-        )
-    return peak
+    held = HeldBytes((forward, backward), volumes, experts)
+    kept, peak = held.kept_and_peak(volumes)
+    most = int(peak.argmax())
+    factor = 1.0 if memory_budget is None else min(1.0, memory_budget / max(float(peak[most]), 1.0))
+    return factor * float(kept[most]), factor * float(peak[most] - kept[most])

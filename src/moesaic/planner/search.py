@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,17 @@ from moesaic.planner.loads import (
 from moesaic.planner.movement import coded_bytes
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.step import Estimate, StepCostModel, mean_of
-from moesaic.planner.step_memory import least_bytes, step_memory
+from moesaic.planner.split import (
+    WHOLE,
+    Split,
+    SplitCostModel,
+    holdings,
+    layout_in_words,
+    near_splits,
+    split_choices,
+)
+from moesaic.planner.step import Estimate, mean_of
+from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
@@ -75,6 +84,13 @@ class PlannedStep:
     bound_seconds: float
     """Step time of a perfect plan on this layout: the time of its computing or of its busiest link,
     whichever is longer."""
+    split: Split = WHOLE
+    """How the job is split beyond the layout, which is that of a stage."""
+
+    @property
+    def layout(self) -> str:
+        """The layout and the split in words."""
+        return layout_in_words(self.grid, self.split)
 
     @property
     def seconds(self) -> float:
@@ -130,12 +146,14 @@ class TooLargeError(InputError):
         message: the message; says by how much the smallest layout exceeds the memory.
         job: the job, with blocks recomputed if that was tried.
         grid: the smallest layout.
+        num_bytes: bytes per rank of the smallest layout.
     """
 
-    def __init__(self, message: str, job: Job, grid: Grid) -> None:
+    def __init__(self, message: str, job: Job, grid: Grid, num_bytes: float) -> None:
         super().__init__(message)
         self.job = job
         self.grid = grid
+        self.num_bytes = num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +171,8 @@ class Settings:
     finished_eps: int = 0
     """Number of further sizes of ep, those with the fastest plans so far, that are searched as if
     they were pinned."""
+    paired: int = PAIRED
+    """Number of layouts on which two choices are changed at once."""
     exhaustive: bool = False
     """Try every combination on these layouts instead."""
     give_up: float = math.inf
@@ -166,6 +186,11 @@ class Settings:
     (`planner/rank_memory.py`)."""
     max_vio: float = 0.0
     """A plan must also fit if one ep rank's load is 1 + this times the mean in every layer."""
+    most_stages: int = 0
+    """Most pipeline stages that are tried, and what data-parallel ranks hold is chosen too; 0: no
+    stages, and everything is sharded over all ranks and gathered for every micro-batch."""
+    pp: int | None = None
+    """Number of pipeline stages; None tries powers of two."""
 
     @property
     def compression(self) -> float:
@@ -204,13 +229,66 @@ def search(
         InputError: if no layout splits the job, or if no plan of the space fits a layout.
         TooLargeError: if no layout fits the memory; the message says by how much.
     """
-    return _Search(job, simulator or Simulator(cluster), settings or Settings(), progress).run(
-        counts
+    settings = settings or Settings()
+    simulator = simulator or Simulator(cluster)
+    splits = (
+        split_choices(job, cluster, settings.most_stages, settings.pp)
+        if settings.most_stages
+        else [WHOLE]
+    )
+    results: list[Result] = []
+    too_large: list[TooLargeError] = []
+    refused: list[InputError] = []
+    searches: list[_Search] = []
+    for split in splits:
+        lean = settings if split.pp == 1 else replace(settings, refine=1, paired=0, finished_eps=0)
+        try:
+            searches.append(_Search(job, simulator, lean, progress, split))
+        except InputError as error:
+            refused.append(error)
+    # the most promising first, since its steps rule out layouts of the others
+    for each in sorted(searches, key=lambda each: each.floor):
+        each.best = min((result.best.seconds for result in results), default=math.inf)
+        try:
+            results.append(each.run(counts))
+        except TooLargeError as error:
+            too_large.append(error)
+        except InputError as error:
+            refused.append(error)
+    if results:
+        return _merged(results, settings.keep)
+    if too_large:
+        raise min(too_large, key=lambda error: error.num_bytes)
+    raise refused[0]
+
+
+def _merged(results: Sequence[Result], keep: int) -> Result:
+    """Return the results of several splits as one."""
+    ranking = sorted(
+        (each for result in results for each in result.ranking), key=lambda each: each.seconds
+    )
+    larger = [result.too_large for result in results if result.too_large is not None]
+    fastest = min(larger, key=lambda each: each.seconds, default=None)
+    return Result(
+        ranking=tuple(ranking[:keep]),
+        by_ep=next((each.by_ep for each in results if each.best.split.pp == 1), {}),
+        bound_seconds=min(result.bound_seconds for result in results),
+        num_layouts=sum(result.num_layouts for result in results),
+        num_left_out=sum(result.num_left_out for result in results),
+        num_simulated=sum(result.num_simulated for result in results),
+        too_large=fastest if fastest and fastest.seconds < ranking[0].seconds else None,
     )
 
 
 class _Search:
-    """The state of a running search."""
+    """The state of a running search for the layouts of one number of stages.
+
+    Args:
+        split: says how many stages; what ranks hold is chosen if `Settings.most_stages` says so.
+
+    Raises:
+        InputError: if no layout has so many stages.
+    """
 
     def __init__(
         self,
@@ -218,25 +296,38 @@ class _Search:
         simulator: Simulator,
         settings: Settings,
         progress: Callable[[str, int, int], None],
+        split: Split,
     ) -> None:
         self.job = job
         self.simulator = simulator
         self.settings = settings
         self.progress = progress
+        self.split = split
+        self.best = math.inf
+        """Seconds of the best step of an earlier search."""
+        self.options: dict[Grid, list[SplitCostModel]] = {}
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
-        self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
+        self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
         self.loaded: dict[tuple[Grid, bytes], Memory] = {}
         self.refusal = ""
 
+        grids = layouts(split.of(job), self.cluster, settings.pins, split.pp)
+        self.cost_models: list[SplitCostModel] = []
+        for number, grid in enumerate(grids):
+            progress("bounding layouts", number, len(grids))
+            self.cost_models.append(self._cost_model(grid))
+
+    @cached_property
+    def floor(self) -> float:
+        """Lower bound on the step time of all plans."""
+        compression = self.settings.compression
+        return min(each.floor(compression=compression) for each in self.cost_models)
+
     def run(self, counts: Sequence[np.ndarray]) -> Result:
         """Run the search; returns its result. `counts` is that of `search`."""
-        grids = layouts(self.job, self.cluster, self.settings.pins)
-        cost_models = []
-        for number, grid in enumerate(grids):
-            self.progress("bounding layouts", number, len(grids))
-            cost_models.append(self._cost_model(grid))
-        fitting = [each for each in cost_models if least_bytes(each) <= self._usable_bytes]
+        cost_models = self.cost_models
+        fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
         if not fitting:
             raise self._too_large(*smallest_layout(cost_models))
         started = self._promising_layouts(fitting)
@@ -247,6 +338,8 @@ class _Search:
         self._refine(started[: self.settings.refine])
         searched = self._finish_eps(fitting)
         ranking = self._ranking(counts)
+        if ranking and not counts:
+            ranking = sorted([*self._resplit(ranking[0]), *ranking], key=lambda each: each.seconds)
         if not ranking:
             needs = [(memory.total, grid) for (grid, _), memory in self.loaded.items()]
             needs = needs or [
@@ -258,13 +351,13 @@ class _Search:
             ranking=tuple(ranking[: self.settings.keep]),
             by_ep=self._by_ep(cost_models, ranking, searched),
             bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
-            num_layouts=len(grids),
-            num_left_out=len(grids) - len({grid for grid, _ in self.tried}),
+            num_layouts=len(cost_models),
+            num_left_out=len(cost_models) - len({grid for grid, _ in self.tried}),
             num_simulated=sum(found is not None for found in self.tried.values()),
             too_large=self._too_large_and_faster(),
         )
 
-    def _finish_eps(self, fitting: list[StepCostModel]) -> set[int]:
+    def _finish_eps(self, fitting: list[SplitCostModel]) -> set[int]:
         """Search the best sizes of ep as if each was pinned, on its two best layouts; returns these
         sizes."""
         best: dict[int, tuple[bool, float]] = {}
@@ -280,7 +373,7 @@ class _Search:
         return set(sizes)
 
     def _by_ep(
-        self, cost_models: list[StepCostModel], ranking: list[PlannedStep], searched: set[int]
+        self, cost_models: list[SplitCostModel], ranking: list[PlannedStep], searched: set[int]
     ) -> dict[int, EpResults]:
         results = {}
         for ep in sorted({each.grid.ep for each in cost_models}):
@@ -294,7 +387,7 @@ class _Search:
             simulated = [
                 plan for (grid, _), plan in self.tried.items() if grid.ep == ep and plan is not None
             ]
-            fits = any(least_bytes(each) <= self._usable_bytes for each in of_ep)
+            fits = any(each.least_bytes <= self._usable_bytes for each in of_ep)
             is_too_large = not fits or (
                 bool(simulated) and all(self._cost(plan)[0] for plan in simulated)
             )
@@ -315,12 +408,12 @@ class _Search:
     def _usable_bytes(self) -> float:
         return usable_bytes(self.cluster, self.settings.reserve_gib)
 
-    def _promising_layouts(self, cost_models: list[StepCostModel]) -> list[StepCostModel]:
+    def _promising_layouts(self, cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
         """Simulate a few plans on every layout with a floor below the best step so far; returns
         these layouts, best first."""
         compression = self.settings.compression
-        best = math.inf
-        judged: list[tuple[tuple[bool, float], int, StepCostModel]] = []
+        best = self.best
+        judged: list[tuple[tuple[bool, float], int, SplitCostModel]] = []
         for number, cost_model in enumerate(
             sorted(cost_models, key=lambda cost_model: cost_model.floor(compression=compression))
         ):
@@ -343,7 +436,7 @@ class _Search:
                 )
         return [cost_model for _, _, cost_model in sorted(judged, key=lambda item: item[:2])]
 
-    def _simulate_starts(self, cost_model: StepCostModel, best: float) -> Iterator[PlannedStep]:
+    def _simulate_starts(self, cost_model: SplitCostModel, best: float) -> Iterator[PlannedStep]:
         """Simulate the starting plans of a layout; stops after a plan that is hopeless compared
         with the best step so far."""
         for plan in self._starting_plans(cost_model.grid):
@@ -368,9 +461,9 @@ class _Search:
             for link in links:
                 yield Plan(**first | {"schedule": schedule, "all_to_all": link})
 
-    def _refine(self, layouts: list[StepCostModel]) -> None:
+    def _refine(self, layouts: list[SplitCostModel]) -> None:
         """Simulate more plans on the most promising layouts, by changed choices or exhaustively."""
-        best: list[tuple[PlannedStep, StepCostModel]] = []
+        best: list[tuple[PlannedStep, SplitCostModel]] = []
         for number, cost_model in enumerate(layouts):
             if self.settings.exhaustive:
                 plans = list(self.settings.space.plans(cost_model.grid))
@@ -385,14 +478,14 @@ class _Search:
         best.sort(key=lambda item: self._cost(item[0]))
         near = [
             item
-            for item in best[:PAIRED]
+            for item in best[: self.settings.paired]
             if item[0].seconds <= self.settings.give_up * best[0][0].seconds
         ]
         for number, (planned, cost_model) in enumerate(near):
-            self.progress("changing pairs of choices", number, PAIRED)
+            self.progress("changing pairs of choices", number, len(near))
             self._climb(cost_model, planned, choices=2)
 
-    def _climb_from_starts(self, cost_model: StepCostModel) -> PlannedStep:
+    def _climb_from_starts(self, cost_model: SplitCostModel) -> PlannedStep:
         """Return the best plan that single changes reach from the best plan of each schedule on a
         layout."""
         starts: dict[str, PlannedStep] = {}
@@ -410,7 +503,7 @@ class _Search:
         return min((self._climb(cost_model, start) for start in starts.values()), key=self._cost)
 
     def _climb(
-        self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1
+        self, cost_model: SplitCostModel, best: PlannedStep, *, choices: int = 1
     ) -> PlannedStep:
         """Return the plan that steepest descent reaches from `best`; each step changes at most
         `choices` choices.
@@ -455,7 +548,7 @@ class _Search:
     def _cost(self, planned: PlannedStep) -> tuple[bool, float]:
         return planned.memory.total > self._usable_bytes, planned.seconds
 
-    def _simulate(self, cost_model: StepCostModel, plan: Plan) -> PlannedStep | None:
+    def _simulate(self, cost_model: SplitCostModel, plan: Plan) -> PlannedStep | None:
         """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit
         the layout."""
         key = (cost_model.grid, plan)
@@ -467,30 +560,60 @@ class _Search:
                 self.refusal = str(error)
                 self.tried[key] = None
                 return None
+            cost_model, memory = self._held(cost_model.grid, compiled, plan)
             self.tried[key] = PlannedStep(
                 plan=plan,
                 grid=cost_model.grid,
                 estimate=cost_model.estimate(forward, backward),
-                memory=step_memory(
-                    cost_model,
-                    compiled.forward,
-                    compiled.backward,
-                    compiled.grid,
-                    memory_budget=plan.memory_budget,
-                ),
+                memory=memory,
                 bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
+                split=cost_model.split,
             )
         return self.tried[key]
 
-    def _run(self, cost_model: StepCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
+    def _held(self, grid: Grid, compiled: Compiled, plan: Plan) -> tuple[SplitCostModel, Memory]:
+        """Return the way of holding the model that sends least among those that fit the memory with
+        a plan, and that memory; the leanest way if none fits."""
+        options = self._options(grid)
+        of_layer = layer_bytes(
+            self.simulator,
+            options[0].model.layer,
+            compiled.forward,
+            compiled.backward,
+            compiled.grid,
+            memory_budget=plan.memory_budget,
+        )
+        found: list[tuple[SplitCostModel, Memory]] = []
+        for cost_model in options:
+            found.append((cost_model, cost_model.rank_memory(*of_layer)))
+            if self._fits(found[-1][1]):
+                return found[-1]
+        return min(found, key=lambda each: each[1].total)
+
+    def _options(self, grid: Grid) -> list[SplitCostModel]:
+        """Return the ways of holding the model on a layout, from the one that sends least to the
+        one that holds least."""
+        if grid not in self.options:
+            splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
+            models = [SplitCostModel(self.job, grid, each, self.simulator) for each in splits]
+            if len(models) > 1:
+                # ways that send the same but for rounding are sorted by their bytes
+                models.sort(
+                    key=lambda each: (float(f"{each.moving_seconds:.6g}"), each.least_bytes)
+                )
+            self.options[grid] = models
+        return self.options[grid]
+
+    def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
-        key = (cost_model.grid, compiled.digest)
-        if key not in self.times:
-            programs = compiled.forward, compiled.backward
-            self.times[key] = self.simulator.passes(
-                *programs, cost_model.model.layer, compiled.grid
-            )
-        return self.times[key]
+        known = self.times.setdefault(cost_model.grid, [])
+        for other, passes in known:
+            if other.digest == compiled.digest:
+                return passes
+        programs = compiled.forward, compiled.backward
+        passes = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+        known.append((compiled, passes))
+        return passes
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
         """Return all plans that fit the memory, best first; with counts, only the best under even
@@ -518,7 +641,7 @@ class _Search:
         reranked = []
         for number, planned in enumerate(best):
             self.progress("simulating under counts", number, len(best))
-            cost_model = self._cost_model(planned.grid)
+            cost_model = self._model_of(planned)
             layer = cost_model.model.layer
             compiled = compile_plan(planned.plan, planned.grid)
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
@@ -548,9 +671,9 @@ class _Search:
         compiled = compile_plan(planned.plan, planned.grid)
         key = planned.grid, compiled.digest
         if key not in self.loaded:
-            cost_model = self._cost_model(planned.grid)
+            cost_model = self._model_of(planned)
             layer = cost_model.model.layer
-            of_plan = (partial(step_memory, cost_model), self.simulator, compiled)
+            of_plan = (cost_model.memory, self.simulator, compiled)
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             self.loaded[key] = (
                 memory_under_counts(*of_plan, layer, tables)
@@ -562,8 +685,54 @@ class _Search:
     def _fits(self, memory: Memory) -> bool:
         return memory.total <= self._usable_bytes
 
-    def _cost_model(self, grid: Grid) -> StepCostModel:
-        return StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator)
+    def _cost_model(self, grid: Grid) -> SplitCostModel:
+        """Return the way of holding the model that sends least among those whose states fit, else
+        the leanest."""
+        options = self._options(grid)
+        return next(
+            (each for each in options if each.least_bytes <= self._usable_bytes),
+            min(options, key=lambda each: each.least_bytes),
+        )
+
+    def _resplit(self, planned: PlannedStep) -> list[PlannedStep]:
+        """Return the plan with other parts of a stage and other micro-batches, as long as these
+        make its step shorter; [] if none does."""
+        found: list[PlannedStep] = []
+        compiled = compile_plan(planned.plan, planned.grid)
+        better: PlannedStep | None = planned
+        while better is not None:
+            best = better
+            near = (
+                self._under(split, best, compiled) for split in near_splits(best.split, self.job)
+            )
+            shorter = [each for each in near if each is not None and each.seconds < best.seconds]
+            better = min(shorter, key=lambda each: each.seconds, default=None)
+            found += [] if better is None else [better]
+        return found
+
+    def _under(self, split: Split, planned: PlannedStep, compiled: Compiled) -> PlannedStep | None:
+        """Return a planned step under another split; None if it does not fit."""
+        try:
+            cost_model = SplitCostModel(self.job, planned.grid, split, self.simulator)
+        except InputError:
+            return None
+        programs = compiled.forward, compiled.backward
+        budget = planned.plan.memory_budget
+        memory = cost_model.memory(*programs, compiled.grid, memory_budget=budget)
+        if not self._fits(memory):
+            return None
+        passes = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+        return replace(
+            planned,
+            split=split,
+            estimate=cost_model.estimate(*passes),
+            memory=memory,
+            bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
+        )
+
+    def _model_of(self, planned: PlannedStep) -> SplitCostModel:
+        """Return the cost model of the way in which a planned step holds the model."""
+        return next(each for each in self._options(planned.grid) if each.split == planned.split)
 
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
         device = self.cluster.device.memory_gib
@@ -573,15 +742,16 @@ class _Search:
         under = " under the given loads" * bool(self.loaded)
         return TooLargeError(
             f"the model fits no layout of {self.cluster.world} ranks{recomputed}{under}: the "
-            f"smallest, {name_of(grid)}, needs {num_bytes / GIB:.1f} GiB, plus "
+            f"smallest, {layout_in_words(grid, self.split)}, needs {num_bytes / GIB:.1f} GiB, plus "
             f"{FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more than "
             f"a device of {self.cluster.name} has ({device:g})",
             self.job,
             grid,
+            num_bytes,
         )
 
 
-def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
+def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]:
     """Return the layout that needs the fewest bytes per rank, and these bytes.
 
     The layouts have the simplest plan, since others need more: they cut into chunks or gather
@@ -591,13 +761,11 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
     least = math.inf
     # Which axis is innermost changes no size, so one layout stands for both.
     sizes = {(each.grid.tp, each.grid.ep, each.grid.etp): each for each in reversed(cost_models)}
-    for cost_model in sorted(sizes.values(), key=least_bytes):
-        if least_bytes(cost_model) >= least:
+    for cost_model in sorted(sizes.values(), key=lambda each: each.least_bytes):
+        if cost_model.least_bytes >= least:
             break
         compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
-        num_bytes = step_memory(
-            cost_model, compiled.forward, compiled.backward, compiled.grid
-        ).total
+        num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
         if num_bytes < least:
             best = cost_model.grid
             least = num_bytes

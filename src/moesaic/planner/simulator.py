@@ -27,6 +27,12 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 
 
+def level_of(cluster: ClusterSpec, name: str) -> str:
+    """Return the name of the level of a cluster to which a directed link belongs."""
+    levels = [link.name for link in cluster.links if name.startswith(link.name)]
+    return max(levels, key=len, default=name)
+
+
 class Simulator:
     """Simulates programs on one cluster, and caches what does not depend on the plan.
 
@@ -42,6 +48,8 @@ class Simulator:
         self._topology = cache(partial(Topology, cluster))
         self._legs = cache(legs_by_hop)
         self._shapes = cache(LayoutIndex)
+        self.level_of = cache(partial(level_of, cluster))
+        """Function of the same name for this cluster, whose results are kept."""
 
     def run(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None

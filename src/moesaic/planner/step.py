@@ -11,7 +11,8 @@ systems follow from their collectives (`layer_passes`). The docstring of each te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -41,6 +42,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 """What backward can recompute: a whole block, or a part of it under Megatron's name."""
 Sharded = Literal["parameters", "gradients", "optimizer", "none"]
 """As in `StepModel.sharded`."""
+Held = Literal["parameters", "gradients", "nothing"]
+"""As in `StepModel.held`."""
 Schedule = Literal["1f1b", "zb-h1", "zb-v", "dualpipev"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 """Pipeline schedules: 1F1B, interleaved if a rank has several runs of layers (Narayanan et al.
@@ -63,8 +66,10 @@ STEPWISE: dict[str, tuple[float, float]] = {
 """Operations that a system runs step by step in eager PyTorch: bytes that they move per value of
 two bytes beyond one fused kernel, forward and backward, counted in the sources named here. Their
 values are, in this order: those of a block's norms and of norms of queries and keys; both halves of
-experts' first results; copies of tokens. Others that were counted (rotations, sinks, activations,
-permutations) changed no prediction of a source left out (docs/log.md)."""
+experts' first results; copies of tokens. Rows that need them, by the error of a source left out:
+norms, transformers on 64 H100 (0.16 more without) and pith-train (0.13); first_bias, gpt-oss-20b of
+Automodel (0.04); last_bias, gpt-oss-120b of Megatron-Bridge (0.13). Others that were counted
+(rotations, sinks, activations, permutations) changed none (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +141,13 @@ class StepModel:
     loss_bytes: int = 36
     """Bytes of the loss per logit. PyTorch's of a float32 copy: the copy and its gradient 6 each,
     log-softmax 20, zeros 4."""
+    loss_kept: float = 4.0
+    """Bytes per logit that are alive at the loss: float32 logits, from which fused kernels make the
+    gradient in place."""
+    loss_chunks: int = 1
+    """Parts of the tokens whose logits and loss are computed one after the other."""
+    logits_kept: float = 0.0
+    """Bytes per logit that stay alive through the backward pass."""
     sequence_parallel: bool = False
     """Tensor parallelism uses a reduce-scatter and an all-gather, between which ranks work on parts
     of the positions."""
@@ -152,9 +164,15 @@ class StepModel:
     """What is sharded over data-parallel ranks: everything (FSDP2, ZeRO-3); gradients and
     optimizer, gradients reduced in every micro-batch (ZeRO-2); the optimizer's master and moments
     (ZeRO-1); nothing. But for the first, parameters are whole."""
+    held: Held = "nothing"
+    """With sharded parameters, what a rank holds whole between the micro-batches of a step:
+    parameters and gradients, so that parameters are gathered and gradients reduced once a step;
+    gradients alone; or neither."""
     replicas: int = 1
     """Number of copies of each shard, which all-reduce their gradients: HSDP, or instances of a
     distributed optimizer."""
+    expert_replicas: int = 0
+    """The same of the experts' shards; 0 for `replicas`."""
     hides_parameters: bool = True
     """Parameters gathered once per step hide behind the first forward pass."""
     hides_gradients: bool = True
@@ -430,19 +448,24 @@ class StepCostModel:
         self.simulator = simulator
         self.cluster = simulator.cluster
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
-        if grid.dp % model.replicas or grid.edp % model.replicas:
+        if grid.dp % model.replicas or grid.edp % (model.expert_replicas or model.replicas):
             raise InputError(
                 f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel "
                 f"groups and {grid.edp} replicas of the experts: choose a divisor of both"
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
-        self.forward = self._block_seconds()
         self.routing = self.cluster.host.layer_us * 1e-6
         """Seconds of an MoE layer outside its programs, forward and backward, if measured. A
         recomputed forward pass replays its routing, which counts nothing."""
         self.launches = self._launch_seconds()
         """Seconds of an MoE layer and micro-batch that grow with the experts of a rank, forward and
         backward."""
+
+    def keeping(self, alive: float) -> StepCostModel:
+        """Return this cost model of a rank that keeps so many micro-batches' activations."""
+        kept = copy(self)
+        kept.model = replace(self.model, alive=alive)
+        return kept
 
     @property
     def forward_passes(self) -> float:
@@ -476,7 +499,7 @@ class StepCostModel:
         )
         limits = {
             "compute": count * (self._around_seconds + experts) + self.optimizer_seconds,
-            "gathering parameters": self._moving_seconds,
+            "gathering parameters": self.moving_seconds,
         }
         for name in sorted({*forward.link_seconds, *backward.link_seconds}):
             seconds = self.forward_passes * forward.link_seconds.get(
@@ -492,6 +515,20 @@ class StepCostModel:
     def busy_seconds(self, forward: Passes, backward: Passes) -> float:
         """Return the seconds for which a micro-batch keeps a rank of the pipeline busy."""
         return sum(self._parts(forward, backward).values())
+
+    def pass_seconds(self, forward: Passes, backward: Passes) -> tuple[float, float]:
+        """Return the seconds of a micro-batch's forward pass, and those of its backward pass with
+        what it recomputes."""
+        model = self.model
+        seconds = self.forward
+        dense = model.num_layers - model.moe_layers
+        ahead = model.num_layers * seconds.attention + dense * seconds.dense
+        ahead += model.outputs * seconds.unembed
+        ahead += model.moe_layers * (
+            seconds.shared + forward.seconds + (self.routing + self.launches) / 3
+        )
+        busy = self.busy_seconds(forward, backward)
+        return min(ahead, busy), max(busy - ahead, 0.0)
 
     def _parts(self, forward: Passes, backward: Passes) -> dict[str, float]:
         """Return the seconds of a micro-batch by part."""
@@ -643,8 +680,9 @@ class StepCostModel:
             moved += layers * count * (passes * forward + backward)
         return moved / self._rates.memory
 
-    def _block_seconds(self) -> ForwardSeconds:
-        """Return the seconds of one forward pass of each part of a block.
+    @cached_property
+    def forward(self) -> ForwardSeconds:
+        """The seconds of one forward pass of each part of a block.
 
         Products take their operations over the rate that their rows reach (`compute.py`), norms and
         residuals ten accesses of a token, scores their operations over the rate of the attention
@@ -723,7 +761,7 @@ class StepCostModel:
         (dense, experts) = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         root = self.root_parameters * self._gradient_bytes
-        ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self._num_shards[0]) / 2
+        ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self.num_shards[0]) / 2
         count = model.micro_batches
         gathered = self._gather_ratio
         is_trained = not model.is_frozen
@@ -732,10 +770,29 @@ class StepCostModel:
                 self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world
             )
             scattered = is_trained * (units + self._copy_seconds)
+            if model.held == "nothing":
+                return (
+                    Moving(count, (2 * gathered + is_trained) * ends, "nothing"),
+                    Moving(count, gathered * units, "forward"),
+                    Moving(count, gathered * units + scattered, "backward"),
+                    Moving(1, adapters, "nothing"),
+                )
+            # gradients are reduced behind the last backward pass
+            reduced_ends = Moving(1, is_trained * ends, "nothing")
+            if model.held == "parameters":
+                return (
+                    Moving(1, gathered * ends, "nothing"),
+                    Moving(1, gathered * units, "forward"),
+                    Moving(1, scattered, "backward"),
+                    reduced_ends,
+                    Moving(1, adapters, "nothing"),
+                )
             return (
-                Moving(count, (2 * gathered + is_trained) * ends, "nothing"),
+                Moving(count, 2 * gathered * ends, "nothing"),
                 Moving(count, gathered * units, "forward"),
-                Moving(count, gathered * units + scattered, "backward"),
+                Moving(count - 1, gathered * units, "backward"),
+                Moving(1, gathered * units + scattered, "backward"),
+                reduced_ends,
                 Moving(1, adapters, "nothing"),
             )
         whole = model.sharded == "none"
@@ -762,9 +819,9 @@ class StepCostModel:
         dense, experts = self.block_parameters
         root = 0.0 if self.model.gathers_per_block else self.root_parameters
         moved = [
-            (self.model.num_layers, dense, self._strides[0], self._num_shards[0]),
-            (self.model.moe_layers, experts, self._strides[1], self._num_shards[1]),
-            (1, root, self._strides[0], self._num_shards[0]),
+            (self.model.num_layers, dense, self._strides[0], self.num_shards[0]),
+            (self.model.moe_layers, experts, self._strides[1], self.num_shards[1]),
+            (1, root, self._strides[0], self.num_shards[0]),
         ]
         names = one_node(self.cluster, self.grid.world, self.grid.ranks_per_node).names
         busy: dict[str, float] = {}
@@ -777,21 +834,19 @@ class StepCostModel:
             total += count * load.alone / 2
             slowest: dict[str, float] = {}
             for link, seconds in zip(load.links, load.seconds):
-                level = self._level(names[int(link)])
+                level = self.simulator.level_of(names[int(link)])
                 slowest[level] = max(slowest.get(level, 0.0), float(seconds) / 2)
             for level, seconds in slowest.items():
                 busy[level] = busy.get(level, 0.0) + count * seconds
         return {level: seconds / total for level, seconds in busy.items()}
 
-    def _level(self, name: str) -> str:
-        """Return the name of the level of the cluster to which a directed link belongs."""
-        levels = [link.name for link in self.cluster.links if name.startswith(link.name)]
-        return max(levels, key=len, default=name)
-
-    def _busy(self, run: Passes, level: str) -> float:
-        """Return the seconds for which a pass of an MoE layer keeps a level of links busy."""
-        busy = (each for name, each in run.link_seconds.items() if self._level(name) == level)
-        return max(busy, default=0.0)
+    def _busy(self, run: Passes) -> dict[str, float]:
+        """Return the seconds for which a pass of an MoE layer keeps each level of links busy."""
+        busy: dict[str, float] = {}
+        for name, seconds in run.link_seconds.items():
+            level = self.simulator.level_of(name)
+            busy[level] = max(busy.get(level, 0.0), seconds)
+        return busy
 
     def _exposed_seconds(self, moved: Moving, forward: Passes, backward: Passes) -> float:
         """Return the part of a transfer that its pass does not hide.
@@ -809,9 +864,11 @@ class StepCostModel:
         pass_seconds = self._around_moves(moved.behind) + layers * (
             run.seconds + recomputed_forwards * forward.seconds
         )
+        busy = self._busy(run)
+        busy_again = self._busy(forward) if recomputed_forwards else {}
         level_seconds = [
             moved.seconds * share
-            + layers * (self._busy(run, level) + recomputed_forwards * self._busy(forward, level))
+            + layers * (busy.get(level, 0.0) + recomputed_forwards * busy_again.get(level, 0.0))
             for level, share in self._moving_shares.items()
         ]
         return max(0.0, *(each - pass_seconds for each in (moved.seconds, *level_seconds)))
@@ -862,7 +919,7 @@ class StepCostModel:
         return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
 
     @property
-    def _moving_seconds(self) -> float:
+    def moving_seconds(self) -> float:
         """Seconds per step in which parameters and gradients move, without overlap."""
         return sum(moved.times * moved.seconds for moved in self._movements)
 
@@ -873,7 +930,7 @@ class StepCostModel:
         gradients, if that takes longer."""
         passes = self.model.micro_batches * 2 * (self.forward_passes + 1) * self.model.moe_layers
         return max(
-            [self._moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)]
+            [self.moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)]
         )
 
     def floor(self, *, compression: float = 1.0) -> float:
@@ -897,8 +954,9 @@ class StepCostModel:
             )
         dense, experts = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
+        moves_each_time = model.gathers_per_block and model.held == "nothing"
         gathering = [
-            (moves * units - self._around_moves(behind)) * model.gathers_per_block
+            (moves * units - self._around_moves(behind)) * moves_each_time
             for behind, moves in (
                 ("forward", self._gather_ratio),
                 ("backward", self._gather_ratio + (not model.is_frozen)),
@@ -933,9 +991,9 @@ class StepCostModel:
     def held_parameters(self) -> float:
         """Parameters of a rank's shards."""
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
-        return self.model.replicas * (
-            dense / self.grid.dp + self.model.expert_parameters / self.grid.world
-        )
+        (copies, expert_copies) = self.replicas
+        experts = self.model.expert_parameters / self.grid.world
+        return copies * dense / self.grid.dp + expert_copies * experts
 
     @property
     def stepped_parameters(self) -> float:
@@ -969,9 +1027,15 @@ class StepCostModel:
         return self.grid.tp, self.grid.ep * self.grid.etp
 
     @property
-    def _num_shards(self) -> tuple[int, int]:
+    def replicas(self) -> tuple[int, int]:
+        """Number of copies of each shard of dense parameters, and of experts."""
+        return self.model.replicas, self.model.expert_replicas or self.model.replicas
+
+    @property
+    def num_shards(self) -> tuple[int, int]:
         """Number of ranks over which dense parameters, and experts, are sharded."""
-        return self.grid.dp // self.model.replicas, self.grid.edp // self.model.replicas
+        (copies, expert_copies) = self.replicas
+        return self.grid.dp // copies, self.grid.edp // expert_copies
 
     @cached_property
     def _unit_seconds(self) -> tuple[float, float]:
@@ -979,7 +1043,7 @@ class StepCostModel:
         dense, experts = (
             reduce_seconds(self.cluster, self.grid, count * self._gradient_bytes, stride, shards)
             / 2
-            for count, stride, shards in zip(self.block_parameters, self._strides, self._num_shards)
+            for count, stride, shards in zip(self.block_parameters, self._strides, self.num_shards)
         )
         return dense, experts
 
@@ -993,9 +1057,11 @@ class StepCostModel:
                 self.grid,
                 count * self._gradient_bytes / shards,
                 stride * shards,
-                model.replicas,
+                copies,
             )
-            for count, stride, shards in zip(self.block_parameters, self._strides, self._num_shards)
+            for count, stride, shards, copies in zip(
+                self.block_parameters, self._strides, self.num_shards, self.replicas
+            )
         )
         return model.num_layers * dense + model.moe_layers * experts
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moesaic.planner.rank_memory import Memory, layer_memory
+from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
+from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
@@ -34,53 +38,124 @@ def step_memory(
         sizes: of a call of the forward program; the rank with the most rows counts. None: even
             routing.
     """
-    volumes = cost_model.simulator.volumes(forward, cost_model.model.layer, grid, sizes=sizes)
-    return rank_memory(cost_model, *layer_memory(forward, backward, volumes, memory_budget))
+    of_layer = layer_bytes(
+        cost_model.simulator,
+        cost_model.model.layer,
+        forward,
+        backward,
+        grid,
+        memory_budget=memory_budget,
+        sizes=sizes,
+    )
+    return rank_memory(cost_model, *of_layer)
+
+
+def layer_bytes(
+    simulator: Simulator,
+    layer: Workload,
+    forward: Program,
+    backward: Program,
+    grid: Grid,
+    *,
+    memory_budget: int | None = None,
+    sizes: CallSizes | None = None,
+) -> tuple[float, float]:
+    """Return the bytes that an MoE layer keeps for its backward pass, and the most that it needs
+    besides while it runs; arguments as of `step_memory`."""
+    volumes = simulator.volumes(forward, layer, grid, sizes=sizes)
+    kernel = "cpu" if simulator.cluster.host.runs_compute else "triton"
+    return layer_memory(forward, backward, volumes, memory_budget, kernel=kernel)
 
 
 def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) -> Memory:
-    """Return the memory of a rank, from the bytes that one of its MoE layers keeps, and needs
-    besides while it runs."""
+    """Return the memory of a rank at the moment at which it needs most, from the bytes that one of
+    its MoE layers keeps, and needs besides while it runs.
+
+    The moments are the loss; the backward pass of the last block, beside the activations of all
+    blocks; and that of the first block, beside the gradients of all others. All gradients are there
+    from the start if the step has several micro-batches, or they are not sharded like parameters.
+    """
     model = cost_model.model
-    grid = cost_model.grid
     layer = model.layer
-    activations = _kept_bytes(cost_model, kept_bytes)
+    kept, block, again = _kept_bytes(cost_model, kept_bytes)
+    logits = layer.tokens * model.vocab / cost_model.grid.tp * bool(model.outputs)
+    at_loss = logits * model.loss_kept / model.loss_chunks
+    states, moving = _states(cost_model)
+    backward = again + buffers + logits * model.logits_kept
+    last = replace(states, activations=kept, buffers=moving + max(at_loss, backward))
+    if not model.gathers_per_block or model.micro_batches > 1:
+        return last
+    # the layer's buffers have its own experts' gradients
+    own = cost_model.block_parameters[1] * model.parameter_bytes
+    gradients = max(states.gradients - own, 0.0)
+    first = replace(states, gradients=gradients, activations=block, buffers=moving + backward)
+    return max(replace(last, gradients=0.0), first, key=lambda memory: memory.total)
+
+
+def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
+    """Return the parameters, gradients and optimizer states of a rank, and the bytes of whole
+    parameters and gradients of blocks besides."""
+    model = cost_model.model
+    layer = model.layer
     narrow = 2 * model.narrow_bytes
-    logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
     size = model.parameter_bytes
     held_parameters = cost_model.held_parameters
     if not model.gathers_per_block:
         whole_parameters = cost_model.whole_parameters
-        return Memory(
-            weights=whole_parameters * layer.element_bytes
-            + narrow * _multiplied_parameters(cost_model),
-            # Sharded gradients of one block are whole while they are reduced.
-            gradients=(
-                held_parameters + sum(cost_model.block_parameters)
-                if model.sharded == "gradients"
-                else whole_parameters
-            )
-            * size,
-            optimizer=cost_model.stepped_parameters * 3 * size,
-            activations=activations,
-            buffers=buffers + logits,
+        # Sharded gradients of one block are whole while they are reduced.
+        with_gradients = (
+            held_parameters + sum(cost_model.block_parameters)
+            if model.sharded == "gradients"
+            else whole_parameters
         )
+        weights = whole_parameters * layer.element_bytes
+        states = Memory(
+            weights=weights + narrow * _multiplied_parameters(cost_model),
+            gradients=with_gradients * size,
+            optimizer=cost_model.stepped_parameters * 3 * size,
+            activations=0.0,
+            buffers=0.0,
+        )
+        return states, 0.0
     dense, experts = cost_model.block_parameters
-    cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
-    kept_casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
-    gathered = dense * (grid.dp > model.replicas) + experts * (grid.edp > model.replicas)
-    return Memory(
-        weights=held_parameters * size,
-        gradients=held_parameters * size,
+    (shards, expert_shards) = cost_model.num_shards
+    # FSDP2 gathers experts in the dtype of their products; those that are whole are cast and kept
+    is_whole = expert_shards == 1 and not model.gathered_bytes
+    is_cast = is_whole and layer.element_bytes != size
+    casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
+    gathered = dense * (shards > 1) + experts * (expert_shards > 1)
+    root = cost_model.root_parameters * (shards > 1)
+    gathered_size = model.gathered_bytes or size
+    whole = _sharded_parameters(cost_model)
+    held = whole * gathered_size * (model.held == "parameters")
+    states = Memory(
+        weights=held_parameters * size + is_cast * casts * experts * layer.element_bytes + held,
+        gradients=(held_parameters + whole * (model.held != "nothing")) * size,
         optimizer=held_parameters * 2 * size,
-        activations=activations + kept_casts * cast,
-        # two blocks' parameters, one block's gradients, and one block's narrow weights
-        buffers=buffers + logits + 3 * gathered * size + narrow * (dense + experts),
+        activations=0.0,
+        buffers=0.0,
     )
+    # two blocks' parameters, one block's gradients, one block's narrow weights, and the embedding
+    # and output, which stay whole from the forward to the backward pass; unless these are held
+    moving = {
+        "nothing": (2 * gathered + root) * gathered_size + gathered * size,
+        "gradients": (2 * gathered + root) * gathered_size,
+        "parameters": 0.0,
+    }
+    return states, moving[model.held] + narrow * (dense + experts)
 
 
-def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> float:
-    """Return the bytes that a rank keeps from forward to backward passes.
+def _sharded_parameters(cost_model: StepCostModel) -> float:
+    """Return how many of a rank's parameters, before sharding, are sharded over other ranks."""
+    (shards, expert_shards) = cost_model.num_shards
+    experts = cost_model.model.expert_parameters / (cost_model.grid.ep * cost_model.grid.etp)
+    dense = cost_model.whole_parameters - experts
+    return dense * (shards > 1) + experts * (expert_shards > 1)
+
+
+def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, float, float]:
+    """Return the bytes that a rank keeps from forward to backward passes, those of one block, and
+    those of blocks that the backward pass recomputes together.
 
     Args:
         moe_bytes: bytes that one MoE layer's program keeps.
@@ -129,12 +204,14 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> float:
         + model.moe_layers * sparse
         + dense_layers * dense
     )
+    block = blocks / model.num_layers
     if "block" not in recomputed:
-        return model.alive * blocks
+        return model.alive * blocks, block, moe_bytes * ("moe" in recomputed)
     share = model.recomputed_share
     together = model.recomputed_together
     inputs = share * model.num_layers / together * dim * row
-    return model.alive * (inputs + (1 - share) * blocks) + together * (around + max(sparse, dense))
+    again = together * (around + max(sparse, dense))
+    return model.alive * (inputs + (1 - share) * blocks), dim * row, again
 
 
 def _multiplied_parameters(cost_model: StepCostModel) -> float:
@@ -147,19 +224,14 @@ def _multiplied_parameters(cost_model: StepCostModel) -> float:
     return cost_model.whole_parameters - wide / cost_model.grid.tp
 
 
-def least_bytes(cost_model: StepCostModel) -> float:
-    """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual
-    stream."""
-    model = cost_model.model
+def least_bytes_of_plans(cost_model: StepCostModel) -> float:
+    """Return a lower bound on the bytes of a rank under any lossless plan of a layout: experts keep
+    their inputs, which the weights' gradients read, and the results of their first products.
+
+    A plan that gathers weights divides the rows of a rank by its factor on the hidden units.
+    """
+    layer = cost_model.model.layer
     grid = cost_model.grid
-    stream = model.layer.tokens * model.layer.dim * model.layer.element_bytes / grid.tp
-    size = model.parameter_bytes
-    if not model.gathers_per_block:
-        gradients = (
-            cost_model.held_parameters
-            if model.sharded == "gradients"
-            else cost_model.whole_parameters
-        )
-        whole_bytes = cost_model.whole_parameters * model.layer.element_bytes + gradients * size
-        return whole_bytes + cost_model.stepped_parameters * 3 * size + model.num_layers * stream
-    return cost_model.held_parameters * 4 * size + model.num_layers * stream
+    inputs = grid.dp * layer.copies / grid.world * layer.dim
+    results = (layer.matrices - 1) * cost_model.activated_values
+    return rank_memory(cost_model, (inputs + results) * layer.element_bytes, 0.0).total

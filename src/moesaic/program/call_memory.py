@@ -15,20 +15,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.codecs import DTYPES, codec_spec, is_coded
-from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.expert_sizes import ExpertSizes, Phase
-from moesaic.program.grid import Axis
-from moesaic.program.joined_messages import bundles
-from moesaic.program.layouts import AbstractLayoutIndex, Move, ends_of
-from moesaic.program.sizes import CallSizes
+from moesaic.program.layouts import ends_of, move_of
+from moesaic.program.life import Step, kept, life_of
+from moesaic.program.row_counts import HopRows, RowCounts, RowsMoved
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
+from moesaic.program.transpose import SUFFIX
 
 INDEX = 16
 """Bytes of a copy's token and expert index, both int64."""
@@ -39,18 +36,10 @@ POSITION = 24
 that leave, and its token."""
 CALL = 1024
 """Bytes of small tensors of a call, such as the ends of experts' rows."""
+ALLOCATED_BEFORE = ("x", "w", "b")
+"""Inputs that are alive before a call."""
 CODED_ROWS = 4096
 """Number of rows over which the bytes of an encoded row are averaged."""
-
-
-class _Hop(NamedTuple):
-    """Rows that a rank sends or receives in one hop of a movement."""
-
-    move: Move
-    link: str
-    group: tuple[Axis, ...]
-    hop: int
-    arrives: bool
 
 
 class _Scratch(NamedTuple):
@@ -63,7 +52,7 @@ class _Scratch(NamedTuple):
     phase: Phase
 
 
-_Term = Layout | _Hop | _Scratch
+_Term = Layout | HopRows | _Scratch
 Bytes = Counter[_Term]
 """Bytes per row, by slot layout or hop; for scratch memory, how many times it is alive."""
 
@@ -73,28 +62,29 @@ class HeldBytes:
 
     Args:
         programs: forward and backward, lowered.
-        shapes: pieces of their layouts.
+        mesh: how it moves rows.
         experts: memory of the layer's experts.
     """
 
     def __init__(
-        self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes
+        self, programs: tuple[Program, Program], mesh: RowsMoved, experts: ExpertSizes
     ) -> None:
-        self.shapes = shapes
         self.experts = experts
-        self._legs = cache(legs_by_hop)
-        forward = _Walk(programs[0], shapes, experts)
-        backward = _Walk(programs[1], shapes, experts, earlier=forward)
+        forward = _Walk(programs[0], mesh, experts)
+        backward = _Walk(programs[1], mesh, experts, earlier=forward)
         names = [
             name for name in programs[1].inputs if name in forward.slots and name in backward.slots
         ]
-        kept_bytes = _total_bytes([backward.slot_bytes(name) for name in names])
+        kept_bytes = _total_bytes(
+            [backward.slot_bytes(name) for name in names if name not in ALLOCATED_BEFORE]
+        )
         kept_bytes += _total_bytes(
             [forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT]
         )
         result = _total_bytes([forward.slot_bytes(name) for name in programs[0].outputs])
         held = (_total_bytes([result, step]) for step in backward.steps(set()))
-        steps = [*forward.steps(set(names)), *held]
+        inside = {kept(task.name) for task in programs[0].tasks if task.op is Op.EXPERT}
+        steps = [*forward.steps({*names, *inside}), *held]
         sum_bytes = max(WIDE, experts.element_bytes)
         tokens = forward.slots["x"].layout
         weights = forward.slots["w"].layout
@@ -109,60 +99,53 @@ class HeldBytes:
         self._steps = np.unique(self._table(steps), axis=0)
         self._kept, self._sums = self._table([kept_bytes, sums])
 
-    def peak(self, sizes: CallSizes) -> np.ndarray:
-        """Return the peak bytes of a call on each rank if it runs unsliced, (world,)."""
-        peak: np.ndarray = (self._rows(sizes) @ self._steps.T).max(1)
-        return peak + CALL
+    def peak(self, counts: RowCounts) -> np.ndarray:
+        """Return the peak bytes of a call on each rank if it runs unsliced, (ranks,)."""
+        return self._most(self._rows(counts)) + CALL
 
-    def of_slice(self, sizes: CallSizes) -> tuple[np.ndarray, np.ndarray]:
+    def of_slice(self, counts: RowCounts) -> tuple[np.ndarray, np.ndarray]:
         """Return the peak bytes of a slice of a call, including the sums over all slices, and the
-        part of these bytes that the slice keeps for backward; both (world,)."""
-        rows = self._rows(sizes)
-        return (rows @ self._steps.T).max(1) + rows @ self._sums, rows @ self._kept
+        part of these bytes that the slice keeps for backward; both (ranks,)."""
+        rows = self._rows(counts)
+        return self._most(rows) + rows @ self._sums, rows @ self._kept
+
+    def kept_and_peak(self, counts: RowCounts) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes that a call keeps for backward, and its peak, (ranks,) each."""
+        rows = self._rows(counts)
+        return rows @ self._kept, self._most(rows) + CALL
+
+    def _most(self, rows: np.ndarray) -> np.ndarray:
+        most: np.ndarray = (rows @ self._steps.T).max(1)
+        return most
 
     def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
         return np.array([[step[term] for term in self._terms] for step in steps], dtype=np.float64)
 
-    def _rows(self, sizes: CallSizes) -> np.ndarray:
-        """Return the rows of each term on each rank, (world, terms)."""
-        return np.stack([self._term_rows(term, sizes) for term in self._terms], axis=1).astype(
-            np.float64
+    def _rows(self, counts: RowCounts) -> np.ndarray:
+        """Return the rows of each term on each rank, (ranks, terms)."""
+        columns = [self._term_rows(term, counts) for term in self._terms]
+        return np.stack(columns, axis=1).astype(np.float64)
+
+    def _term_rows(self, term: _Term, counts: RowCounts) -> np.ndarray:
+        if isinstance(term, HopRows):
+            return counts.hop_rows(term)
+        if not isinstance(term, _Scratch):
+            return counts.rows(term)
+        tables, number = np.unique(
+            np.ceil(counts.rows_per_expert(term.layout)), axis=0, return_inverse=True
         )
-
-    def _term_rows(self, term: _Term, sizes: CallSizes) -> np.ndarray:
-        if isinstance(term, _Scratch):
-            return self._scratch_bytes(term, sizes)
-        if not isinstance(term, _Hop):
-            return sizes.rows_of_ranks(term)
-        source, target, *ends = self._paths(term)
-        rows = sizes.moved(term.move).between(source, target)
-        return np.bincount(ends[term.arrives], weights=rows, minlength=sizes.grid.world).astype(
-            np.int64
-        )
-
-    def _scratch_bytes(self, term: _Scratch, sizes: CallSizes) -> np.ndarray:
-        """Return the bytes of scratch memory on each rank; ranks with equal rows have equal
-        bytes."""
-        known: dict[tuple[int, ...], int] = {}
-        found = []
-        for rank in range(sizes.grid.world):
-            rows = tuple(sizes.rows_per_expert(term.layout, rank).tolist())
-            if rows not in known:
-                known[rows] = self.experts.scratch(
-                    rows,
-                    term.shards,
-                    gathers_x=term.gathers_x,
-                    places_x=term.places_x,
-                    phase=term.phase,
-                )
-            found.append(known[rows] + POSITION * sum(rows))
-        return np.array(found, dtype=np.int64)
-
-    def _paths(self, term: _Hop) -> np.ndarray:
-        """Return source and target of each packet of a hop, and of the leg that it takes, (4,
-        packets) int64."""
-        legs = self._legs(ALL_TO_ALLS[term.link], self.shapes.grid, term.group)
-        return legs.get(term.hop, np.zeros((4, 0), dtype=np.int64))
+        scratch = [
+            POSITION * int(rows.sum())
+            + self.experts.scratch(
+                tuple(rows.astype(np.int64).tolist()),
+                term.shards,
+                gathers_x=term.gathers_x,
+                places_x=term.places_x,
+                phase=term.phase,
+            )
+            for rows in tables
+        ]
+        return np.array(scratch)[number.ravel()]
 
 
 class _Walk:
@@ -170,20 +153,16 @@ class _Walk:
 
     Args:
         program: lowered.
-        shapes: pieces of its layouts.
+        mesh: how it moves rows.
         experts: memory of the layer's experts.
         earlier: the walk of the forward program, of a backward one.
     """
 
     def __init__(
-        self,
-        program: Program,
-        shapes: AbstractLayoutIndex,
-        experts: ExpertSizes,
-        earlier: _Walk | None = None,
+        self, program: Program, mesh: RowsMoved, experts: ExpertSizes, earlier: _Walk | None = None
     ) -> None:
         self.program = program
-        self.shapes = shapes
+        self.mesh = mesh
         self.experts = experts
         self._earlier = earlier
         self._writers = {name: task for task in program.tasks for name in task.writes}
@@ -192,7 +171,7 @@ class _Walk:
         between = any(
             task.lane is Lane.INTER for task in program.tasks if task.op in (Op.MOVE, Op.HOP)
         )
-        self._slowest = Lane.INTER if between else Lane.INTRA
+        self.slowest = Lane.INTER if between else Lane.INTRA
 
     def slot_bytes(self, name: str) -> Bytes:
         """Return the bytes per row of a slot."""
@@ -210,12 +189,7 @@ class _Walk:
         weights = next(
             self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights"
         )
-        pieces_by_rank = [
-            len(self.shapes.pieces(weights.layout, rank).number)
-            for rank in range(self.shapes.grid.world)
-        ]
-        experts = len(self.shapes.experts(weights.layout, int(np.argmax(pieces_by_rank))))
-        return max(1, max(pieces_by_rank) // max(1, experts))
+        return self.mesh.num_shards(weights.layout)
 
     def scratch_of_experts(self, task: Task, phase: Phase) -> Bytes:
         """Return the scratch memory of an expert task."""
@@ -253,22 +227,21 @@ class _Walk:
         """Return the bytes that are alive at each step.
 
         Args:
-            stay: slots that live to the end besides the outputs. What experts keep lives to the end
-                of a forward program anyway.
+            stay: what lives to the end besides the outputs.
         """
-        alive = _Alive(self, stay)
-        for number, bundle in enumerate(alive.bundles):
-            tasks = [self.program.tasks[task_number] for task_number in bundle]
-            for name in dict.fromkeys(name for task in tasks for name in task.reads):
-                alive.settle(name)
-                alive.finish(name)
-            if tasks[0].op in (Op.MOVE, Op.HOP):
-                alive.depart(number, tasks)
+        alive = _Alive(self)
+        life = life_of(self.program, frozenset({*stay, *self.program.outputs}))
+        for place, step in enumerate(life.steps):
+            for sender in step.lands:
+                alive.settle(sender)
+            alive.finish(step.reads)
+            if step.sends:
+                alive.depart(place, step)
             else:
-                alive.compute(tasks[0])
-            alive.free(number)
-        for name in list(alive.arriving):
-            alive.settle(name)
+                alive.compute(step)
+            alive.free(place, step.dies)
+        for sender in life.lands:
+            alive.settle(sender)
         return alive.bytes_by_step
 
     def messages(self, task: Task, *, joined: bool) -> tuple[Bytes, Bytes, bool]:
@@ -284,30 +257,20 @@ class _Walk:
         target = self.slots[task.writes[0]]
         if task.op is Op.HOP:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))
-            sends = _Hop(move, task.link, task.group, task.hop, arrives=False)
+            sends = HopRows(move, task.link, task.group, task.hop, arrives=False)
             return (
                 _bytes_of(sends, row_bytes),
                 _bytes_of(sends._replace(arrives=True), row_bytes),
                 False,
             )
-        world = range(self.shapes.grid.world)
-        sent, received = (
-            [matches_of(move, rank) for rank in world]
-            for matches_of in (self.shapes.sent, self.shapes.received)
-        )
-        source_pieces, target_pieces = (
-            [self.shapes.pieces(layout, rank) for rank in world]
-            for layout in (move.source, move.target)
-        )
-        leaves = _bytes_of(source.layout, self._row_bytes(source) * _max_uses(sent, source_pieces))
-        if not joined and _is_whole(sent, source_pieces):
+        sent, received = self.mesh.messages(move)
+        leaves = _bytes_of(source.layout, self._row_bytes(source) * sent.uses)
+        if not joined and sent.is_whole:
             leaves = Counter()
         if source.layout.flow == "weights":
             leaves += self.slot_bytes(task.reads[0])  # packed
-        arrives = _bytes_of(
-            target.layout, self._row_bytes(target) * _max_uses(received, target_pieces)
-        )
-        return leaves, arrives, not joined and _is_whole(received, target_pieces)
+        arrives = _bytes_of(target.layout, self._row_bytes(target) * received.uses)
+        return leaves, arrives, not joined and received.is_whole
 
     def _stacked(self, name: str) -> Bytes:
         """Return the bytes of a slot that are stacked at once to be added: rows, or the largest
@@ -324,8 +287,7 @@ class _Walk:
 
     def stays(self, task: Task) -> bool:
         """Return whether a move leaves all rows where they are, on every rank."""
-        _, move = ends_of(task, self.slots)
-        return all(self.shapes.stays(move, rank) for rank in range(self.shapes.grid.world))
+        return self.mesh.stays(move_of(task, self.slots))
 
     def coded(self, slot: Slot, codec: str | None) -> int:
         """Return the bytes of a slot's row in a message."""
@@ -336,6 +298,15 @@ class _Walk:
         return int(
             np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS)
         )
+
+    def packed(self, task: Task) -> Bytes:
+        """Return the bytes of packets: sorted rows, and encoded ones if that makes them smaller."""
+        assert task.of is not None
+        source = self.slots[task.of[0]]
+        coded = self.coded(source, task.codec)
+        packets = self.slot_bytes(source.name)
+        is_smaller = coded < self.coded(source, "")
+        return packets + _bytes_of(source.layout, coded) if is_smaller else packets
 
     def scratch(self, task: Task) -> Bytes:
         """Return the temporary bytes of a task while it runs, besides the slots that it reads and
@@ -358,20 +329,25 @@ class _Walk:
         return Counter()
 
 
+class _Flight(NamedTuple):
+    """The messages of a step."""
+
+    lane: Lane
+    buffers: list[Bytes]
+    """To send, to receive, and slots that are sent without a copy."""
+    arrive: Mapping[str, tuple[Bytes, bool]]
+    """By slot that the messages bring, its bytes, and whether the receive buffer is the slot
+    itself."""
+
+
 class _Alive:
     """The memory that is alive while a program runs."""
 
-    def __init__(self, walk: _Walk, stay: set[str]) -> None:
+    def __init__(self, walk: _Walk) -> None:
         self._walk = walk
-        program = walk.program
-        self.bundles = bundles(program)
         self.bytes_by_step: list[Bytes] = []
-        self.arriving: dict[str, int] = {}
-        """Slots in flight, with the bundle in which each travels."""
-        self._flights: dict[int, list[Bytes]] = {}
-        """By bundle, the buffers of its messages in flight: to send, to receive, and slots that are
-        sent without a copy."""
-        self._arrive_in_place: set[str] = set()
+        self._flights: dict[int, _Flight] = {}
+        """By step, its messages in flight."""
         self._deferred: Bytes = Counter()
         """Temporary memory of deferred weight-gradient products, which run while rows are in
         flight."""
@@ -381,56 +357,36 @@ class _Alive:
         """Slots that the deferred products write."""
         self._storage_of: dict[str, str] = {}
         """By slot that a move leaves in place, the slot whose memory it shares."""
-        self._last_use: dict[str, int] = {}
-        """By slot, the last bundle that reads or writes it."""
-        allocated_before = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
+        self._users: dict[str, set[str]] = {}
+        """By slot whose memory others share, all of these that live."""
+        program = walk.program
         self._alive = {
-            name: walk.slot_bytes(name) for name in program.inputs if name not in allocated_before
+            name: walk.slot_bytes(name)
+            for name in program.inputs
+            if name not in ALLOCATED_BEFORE and not name.endswith(SUFFIX)
         }
-        forward = {task.name: task for task in program.tasks if task.op is Op.EXPERT_GRAD}
-        self._alive |= {f"{name}*": walk.kept_inside(task) for name, task in forward.items()}
-        for number, bundle in enumerate(self.bundles):
-            for task in (program.tasks[task_number] for task_number in bundle):
-                if task.op is Op.MOVE and walk.stays(task):
-                    self._storage_of[task.writes[0]] = self._storage(task.reads[0])
-                for name in (*task.reads, *task.writes, f"{task.name}*"):
-                    self._last_use[self._storage(name)] = number
-        for name in (*stay, *program.outputs):
-            self._last_use[self._storage(name)] = len(self.bundles)
-        self._last_use |= {
-            f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT
+        self._alive |= {
+            kept(task.name): walk.kept_inside(task)
+            for task in program.tasks
+            if task.op is Op.EXPERT_GRAD
         }
 
-    def settle(self, name: str) -> None:
-        """Let the messages that carry a slot arrive, if it is in flight."""
-        bundle_number = self.arriving.get(name)
-        if bundle_number is None:
+    def settle(self, sender: int) -> None:
+        """Let the messages of a step arrive, if it sent any."""
+        flight = self._flights.pop(sender, None)
+        if flight is None:
             return
-        flight = self._flights.pop(bundle_number)
-        if self._walk.program.tasks[self.bundles[bundle_number][0]].lane is self._walk._slowest:
-            self._sum(flight)
-        landed = [
-            slot_name
-            for slot_name, other_number in self.arriving.items()
-            if other_number == bundle_number
-        ]
-        packets = {
-            slot_name for slot_name in landed if self._walk.slots[slot_name].kind is Kind.PACKETS
+        if flight.lane is self._walk.slowest:
+            self._sum(flight.buffers)
+        self._alive |= {
+            name: size for name, (size, in_place) in flight.arrive.items() if not in_place
         }
-        for slot_name in landed:
-            del self.arriving[slot_name]
-            if slot_name not in self._arrive_in_place | packets:
-                self._alive[slot_name] = self._walk.slot_bytes(slot_name)
-        self._record(*flight)
-        for slot_name in landed:
-            if slot_name in self._arrive_in_place | packets:
-                self._alive[slot_name] = (
-                    flight[1] if slot_name in packets else self._walk.slot_bytes(slot_name)
-                )
+        self._record(*flight.buffers)
+        self._alive |= {name: size for name, (size, in_place) in flight.arrive.items() if in_place}
 
-    def finish(self, name: str) -> None:
+    def finish(self, names: Iterable[str]) -> None:
         """Run the deferred products before a slot that they write is read."""
-        if name in self._deferred_slots:
+        if not self._deferred_slots.isdisjoint(names):
             self._sum(())
 
     def _sum(self, flight: Iterable[Bytes]) -> None:
@@ -441,69 +397,68 @@ class _Alive:
         self._deferred = Counter()
         self._deferred_slots = set()
 
-    def depart(self, number: int, tasks: Sequence[Task]) -> None:
-        """Send the messages of a bundle of movements, or of a hop."""
-        moving = [task for task in tasks if task.op is Op.HOP or not self._walk.stays(task)]
+    def depart(self, place: int, step: Step) -> None:
+        """Send the messages of a step. Slots whose rows stay share the memory of their sources."""
+        walk = self._walk
+        moving = [task for task in step.tasks if task.op is Op.HOP or not walk.stays(task)]
+        for task in step.tasks:
+            if task not in moving:
+                self._share(task.writes[0], task.reads[0])
         if not moving:
             return
-        send_buffers: Bytes = Counter()
-        receive_buffers: Bytes = Counter()
+        sends: Bytes = Counter()
+        receives: Bytes = Counter()
+        arrive = {}
         for task in moving:
-            sent, received, in_place = self._walk.messages(task, joined=len(moving) > 1)
-            send_buffers = send_buffers + sent
-            receive_buffers = receive_buffers + received
-            self.arriving[task.writes[0]] = number
-            if in_place:
-                self._arrive_in_place.add(task.writes[0])
-        self._flights[number] = [send_buffers, receive_buffers]
+            sent, received, in_place = walk.messages(task, joined=len(moving) > 1)
+            sends += sent
+            receives += received
+            size = received if task.op is Op.HOP else walk.slot_bytes(task.writes[0])
+            arrive[task.writes[0]] = size, in_place or task.op is Op.HOP
+        self._flights[place] = _Flight(step.tasks[0].lane, [sends, receives], arrive)
         self._record()
 
-    def compute(self, task: Task) -> None:
+    def _share(self, name: str, source: str) -> None:
+        storage = self._storage_of.get(source, source)
+        self._storage_of[name] = storage
+        self._users.setdefault(storage, {source}).add(name)
+
+    def compute(self, step: Step) -> None:
         """Run a task that involves no other rank."""
         walk = self._walk
+        task = step.tasks[0]
         for name in task.writes:
-            if walk.slots[name].kind is Kind.PACKETS:
-                assert task.of is not None
-                source = walk.slots[task.of[0]]
-                self._alive[name] = walk.slot_bytes(task.of[0])
-                if walk.coded(source, task.codec) < walk.coded(source, ""):
-                    self._alive[name] = self._alive[name] + _bytes_of(
-                        source.layout, walk.coded(source, task.codec)
-                    )
-            else:
-                self._alive[name] = walk.slot_bytes(name)
+            self._alive[name] = (
+                walk.packed(task)
+                if walk.slots[name].kind is Kind.PACKETS
+                else walk.slot_bytes(name)
+            )
         if task.op is Op.EXPERT:
-            self._alive[f"{task.name}*"] = walk.kept_inside(task)
-        scratch = walk.scratch(task)
-        self._record(scratch)
+            self._alive[kept(task.name)] = walk.kept_inside(task)
+        self._record(walk.scratch(task))
         if task.op is Op.EXPERT_GRAD:
             self._deferred = walk.scratch_of_experts(task, "waiting")
             self._summing = walk.scratch_of_experts(task, "summing")
             self._deferred_slots = set(task.writes[2:])
 
-    def free(self, number: int) -> None:
-        """Free slots that no later task reads. A slot that is sent without a copy lives until its
-        messages have arrived."""
-        for name in [
-            name for name in self._alive if self._last_use.get(self._storage(name), -1) <= number
-        ]:
-            freed = self._alive.pop(name)
-            if number in self._flights and not self._flights[number][0]:
-                self._flights[number].append(freed)
-
-    def _storage(self, name: str) -> str:
-        while name in self._storage_of:
-            name = self._storage_of[name]
-        return name
+    def free(self, place: int, names: Iterable[str]) -> None:
+        """Free slots. One that is sent without a copy lives until its messages have arrived."""
+        for name in names:
+            storage = self._storage_of.get(name, name)
+            users = self._users.get(storage, {name})
+            users.discard(name)
+            freed = None if users else self._alive.pop(storage, None)
+            if freed and place in self._flights and not self._flights[place].buffers[0]:
+                self._flights[place].buffers.append(freed)
 
     def _record(self, *extra: Bytes) -> None:
-        flying = [buffers for flight in self._flights.values() for buffers in flight]
+        flying = [each for flight in self._flights.values() for each in flight.buffers]
         self.bytes_by_step.append(
             _total_bytes([*self._alive.values(), *flying, self._deferred, *extra])
         )
 
 
-def _bytes_of(term: _Term, size: int) -> Bytes:
+def _bytes_of(term: _Term, size: float) -> Bytes:
     return Counter({term: size})
 
 
@@ -512,18 +467,3 @@ def _total_bytes(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
     for part in parts:
         total.update(part)
     return total
-
-
-def _is_whole(matches: Sequence, slots: Sequence) -> bool:
-    """Return whether the messages of every rank are all rows of a slot, in its order."""
-    return all(
-        match.in_order and len(match.places) == len(slot.number)
-        for match, slot in zip(matches, slots)
-    )
-
-
-def _max_uses(matches: Sequence, slots: Sequence) -> int:
-    """Return the largest number of times that a slot's rows occur in its messages."""
-    return max(
-        -(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, slots)
-    )

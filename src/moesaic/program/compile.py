@@ -29,8 +29,9 @@ from moesaic.program.passes.relocate import relocate
 from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
-from moesaic.program.plan import Crossing, Plan
+from moesaic.program.plan import Crossing, Order, Plan
 from moesaic.program.replications import Replications
+from moesaic.program.row_counts import MovedPieces
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
@@ -126,7 +127,7 @@ class Compiled:
 
     def held(self, num_experts: int, experts: ExpertSizes) -> HeldBytes:
         """Return the model of the bytes that calls of a layer hold; the result is cached."""
-        return self._held(self.shapes(num_experts), experts)
+        return self._held(num_experts, experts)
 
     def under(self, plan: Plan) -> Compiled:
         """Return the programs of another plan for the same mesh and the same parameters of experts;
@@ -152,8 +153,13 @@ class Compiled:
         )
 
     @cached_property
-    def _held(self) -> Callable[[LayoutIndex, ExpertSizes], HeldBytes]:
-        return cache(partial(HeldBytes, (self.forward, self.backward)))
+    def _held(self) -> Callable[[int, ExpertSizes], HeldBytes]:
+        programs = self.forward, self.backward
+        return cache(
+            lambda num_experts, experts: HeldBytes(
+                programs, MovedPieces(self.shapes(num_experts)), experts
+            )
+        )
 
 
 def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
@@ -170,7 +176,7 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     # What follows the transpose changes nothing before it, so plans that differ there share both
     # programs.
     usual = Plan(all_to_all=plan.all_to_all if plan.crossing is not Crossing.LINK else "linear")
-    logical, transposed, grid = _logical(
+    logical, grid = _logical(
         replace(
             plan,
             all_to_all=usual.all_to_all,
@@ -180,22 +186,26 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
         grid,
         bias,
     )
-    programs = []
-    for program, codec in ((logical, plan.codec), (transposed, plan.backward_codec)):
-        is_forward = program is logical
-        program = halve_reduce(program)
+    programs: list[Program] = []
+    for program, codec in zip(_both_ways(logical), (plan.codec, plan.backward_codec)):
         if plan.overlap_gather:
-            program = overlap_gather(program, grid, required=is_forward)
+            program = overlap_gather(program, grid, required=not programs)
         program = route_all_to_all(program, plan.link, grid)
         program = compress(program, codec, grid)
-        program = ORDERS[plan.order](program)
-        program = side_by_side(program)
-        validate(program)
-        programs.append(program)
+        programs.append(_ordered(program, plan.order))
     again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
     if again is not None:
         validate(again)
     return Compiled(plan, grid, logical, programs[0], programs[1], again)
+
+
+@lru_cache(maxsize=256)
+def _ordered(program: Program, order: Order) -> Program:
+    """Return a lowered program in the order of issue, validated. Meshes on which the same is sent
+    share it."""
+    program = side_by_side(ORDERS[order](program))
+    validate(program)
+    return program
 
 
 def moving(compiled: Compiled) -> Compiled:
@@ -246,9 +256,8 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
 
 
 @lru_cache(maxsize=256)
-def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid]:
-    """Return the forward program after the passes that come before the transpose, its transpose,
-    and the grid."""
+def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
+    """Return the forward program after the passes that come before the transpose, and the grid."""
     program = SCHEDULES[plan.schedule](bias)
     validate_schedule(program)
     if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
@@ -272,8 +281,14 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid
         if plan.replicates
         else split_capacity(program, plan.chunks)
     )
-    program = split_peers(program, plan.peer_groups, grid)
-    return program, transpose(program), grid
+    return split_peers(program, plan.peer_groups, grid), grid
+
+
+@lru_cache(maxsize=256)
+def _both_ways(program: Program) -> tuple[Program, Program]:
+    """Return a forward program and its transpose, with reductions halved. Meshes of other sizes
+    share them."""
+    return halve_reduce(program), halve_reduce(transpose(program))
 
 
 def _rounds_apart(program: Program) -> bool:

@@ -172,12 +172,21 @@ def whole_batch_scratch(call: KernelCall) -> int:
     )
 
 
+def products_scratch(call: KernelCall) -> int:
+    """Return the bytes that grouped products without fused activations need: the activation's
+    result, and backward its gradient and those of the products that read the token."""
+    hidden_buffers = 1 + call.matrices if call.is_backward else 1
+    return call.total * hidden_buffers * call.units * call.element_bytes
+
+
 SCRATCH: dict[str, Callable[[KernelCall], int]] = {
     "cpu": by_expert_scratch,
     "triton": whole_batch_scratch,
     "other": whole_batch_scratch,
+    "products": products_scratch,
 }
-"""Scratch memory by kind of device, as in `kernels.pick.KERNELS`."""
+"""Scratch memory by kind of device, as in `kernels.pick.KERNELS`, and that of other systems'
+products."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moesaic.planner.answer import Speed
-from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.compute import rates_of
 from moesaic.planner.job import Job
@@ -90,7 +89,7 @@ def _lead(answer: PlanAnswer) -> str:
     return (
         f"The fastest of {answer.result.num_simulated:,} simulated plans trains on {tokens:,} "
         f"tokens in a step of {_time(best.seconds)}, limited by {best.estimate.bottleneck}: "
-        f"{name_of(best.grid)}, {plan_in_words(best.plan)}."
+        f"{best.layout}, {plan_in_words(best.plan)}."
     )
 
 
@@ -191,7 +190,7 @@ def ranking(named: Mapping[str, PlannedStep]) -> Table:
             name,
             _time(planned.seconds),
             f"{planned.seconds / fastest:.2f}",
-            name_of(planned.grid),
+            planned.layout,
             plan_in_words(planned.plan),
             planned.estimate.bottleneck,
             f"{planned.memory.total / GIB:.1f} GiB",

@@ -36,8 +36,8 @@ from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import Weights
 from moesaic.program.compile import Compiled
-from moesaic.program.joined_messages import bundles
 from moesaic.program.layouts import Move, move_of
+from moesaic.program.life import Life, Step, kept, life_of
 from moesaic.program.sizes import Runs
 from moesaic.program.task import Kind, Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved
@@ -48,28 +48,10 @@ from moesaic.runtime.tasks import (
     IndexedRows,
     Value,
     compute,
-    kept,
     parameters,
     tables,
     transport_lane,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskGroup:
-    """Tasks that start together: one task, or a bundle of movements."""
-
-    number: int
-    """The place of the first task in the program, which is also the offset of its tag."""
-    tasks: tuple[Task, ...]
-    """One task, or movements whose rows are sent in one message per peer."""
-    moves: tuple[Move, ...]
-    """The movements of those tasks that are movements, one each."""
-    reads: tuple[str, ...]
-    """Slots that the tasks read."""
-    unread: tuple[str, ...]
-    """Slots that can be freed after this step: no later step reads them, and they are not
-    returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,37 +62,36 @@ class Script:
     """The program's slots by name."""
     gathered: frozenset[str]
     """Slots whose rows may stay where they lie, since all that reads them gathers."""
-    steps: tuple[TaskGroup, ...]
-    """The steps, in order."""
+    life: Life
+    """The steps, in order, with the slots that each frees."""
+    moves: tuple[tuple[Move, ...], ...]
+    """By step, the movements of those tasks that are movements, one each."""
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps, in order."""
+        return self.life.steps
 
     @cached_property
     def slowest(self) -> TransportLane:
         """The lane whose messages take longest: "inter" if any message crosses nodes, else
         "intra"."""
-        lanes = {
-            transport_lane(step.tasks[0])
-            for step in self.steps
-            if step.tasks[0].op in (Op.MOVE, Op.HOP)
-        }
+        lanes = {transport_lane(step.tasks[0]) for step in self.steps if step.sends}
         return "inter" if "inter" in lanes else "intra"
 
     @cached_property
     def pauses(self) -> frozenset[int]:
         """The steps before which a run may pause, as places in `steps`: the first that waits for
         messages of the slowest lane, and the first that does so after the last expert task."""
-        arriving: set[str] = set()
         waits = list[int]()
         last_expert = -1
-        for number, step in enumerate(self.steps):
-            task = step.tasks[0]
-            if not arriving.isdisjoint(step.reads):
-                waits.append(number)
-            arriving.difference_update(step.reads)
-            if task.op in (Op.MOVE, Op.HOP) and transport_lane(task) == self.slowest:
-                arriving.update(each.writes[0] for each in step.tasks)
-            if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
-                last_expert = number
-        later = [number for number in waits if number > last_expert]
+        for place, step in enumerate(self.steps):
+            senders = (self.steps[sender].tasks[0] for sender in step.lands)
+            if any(transport_lane(task) == self.slowest for task in senders):
+                waits.append(place)
+            if step.tasks[0].op in (Op.EXPERT, Op.EXPERT_GRAD):
+                last_expert = place
+        later = [place for place in waits if place > last_expert]
         return frozenset(waits[:1] + later[:1])
 
 
@@ -123,19 +104,12 @@ def script_of(program: Program, outputs: frozenset[str] | None) -> Script:
         outputs: slots that the run returns; None for all of them.
     """
     slots = {slot.name: slot for slot in program.slots}
-    bundled = bundles(program)
-    groups = [tuple(program.tasks[number] for number in bundle) for bundle in bundled]
-    steps = [
-        TaskGroup(
-            number=bundle[0],
-            tasks=tasks,
-            moves=tuple(move_of(task, slots) for task in tasks if task.op is Op.MOVE),
-            reads=tuple(name for task in tasks for name in task.reads),
-            unread=tuple(unread),
-        )
-        for bundle, tasks, unread in zip(bundled, groups, _unread_after(groups, outputs))
-    ]
-    return Script(slots=slots, gathered=_gathered(program, outputs), steps=tuple(steps))
+    life = life_of(program, outputs)
+    moves = tuple(
+        tuple(move_of(task, slots) for task in step.tasks if task.op is Op.MOVE)
+        for step in life.steps
+    )
+    return Script(slots=slots, gathered=_gathered(program, outputs), life=life, moves=moves)
 
 
 _GATHER = (Op.COMBINE, Op.EXPERT, Op.EXPERT_GRAD, Op.MOVE, Op.PACK, Op.TAKE)
@@ -154,27 +128,6 @@ def _gathered(program: Program, outputs: frozenset[str] | None) -> frozenset[str
     return frozenset(names.difference(*(task.reads for task in moving)))
 
 
-def _unread_after(
-    groups: Sequence[Sequence[Task]], outputs: frozenset[str] | None
-) -> list[list[str]]:
-    """Return, for each step, the slots that are read or written there for the last time and are not
-    outputs."""
-    unread: list[list[str]] = [[] for _ in groups]
-    if outputs is None:
-        return unread
-    last_use: dict[str, int] = {}
-    for number, tasks in enumerate(groups):
-        for task in tasks:
-            last_use.update(dict.fromkeys((*task.reads, *task.writes), number))
-            if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
-                last_use[kept(task.name)] = number
-    for name, number in last_use.items():
-        # "w" is stored anyway, and every movement of weights reads its shape
-        if name not in outputs and name != "w":
-            unread[number].append(name)
-    return unread
-
-
 class Pause(Enum):
     """What a program yields where another micro-batch may compute."""
 
@@ -186,13 +139,12 @@ Steps = Generator[Transfer | Handle | Pause, Handle | None, Environment]
 
 @dataclass(frozen=True)
 class _Arriving:
-    """A slot that is being received."""
+    """The slots that one step's messages bring."""
 
     handle: Handle | None
-    """The transfer of its messages, which may carry other slots too; None if there are no
-    messages."""
-    settle: Callable[[], Value | Packets]
-    """Builds the slot's value from the received messages."""
+    """The transfer of the messages; None if there are none."""
+    settles: Mapping[str, Callable[[], Value | Packets]]
+    """By slot, the function that builds its value from the received messages."""
 
 
 def interpret(
@@ -223,21 +175,20 @@ def interpret(
     script = script_of(program, None if outputs is None else frozenset(outputs))
     state = _RankState(script, call, dict(values))
     del values
-    for number, step in enumerate(script.steps):
-        if pauses and number in script.pauses:
+    for place, step in enumerate(script.steps):
+        if pauses and place in script.pauses:
             call.finish()  # while the messages are in flight
             yield Pause.PAUSE
-        for name in step.reads:
-            if name in state.arriving:
-                yield from state.settle(name)
+        for sender in step.lands:
+            yield from state.settle(sender)
         call.finish(step.reads)
-        if step.tasks[0].op in (Op.MOVE, Op.HOP):
-            yield from state.issue(step)
+        if step.sends:
+            yield from state.issue(place)
         else:
             state.run_local(step.tasks[0])
-        state.free(step.unread)
-    while state.arriving:
-        yield from state.settle(next(iter(state.arriving)))
+        state.free(step.dies)
+    for sender in script.life.lands:
+        yield from state.settle(sender)
     call.finish()
     environment = state.environment
     return environment if outputs is None else {name: environment[name] for name in outputs}
@@ -253,51 +204,50 @@ class _RankState:
     """The values of the slots that are here."""
     packets: dict[str, Packets] = field(default_factory=dict)
     """The packets of slots that an all-to-all passes on, hop by hop."""
-    arriving: dict[str, _Arriving] = field(default_factory=dict)
-    """The slots that are being received."""
+    arriving: dict[int, _Arriving] = field(default_factory=dict)
+    """By the step that sends them, the slots that are being received."""
 
-    def settle(self, name: str) -> Generator[Transfer | Handle, Handle | None, None]:
-        """Wait for a slot that is being received, and for all slots of the same messages."""
-        handle = self.arriving[name].handle
+    def settle(self, sender: int) -> Generator[Transfer | Handle, Handle | None, None]:
+        """Wait for the slots that a step's messages bring, unless they are here since they
+        stay."""
+        if sender not in self.arriving:
+            return
+        handle = self.arriving[sender].handle
         if handle is not None:
             if handle.transfer.lane == self.script.slowest:
                 self.call.finish()  # while the messages are in flight
             yield handle
-        landed = (
-            [name]
-            if handle is None
-            else [each for each, other in self.arriving.items() if other.handle is handle]
-        )
-        # all slots of these messages, so that no reference to the buffers remains
-        for landed_name in landed:
-            value = self.arriving.pop(landed_name).settle()
+        settles = dict(self.arriving.pop(sender).settles)
+        for name in list(settles):
+            value = settles.pop(name)()  # so that no reference to the buffers remains
             if isinstance(value, Packets):
-                self.packets[landed_name] = value
+                self.packets[name] = value
             else:
-                self.store(landed_name, value)
+                self.store(name, value)
 
-    def issue(self, step: TaskGroup) -> Generator[Transfer | Handle, Handle | None, None]:
-        """Issue a transfer, whose slots are then arriving. Slots whose rows stay on this rank are
-        here at once."""
+    def issue(self, place: int) -> Generator[Transfer | Handle, Handle | None, None]:
+        """Issue the transfer of a step, whose slots are then arriving. Slots whose rows stay on
+        this rank are here at once."""
+        step = self.script.steps[place]
+        moves = self.script.moves[place]
         task = step.tasks[0]
         slots = self.script.slots
         call = self.call
         tag = call.first_tag + step.number
         settles: Sequence[Callable[[], Value | Packets]]
         if task.op is Op.MOVE:
-            if all(call.sizes.shapes.stays(move, call.rank) for move in step.moves):
+            if all(call.sizes.shapes.stays(move, call.rank) for move in moves):
                 for each in step.tasks:
                     self.environment[each.writes[0]] = self.environment[each.reads[0]]
                 return
-            transfer, settles = start(step.tasks, step.moves, slots, self.environment, call, tag)
+            transfer, settles = start(step.tasks, moves, slots, self.environment, call, tag)
         else:
             packets = [self.packets[name] for name in task.reads]
             transfer, settle = start_hop(task, slots, packets, call, tag)
             settles = [settle]
         has_messages = bool(transfer.sends or transfer.receives)
         handle = (yield transfer) if has_messages else None
-        for each, settled in zip(step.tasks, settles):
-            self.arriving[each.writes[0]] = _Arriving(handle, settled)
+        self.arriving[place] = _Arriving(handle, dict(zip(step.born, settles)))
 
     def run_local(self, task: Task) -> None:
         """Run a task that needs no other rank, and store its result."""

@@ -28,6 +28,7 @@ from moesaic.kernels.huge_pages import uploaded
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import Dispatch, Places, accumulate_dtype
 from moesaic.program.layouts import move_of
+from moesaic.program.life import kept
 from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
 from moesaic.routing.peers import stable_order
@@ -200,12 +201,6 @@ def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
         yield sizes.ends(slots[task.reads[task.op is Op.EXPERT_GRAD]].layout, rank)
 
 
-def kept(task_name: str) -> str:
-    """Return the name under which the environment keeps an expert task's activations. Its gradient
-    task has the same name."""
-    return f"{task_name.removesuffix(_COTANGENT)}*"
-
-
 def rows(value: Value) -> Tensor:
     """Return a slot's value as rows.
 
@@ -217,9 +212,6 @@ def rows(value: Value) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError("a task reads rows where the slot holds parameters")
     return value
-
-
-_COTANGENT = "'"
 
 
 def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> Environment:

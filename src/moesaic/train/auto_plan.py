@@ -26,16 +26,18 @@ from moesaic.layer import MoE
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES
-from moesaic.planner.plan_files import MESH, read_planned
+from moesaic.planner.plan_files import MESH, SPLIT, mesh_table, read_finer, read_planned
 from moesaic.planner.plan_table import TableSettings
-from moesaic.planner.predicted_plans import Predictor, find_layout
+from moesaic.planner.predicted_plans import Predictor, find_layouts
 from moesaic.program.plan import Crossing, Plan, plan_in_words
 from moesaic.train.balance import known_cluster
 from moesaic.train.checkpoint import PLAN_TABLE
-from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.config import UNMOVED, MeshConfig, TrainConfig
 from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
 
+MOST_STAGES = 16
+"""Most pipeline stages that a search tries."""
 PLANS = 8
 """Number of candidates: the plans with the best predictions, in addition to the configured one."""
 TABLE = TableSettings()
@@ -92,32 +94,68 @@ def _has_own_plan(config: TrainConfig) -> bool:
 def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> TrainConfig:
     """Return the configuration with the mesh and plan that are predicted to be fastest."""
     settings = config.planner
-    layout = find_layout(
+    on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
+    layouts = find_layouts(
         asdict(config),
         world,
         ranks_of_a_node(config.mesh.ranks_per_node),
         cluster=settings.cluster,
-        on_cpu=config.device.startswith("cpu") or not torch.cuda.is_available(),
+        on_cpu=on_cpu,
+        most_stages=MOST_STAGES if settings.searches and _can_have_stages(config) else 1,
     )
+    layout = layouts[0]
+    others = [
+        f"{each.layout}: {each.seconds / layout.seconds:.2f} times as long" for each in layouts[1:3]
+    ]
     say(
-        f"planner: {world} ranks take {name_of(layout.grid)} and {plan_in_words(layout.plan)}, a "
-        f"predicted step of {1e3 * layout.seconds:.1f} ms"
+        f"planner: {world} ranks take {layout.layout} and {plan_in_words(layout.plan)}, a "
+        f"predicted step of {1e3 * layout.seconds:.1f} ms, limited by {layout.estimate.bottleneck}"
+        + "".join(f"; {other}" for other in others)
     )
-    mesh = replace(config.mesh, **{name: getattr(layout.grid, name) for name in MESH})
     plan = replace(
         layout.plan,
         replication=config.balance.replication,
         memory_budget=config.balance.memory_budget,
     )
     planner_plan = "" if settings.searches else settings.plan
-    planned = replace(config, mesh=mesh, planner=replace(settings, plan=planner_plan))
-    return planned.with_layer_plan(plan)
+    found = _cut_finer(config, layout.split.finer)
+    return replace(
+        found,
+        mesh=_with_mesh(config.mesh, mesh_table(layout)),
+        planner=replace(settings, plan=planner_plan),
+    ).with_layer_plan(plan)
+
+
+def _can_have_stages(config: TrainConfig) -> bool:
+    """Return whether nothing in a configuration clashes with pipeline stages."""
+    is_moved = config.balance.samples != UNMOVED or config.balance.moves_experts
+    in_flight = config.micro_batches_in_flight > 1
+    holds_nothing = config.mesh.hold == "nothing"
+    return not (is_moved or config.adapters.base or in_flight or holds_nothing)
+
+
+def _with_mesh(configured: MeshConfig, table: dict[str, Any]) -> MeshConfig:
+    """Return a mesh with the values of a table, but for what the configuration says of sharding."""
+    kept = {name for name in ("shard", "hold") if getattr(configured, name) != "auto"}
+    return replace(configured, **{name: value for name, value in table.items() if name not in kept})
+
+
+def _cut_finer(config: TrainConfig, finer: int) -> TrainConfig:
+    """Return a configuration whose micro-batches are cut; the sequences of a step stay the same."""
+    if config.batch_size % finer:
+        raise InputError(
+            f"batch_size={config.batch_size}: the plan cuts micro-batches in {finer}, which does "
+            "not divide it: choose a multiple, or plan again"
+        )
+    return replace(
+        config, batch_size=config.batch_size // finer, accumulation=config.accumulation * finer
+    )
 
 
 def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
-    for name in MESH:
+    for name in (*MESH, *SPLIT):
         configured = getattr(config.mesh, name)
         planned = getattr(mesh, name)
         if configured not in (planned, getattr(MeshConfig(), name)):
@@ -129,9 +167,8 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
         raise InputError(
             f"plan or balance and planner.plan={path} contradict each other: leave one out"
         )
-    return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(
-        plan
-    )
+    found = _cut_finer(config, read_finer(path))
+    return replace(found, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
 
 
 def _by_rule(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:

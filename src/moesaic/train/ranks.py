@@ -215,12 +215,15 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
             device_type, (mesh_config.pp, world // mesh_config.pp), mesh_dim_names=("pp", "stage")
         )
         group = keep_timeout(stages)["stage"].get_group()
+    per_node = mesh_config.ranks_per_node
+    if per_node is not None:  # a stage may be part of a node
+        per_node = min(per_node, dist.get_world_size(group))
     mesh = Mesh.create(
         tp=mesh_config.tp,
         ep=mesh_config.ep,
         etp=mesh_config.etp,
         innermost=mesh_config.innermost,
-        ranks_per_node=mesh_config.ranks_per_node,
+        ranks_per_node=per_node,
         device_type=device_type,
         transport=mesh_config.transport,
         group=group,

@@ -200,12 +200,12 @@ class Watch:
             still = still + min(now - last_look, 2 * self._pause + self._answer_seconds)
             last_look = now
             # The place alone is not enough: a thread that waits for a GPU in every step is always
-            # seen at that wait.
-            main = sys._current_frames()[self._main]
+            # seen at that wait. No variable holds the frame until the next round, since it holds
+            # the tensors of the layer that it runs.
             place = (
                 self._step(),
                 [transport.next_tag for transport in self._transports],
-                _place_of(main),
+                _place_of(sys._current_frames()[self._main]),
             )
             if place != before[0]:
                 still = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, permutations
 
 import numpy as np
@@ -157,6 +158,12 @@ def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis,
             f"plan.all_to_all={name} is {link!r} in ALL_TO_ALLS: put an object of an "
             "AbstractAllToAll there"
         )
+    _check_groups(link, name, grid, group)
+
+
+@lru_cache(maxsize=1024)
+def _check_groups(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
+    """Check an algorithm as `check_link` does, once for all programs of a search on a mesh."""
     node_maps = [NodeMap(grid, ranks) for ranks in grid.kinds_of_groups(group)]
     if link.needs_even_nodes and not all(node_map.is_even for node_map in node_maps):
         raise InputError(

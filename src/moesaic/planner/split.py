@@ -1,0 +1,401 @@
+"""How a job is split over ranks beyond the layout of one pipeline stage, and what a step under a
+split costs.
+
+A split says into how many stages the blocks are cut, and what data-parallel ranks share of
+parameters, gradients and optimizer states: the fields `pp`, `parts_per_stage`, `shard` and `hold`
+of the trainer's mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.planner.candidates import name_of
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.job import Job
+from moesaic.planner.pipeline import simulate_pipeline
+from moesaic.planner.rank_memory import Memory
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepModel
+from moesaic.planner.step_memory import layer_bytes, least_bytes_of_plans, rank_memory
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Program
+from moesaic.stage_cuts import cut
+
+Sharding = Literal["all", "node", "none"]
+"""Over which data-parallel ranks parameters are sharded: all, those of a node, or none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How a job is split beyond the layout of a stage."""
+
+    pp: int = 1
+    """Pipeline stages."""
+    parts: int = 1
+    """Parts of the model on each stage's ranks; above 1 the schedule is interleaved 1F1B."""
+    shard: Sharding = "all"
+    """Over which data-parallel ranks parameters, gradients and optimizer states are sharded."""
+    hold: Held = "nothing"
+    """What a rank holds whole between the micro-batches of a step."""
+    finer: int = 1
+    """Micro-batches into which each of the job's is cut: more of them fill a pipeline, and the
+    sequences of a step stay the same."""
+
+    def fits(self, job: Job) -> bool:
+        """Return whether the model and the micro-batches of a job have so many stages and parts."""
+        count = job.accumulation * self.finer
+        rounds = max(1, count // self.pp)
+        is_even = self.parts == 1 or count % rounds == 0
+        is_cut = job.batch_size % self.finer == 0
+        return self.pp * self.parts <= job.model.num_layers and is_even and is_cut
+
+    def of(self, job: Job) -> Job:
+        """Return the job with its micro-batches cut."""
+        return replace(
+            job, batch_size=job.batch_size // self.finer, accumulation=job.accumulation * self.finer
+        )
+
+
+WHOLE = Split()
+"""No stages; everything is sharded over all data-parallel ranks and gathered when it is needed."""
+
+
+def layout_in_words(grid: Grid, split: Split) -> str:
+    """Return a layout and its split in words, such as "pp 2, tp 1, ep 2, etp 1"."""
+    stages = f"pp {split.pp}, " * (split.pp > 1)
+    runs = f", {split.parts} parts a stage" * (split.parts > 1)
+    runs += f", micro-batches cut in {split.finer}" * (split.finer > 1)
+    shared = ""
+    if grid.dp > 1 or grid.edp > 1:
+        over = {"all": "", "node": ", sharded in nodes", "none": ", not sharded"}[split.shard]
+        held = f", {split.hold} held" * (split.hold != "nothing" and split.shard != "none")
+        shared = over + held
+    return f"{stages}{name_of(grid)}{runs}{shared}"
+
+
+def holdings(grid: Grid, split: Split) -> Iterator[Split]:
+    """Yield the ways in which the data-parallel ranks of a layout can hold the model.
+
+    Stages hold gradients at least, which their schedules reduce once.
+    """
+    least: Held = "gradients" if split.pp > 1 else "nothing"
+    if grid.dp == 1 and grid.edp == 1:
+        yield replace(split, hold=least)
+        return
+    held: tuple[Held, ...] = ("parameters", "gradients", "nothing")
+    shards: tuple[Sharding, ...] = ("all",)
+    if (grid.ranks_per_node or grid.world) < grid.world and _node_shards(grid)[0] > 1:
+        shards = ("all", "node")
+    for shard in shards:
+        for hold in held[: 2 if split.pp > 1 else 3]:
+            yield replace(split, shard=shard, hold=hold)
+    yield replace(split, shard="none", hold=least)
+
+
+def _node_shards(grid: Grid) -> tuple[int, int]:
+    """Return over how many ranks of a node dense parameters, and experts, are sharded."""
+    per_node = grid.ranks_per_node or grid.world
+    shards = [
+        min(per_node // stride, size) if per_node % stride == 0 else 1
+        for stride, size in ((grid.tp, grid.dp), (grid.ep * grid.etp, grid.edp))
+    ]
+    return shards[0], shards[1]
+
+
+class SplitCostModel:
+    """Predicts the time and the memory of steps on one layout under one split.
+
+    Args:
+        job: the training job.
+        grid: the layout of the ranks of a stage.
+        split: the split.
+        simulator: of the cluster.
+
+    Raises:
+        InputError: if the job has too few blocks or does not split, or as `StepCostModel` does.
+    """
+
+    def __init__(self, job: Job, grid: Grid, split: Split, simulator: Simulator) -> None:
+        if not split.fits(job):
+            raise InputError(
+                f"{split.pp} stages of {split.parts} parts do not fit {job.model.num_layers} "
+                f"blocks and {job.accumulation} micro-batches"
+            )
+        self.grid = grid
+        self.split = split
+        self.simulator = simulator
+        self.cluster = simulator.cluster
+        self._known: dict[StepModel, StepCostModel] = {}
+        self.model = _sharded(split.of(job).step_model(self.cluster, grid.dp), grid, split)
+        """Of all blocks."""
+        self._parts = _part_models(job, self.model, split)
+
+    @cached_property
+    def ranks(self) -> tuple[StepCostModel, ...]:
+        """The cost model of a rank of each stage."""
+        if self.split.pp == 1:
+            return (self._costs(self.model),)
+        models = [self._of_rank(rank) for rank in range(self.split.pp)]
+        return tuple(self._costs(model).keeping(model.alive) for model in models)
+
+    @cached_property
+    def _distinct(self) -> list[StepCostModel]:
+        """The cost models of the ranks that differ by more than the micro-batches that they
+        keep."""
+        return list(dict.fromkeys(self._costs(rank.model) for rank in self.ranks))
+
+    def _costs(self, model: StepModel) -> StepCostModel:
+        """Return the cost model of some blocks; equal blocks share one."""
+        key = replace(model, alive=1.0)
+        if key not in self._known:
+            self._known[key] = StepCostModel(key, self.grid, self.simulator)
+        return self._known[key]
+
+    def _of_rank(self, rank: int) -> StepModel:
+        """Return the model of the blocks of a rank."""
+        parts = self._parts[rank :: self.split.pp]
+        is_first = rank == 0
+        is_last = rank == self.split.pp - 1
+        ahead = self.split.pp - rank
+        alive = float(ahead)
+        if self.split.parts > 1:  # the warm-up of interleaved 1F1B
+            passes = (self.split.parts - 1) * self.split.pp + 2 * ahead - 1
+            alive = passes / self.split.parts
+        count = self.model.micro_batches
+        return replace(
+            parts[0],
+            num_layers=sum(part.num_layers for part in parts),
+            sparse_layers=sum(part.moe_layers for part in parts),
+            vocab=self.model.vocab * (is_first or is_last),
+            outputs=self.model.outputs * is_last,
+            # GPipe, which fewer micro-batches than stages take, keeps all of them
+            alive=float(count) if count < self.split.pp else min(alive, count),
+        )
+
+    def estimate(self, forward: Passes, backward: Passes) -> Estimate:
+        """Return a step's predicted time.
+
+        Args:
+            forward: the forward pass of an MoE layer.
+            backward: its backward pass.
+        """
+        if self.split.pp == 1:
+            return self.ranks[0].estimate(forward, backward)
+        estimates = [rank.estimate(forward, backward) for rank in self._distinct]
+        busy = [rank.busy_seconds(forward, backward) for rank in self._distinct]
+        slowest = estimates[busy.index(max(busy))]
+        by_part = {
+            part: self._costs(part).pass_seconds(forward, backward)
+            for part in dict.fromkeys(self._parts)
+        }
+        passes = [by_part[part] for part in self._parts]
+        timed = simulate_pipeline(
+            self.split.pp,
+            self.model.micro_batches,
+            [ahead for ahead, _ in passes],
+            [behind for _, behind in passes],
+            [self._hop_seconds(part) for part in range(len(passes))],
+            blocks_sender=self.cluster.host.runs_compute,
+        )
+        waits = max(timed.seconds - self.model.micro_batches * max(busy), 0.0)
+        # all stages reduce and step; the slowest of them ends the step
+        after = max(
+            each.parts.get("parameters", 0.0) + each.parts.get("optimizer", 0.0)
+            for each in estimates
+        )
+        waits += after - slowest.parts.get("parameters", 0.0) - slowest.parts["optimizer"]
+        return Estimate(
+            seconds=slowest.seconds + waits,
+            parts={**slowest.parts, "pipeline": waits},
+            limits=slowest.limits,
+        )
+
+    def _hop_seconds(self, part: int) -> float:
+        """Return the seconds in which the ranks of a part send a micro-batch's activations to those
+        of the next one.
+
+        Stages have consecutive ranks. Activations between blocks have the bytes of parameters.
+        """
+        if part == len(self._parts) - 1:
+            return 0.0
+        ranks = self.grid.world
+        stage = part % self.split.pp
+        per_node = self.cluster.devices_per_node
+        is_inside = (stage * ranks) // per_node == (
+            (stage + 1) % self.split.pp * ranks
+        ) // per_node and ranks < per_node
+        model = self.model
+        num_bytes = model.layer.tokens * model.layer.dim * model.parameter_bytes
+        return max(
+            (
+                num_bytes * min(link.devices, ranks) / link.slowest(self.cluster.nodes)
+                + (link.latency_us + self.cluster.host.message_us) * 1e-6
+                for link in self.cluster.links
+                if link.carries in ("all", "inside" if is_inside else "outside")
+            ),
+            default=0.0,
+        )
+
+    def memory(
+        self,
+        forward: Program,
+        backward: Program,
+        grid: Grid,
+        *,
+        memory_budget: int | None = None,
+        sizes: CallSizes | None = None,
+    ) -> Memory:
+        """Return the memory of the rank that needs most; arguments as of `step_memory`."""
+        of_layer = layer_bytes(
+            self.simulator,
+            self.model.layer,
+            forward,
+            backward,
+            grid,
+            memory_budget=memory_budget,
+            sizes=sizes,
+        )
+        return self.rank_memory(*of_layer)
+
+    def rank_memory(self, kept_bytes: float, buffers: float) -> Memory:
+        """Return the memory of the rank that needs most, from the bytes of one MoE layer."""
+        memories = [rank_memory(rank, kept_bytes, buffers) for rank in self.ranks]
+        return max(memories, key=lambda memory: memory.total)
+
+    @cached_property
+    def least_bytes(self) -> float:
+        """Bytes that a rank needs under any lossless plan."""
+        return max(map(least_bytes_of_plans, self.ranks))
+
+    @cached_property
+    def compute_bound(self) -> float:
+        """Seconds of computation of the busiest stage."""
+        return max(rank.compute_bound for rank in self.ranks)
+
+    @cached_property
+    def link_bound(self) -> float:
+        """Seconds of the busiest link; see `StepCostModel.link_bound`."""
+        return max(rank.link_bound for rank in self.ranks)
+
+    @cached_property
+    def moving_seconds(self) -> float:
+        """Seconds per step in which parameters and gradients move, without overlap."""
+        return max(rank.moving_seconds for rank in self.ranks)
+
+    def floor(self, *, compression: float = 1.0) -> float:
+        """Return a lower bound on the seconds of any plan on this layout; see
+        `StepCostModel.floor`."""
+        floors = {rank: rank.floor(compression=compression) for rank in self._distinct}
+        if self.split.parts > 1:
+            return max(floors.values())
+        # The first micro-batch passes the stages before a rank, and its gradients pass them again
+        # after the rank's last micro-batch.
+        count = self.model.micro_batches
+        before = 0.0
+        most = 0.0
+        for rank in self.ranks:
+            floor = floors[self._costs(rank.model)]
+            most = max(most, before + floor)
+            before += (floor - self._costs(rank.model).optimizer_seconds) / count
+        return most
+
+
+def _sharded(model: StepModel, grid: Grid, split: Split) -> StepModel:
+    """Return a model whose parameters are shared and held as a split says."""
+    shards = {"all": (grid.dp, grid.edp), "node": _node_shards(grid), "none": (1, 1)}[split.shard]
+    return replace(
+        model, held=split.hold, replicas=grid.dp // shards[0], expert_replicas=grid.edp // shards[1]
+    )
+
+
+def _part_models(job: Job, whole: StepModel, split: Split) -> list[StepModel]:
+    """Return the model of each part, in the order of the blocks, cut as the trainer does."""
+    if split.pp == 1:
+        return [whole]
+    sparse = np.array([job.model.is_sparse(block) for block in range(whole.num_layers)])
+    anywhere = replace(
+        whole,
+        layer=replace(whole.layer, tokens=whole.seq_len),
+        held="nothing",
+        replicas=1,
+        expert_replicas=0,
+        micro_batches=1,
+    )  # the cut does not depend on the layout
+    cuts = _cuts(anywhere, tuple(sparse.tolist()), split.pp * split.parts)
+    last = len(cuts) - 1
+    return [
+        replace(
+            whole,
+            num_layers=len(blocks),
+            sparse_layers=int(sparse[blocks.start : blocks.stop].sum()),
+            vocab=whole.vocab * (number in (0, last)),
+            embeddings=1,
+            outputs=whole.outputs * (number == last),
+        )
+        for number, blocks in enumerate(cuts)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _cuts(whole: StepModel, sparse: tuple[bool, ...], count: int) -> list[range]:
+    """Return which blocks each part has, by the operations and the parameters of each block."""
+    layer = whole.layer
+    expert = layer.matrices * layer.dim * layer.hidden
+    shared = layer.matrices * layer.dim * whole.shared_hidden
+    router = layer.dim * layer.num_experts
+    dense = layer.matrices * layer.dim * whole.inner
+    fixed = whole.attention
+    used = [fixed + (router + shared + layer.top_k * expert if each else dense) for each in sparse]
+    held = [
+        fixed + (router + shared + layer.num_experts * expert if each else dense) for each in sparse
+    ]
+    table = whole.vocab * layer.dim
+    return cut(
+        [2.0 * each + whole.scores for each in used],
+        held,
+        count,
+        (0.0, 2.0 * table * whole.outputs),
+        (table, table),
+    )
+
+
+def split_choices(
+    job: Job, cluster: ClusterSpec, most_stages: int, pp: int | None = None
+) -> list[Split]:
+    """Return the splits into stages of one part that fit a job and a cluster: `pp`, or the powers
+    of two up to `most_stages`.
+
+    Raises:
+        InputError: if a given number of stages does not fit.
+    """
+    powers = [1 << power for power in range(most_stages.bit_length())]
+    counts = [each for each in powers if each <= most_stages] if pp is None else [pp]
+    # a rank of a stage then has as many sequences of a micro-batch as without stages
+    splits = [Split(pp=count, finer=math.gcd(count, job.batch_size)) for count in counts]
+    found = [each for each in splits if cluster.world % each.pp == 0 and each.fits(job)]
+    if not found:
+        raise InputError(
+            f"pp {pp} does not divide {cluster.world} devices, or is more than the "
+            f"{job.model.num_layers} blocks of the model: choose another number of stages"
+        )
+    return found
+
+
+def near_splits(split: Split, job: Job) -> Iterator[Split]:
+    """Yield the splits that differ in the parts of a stage or in the size of micro-batches."""
+    if split.pp == 1:
+        return
+    changed = [
+        *(replace(split, parts=parts) for parts in (split.parts * 2, split.parts // 2) if parts),
+        *(replace(split, finer=finer) for finer in (split.finer * 2, split.finer // 2) if finer),
+    ]
+    yield from (each for each in changed if each.fits(job))

@@ -1,0 +1,103 @@
+"""When the slots of a program are born and when they die, as its executor runs it.
+
+A program runs in steps: one task, or movements that are sent as one message per peer. A slot that a
+task computes is born in the task's step. One that messages bring is in flight until a step reads
+it; it is born just before that step, with all other slots of the same messages. A slot dies after
+the last step that reads or writes it, unless the caller asks for it.
+
+The executor frees memory by this walk, and the models of memory of the runtime and of the planner
+count it (`call_memory.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moesaic.program.joined_messages import bundles
+from moesaic.program.task import Op, Program, Task
+from moesaic.program.transpose import SUFFIX
+
+STORED = "w"
+"""The slot of the experts' parameters, which are stored anyway and never die: every movement of
+weights reads their shape."""
+
+
+def kept(task_name: str) -> str:
+    """Return the name of what an expert task keeps for backward besides its slots. Its gradient
+    task has the same name."""
+    return f"{task_name.removesuffix(SUFFIX)}*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Tasks that start together, and the lives that begin and end with them."""
+
+    number: int
+    """The place of the first task in the program, which is also the offset of its tag."""
+    tasks: tuple[Task, ...]
+    """One task, or movements whose rows are sent in one message per peer."""
+    reads: tuple[str, ...]
+    """Slots that the tasks read."""
+    lands: tuple[int, ...]
+    """Steps, by their place among the steps, whose messages arrive before this one, in order."""
+    born: tuple[str, ...]
+    """What the tasks make: slots, which are in flight if the tasks send, and what experts keep."""
+    dies: tuple[str, ...]
+    """What no later step reads, and the caller does not ask for."""
+    sends: bool
+    """Whether the tasks send messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """The steps of a program."""
+
+    steps: tuple[Step, ...]
+    lands: tuple[int, ...]
+    """Steps whose messages arrive after the last one, in order."""
+
+
+@lru_cache(maxsize=512)
+def life_of(program: Program, outputs: frozenset[str] | None) -> Life:
+    """Return the steps of a program in the order in which it runs.
+
+    Args:
+        program: the program.
+        outputs: names that live to the end; None for all of them.
+    """
+    groups = [(each[0], tuple(program.tasks[k] for k in each)) for each in bundles(program)]
+    last_use: dict[str, int] = {}
+    for place, (_, tasks) in enumerate(groups):
+        for task in tasks:
+            last_use.update(dict.fromkeys((*task.reads, *_born(task)), place))
+            if task.op is Op.EXPERT_GRAD:
+                last_use[kept(task.name)] = place
+    dies: list[list[str]] = [[] for _ in groups]
+    for name, place in last_use.items() if outputs is not None else ():
+        if name != STORED and name not in (outputs or ()):
+            dies[place].append(name)
+    steps = []
+    flying: dict[str, int] = {}
+    for place, (number, tasks) in enumerate(groups):
+        reads = tuple(name for task in tasks for name in task.reads)
+        lands = tuple(dict.fromkeys(flying[name] for name in reads if name in flying))
+        flying = {name: sender for name, sender in flying.items() if sender not in lands}
+        born = tuple(name for task in tasks for name in _born(task))
+        step = Step(
+            number=number,
+            tasks=tasks,
+            reads=reads,
+            lands=lands,
+            born=born,
+            dies=tuple(dies[place]),
+            sends=tasks[0].op in (Op.MOVE, Op.HOP),
+        )
+        steps.append(step)
+        if step.sends:
+            flying |= dict.fromkeys(born, place)
+    return Life(steps=tuple(steps), lands=tuple(dict.fromkeys(flying.values())))
+
+
+def _born(task: Task) -> tuple[str, ...]:
+    return (*task.writes, kept(task.name)) if task.op is Op.EXPERT else task.writes

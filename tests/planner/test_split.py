@@ -1,0 +1,208 @@
+"""Pipeline stages and what ranks hold: what a step under them costs, and the search over them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.models.gpt import GPT
+from moesaic.models.parts import cut_model
+from moesaic.planner.candidates import layouts
+from moesaic.planner.cluster import ClusterSpec, Host
+from moesaic.planner.job import DataShape, Job
+from moesaic.planner.plan_files import read_finer, read_planned, write_planned
+from moesaic.planner.search import Result, Settings, search
+from moesaic.planner.simulator import Simulator
+from moesaic.planner.split import Split, SplitCostModel, holdings, near_splits, split_choices
+from moesaic.planner.step import StepCostModel
+from moesaic.planner.step_memory import step_memory
+from moesaic.planner.task_times import Simulated
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
+from moesaic.shapes import ModelShape, MoEShape
+from moesaic.train.presets import demo
+from planner.clusters import DEVICE, flat
+
+JOB = Job(
+    batch_size=16,
+    accumulation=8,
+    model=ModelShape(
+        dim=256,
+        num_layers=6,
+        num_heads=4,
+        seq_len=128,
+        moe_every=2,
+        moe=MoEShape(num_experts=8, hidden=512, shared_hidden=64),
+    ),
+    data=DataShape(vocab_size=1000),
+)
+SLOW = replace(
+    flat(2, 2, intra=8, inter=0.15, intra_us=50, inter_us=300, device=DEVICE),
+    host=Host(runs_compute=True, task_us=30.0, message_us=60.0),
+)
+"""Two boxes with a slow link between them."""
+FAST = flat(2, 4, intra=400, inter=40, intra_us=2, inter_us=5, device=DEVICE)
+
+
+def simulated(
+    model: SplitCostModel | StepCostModel,
+) -> tuple[Compiled, tuple[Simulated, Simulated]]:
+    compiled = compile_plan(Plan(), model.grid)
+    passes = model.simulator.passes(
+        compiled.forward, compiled.backward, model.model.layer, compiled.grid
+    )
+    return compiled, passes
+
+
+def grid_of(world: int, **sizes: int) -> Grid:
+    return Grid(world=world, ranks_per_node=min(world, 4), **sizes)
+
+
+def test_without_stages_and_held_copies_a_step_costs_what_it_always_did() -> None:
+    grid = grid_of(8, ep=4)
+    simulator = Simulator(FAST)
+    whole = SplitCostModel(JOB, grid, Split(), simulator)
+    alone = StepCostModel(JOB.step_model(FAST, grid.dp), grid, simulator)
+    compiled, passes = simulated(alone)
+    programs = (compiled.forward, compiled.backward, compiled.grid)
+    assert whole.estimate(*passes) == alone.estimate(*passes)
+    assert whole.memory(*programs) == step_memory(alone, *programs)
+    assert whole.floor() == alone.floor()
+
+
+def test_held_copies_move_once_a_step_and_need_memory() -> None:
+    grid = grid_of(8, ep=2)
+    simulator = Simulator(FAST)
+    moving = {}
+    held = {}
+    for hold in ("parameters", "gradients", "nothing"):
+        model = SplitCostModel(JOB, grid, Split(hold=hold), simulator)
+        moving[hold] = model.moving_seconds
+        held[hold] = model.least_bytes
+    # gathers and reductions: 1 and 1; 2 x 8 and 1; 2 x 8 and 8
+    times = {hold: seconds / moving["parameters"] for hold, seconds in moving.items()}
+    assert times == pytest.approx({"parameters": 1.0, "gradients": 8.5, "nothing": 12.0})
+    assert held["parameters"] > held["gradients"] > held["nothing"]
+    whole = SplitCostModel(JOB, grid, Split(), simulator).ranks[0].whole_parameters
+    assert held["parameters"] - held["nothing"] < 2 * 4 * whole
+
+
+def test_replicas_hold_what_ranks_of_a_node_share() -> None:
+    grid = grid_of(8, ep=2)
+    simulator = Simulator(FAST)
+    all_ranks, node, nobody = (
+        SplitCostModel(JOB, grid, Split(shard=shard), simulator).ranks[0]
+        for shard in ("all", "node", "none")
+    )
+    assert all_ranks.num_shards == (8, 4)
+    assert node.num_shards == (4, 2)
+    assert nobody.num_shards == (1, 1)
+    assert node.held_parameters == pytest.approx(2 * all_ranks.held_parameters)
+    assert nobody.held_parameters == pytest.approx(nobody.whole_parameters)
+
+
+def test_experts_over_all_ranks_of_a_node_have_no_shards_there() -> None:
+    model = SplitCostModel(JOB, grid_of(8, ep=4), Split(shard="node"), Simulator(FAST))
+    assert model.ranks[0].num_shards == (4, 1)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6])
+def test_blocks_are_cut_where_the_trainer_cuts_them(count: int) -> None:
+    config = demo()
+    model = replace(config.model, num_layers=8)
+    job = Job(batch_size=4, accumulation=8, model=model, data=DataShape(vocab_size=256))
+    whole = GPT(model, vocab_size=256)
+    expected = [len(blocks) for blocks in cut_model(whole, count)]
+    costs = SplitCostModel(job, grid_of(1), Split(pp=count), Simulator(FAST))
+    assert [rank.model.num_layers for rank in costs.ranks] == expected
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_no_plan_is_faster_than_its_floor(pp: int, parts: int) -> None:
+    job = replace(JOB, model=replace(JOB.model, num_layers=8))
+    for grid in layouts(job, FAST, pp=pp):
+        for split in holdings(grid, Split(pp=pp, parts=parts)):
+            model = SplitCostModel(job, grid, split, Simulator(FAST))
+            compiled, passes = simulated(model)
+            estimate = model.estimate(*passes)
+            assert model.floor() <= estimate.seconds
+            assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds)
+            memory = model.memory(compiled.forward, compiled.backward, compiled.grid)
+            assert model.least_bytes <= memory.total
+
+
+def test_the_first_stage_keeps_a_micro_batch_for_each_stage_ahead() -> None:
+    model = SplitCostModel(JOB, grid_of(2), Split(pp=4), Simulator(FAST))
+    assert [rank.model.alive for rank in model.ranks] == [4.0, 3.0, 2.0, 1.0]
+    few = replace(JOB, accumulation=2)
+    model = SplitCostModel(few, grid_of(2), Split(pp=4), Simulator(FAST))
+    assert [rank.model.alive for rank in model.ranks] == [2.0] * 4
+
+
+def test_cut_micro_batches_keep_the_sequences_of_a_step() -> None:
+    cut = Split(pp=2, finer=4).of(JOB)
+    assert (cut.batch_size, cut.accumulation) == (4, 32)
+    assert not Split(pp=2, finer=3).fits(JOB)
+
+
+def test_stages_that_do_not_fit_are_not_tried() -> None:
+    assert [each.pp for each in split_choices(JOB, FAST, 16)] == [1, 2, 4]
+    with pytest.raises(InputError, match="pp 5 does not divide 8 devices"):
+        split_choices(JOB, FAST, 16, 5)
+    assert {each.parts for each in near_splits(Split(pp=2), JOB)} == {1, 2}
+
+
+def best_on(cluster: ClusterSpec, **settings: int) -> Result:
+    return search(JOB, cluster, Settings(keep=50, refine=2, most_stages=16, **settings))
+
+
+def test_on_a_slow_link_stages_win() -> None:
+    result = best_on(SLOW)
+    assert result.best.split.pp > 1
+    without = best_on(SLOW, pp=1)
+    assert without.best.split.pp == 1
+    assert result.best.seconds < 0.7 * without.best.seconds
+    assert {each.split.pp for each in result.ranking} > {result.best.split.pp}
+
+
+def test_without_stages_copies_are_held_where_memory_allows() -> None:
+    before = search(JOB, SLOW, Settings(keep=1, refine=2)).best
+    after = best_on(SLOW, pp=1).best
+    assert after.seconds < before.seconds
+    assert after.split != Split()
+
+
+def test_what_is_found_fits_the_memory() -> None:
+    found = best_on(SLOW).best
+    tight = replace(
+        SLOW, device=replace(SLOW.device, memory_gib=1.0 + 1.2 * found.memory.total / 2**30)
+    )
+    again = best_on(tight).best
+    assert again.memory.total <= 1.2 * found.memory.total
+
+
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_a_split_comes_back_from_a_plan_file(ending: str, tmp_path: Path) -> None:
+    split = Split(pp=2, parts=2, shard="node", hold="gradients", finer=4)
+    found = replace(best_on(SLOW).best, split=split)
+    path = tmp_path / f"plan.{ending}"
+    write_planned(found, path, model="demo", cluster="slow")
+    mesh, _ = read_planned(path)
+    assert mesh["pp"] == 2
+    assert mesh["parts_per_stage"] == 2
+    assert (mesh["shard"], mesh["hold"]) == ("node", "gradients")
+    assert read_finer(path) == 4
+
+
+def test_a_hop_between_nodes_takes_longer_than_one_inside() -> None:
+    model = SplitCostModel(JOB, Grid(world=1, ranks_per_node=1), Split(pp=4), Simulator(SLOW))
+    inside, between, also_inside = (model._hop_seconds(part) for part in range(3))
+    assert inside == also_inside
+    assert between > 20 * inside
+    assert math.isclose(model._hop_seconds(3), 0.0)
