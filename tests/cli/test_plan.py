@@ -14,7 +14,7 @@ from moesaic.cli.main import main
 from moesaic.cli.plan_words import what_was_measured
 from moesaic.planner.cluster import presets, read_cluster
 from moesaic.planner.emit import SYSTEMS
-from moesaic.planner.plan_files import read_planned
+from moesaic.planner.plan_files import MESH, SPLIT, read_planned
 from moesaic.program.plan import Plan, plan_in_words
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.config import PlannerConfig, TrainConfig
@@ -115,7 +115,8 @@ def test_the_answer_goes_to_standard_output(
 
 
 def test_every_size_of_ep_is_given_a_speed_or_said_not_to_be_searched(hub, capsys):
-    """Of four sizes the three best are searched; the line and `--ep` agree."""
+    """Of four sizes the three best are searched without stages; the line and `--ep` agree."""
+    hub = [*hub, "--pp", "1"]
     assert main([*hub, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     low, high = found["speed"]["interval"]
@@ -152,7 +153,9 @@ def test_the_plan_file_is_what_training_takes(files: list[str], tmp_path: Path, 
     best = json.loads(capsys.readouterr().out)["ranking"][0]
     mesh, plan = read_planned(path)
     assert plan == Plan(**best["plan"])
-    assert mesh == {name: best["mesh"][name] for name in ("tp", "ep", "etp", "innermost")}
+    assert {name: mesh[name] for name in MESH} == {name: best["mesh"][name] for name in MESH}
+    split = {name: best["split"][of_split] for name, of_split in SPLIT.items()}
+    assert {name: mesh[name] for name in SPLIT} == split
     config = with_planned(TrainConfig(planner=PlannerConfig(plan=str(path))))
     assert (config.layer_plan, config.mesh.ep, config.mesh.etp) == (plan, mesh["ep"], mesh["etp"])
 
@@ -242,7 +245,7 @@ def test_under_counts_no_line_compares_with_even_routing(hub, tmp_path, capsys):
             "--pp 3: does not divide 16 devices: choose a divisor",
         ),
         (
-            ["--model", "demo", "--cluster", "25gbe", "--batch-size", "7"],
+            ["--model", "demo", "--cluster", "25gbe", "--batch-size", "7", "--pp", "1"],
             "tp 1, ep 1, etp 1: the data-parallel groups, 16 does not divide batch_size=7",
         ),
         (["--model", "demo", "--cluster", "25gbe", "--tp", "0"], "--tp 0: must be at least 1"),
@@ -528,7 +531,7 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
     said = capsys.readouterr().err.strip()
     assert "\n" not in said
     for words in (
-        "the model fits no layout of 8 ranks, even with blocks recomputed: the smallest, tp 1, ep ",
+        "the model fits no layout of 8 ranks, even with blocks recomputed: the smallest, ",
         "what fits: ",
         "sizes of axes left free (",
         " devices, blocks recomputed (",

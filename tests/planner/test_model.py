@@ -64,7 +64,7 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         '[model.moe]\nnum_experts = 8\nrouter = "sigmoid"\n'
     )
     assert read_job(str(path)) == Job(
-        batch_size=8, model=ModelShape(dim=64, moe=MoEShape(num_experts=8))
+        batch_size=8, model=ModelShape(dim=64, conv_width=2, moe=MoEShape(num_experts=8))
     )
 
 

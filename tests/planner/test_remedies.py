@@ -32,7 +32,7 @@ SPACE = replace(
     gather_weights=(0,),
 )
 FEW = Settings(space=SPACE, pins=Pins(tp=1, etp=1), keep=1, refine=1, give_up=1.0)
-MEMORY = 12.0
+MEMORY = 22.0
 """GiB of a device."""
 
 

@@ -26,12 +26,7 @@ from moesaic_lab.paper_train.models import Encoder, EncoderDecoder, translate
 
 COMMAND = "moesaic bench paper-train"
 RUNS: dict[str, dict[str, Any]] = {
-    "bert-tiny": {
-        "steps": 250,
-        "evaluate": {"sequences": 4096},
-        "model": {"conv_width": 8},
-        "optimizer": {"lr": 1e-2},
-    },
+    "bert-tiny": {"steps": 250, "evaluate": {"sequences": 4096}, "optimizer": {"lr": 1e-2}},
     "seq2seq-tiny": {"steps": 1000, "evaluate": {"sequences": 512}, "optimizer": {"lr": 1e-2}},
 }
 """Training settings of the small presets; others have those of `moesaic train`."""

@@ -593,6 +593,7 @@ def _step_as_data(planned: PlannedStep) -> dict[str, Any]:
         "mesh": {
             name: getattr(grid, name) for name in ("dp", "tp", "edp", "ep", "etp", "innermost")
         },
+        "split": asdict(planned.split),
         "plan": asdict(planned.plan),
         "bottleneck": planned.estimate.bottleneck,
         "parts": planned.estimate.parts,

@@ -41,6 +41,7 @@ def _job(
     moe: MoEShape,
     block: BlockConfig,
     batch_size: int = 16,
+    conv_width: int = 1,
 ) -> Job:
     shape = ModelShape(
         dim=dim,
@@ -49,6 +50,7 @@ def _job(
         seq_len=seq_len,
         block=block,
         moe=moe,
+        conv_width=conv_width,
         checkpoint_activations=dim >= 768,
     )
     return Job(batch_size=batch_size, model=shape, data=DataShape(vocab_size=vocab))
@@ -79,6 +81,7 @@ def _ours() -> dict[str, Job]:
         vocab=16_384,
         moe=_gated(8, 2, 1024),
         block=modern,
+        conv_width=4,
     )
     return {
         "demo": _job(
@@ -89,6 +92,7 @@ def _ours() -> dict[str, Job]:
             vocab=256,
             moe=_gated(64, 2, 64),
             block=modern,
+            conv_width=4,
             batch_size=8,
         ),
         "gpt-tiny": _job(
@@ -99,6 +103,7 @@ def _ours() -> dict[str, Job]:
             vocab=256,
             moe=_gated(4, 2, 32),
             block=modern,
+            conv_width=4,
             batch_size=4,
         ),
         # With more blocks or longer sequences attention learns to copy at some point, and experts
@@ -111,6 +116,7 @@ def _ours() -> dict[str, Job]:
             vocab=256,
             moe=_gated(16, 1, 16, shared_hidden=16),
             block=BlockConfig(kind="encoder"),
+            conv_width=8,
             batch_size=128,
         ),
         "seq2seq-tiny": _job(
@@ -121,6 +127,7 @@ def _ours() -> dict[str, Job]:
             vocab=1024,
             moe=_gated(16, 1, 16, shared_hidden=16),
             block=BlockConfig(kind="encoder_decoder"),
+            conv_width=4,
             batch_size=64,
         ),
         "gpt-small": replace(small, accumulation=4),

@@ -98,7 +98,7 @@ def holdings(grid: Grid, split: Split) -> Iterator[Split]:
     for shard in shards:
         for hold in held[: 2 if split.pp > 1 else 3]:
             yield replace(split, shard=shard, hold=hold)
-    yield replace(split, shard="none", hold=least)
+    yield replace(split, shard="none", hold="gradients")  # which are whole anyway
 
 
 def _node_shards(grid: Grid) -> tuple[int, int]:

@@ -33,7 +33,6 @@ PUBLISHED: dict[str, Any] = {
     "steps": 100_000,
     "evaluate": RARELY,
     "save": RARELY,
-    "model": {"conv_width": 1},
     "optimizer": WARM,
 }
 
