@@ -269,7 +269,6 @@ BAD_LAYERS = [
         {"num_experts": np.float64(4)},
         "MoE: num_experts must be a whole number of at least 1, got .*4.0",
     ),
-    ({"dim": 2**62}, "MoE: dim=4611686018427387904 x hidden=.* a tensor can hold"),
     ({"top_k": True}, "top_k=True does not fit num_experts=4"),
     (
         {"shared_hidden": 0.5},
@@ -301,6 +300,7 @@ BAD_LAYERS = [
     ({"router_options": ["bias"]}, "router_options=.*: pass a dict of names and values"),
     ({"dtype": "bfloat16"}, "dtype='bfloat16': pass a floating-point torch.dtype"),
     ({"dtype": torch.int8}, "dtype=torch.int8: pass a floating-point torch.dtype"),
+    ({"dim": 2**62}, "MoE: dim=4611686018427387904 x hidden=.* a tensor can hold"),
 ]
 
 BAD_CALLS = [
@@ -317,17 +317,6 @@ BAD_CALLS = [
         "MoE was called with x of dtype torch.int64: pass activations, in a floating-point dtype",
     ),
     ("softmax", (torch.zeros(()),), {}, r"was called with x of shape \(\)"),
-    ("softmax", (None,), {}, "MoE: x is a NoneType: pass a torch.Tensor"),
-    ("softmax", (X.numpy(),), {}, "MoE: x is a ndarray: pass a torch.Tensor"),
-    ("softmax", (X,), {"mask": [True]}, "MoE: mask is a list: pass a torch.Tensor"),
-    ("softmax", (X.to_sparse(),), {}, "MoE: x is a sparse tensor: pass a dense one"),
-    (
-        "softmax",
-        (torch.nested.nested_tensor(list(X), layout=torch.jagged),),
-        {},
-        "MoE: x is a nested tensor: pass a dense one, padded with a mask",
-    ),
-    ("softmax", (X.to("meta"),), {}, "MoE: x is on the device meta, which holds no values"),
     (
         "softmax",
         (X,),
@@ -356,6 +345,17 @@ BAD_CALLS = [
     ("softmax", (X,), {"top_k": 0}, "top_k=0 does not fit num_experts=4"),
     ("softmax", (X,), {"top_k": 5}, "top_k=5 does not fit num_experts=4"),
     ("gshard", (X,), {"top_k": 1}, "the GShard router chooses two experts per token, got top_k=1"),
+    ("softmax", (None,), {}, "MoE: x is a NoneType: pass a torch.Tensor"),
+    ("softmax", (X.numpy(),), {}, "MoE: x is a ndarray: pass a torch.Tensor"),
+    ("softmax", (X,), {"mask": [True]}, "MoE: mask is a list: pass a torch.Tensor"),
+    ("softmax", (X.to_sparse(),), {}, "MoE: x is a sparse tensor: pass a dense one"),
+    (
+        "softmax",
+        (torch.nested.nested_tensor(list(X), layout=torch.jagged),),
+        {},
+        "MoE: x is a nested tensor: pass a dense one, padded with a mask",
+    ),
+    ("softmax", (X.to("meta"),), {}, "MoE: x is on the device meta, which holds no values"),
 ]
 
 
