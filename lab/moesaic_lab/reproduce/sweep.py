@@ -126,15 +126,15 @@ class Scaled(AbstractVolumes):
         return self._family.first.shards(weights)
 
     def stays(self, move: Move) -> bool:
-        """See `RowsMoved`."""
+        """See `AbstractRowsMoved`."""
         return self._family.first.stays(move)
 
     def messages(self, move: Move) -> tuple[Messages, Messages]:
-        """See `RowsMoved`."""
+        """See `AbstractRowsMoved`."""
         return self._family.first.messages(move)
 
     def hop_rows(self, hop: HopRows) -> np.ndarray:
-        """See `RowCounts`."""
+        """See `AbstractRowCounts`."""
         return self._family.first.hop_rows(hop) * self._times(hop.move.source)
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:

@@ -7,7 +7,7 @@ from torch import nn
 from moesaic.layer import MoE
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT
-from moesaic.stage_cuts import cut
+from moesaic.program.stage_cuts import cut
 
 
 def cut_model(model: GPT, count: int) -> list[range]:

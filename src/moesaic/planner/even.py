@@ -255,7 +255,7 @@ class Even(AbstractVolumes):
         return self._group_messages(*messages)
 
     def hop_rows(self, hop: HopRows) -> np.ndarray:
-        """See `RowCounts`."""
+        """See `AbstractRowCounts`."""
         digits = self._link_digits(hop.link, hop.move, self._radix(hop.move.source))
         group = digits.axes(hop.group)
         pairs, rows = self._pair_rows(digits, hop.move)
@@ -273,14 +273,14 @@ class Even(AbstractVolumes):
         return per_rank if self.num_actors > 1 else per_rank.mean(keepdims=True)
 
     def stays(self, move: Move) -> bool:
-        """See `RowsMoved`."""
+        """See `AbstractRowsMoved`."""
         pairs, _ = self._pair_rows(self._radix(move.source), move)
         return not len(pairs.source) and np.array_equal(
             self.rows(move.source), self.rows(move.target)
         )
 
     def messages(self, move: Move) -> tuple[Messages, Messages]:
-        """See `RowsMoved`."""
+        """See `AbstractRowsMoved`."""
         if move not in self._ends:
             self._ends[move] = self._find_ends(move)
         return self._ends[move]

@@ -24,12 +24,12 @@ from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.layouts import Move, ends_of
 from moesaic.program.row_counts import (
+    AbstractRowCounts,
+    AbstractRowsMoved,
     HopRows,
     Messages,
     MovedPieces,
     RankRows,
-    RowCounts,
-    RowsMoved,
 )
 from moesaic.program.sizes import CallSizes, MovedRows
 from moesaic.program.task import INDEX_BYTES, Kind, Layout, Op, Program, Slot, Task
@@ -65,7 +65,7 @@ class Movement:
         return tuple(actor for actor in self.actors if actor != self.sender)
 
 
-class AbstractVolumes(RowsMoved, RowCounts, ABC):
+class AbstractVolumes(AbstractRowsMoved, AbstractRowCounts, ABC):
     """Rows and messages of a program's tasks, by actor."""
 
     topology: Topology
@@ -109,7 +109,7 @@ class AbstractVolumes(RowsMoved, RowCounts, ABC):
         layout, 0 to 1."""
 
     def num_shards(self, weights: Layout) -> int:
-        """See `RowsMoved`."""
+        """See `AbstractRowsMoved`."""
         return round(self.shards(weights) * self.grid.etp)
 
     @abstractmethod
@@ -252,15 +252,15 @@ class Counted(AbstractVolumes):
         return self.sizes.rows_per_expert_of_ranks(layout).astype(np.float64)
 
     def hop_rows(self, hop: HopRows) -> np.ndarray:
-        """See `RowCounts`."""
+        """See `AbstractRowCounts`."""
         return RankRows(self.sizes).hop_rows(hop)
 
     def stays(self, move: Move) -> bool:
-        """See `RowsMoved`; the ranks that exchange rows with the first one stand for all."""
+        """See `AbstractRowsMoved`; ranks that exchange rows with the first one stand for all."""
         return self._moved(move).stays(move)
 
     def messages(self, move: Move) -> tuple[Messages, Messages]:
-        """See `RowsMoved`, and `stays`."""
+        """See `AbstractRowsMoved`, and `stays`."""
         return self._moved(move).messages(move)
 
     def _moved(self, move: Move) -> MovedPieces:

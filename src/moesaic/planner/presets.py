@@ -42,6 +42,7 @@ def _job(
     block: BlockConfig,
     batch_size: int = 16,
     conv_width: int = 1,
+    accumulation: int = 1,
 ) -> Job:
     shape = ModelShape(
         dim=dim,
@@ -53,7 +54,12 @@ def _job(
         conv_width=conv_width,
         checkpoint_activations=dim >= 768,
     )
-    return Job(batch_size=batch_size, model=shape, data=DataShape(vocab_size=vocab))
+    return Job(
+        batch_size=batch_size,
+        accumulation=accumulation,
+        model=shape,
+        data=DataShape(vocab_size=vocab),
+    )
 
 
 def _plain(
@@ -73,16 +79,6 @@ def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) ->
 def _ours() -> dict[str, Job]:
     """Return small models that train in seconds or minutes, and one for a GPU."""
     modern = BlockConfig()
-    small = _job(
-        dim=768,
-        num_layers=12,
-        num_heads=12,
-        seq_len=1024,
-        vocab=16_384,
-        moe=_gated(8, 2, 1024),
-        block=modern,
-        conv_width=4,
-    )
     return {
         "demo": _job(
             dim=128,
@@ -130,7 +126,17 @@ def _ours() -> dict[str, Job]:
             conv_width=4,
             batch_size=64,
         ),
-        "gpt-small": replace(small, accumulation=4),
+        "gpt-small": _job(
+            dim=768,
+            num_layers=12,
+            num_heads=12,
+            seq_len=1024,
+            vocab=16_384,
+            moe=_gated(8, 2, 1024),
+            block=modern,
+            conv_width=4,
+            accumulation=4,
+        ),
     }
 
 

@@ -27,8 +27,8 @@ from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepMode
 from moesaic.planner.step_memory import layer_bytes, least_bytes_of_plans, rank_memory
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
+from moesaic.program.stage_cuts import cut
 from moesaic.program.task import Program
-from moesaic.stage_cuts import cut
 
 Sharding = Literal["all", "node", "none"]
 """Over which data-parallel ranks parameters are sharded: all, those of a node, or none."""

@@ -770,29 +770,12 @@ class StepCostModel:
                 self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world
             )
             scattered = is_trained * (units + self._copy_seconds)
-            if model.held == "nothing":
-                return (
-                    Moving(count, (2 * gathered + is_trained) * ends, "nothing"),
-                    Moving(count, gathered * units, "forward"),
-                    Moving(count, gathered * units + scattered, "backward"),
-                    Moving(1, adapters, "nothing"),
-                )
-            # gradients are reduced behind the last backward pass
-            reduced_ends = Moving(1, is_trained * ends, "nothing")
-            if model.held == "parameters":
-                return (
-                    Moving(1, gathered * ends, "nothing"),
-                    Moving(1, gathered * units, "forward"),
-                    Moving(1, scattered, "backward"),
-                    reduced_ends,
-                    Moving(1, adapters, "nothing"),
-                )
+            if model.held != "nothing":
+                return self._held_movements(units, ends, scattered)
             return (
-                Moving(count, 2 * gathered * ends, "nothing"),
+                Moving(count, (2 * gathered + is_trained) * ends, "nothing"),
                 Moving(count, gathered * units, "forward"),
-                Moving(count - 1, gathered * units, "backward"),
-                Moving(1, gathered * units + scattered, "backward"),
-                reduced_ends,
+                Moving(count, gathered * units + scattered, "backward"),
                 Moving(1, adapters, "nothing"),
             )
         whole = model.sharded == "none"
@@ -810,6 +793,35 @@ class StepCostModel:
                 reduced,
                 "backward" if model.hides_gradients else "nothing",
             ),
+        )
+
+    def _held_movements(self, units: float, ends: float, scattered: float) -> tuple[Moving, ...]:
+        """What moves if a rank holds whole gradients between micro-batches, or parameters too.
+
+        Args:
+            units: seconds of scattering the gradients of all blocks.
+            ends: the same of embedding and output.
+            scattered: seconds in which the gradients of blocks are reduced, between replicas too.
+        """
+        count = self.model.micro_batches
+        gathered = self._gather_ratio
+        (shards, _), (copies, _) = self.num_shards, self.replicas
+        root = self.root_parameters * self._gradient_bytes / shards
+        between = reduce_seconds(self.cluster, self.grid, root, self.grid.tp * shards, copies)
+        reduced_ends = Moving(1, (ends + between) * (not self.model.is_frozen), "nothing")
+        if self.model.held == "parameters":
+            return (
+                Moving(1, gathered * ends, "nothing"),
+                Moving(1, gathered * units, "forward"),
+                Moving(1, scattered, "backward"),
+                reduced_ends,
+            )
+        return (
+            Moving(count, 2 * gathered * ends, "nothing"),
+            Moving(count, gathered * units, "forward"),
+            Moving(count - 1, gathered * units, "backward"),
+            Moving(1, gathered * units + scattered, "backward"),
+            reduced_ends,
         )
 
     @cached_property

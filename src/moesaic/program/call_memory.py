@@ -23,7 +23,7 @@ from moesaic.codecs import DTYPES, codec_spec, is_coded
 from moesaic.program.expert_sizes import ExpertSizes, Phase
 from moesaic.program.layouts import ends_of, move_of
 from moesaic.program.life import Step, kept, life_of
-from moesaic.program.row_counts import HopRows, RowCounts, RowsMoved
+from moesaic.program.row_counts import AbstractRowCounts, AbstractRowsMoved, HopRows
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
 from moesaic.program.transpose import SUFFIX
 
@@ -67,7 +67,7 @@ class HeldBytes:
     """
 
     def __init__(
-        self, programs: tuple[Program, Program], mesh: RowsMoved, experts: ExpertSizes
+        self, programs: tuple[Program, Program], mesh: AbstractRowsMoved, experts: ExpertSizes
     ) -> None:
         self.experts = experts
         forward = _Walk(programs[0], mesh, experts)
@@ -99,17 +99,17 @@ class HeldBytes:
         self._steps = np.unique(self._table(steps), axis=0)
         self._kept, self._sums = self._table([kept_bytes, sums])
 
-    def peak(self, counts: RowCounts) -> np.ndarray:
+    def peak(self, counts: AbstractRowCounts) -> np.ndarray:
         """Return the peak bytes of a call on each rank if it runs unsliced, (ranks,)."""
         return self._most(self._rows(counts)) + CALL
 
-    def of_slice(self, counts: RowCounts) -> tuple[np.ndarray, np.ndarray]:
+    def of_slice(self, counts: AbstractRowCounts) -> tuple[np.ndarray, np.ndarray]:
         """Return the peak bytes of a slice of a call, including the sums over all slices, and the
         part of these bytes that the slice keeps for backward; both (ranks,)."""
         rows = self._rows(counts)
         return self._most(rows) + rows @ self._sums, rows @ self._kept
 
-    def kept_and_peak(self, counts: RowCounts) -> tuple[np.ndarray, np.ndarray]:
+    def kept_and_peak(self, counts: AbstractRowCounts) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes that a call keeps for backward, and its peak, (ranks,) each."""
         rows = self._rows(counts)
         return rows @ self._kept, self._most(rows) + CALL
@@ -121,12 +121,12 @@ class HeldBytes:
     def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
         return np.array([[step[term] for term in self._terms] for step in steps], dtype=np.float64)
 
-    def _rows(self, counts: RowCounts) -> np.ndarray:
+    def _rows(self, counts: AbstractRowCounts) -> np.ndarray:
         """Return the rows of each term on each rank, (ranks, terms)."""
         columns = [self._term_rows(term, counts) for term in self._terms]
         return np.stack(columns, axis=1).astype(np.float64)
 
-    def _term_rows(self, term: _Term, counts: RowCounts) -> np.ndarray:
+    def _term_rows(self, term: _Term, counts: AbstractRowCounts) -> np.ndarray:
         if isinstance(term, HopRows):
             return counts.hop_rows(term)
         if not isinstance(term, _Scratch):
@@ -159,7 +159,11 @@ class _Walk:
     """
 
     def __init__(
-        self, program: Program, mesh: RowsMoved, experts: ExpertSizes, earlier: _Walk | None = None
+        self,
+        program: Program,
+        mesh: AbstractRowsMoved,
+        experts: ExpertSizes,
+        earlier: _Walk | None = None,
     ) -> None:
         self.program = program
         self.mesh = mesh

@@ -37,7 +37,7 @@ class Messages(NamedTuple):
     """Whether they are all rows of the slot in its order, on every rank."""
 
 
-class RowsMoved(Protocol):
+class AbstractRowsMoved(Protocol):
     """How a mesh moves rows, whatever their number."""
 
     def stays(self, move: Move) -> bool:
@@ -50,7 +50,7 @@ class RowsMoved(Protocol):
         """Return how many shards of an expert a rank computes with weights of this layout."""
 
 
-class RowCounts(Protocol):
+class AbstractRowCounts(Protocol):
     """The rows of a call, on each rank or on the ranks that stand for all."""
 
     def rows(self, layout: Layout) -> np.ndarray:
@@ -63,7 +63,7 @@ class RowCounts(Protocol):
         """Return the rows that each rank sends or receives in a hop, (ranks,)."""
 
 
-class MovedPieces(RowsMoved):
+class MovedPieces(AbstractRowsMoved):
     """How the ranks of a mesh move the pieces of slots.
 
     Args:
@@ -76,11 +76,11 @@ class MovedPieces(RowsMoved):
         self._ranks = range(shapes.grid.world) if ranks is None else ranks
 
     def stays(self, move: Move) -> bool:
-        """See `RowsMoved`."""
+        """See `AbstractRowsMoved`."""
         return all(self._shapes.stays(move, rank) for rank in self._ranks)
 
     def messages(self, move: Move) -> tuple[Messages, Messages]:
-        """See `RowsMoved`."""
+        """See `AbstractRowsMoved`."""
         ends = []
         for matches_of, layout in (
             (self._shapes.sent, move.source),
@@ -97,7 +97,7 @@ class MovedPieces(RowsMoved):
         return ends[0], ends[1]
 
     def num_shards(self, weights: Layout) -> int:
-        """See `RowsMoved`."""
+        """See `AbstractRowsMoved`."""
         pieces = [len(self._shapes.pieces(weights, rank).number) for rank in self._ranks]
         rank = self._ranks[int(np.argmax(pieces))]
         return max(1, max(pieces) // max(1, len(self._shapes.experts(weights, rank))))
@@ -106,22 +106,22 @@ class MovedPieces(RowsMoved):
 _legs = lru_cache(maxsize=64)(legs_by_hop)
 
 
-class RankRows(RowCounts):
+class RankRows(AbstractRowCounts):
     """The rows of a call on each rank."""
 
     def __init__(self, sizes: CallSizes) -> None:
         self._sizes = sizes
 
     def rows(self, layout: Layout) -> np.ndarray:
-        """See `RowCounts`."""
+        """See `AbstractRowCounts`."""
         return self._sizes.rows_of_ranks(layout)
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
-        """See `RowCounts`."""
+        """See `AbstractRowCounts`."""
         return self._sizes.rows_per_expert_of_ranks(layout)
 
     def hop_rows(self, hop: HopRows) -> np.ndarray:
-        """See `RowCounts`."""
+        """See `AbstractRowCounts`."""
         grid = self._sizes.grid
         legs = _legs(ALL_TO_ALLS[hop.link], grid, hop.group)
         source, target, *ends = legs.get(hop.hop, np.zeros((4, 0), dtype=np.int64))
