@@ -28,6 +28,7 @@ TRANSFORMER = BlockConfig(
     kind="encoder_decoder", norm="post_layer", positions="learned", tied=False
 )
 """The first Transformer's block; positions are learned as in its ablation."""
+MODERN = BlockConfig()
 GPT2_VOCAB = 50_257
 BERT_VOCAB = 30_522
 
@@ -78,7 +79,6 @@ def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) ->
 
 def _ours() -> dict[str, Job]:
     """Return small models that train in seconds or minutes, and one for a GPU."""
-    modern = BlockConfig()
     return {
         "demo": _job(
             dim=128,
@@ -87,7 +87,7 @@ def _ours() -> dict[str, Job]:
             seq_len=256,
             vocab=256,
             moe=_gated(64, 2, 64),
-            block=modern,
+            block=MODERN,
             conv_width=4,
             batch_size=8,
         ),
@@ -98,12 +98,11 @@ def _ours() -> dict[str, Job]:
             seq_len=64,
             vocab=256,
             moe=_gated(4, 2, 32),
-            block=modern,
+            block=MODERN,
             conv_width=4,
             batch_size=4,
         ),
-        # With more blocks or longer sequences attention learns to copy at some point, and experts
-        # contribute nothing to that.
+        # with more blocks or longer sequences attention learns to copy, without the experts
         "bert-tiny": _job(
             dim=32,
             num_layers=1,
@@ -133,7 +132,7 @@ def _ours() -> dict[str, Job]:
             seq_len=1024,
             vocab=16_384,
             moe=_gated(8, 2, 1024),
-            block=modern,
+            block=MODERN,
             conv_width=4,
             accumulation=4,
         ),

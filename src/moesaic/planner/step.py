@@ -805,7 +805,8 @@ class StepCostModel:
         """
         count = self.model.micro_batches
         gathered = self._gather_ratio
-        (shards, _), (copies, _) = self.num_shards, self.replicas
+        (copies, _) = self.replicas
+        (shards, _) = self.num_shards
         root = self.root_parameters * self._gradient_bytes / shards
         between = reduce_seconds(self.cluster, self.grid, root, self.grid.tp * shards, copies)
         reduced_ends = Moving(1, (ends + between) * (not self.model.is_frozen), "nothing")
