@@ -47,7 +47,7 @@ def test_netmoe_as_json_and_picture_without_torch(lab_metadata: Path, tmp_path: 
     assert rows["netmoe.before.inter.16.S"]["role"] == "arithmetic"
     assert (
         rows["netmoe.before.inter.16.S"]["source"]
-        == "NetMoE, Table 5, volume between nodes before, 2 nodes"
+        == "Table 5: volume between nodes before, 2 nodes"
     )
     assert rows["netmoe.change.16.S"]["role"] == "fit"
     kept = rows["netmoe.before.inter.32.XXL"]

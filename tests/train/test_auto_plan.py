@@ -282,6 +282,6 @@ def test_a_plan_file_and_flags_must_not_contradict(
 
 
 def test_a_plan_file_with_another_mesh_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "plan.toml").write_text("version = 1\n[mesh]\npp = 2\n[plan]\n")
+    (tmp_path / "plan.toml").write_text("version = 1\n[mesh]\ndp = 2\n[plan]\n")
     with pytest.raises(InputError, match=r"\[mesh\] must be a table of tp, ep, etp, innermost"):
         with_planned(tiny(tmp_path, planner={"plan": str(tmp_path / "plan.toml")}))

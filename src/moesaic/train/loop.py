@@ -324,11 +324,9 @@ class Trainer:
                 batches, lambda micro: self.routing.call(state.step, micro, again=again)
             )
             loss = self.model.agreed(loss, self.ranks)
-            auxiliary = [self._note_load(of_micro, again=again) for of_micro in routings]
-        elif self.config.micro_batches_in_flight > 1:
-            loss, auxiliary = self._run_in_flight(self.model, again=again)
-        else:
-            loss, auxiliary = self._run_in_turn(self.model, again=again)
+            return loss, [self._note_load(of_micro, again=again) for of_micro in routings]
+        run = self._run_in_flight if self.config.micro_batches_in_flight > 1 else self._run_in_turn
+        loss, auxiliary = run(self.model, again=again)
         return self.ranks.mean(loss), auxiliary
 
     def _note_load(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
