@@ -9,7 +9,8 @@ import torch
 
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT
-from moesaic.models.parts import SLACK, cut, cut_model
+from moesaic.models.parts import cut_model
+from moesaic.program.stage_cuts import SLACK, cut
 
 
 def test_equal_blocks_are_shared_out_evenly() -> None:
