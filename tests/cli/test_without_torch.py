@@ -68,7 +68,7 @@ def documented() -> list[str]:
 
 
 COMMANDS = {
-    "plan": ["plan", "--model", "gpt-tiny", "--cluster", "cluster.toml", *NARROW],
+    "plan": ["plan", "--model", "gpt-tiny", "--cluster", "cluster.toml", "--pp", "1", *NARROW],
     "show": [
         "show",
         "--plan.schedule",

@@ -279,17 +279,17 @@ class SplitCostModel:
     @cached_property
     def compute_bound(self) -> float:
         """Seconds of computation of the busiest stage."""
-        return max(rank.compute_bound for rank in self.ranks)
+        return max(rank.compute_bound for rank in self._distinct)
 
     @cached_property
     def link_bound(self) -> float:
         """Seconds of the busiest link; see `StepCostModel.link_bound`."""
-        return max(rank.link_bound for rank in self.ranks)
+        return max(rank.link_bound for rank in self._distinct)
 
     @cached_property
     def moving_seconds(self) -> float:
         """Seconds per step in which parameters and gradients move, without overlap."""
-        return max(rank.moving_seconds for rank in self.ranks)
+        return max(rank.moving_seconds for rank in self._distinct)
 
     def floor(self, *, compression: float = 1.0) -> float:
         """Return a lower bound on the seconds of any plan on this layout; see
