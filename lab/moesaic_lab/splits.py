@@ -85,7 +85,7 @@ class SplitCell(Place):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class BedSplit:
     """One way in which the ranks share the model."""
 
     name: str = "split"
@@ -128,9 +128,9 @@ class SplitsConfig(BedConfig[SplitCell]):
     batch_size: int = 8
     gflops: float = 30.0
     """Speed of a rank's virtual accelerator."""
-    splits: tuple[Split, ...] = ()
+    splits: tuple[BedSplit, ...] = ()
 
-    def run_of(self, split: Split, out: str = "") -> TrainConfig:
+    def run_of(self, split: BedSplit, out: str = "") -> TrainConfig:
         """Return the training run of a split."""
         config = short_run(
             demo(),
@@ -149,7 +149,7 @@ class SplitsConfig(BedConfig[SplitCell]):
 def read_config(path: Path = CONFIG) -> SplitsConfig:
     """Read beds and splits from a TOML or JSON file: `[[cell]]` and `[[split]]`."""
     return read_cells(
-        path, SplitsConfig(), {"cell": SplitCell()}, split=("splits", Split(name="split"))
+        path, SplitsConfig(), {"cell": SplitCell()}, split=("splits", BedSplit(name="split"))
     )
 
 
@@ -230,7 +230,7 @@ def _sent_bytes() -> int:
 
 
 def one_run(
-    ranks: Cluster, config: SplitsConfig, cell: SplitCell, split: Split, compute: str
+    ranks: Cluster, config: SplitsConfig, cell: SplitCell, split: BedSplit, compute: str
 ) -> dict[str, Any]:
     """Train under a split, and return seconds and bytes of each step, and the last loss."""
     with tempfile.TemporaryDirectory() as out:
@@ -273,7 +273,7 @@ def measure(options: SplitOptions, config: SplitsConfig, told: Told) -> list[dic
     return [row for cell in config.cells for row in rows_of(config, cell, runs)]
 
 
-def _digest(config: SplitsConfig, cell: SplitCell, split: Split) -> str:
+def _digest(config: SplitsConfig, cell: SplitCell, split: BedSplit) -> str:
     """Return a name of all that decides what a run measures."""
     key = [asdict(cell), asdict(split), asdict(replace(config, cells=(), splits=(), rounds=0))]
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
@@ -322,7 +322,7 @@ def rows_of(
     return rows
 
 
-def node_bytes_of(config: SplitsConfig, cell: SplitCell, split: Split) -> float:
+def node_bytes_of(config: SplitsConfig, cell: SplitCell, split: BedSplit) -> float:
     """Return the bytes that the first node sends in a step by the formulas of
     docs/choose_a_split.md."""
     run = config.run_of(split)

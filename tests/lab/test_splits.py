@@ -103,7 +103,7 @@ def one_run(folder: str) -> tuple[list[splits.StepEnd], float]:
     config = splits.replace(CONFIG, steps=1, accumulation=2, batch_size=2)
     with pytest.MonkeyPatch.context() as patch:  # a rank of no bed
         patch.setattr(splits, "_sent_bytes", lambda: 7)
-        return splits.train_on_rank(config.run_of(splits.Split(ep=2), folder), 1e6)
+        return splits.train_on_rank(config.run_of(splits.BedSplit(ep=2), folder), 1e6)
 
 
 def test_a_rank_tells_the_ends_of_its_steps(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from moesaic.planner.job import DataShape, Job
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, usable_bytes
 from moesaic.planner.search import LOSSLESS, Settings, TooLargeError, search, smallest_layout
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.split import Split, SplitCostModel
+from moesaic.planner.split import JobSplit, SplitCostModel
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.step_memory import least_bytes_of_plans, step_memory
 from moesaic.program.grid import Grid
@@ -123,7 +123,7 @@ def test_what_the_smallest_layout_needs_is_what_the_advice_says() -> None:
     recomputed = replace(job(8), model=replace(SHAPE, checkpoint_activations=True))
     needed = smallest_layout(
         [
-            SplitCostModel(recomputed, grid, Split(), Simulator(on(MEMORY)))
+            SplitCostModel(recomputed, grid, JobSplit(), Simulator(on(MEMORY)))
             for grid in layouts(recomputed, on(MEMORY), FEW.pins)
         ]
     )[1]

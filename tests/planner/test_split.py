@@ -11,16 +11,18 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.models.parts import cut_model
-from moesaic.planner.candidates import layouts
+from moesaic.planner.candidates import Pins, SearchSpace, layouts
 from moesaic.planner.cluster import ClusterSpec, Host
 from moesaic.planner.job import DataShape, Job
+from moesaic.planner.loads import memory_under_counts
 from moesaic.planner.plan_files import read_finer, read_planned, write_planned
 from moesaic.planner.search import Result, Settings, search
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.split import Split, SplitCostModel, holdings, near_splits, split_choices
+from moesaic.planner.split import JobSplit, SplitCostModel, holdings, near_splits, split_choices
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.step_memory import step_memory
 from moesaic.planner.task_times import Simulated
+from moesaic.planner.workload import skewed_counts
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -46,6 +48,7 @@ SLOW = replace(
     host=Host(runs_compute=True, task_us=30.0, message_us=60.0),
 )
 """Two boxes with a slow link between them."""
+PLAIN = SearchSpace(chunks=(1,), all_to_alls=("linear",))
 FAST = flat(2, 4, intra=400, inter=40, intra_us=2, inter_us=5, device=DEVICE)
 
 
@@ -66,7 +69,7 @@ def grid_of(world: int, **sizes: int) -> Grid:
 def test_without_stages_and_held_copies_a_step_costs_what_it_always_did() -> None:
     grid = grid_of(8, ep=4)
     simulator = Simulator(FAST)
-    whole = SplitCostModel(JOB, grid, Split(), simulator)
+    whole = SplitCostModel(JOB, grid, JobSplit(), simulator)
     alone = StepCostModel(JOB.step_model(FAST, grid.dp), grid, simulator)
     compiled, passes = simulated(alone)
     programs = (compiled.forward, compiled.backward, compiled.grid)
@@ -81,14 +84,14 @@ def test_held_copies_move_once_a_step_and_need_memory() -> None:
     moving = {}
     held = {}
     for hold in ("parameters", "gradients", "nothing"):
-        model = SplitCostModel(JOB, grid, Split(hold=hold), simulator)
+        model = SplitCostModel(JOB, grid, JobSplit(hold=hold), simulator)
         moving[hold] = model.moving_seconds
         held[hold] = model.least_bytes
     # gathers and reductions: 1 and 1; 2 x 8 and 1; 2 x 8 and 8
     times = {hold: seconds / moving["parameters"] for hold, seconds in moving.items()}
     assert times == pytest.approx({"parameters": 1.0, "gradients": 8.5, "nothing": 12.0})
     assert held["parameters"] > held["gradients"] > held["nothing"]
-    whole = SplitCostModel(JOB, grid, Split(), simulator).ranks[0].whole_parameters
+    whole = SplitCostModel(JOB, grid, JobSplit(), simulator).ranks[0].whole_parameters
     assert held["parameters"] - held["nothing"] < 2 * 4 * whole
 
 
@@ -96,7 +99,7 @@ def test_replicas_hold_what_ranks_of_a_node_share() -> None:
     grid = grid_of(8, ep=2)
     simulator = Simulator(FAST)
     all_ranks, node, nobody = (
-        SplitCostModel(JOB, grid, Split(shard=shard), simulator).ranks[0]
+        SplitCostModel(JOB, grid, JobSplit(shard=shard), simulator).ranks[0]
         for shard in ("all", "node", "none")
     )
     assert all_ranks.num_shards == (8, 4)
@@ -107,7 +110,7 @@ def test_replicas_hold_what_ranks_of_a_node_share() -> None:
 
 
 def test_experts_over_all_ranks_of_a_node_have_no_shards_there() -> None:
-    model = SplitCostModel(JOB, grid_of(8, ep=4), Split(shard="node"), Simulator(FAST))
+    model = SplitCostModel(JOB, grid_of(8, ep=4), JobSplit(shard="node"), Simulator(FAST))
     assert model.ranks[0].num_shards == (4, 1)
 
 
@@ -118,7 +121,7 @@ def test_blocks_are_cut_where_the_trainer_cuts_them(count: int) -> None:
     job = Job(batch_size=4, accumulation=8, model=model, data=DataShape(vocab_size=256))
     whole = GPT(model, vocab_size=256)
     expected = [len(blocks) for blocks in cut_model(whole, count)]
-    costs = SplitCostModel(job, grid_of(1), Split(pp=count), Simulator(FAST))
+    costs = SplitCostModel(job, grid_of(1), JobSplit(pp=count), Simulator(FAST))
     assert [rank.model.num_layers for rank in costs.ranks] == expected
 
 
@@ -127,7 +130,7 @@ def test_blocks_are_cut_where_the_trainer_cuts_them(count: int) -> None:
 def test_no_plan_is_faster_than_its_floor(pp: int, parts: int) -> None:
     job = replace(JOB, model=replace(JOB.model, num_layers=8))
     for grid in layouts(job, FAST, pp=pp):
-        for split in holdings(grid, Split(pp=pp, parts=parts)):
+        for split in holdings(grid, JobSplit(pp=pp, parts=parts)):
             model = SplitCostModel(job, grid, split, Simulator(FAST))
             compiled, passes = simulated(model)
             estimate = model.estimate(*passes)
@@ -138,24 +141,24 @@ def test_no_plan_is_faster_than_its_floor(pp: int, parts: int) -> None:
 
 
 def test_the_first_stage_keeps_a_micro_batch_for_each_stage_ahead() -> None:
-    model = SplitCostModel(JOB, grid_of(2), Split(pp=4), Simulator(FAST))
+    model = SplitCostModel(JOB, grid_of(2), JobSplit(pp=4), Simulator(FAST))
     assert [rank.model.alive for rank in model.ranks] == [4.0, 3.0, 2.0, 1.0]
     few = replace(JOB, accumulation=2)
-    model = SplitCostModel(few, grid_of(2), Split(pp=4), Simulator(FAST))
+    model = SplitCostModel(few, grid_of(2), JobSplit(pp=4), Simulator(FAST))
     assert [rank.model.alive for rank in model.ranks] == [2.0] * 4
 
 
 def test_cut_micro_batches_keep_the_sequences_of_a_step() -> None:
-    cut = Split(pp=2, finer=4).of(JOB)
+    cut = JobSplit(pp=2, finer=4).of(JOB)
     assert (cut.batch_size, cut.accumulation) == (4, 32)
-    assert not Split(pp=2, finer=3).fits(JOB)
+    assert not JobSplit(pp=2, finer=3).fits(JOB)
 
 
 def test_stages_that_do_not_fit_are_not_tried() -> None:
     assert [each.pp for each in split_choices(JOB, FAST, 16)] == [1, 2, 4]
     with pytest.raises(InputError, match="pp 5 does not divide 8 devices"):
         split_choices(JOB, FAST, 16, 5)
-    assert {each.parts for each in near_splits(Split(pp=2), JOB)} == {1, 2}
+    assert {each.parts for each in near_splits(JobSplit(pp=2), JOB)} == {1, 2}
 
 
 def best_on(cluster: ClusterSpec, **settings: int) -> Result:
@@ -175,7 +178,7 @@ def test_without_stages_copies_are_held_where_memory_allows() -> None:
     before = search(JOB, SLOW, Settings(keep=1, refine=2)).best
     after = best_on(SLOW, pp=1).best
     assert after.seconds < before.seconds
-    assert after.split != Split()
+    assert after.split != JobSplit()
 
 
 def test_what_is_found_fits_the_memory() -> None:
@@ -189,7 +192,7 @@ def test_what_is_found_fits_the_memory() -> None:
 
 @pytest.mark.parametrize("ending", ["toml", "json"])
 def test_a_split_comes_back_from_a_plan_file(ending: str, tmp_path: Path) -> None:
-    split = Split(pp=2, parts=2, shard="node", hold="gradients", finer=4)
+    split = JobSplit(pp=2, parts=2, shard="node", hold="gradients", finer=4)
     found = replace(best_on(SLOW).best, split=split)
     path = tmp_path / f"plan.{ending}"
     write_planned(found, path, model="demo", cluster="slow")
@@ -201,8 +204,39 @@ def test_a_split_comes_back_from_a_plan_file(ending: str, tmp_path: Path) -> Non
 
 
 def test_a_hop_between_nodes_takes_longer_than_one_inside() -> None:
-    model = SplitCostModel(JOB, Grid(world=1, ranks_per_node=1), Split(pp=4), Simulator(SLOW))
+    model = SplitCostModel(JOB, Grid(world=1, ranks_per_node=1), JobSplit(pp=4), Simulator(SLOW))
     inside, between, also_inside = (model._hop_seconds(part) for part in range(3))
     assert inside == also_inside
     assert between > 20 * inside
     assert math.isclose(model._hop_seconds(3), 0.0)
+
+
+@pytest.mark.parametrize("load", ["skew", "counts"])
+def test_under_a_load_what_is_held_gives_way_before_the_plan(load: str) -> None:
+    """Held copies that fit under even routing alone are given up, and the layout stays."""
+    pins = Pins(tp=1, ep=2, etp=1)
+    how = Settings(space=PLAIN, pins=pins, keep=1, refine=1, most_stages=1)
+    even = search(JOB, FAST, how).best
+    layer = JOB.step_model(FAST, even.grid.dp).layer
+    counts = skewed_counts(even.grid.dp, layer, ep=2, max_vio=1.0)
+    given = {"counts": [counts]} if load == "counts" else {}
+    skewed = replace(how, max_vio=1.0 if load == "skew" else 0.0)
+    loaded = search(JOB, FAST, skewed, **given).best
+    assert loaded.split == even.split, "there is memory for both"
+    compiled = compile_plan(even.plan, even.grid)
+    simulator = Simulator(FAST)
+    needs = [
+        memory_under_counts(
+            SplitCostModel(JOB, even.grid, split, simulator).memory,
+            simulator,
+            compiled,
+            layer,
+            [counts],
+        ).total
+        for split in (even.split, JobSplit())
+    ]
+    assert needs[1] < needs[0]
+    device = replace(FAST.device, memory_gib=1.0 + 1.05 * (sum(needs) / 2) / 2**30)
+    found = search(JOB, replace(FAST, device=device), skewed, **given).best
+    assert found.grid == even.grid
+    assert found.split != even.split

@@ -11,14 +11,16 @@ import pytest
 
 pytest.importorskip("plotly")
 
+from moesaic.cli.main import main
 from moesaic.planner.answer import Speed
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.job import Job
+from moesaic.planner.pipeline import simulate_pipeline
 from moesaic.planner.search import Settings, search
 from moesaic.planner.simulator import Simulator
 from moesaic.program.compile import compile_plan
-from moesaic.report.gantt import COMPUTING, bars_of, step_gantt, unit_of
+from moesaic.report.gantt import COMPUTING, bars_of, stages_gantt, step_gantt, unit_of
 from moesaic.report.plan_page import PlanAnswer, roofline, stacked, tiles, write_plan_page
 from moesaic.report.style import PART_COLOURS
 from moesaic.shapes import ModelShape, MoEShape
@@ -145,3 +147,16 @@ def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sour
         )
     ]
     assert places == sorted(places)
+
+
+def test_stages_are_drawn_pass_by_pass(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    timed = simulate_pipeline(2, 3, [1.0, 1.0], [2.0, 2.0], [0.0, 0.0], blocks_sender=False)
+    drawn = stages_gantt(timed)
+    assert sum(len(trace.x) for trace in drawn.data) == 2 * 2 * 3
+    assert {trace.name for trace in drawn.data} == {"forward", "backward"}
+    ends = [base + x for trace in drawn.data for base, x in zip(trace.base, trace.x)]
+    assert max(ends) == pytest.approx(timed.seconds)
+    page = tmp_path / "plan.html"
+    slow = ["--cluster", "25gbe", "--nodes", "2", "--pp", "2", "--accumulation", "4"]
+    assert main(["plan", "--model", "gpt-tiny", *slow, "--page", str(page)]) == 0
+    assert "each stage computes a forward or a backward pass" in page.read_text("utf-8")

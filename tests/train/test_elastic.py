@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cli.test_train import has_lines, wait_for
 from forked import Forked
 from moesaic.errors import InputError
-from moesaic.planner.split import Split
+from moesaic.planner.split import JobSplit
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.train import auto_plan
@@ -97,7 +97,7 @@ def test_under_auto_a_mesh_that_fits_stays_and_another_is_searched(tmp_path, mon
     assert with_planned(config) == config
     layout = SimpleNamespace(
         grid=Grid(world=2, ep=2),
-        split=Split(),
+        split=JobSplit(),
         layout="ep 2",
         plan=Plan(chunks=2),
         seconds=0.5,

@@ -51,6 +51,7 @@ from moesaic.planner.search import (
     search,
 )
 from moesaic.planner.simulator import Simulator
+from moesaic.planner.split import SplitCostModel
 from moesaic.planner.workload import largest_max_vio, read_counts
 from moesaic.policies import REPLICATION
 from moesaic.program.compile import compile_plan
@@ -406,12 +407,12 @@ def _write_page(
 
     best = result.best
     cluster = simulator.cluster
-    layer = job.step_model(cluster, best.grid.dp).layer
+    cost_model = SplitCostModel(job, best.grid, best.split, simulator)
     compiled = compile_plan(best.plan, best.grid)
-    timelines = {
-        name: simulator.run(program, layer, compiled.grid).timeline
-        for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
-    }
+    forward, backward = simulator.passes(
+        compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
+    )
+    has_stages = best.split.pp > 1
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
     found = PlanAnswer(
         job=job,
@@ -419,7 +420,8 @@ def _write_page(
         cluster=cluster,
         speed=best_speed(job, cluster, best),
         lines=lines,
-        timelines=timelines,
+        timelines={"forward": forward.timeline, "backward": backward.timeline},
+        stages=cost_model.timed(forward, backward) if has_stages else None,
         price=options.price_per_hour or USUAL_PRICE,
     )
     write_plan_page(title, found, Path(str(options.page)))

@@ -168,7 +168,7 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
     yield _about_whole_experts(result)
     if best.grid.tp * best.grid.etp > 1:
         schedule = choose(
-            simulator, job.step_model(cluster, best.grid.dp).layer, best.grid
+            simulator, best.split.of(job).step_model(cluster, best.grid.dp).layer, best.grid
         ).schedule
         yield (
             f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"

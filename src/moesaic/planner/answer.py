@@ -20,7 +20,7 @@ from moesaic.planner.loads import memory_under_counts, on_replica, simulate_coun
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layout
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.split import Split, SplitCostModel
+from moesaic.planner.split import WHOLE, SplitCostModel
 from moesaic.planner.workload import largest_max_vio, skewed_counts
 from moesaic.program.compile import Compiled, compile_plan
 
@@ -346,6 +346,7 @@ def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float
     simulator = Simulator(cluster)
     try:
         grids = layouts(job, cluster, settings.pins)
-        return smallest_layout([SplitCostModel(job, grid, Split(), simulator) for grid in grids])[1]
+        models = [SplitCostModel(job, grid, WHOLE, simulator) for grid in grids]
+        return smallest_layout(models)[1]
     except InputError:
         return None

@@ -100,7 +100,7 @@ class FinetuneJob(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class SplitPrediction:
     """A way to split a model over ranks."""
 
     tokens_per_second: float
@@ -136,7 +136,7 @@ class FinetunePrediction:
     """Lower bounds on the seconds of a step, one per resource."""
     plan: Plan | None = None
     """The fastest plan of the MoE layers."""
-    splits: dict[str, Split] = field(default_factory=dict)
+    splits: dict[str, SplitPrediction] = field(default_factory=dict)
     """Ways to split the model: over experts, over layers as a pipeline of micro-batches, over
     layers one rank at a time."""
 
@@ -236,7 +236,7 @@ def _with_speed(
     ranks = cluster.world
     best = spread_experts(job, cluster, codecs)
     speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * job.accumulation)
-    of_experts = Split(
+    of_experts = SplitPrediction(
         tokens_per_second=ranks * speed.tokens_per_second,
         bytes=found.bytes,
         fits=bool(found.fits),
@@ -296,7 +296,9 @@ def spread_experts(
     ).best
 
 
-def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) -> dict[str, Split]:
+def layer_splits(
+    job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float
+) -> dict[str, SplitPrediction]:
     """Return the splits of the layers over all ranks, if there are several ranks and as many
     layers.
 
@@ -330,7 +332,7 @@ def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) ->
             sum(_memory(StepCostModel(stage, alone, simulator), job).values())
             for stage in rank_models(job, whole, layout, count)
         )
-        splits[name] = Split(
+        splits[name] = SplitPrediction(
             tokens_per_second=count * tokens / step.seconds,
             bytes=needed,
             fits=_fits(needed, memory_bytes),

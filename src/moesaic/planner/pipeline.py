@@ -64,6 +64,15 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
     return order
 
 
+class Span(NamedTuple):
+    """When a rank runs an operation."""
+
+    rank: int
+    operation: Pass
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timed:
     """A step of a pipeline."""
@@ -74,6 +83,8 @@ class Timed:
     """Seconds for which each rank computes."""
     alive: tuple[float, ...]
     """Micro-batches, as shares of a rank's parts, that each rank keeps at once at most."""
+    spans: tuple[Span, ...]
+    """What the ranks computed, of at most `MOST_MICRO_BATCHES` micro-batches."""
 
 
 def simulate_pipeline(
@@ -105,6 +116,7 @@ def simulate_pipeline(
             seconds=long.seconds + more * (long.seconds - short.seconds),
             busy=tuple(late + more * (late - early) for early, late in zip(short.busy, long.busy)),
             alive=long.alive,
+            spans=long.spans,
         )
     parts = len(forward) // pp
     orders = [order_of(rank, pp, parts, count) for rank in range(pp)]
@@ -129,19 +141,19 @@ def _run(
     way_free: dict[tuple[int, bool], float] = {}
     free = [0.0] * pp
     places = [0] * pp
-    end = 0.0
+    spans: list[Span] = []
 
     def advance(rank: int) -> bool:
         """Run a rank's next operation if its input has been sent; return whether it ran."""
-        nonlocal end
         each = orders[rank][places[rank]]
         starts_chain = each.part == (last if each.is_backward else 0)
         comes = 0.0 if starts_chain else arrived.get(each)
         if comes is None:
             return False
         seconds = (backward if each.is_backward else forward)[each.part]
-        free[rank] = max(free[rank], comes) + seconds
-        end = max(end, free[rank])
+        start = max(free[rank], comes)
+        free[rank] = start + seconds
+        spans.append(Span(rank, each, start, free[rank]))
         target = each.part - 1 if each.is_backward else each.part + 1
         if 0 <= target <= last:
             way = (each.part, each.is_backward)
@@ -163,7 +175,9 @@ def _run(
         sum((backward if each.is_backward else forward)[each.part] for each in order)
         for order in orders
     )
-    return Timed(seconds=max(end, *free), busy=busy, alive=tuple(map(_most_alive, orders)))
+    return Timed(
+        seconds=max(free), busy=busy, alive=tuple(map(_most_alive, orders)), spans=tuple(spans)
+    )
 
 
 def _most_alive(order: Sequence[Pass]) -> float:

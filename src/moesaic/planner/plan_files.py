@@ -16,7 +16,7 @@ from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.rank_memory import GIB
 from moesaic.planner.search import PlannedStep
-from moesaic.planner.split import Split
+from moesaic.planner.split import WHOLE
 from moesaic.program.plan import Plan
 
 VERSION = 1
@@ -34,7 +34,7 @@ FINER = "micro_batches_cut_in"
 def mesh_table(planned: PlannedStep) -> dict[str, Any]:
     """Return the trainer's table `mesh` of a planned step; without the split if none was chosen."""
     table = {name: getattr(planned.grid, name) for name in MESH}
-    if planned.split != Split():
+    if planned.split != WHOLE:
         table |= {name: getattr(planned.split, of_split) for name, of_split in SPLIT.items()}
     return table
 

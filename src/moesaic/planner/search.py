@@ -37,7 +37,7 @@ from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import (
     WHOLE,
-    Split,
+    JobSplit,
     SplitCostModel,
     holdings,
     layout_in_words,
@@ -84,7 +84,7 @@ class PlannedStep:
     bound_seconds: float
     """Step time of a perfect plan on this layout: the time of its computing or of its busiest link,
     whichever is longer."""
-    split: Split = WHOLE
+    split: JobSplit = WHOLE
     """How the job is split beyond the layout, which is that of a stage."""
 
     @property
@@ -296,7 +296,7 @@ class _Search:
         simulator: Simulator,
         settings: Settings,
         progress: Callable[[str, int, int], None],
-        split: Split,
+        split: JobSplit,
     ) -> None:
         self.job = job
         self.simulator = simulator
@@ -309,7 +309,7 @@ class _Search:
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
         self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
-        self.loaded: dict[tuple[Grid, bytes], Memory] = {}
+        self.loaded: dict[tuple[Grid, JobSplit, bytes], Memory] = {}
         self.refusal = ""
 
         grids = layouts(split.of(job), self.cluster, settings.pins, split.pp)
@@ -341,7 +341,7 @@ class _Search:
         if ranking and not counts:
             ranking = sorted([*self._resplit(ranking[0]), *ranking], key=lambda each: each.seconds)
         if not ranking:
-            needs = [(memory.total, grid) for (grid, _), memory in self.loaded.items()]
+            needs = [(memory.total, grid) for (grid, *_), memory in self.loaded.items()]
             needs = needs or [
                 (each.memory.total, each.grid) for each in self.tried.values() if each is not None
             ]
@@ -561,14 +561,7 @@ class _Search:
                 self.tried[key] = None
                 return None
             cost_model, memory = self._held(cost_model.grid, compiled, plan)
-            self.tried[key] = PlannedStep(
-                plan=plan,
-                grid=cost_model.grid,
-                estimate=cost_model.estimate(forward, backward),
-                memory=memory,
-                bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
-                split=cost_model.split,
-            )
+            self.tried[key] = _step(plan, cost_model, (forward, backward), memory)
         return self.tried[key]
 
     def _held(self, grid: Grid, compiled: Compiled, plan: Plan) -> tuple[SplitCostModel, Memory]:
@@ -632,12 +625,8 @@ class _Search:
                 f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without "
                 f"them, or use at most {MAX_RANKS_APART} ranks"
             )
-        loaded = (replace(each, memory=self._loaded(each, counts)) for each in fitting)
-        best = list(
-            itertools.islice(
-                (each for each in loaded if self._fits(each.memory)), 3 * self.settings.keep
-            )
-        )
+        loaded = filter(None, (self._under_load(each, counts) for each in fitting))
+        best = list(itertools.islice(loaded, 3 * self.settings.keep))
         reranked = []
         for number, planned in enumerate(best):
             self.progress("simulating under counts", number, len(best))
@@ -659,28 +648,57 @@ class _Search:
         sizes_of_ep = set[int]()
         for planned in ranking:
             if kept < self.settings.keep or planned.grid.ep not in sizes_of_ep:
-                if not self._fits(self._loaded(planned, ())):
+                loaded = self._under_load(planned, ())
+                if loaded is None:
                     continue
                 kept += 1
                 sizes_of_ep.add(planned.grid.ep)
-            yield planned
+                yield loaded
+            else:
+                yield planned
 
-    def _loaded(self, planned: PlannedStep, counts: Sequence[np.ndarray]) -> Memory:
+    def _under_load(self, planned: PlannedStep, counts: Sequence[np.ndarray]) -> PlannedStep | None:
+        """Return a planned step held so that it fits under a load, with its memory under counts if
+        they are given; None if it fits in no way. The load is that of `_loaded`."""
+        compiled = compile_plan(planned.plan, planned.grid)
+        options = self._options(planned.grid)
+        splits = [each.split for each in options]
+        for cost_model in options[splits.index(planned.split) :]:
+            loaded = self._loaded(cost_model, compiled, counts)
+            if not self._fits(loaded):
+                continue
+            if cost_model.split != planned.split:
+                passes = self._run(cost_model, compiled)
+                memory = self._memory(cost_model, compiled)
+                planned = _step(planned.plan, cost_model, passes, memory)
+            return replace(planned, memory=loaded) if counts else planned
+        return None
+
+    def _loaded(
+        self, cost_model: SplitCostModel, compiled: Compiled, counts: Sequence[np.ndarray]
+    ) -> Memory:
         """Return the memory of a plan under counts, or without any under the MaxVio of the
         settings."""
-        compiled = compile_plan(planned.plan, planned.grid)
-        key = planned.grid, compiled.digest
+        key = cost_model.grid, cost_model.split, compiled.digest
         if key not in self.loaded:
-            cost_model = self._model_of(planned)
             layer = cost_model.model.layer
             of_plan = (cost_model.memory, self.simulator, compiled)
-            tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
+            tables = [fit_counts(table, cost_model.grid.dp, layer) for table in counts]
             self.loaded[key] = (
                 memory_under_counts(*of_plan, layer, tables)
                 if counts
                 else memory_under_skew(*of_plan, layer, self.settings.max_vio)
             )
         return self.loaded[key]
+
+    def _memory(self, cost_model: SplitCostModel, compiled: Compiled) -> Memory:
+        """Return the memory of a plan under even routing."""
+        return cost_model.memory(
+            compiled.forward,
+            compiled.backward,
+            compiled.grid,
+            memory_budget=compiled.plan.memory_budget,
+        )
 
     def _fits(self, memory: Memory) -> bool:
         return memory.total <= self._usable_bytes
@@ -710,25 +728,24 @@ class _Search:
             found += [] if better is None else [better]
         return found
 
-    def _under(self, split: Split, planned: PlannedStep, compiled: Compiled) -> PlannedStep | None:
+    def _under(
+        self, split: JobSplit, planned: PlannedStep, compiled: Compiled
+    ) -> PlannedStep | None:
         """Return a planned step under another split; None if it does not fit."""
         try:
             cost_model = SplitCostModel(self.job, planned.grid, split, self.simulator)
         except InputError:
             return None
-        programs = compiled.forward, compiled.backward
-        budget = planned.plan.memory_budget
-        memory = cost_model.memory(*programs, compiled.grid, memory_budget=budget)
-        if not self._fits(memory):
+        memory = self._memory(cost_model, compiled)
+        is_skewed = self.settings.max_vio > 0
+        if not self._fits(memory) or (
+            is_skewed and not self._fits(self._loaded(cost_model, compiled, ()))
+        ):
             return None
-        passes = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
-        return replace(
-            planned,
-            split=split,
-            estimate=cost_model.estimate(*passes),
-            memory=memory,
-            bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
+        passes = self.simulator.passes(
+            compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
         )
+        return _step(planned.plan, cost_model, passes, memory)
 
     def _model_of(self, planned: PlannedStep) -> SplitCostModel:
         """Return the cost model of the way in which a planned step holds the model."""
@@ -749,6 +766,20 @@ class _Search:
             grid,
             num_bytes,
         )
+
+
+def _step(
+    plan: Plan, cost_model: SplitCostModel, passes: tuple[Simulated, Simulated], memory: Memory
+) -> PlannedStep:
+    """Return the planned step of a plan under a layout and split, from its simulated passes."""
+    return PlannedStep(
+        plan=plan,
+        grid=cost_model.grid,
+        estimate=cost_model.estimate(*passes),
+        memory=memory,
+        bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
+        split=cost_model.split,
+    )
 
 
 def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]:

@@ -20,7 +20,7 @@ from moesaic.errors import InputError
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.job import Job
-from moesaic.planner.pipeline import simulate_pipeline
+from moesaic.planner.pipeline import Timed, simulate_pipeline
 from moesaic.planner.rank_memory import Memory
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepModel
@@ -35,7 +35,7 @@ Sharding = Literal["all", "node", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class JobSplit:
     """How a job is split beyond the layout of a stage."""
 
     pp: int = 1
@@ -65,11 +65,11 @@ class Split:
         )
 
 
-WHOLE = Split()
+WHOLE = JobSplit()
 """No stages; everything is sharded over all data-parallel ranks and gathered when it is needed."""
 
 
-def layout_in_words(grid: Grid, split: Split) -> str:
+def layout_in_words(grid: Grid, split: JobSplit) -> str:
     """Return a layout and its split in words, such as "pp 2, tp 1, ep 2, etp 1"."""
     stages = f"pp {split.pp}, " * (split.pp > 1)
     runs = f", {split.parts} parts a stage" * (split.parts > 1)
@@ -82,7 +82,7 @@ def layout_in_words(grid: Grid, split: Split) -> str:
     return f"{stages}{name_of(grid)}{runs}{shared}"
 
 
-def holdings(grid: Grid, split: Split) -> Iterator[Split]:
+def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:
     """Yield the ways in which the data-parallel ranks of a layout can hold the model.
 
     Stages hold gradients at least, which their schedules reduce once.
@@ -124,7 +124,7 @@ class SplitCostModel:
         InputError: if the job has too few blocks or does not split, or as `StepCostModel` does.
     """
 
-    def __init__(self, job: Job, grid: Grid, split: Split, simulator: Simulator) -> None:
+    def __init__(self, job: Job, grid: Grid, split: JobSplit, simulator: Simulator) -> None:
         if not split.fits(job):
             raise InputError(
                 f"{split.pp} stages of {split.parts} parts do not fit {job.model.num_layers} "
@@ -193,19 +193,7 @@ class SplitCostModel:
         estimates = [rank.estimate(forward, backward) for rank in self._distinct]
         busy = [rank.busy_seconds(forward, backward) for rank in self._distinct]
         slowest = estimates[busy.index(max(busy))]
-        by_part = {
-            part: self._costs(part).pass_seconds(forward, backward)
-            for part in dict.fromkeys(self._parts)
-        }
-        passes = [by_part[part] for part in self._parts]
-        timed = simulate_pipeline(
-            self.split.pp,
-            self.model.micro_batches,
-            [ahead for ahead, _ in passes],
-            [behind for _, behind in passes],
-            [self._hop_seconds(part) for part in range(len(passes))],
-            blocks_sender=self.cluster.host.runs_compute,
-        )
+        timed = self.timed(forward, backward)
         waits = max(timed.seconds - self.model.micro_batches * max(busy), 0.0)
         # all stages reduce and step; the slowest of them ends the step
         after = max(
@@ -217,6 +205,23 @@ class SplitCostModel:
             seconds=slowest.seconds + waits,
             parts={**slowest.parts, "pipeline": waits},
             limits=slowest.limits,
+        )
+
+    def timed(self, forward: Passes, backward: Passes) -> Timed:
+        """Return the passes of a step's micro-batches through the stages; arguments as of
+        `estimate`."""
+        by_part = {
+            part: self._costs(part).pass_seconds(forward, backward)
+            for part in dict.fromkeys(self._parts)
+        }
+        passes = [by_part[part] for part in self._parts]
+        return simulate_pipeline(
+            self.split.pp,
+            self.model.micro_batches,
+            [ahead for ahead, _ in passes],
+            [behind for _, behind in passes],
+            [self._hop_seconds(part) for part in range(len(passes))],
+            blocks_sender=self.cluster.host.runs_compute,
         )
 
     def _hop_seconds(self, part: int) -> float:
@@ -309,7 +314,7 @@ class SplitCostModel:
         return most
 
 
-def _sharded(model: StepModel, grid: Grid, split: Split) -> StepModel:
+def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     """Return a model whose parameters are shared and held as a split says."""
     shards = {"all": (grid.dp, grid.edp), "node": _node_shards(grid), "none": (1, 1)}[split.shard]
     return replace(
@@ -317,7 +322,7 @@ def _sharded(model: StepModel, grid: Grid, split: Split) -> StepModel:
     )
 
 
-def _part_models(job: Job, whole: StepModel, split: Split) -> list[StepModel]:
+def _part_models(job: Job, whole: StepModel, split: JobSplit) -> list[StepModel]:
     """Return the model of each part, in the order of the blocks, cut as the trainer does."""
     if split.pp == 1:
         return [whole]
@@ -370,7 +375,7 @@ def _cuts(whole: StepModel, sparse: tuple[bool, ...], count: int) -> list[range]
 
 def split_choices(
     job: Job, cluster: ClusterSpec, most_stages: int, pp: int | None = None
-) -> list[Split]:
+) -> list[JobSplit]:
     """Return the splits into stages of one part that fit a job and a cluster: `pp`, or the powers
     of two up to `most_stages`.
 
@@ -380,7 +385,7 @@ def split_choices(
     powers = [1 << power for power in range(most_stages.bit_length())]
     counts = [each for each in powers if each <= most_stages] if pp is None else [pp]
     # a rank of a stage then has as many sequences of a micro-batch as without stages
-    splits = [Split(pp=count, finer=math.gcd(count, job.batch_size)) for count in counts]
+    splits = [JobSplit(pp=count, finer=math.gcd(count, job.batch_size)) for count in counts]
     found = [each for each in splits if cluster.world % each.pp == 0 and each.fits(job)]
     if not found:
         raise InputError(
@@ -390,7 +395,7 @@ def split_choices(
     return found
 
 
-def near_splits(split: Split, job: Job) -> Iterator[Split]:
+def near_splits(split: JobSplit, job: Job) -> Iterator[JobSplit]:
     """Yield the splits that differ in the parts of a stage or in the size of micro-batches."""
     if split.pp == 1:
         return

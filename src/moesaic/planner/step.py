@@ -519,16 +519,19 @@ class StepCostModel:
     def pass_seconds(self, forward: Passes, backward: Passes) -> tuple[float, float]:
         """Return the seconds of a micro-batch's forward pass, and those of its backward pass with
         what it recomputes."""
+        ahead = self._forward_seconds(forward)
+        busy = self.busy_seconds(forward, backward)
+        return min(ahead, busy), max(busy - ahead, 0.0)
+
+    def _forward_seconds(self, forward: Passes) -> float:
+        """Return the seconds of a micro-batch's forward pass."""
         model = self.model
         seconds = self.forward
         dense = model.num_layers - model.moe_layers
-        ahead = model.num_layers * seconds.attention + dense * seconds.dense
-        ahead += model.outputs * seconds.unembed
-        ahead += model.moe_layers * (
-            seconds.shared + forward.seconds + (self.routing + self.launches) / 3
-        )
-        busy = self.busy_seconds(forward, backward)
-        return min(ahead, busy), max(busy - ahead, 0.0)
+        ends = model.outputs * seconds.unembed
+        ahead = model.num_layers * seconds.attention + dense * seconds.dense + ends
+        launches = (self.routing + self.launches) / 3
+        return ahead + model.moe_layers * (seconds.shared + forward.seconds + launches)
 
     def _parts(self, forward: Passes, backward: Passes) -> dict[str, float]:
         """Return the seconds of a micro-batch by part."""
@@ -569,8 +572,7 @@ class StepCostModel:
         dense = model.num_layers - model.moe_layers
         sparse = model.moe_layers
         ends = model.outputs * seconds.unembed
-        ahead = model.num_layers * seconds.attention + dense * seconds.dense + ends
-        ahead += sparse * (seconds.shared + forward.seconds + (self.routing + self.launches) / 3)
+        ahead = self._forward_seconds(forward)
         weights = model.num_layers * seconds.projections + dense * seconds.dense_product + ends
         weights += sparse * (seconds.shared + self._expert_seconds)
         scale = mean_busy / busy

@@ -19,6 +19,7 @@ import plotly.graph_objects as go
 
 from moesaic.errors import InputError
 from moesaic.planner.job import Job
+from moesaic.planner.pipeline import Timed
 from moesaic.planner.search import PlannedStep
 from moesaic.program.task import Lane
 from moesaic.program.text import NAMES
@@ -293,3 +294,21 @@ def step_gantt(all_bars: Sequence[Bar]) -> go.Figure:
     colours = {bar.part: part_colour(bar.part) for bar in all_bars}
     end = min(1.05 * until, max(bar.end for bar in all_bars))
     return _draw(all_bars, rows, colours, unit_of(until), end, textposition="none")
+
+
+def stages_gantt(timed: Timed) -> go.Figure:
+    """Draw what pipeline stages compute: a row per stage, and a bar per pass of a micro-batch."""
+    all_bars = [
+        Bar(
+            row=f"stage {span.rank}",
+            part="backward" if span.operation.is_backward else "forward",
+            what=f"micro-batch {span.operation.micro_batch}, part {span.operation.part}",
+            start=span.start,
+            end=span.end,
+        )
+        for span in timed.spans
+    ]
+    rows = [f"stage {rank}" for rank in range(len(timed.busy))]
+    colours = {part: part_colour(f"moe {part}") for part in ("forward", "backward")}
+    end = max(bar.end for bar in all_bars)
+    return _draw(all_bars, rows, colours, unit_of(end), end, textposition="none")

@@ -14,13 +14,14 @@ from moesaic.planner.answer import Speed
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.compute import rates_of
 from moesaic.planner.job import Job
+from moesaic.planner.pipeline import Timed
 from moesaic.planner.rank_memory import GIB
 from moesaic.planner.search import PlannedStep, Result
 from moesaic.planner.workload import Workload
 from moesaic.program.plan import plan_in_words
 from moesaic.program.text import NAMES
 from moesaic.program.timeline import Timeline
-from moesaic.report.gantt import bars_of, gantt, in_words, step_gantt, unit_of
+from moesaic.report.gantt import bars_of, gantt, in_words, stages_gantt, step_gantt, unit_of
 from moesaic.report.style import (
     INK,
     Picture,
@@ -50,6 +51,8 @@ class PlanAnswer:
     """The answer in sentences, as the terminal shows it."""
     timelines: Mapping[str, Timeline]
     """The timelines of the best plan's programs, "forward" and "backward"."""
+    stages: Timed | None = None
+    """The passes of the best plan's micro-batches through its pipeline stages, if it has some."""
 
 
 def write_plan_page(title: str, answer: PlanAnswer, path: Path) -> Path:
@@ -93,6 +96,25 @@ def _lead(answer: PlanAnswer) -> str:
     )
 
 
+def _step_picture(answer: PlanAnswer) -> Picture:
+    """Draw a step of the best plan: the stages of a pipeline, or one rank's blocks."""
+    name = "One step of the best plan"
+    if answer.stages is None:
+        text = (
+            f"The first micro-batch of {answer.job.accumulation}, block by block. Drag to zoom in, "
+            "double-click for the whole step."
+        )
+        all_bars = bars_of(answer.job, answer.result.best, answer.timelines)
+        return Picture(name, text, step_gantt(all_bars))
+    drawn = 1 + max(span.operation.micro_batch for span in answer.stages.spans)
+    count = answer.result.best.split.of(answer.job).accumulation
+    text = (
+        f"The first {drawn} micro-batches of {count}: each stage computes a forward or a backward "
+        "pass, and waits in between for the messages of its neighbours. Drag to zoom in."
+    )
+    return Picture(name, text, stages_gantt(answer.stages))
+
+
 def _pictures(answer: PlanAnswer, named: Mapping[str, PlannedStep]) -> list[Picture]:
     """Draw the best plan's step and layer, and the plans beside each other, which have names."""
     job = answer.job
@@ -100,10 +122,6 @@ def _pictures(answer: PlanAnswer, named: Mapping[str, PlannedStep]) -> list[Pict
     best = answer.result.best
     timelines = answer.timelines
     until = max(timeline.makespan for timeline in timelines.values())
-    first = (
-        f"The first micro-batch of {job.accumulation}, block by block. Drag to zoom in, "
-        "double-click for the whole step."
-    )
     parts = {name: planned.estimate.parts for name, planned in named.items()}
     memory = {
         name: {use: size / GIB for use, size in vars(planned.memory).items()}
@@ -115,9 +133,9 @@ def _pictures(answer: PlanAnswer, named: Mapping[str, PlannedStep]) -> list[Pict
         "operations per byte of weights, and by the best measured rate. The dot is an expert "
         "of the best plan."
     )
-    layer = job.step_model(cluster, best.grid.dp).layer
+    layer = best.split.of(job).step_model(cluster, best.grid.dp).layer
     return [
-        Picture("One step of the best plan", first, step_gantt(bars_of(job, best, timelines))),
+        _step_picture(answer),
         Picture(
             "One step",
             "Seconds by part of the step, for the plans of the table.",
