@@ -14,7 +14,7 @@ from moesaic.models.parts import cut_model
 from moesaic.planner.candidates import Pins, SearchSpace, layouts
 from moesaic.planner.cluster import ClusterSpec, Host
 from moesaic.planner.job import DataShape, Job
-from moesaic.planner.loads import memory_under_counts
+from moesaic.planner.loads import memory_under_counts, memory_under_skew
 from moesaic.planner.plan_files import read_finer, read_planned, write_planned
 from moesaic.planner.search import Result, Settings, search
 from moesaic.planner.simulator import Simulator
@@ -48,7 +48,9 @@ SLOW = replace(
     host=Host(runs_compute=True, task_us=30.0, message_us=60.0),
 )
 """Two boxes with a slow link between them."""
-PLAIN = SearchSpace(chunks=(1,), all_to_alls=("linear",))
+PLAIN = SearchSpace(
+    schedules=("s1",), gather_weights=(), chunks=(1,), all_to_alls=("linear",), orders=("fifo",)
+)
 FAST = flat(2, 4, intra=400, inter=40, intra_us=2, inter_us=5, device=DEVICE)
 
 
@@ -225,18 +227,20 @@ def test_under_a_load_what_is_held_gives_way_before_the_plan(load: str) -> None:
     assert loaded.split == even.split, "there is memory for both"
     compiled = compile_plan(even.plan, even.grid)
     simulator = Simulator(FAST)
-    needs = [
-        memory_under_counts(
-            SplitCostModel(JOB, even.grid, split, simulator).memory,
-            simulator,
-            compiled,
-            layer,
-            [counts],
-        ).total
-        for split in (even.split, JobSplit())
-    ]
-    assert needs[1] < needs[0]
-    device = replace(FAST.device, memory_gib=1.0 + 1.05 * (sum(needs) / 2) / 2**30)
+    needs = []
+    for split in (even.split, JobSplit()):
+        memory_of = SplitCostModel(JOB, even.grid, split, simulator).memory
+        of_plan = (memory_of, simulator, compiled, layer)
+        under = (
+            memory_under_counts(*of_plan, [counts])
+            if load == "counts"
+            else memory_under_skew(*of_plan, 1.0)
+        )
+        needs.append(under.total)
+    enough = max(needs[1], even.memory.total)
+    assert enough < needs[0]
+    tight = 1.0 + 1.05 * (enough + needs[0]) / 2 / 2**30
+    device = replace(FAST.device, memory_gib=tight)
     found = search(JOB, replace(FAST, device=device), skewed, **given).best
     assert found.grid == even.grid
     assert found.split != even.split
