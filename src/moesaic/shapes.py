@@ -15,6 +15,8 @@ from moesaic.errors import InputError
 
 LARGEST = 2**31 - 1
 """Largest value of any size."""
+HASH_BUCKETS = 65_536
+"""Rows of a hash router's table, unless its options say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,12 @@ class MoEShape:
     always takes rank."""
     capacity_order: Literal["position", "score"] = "position"
     """Which tokens are accepted first: earlier ones, or those with larger routing weights."""
+    router: str = "softmax"
+    """The router: softmax, switch, sigmoid, noisy, cosine, group_limited, gshard, base,
+    expert_choice, hash or topology (docs/layer.md)."""
+    router_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Options of the router, each a name and a value: bias_rate 0.01 (sigmoid), num_groups 8
+    top_groups 4 (group_limited)."""
 
     def __post_init__(self) -> None:
         if not 0 < self.capacity_factor < math.inf:
@@ -54,6 +62,12 @@ class MoEShape:
         for name in ("num_experts", "top_k", "hidden"):
             check_at_least("model.moe", self, name, 1)
         check_at_least("model.moe", self, "shared_hidden", 0)
+
+    @property
+    def table_bytes(self) -> float:
+        """Bytes of a router's table, which every rank has whole: a hash router's."""
+        buckets = float(self.router_options.get("buckets", HASH_BUCKETS))
+        return 4 * buckets * self.num_experts * (self.router == "hash")
 
     @property
     def limits_each_rank(self) -> bool:

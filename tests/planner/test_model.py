@@ -61,11 +61,10 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
     path = tmp_path / "gpt.toml"
     path.write_text(
         "batch_size = 8\nsteps = 9\n[optimizer]\nlr = 1e-3\n[model]\ndim = 64\nconv_width = 2\n"
-        '[model.moe]\nnum_experts = 8\nrouter = "sigmoid"\n'
+        '[model.moe]\nnum_experts = 8\nrouter = "sigmoid"\nz_loss = 0.1\n'
     )
-    assert read_job(str(path)) == Job(
-        batch_size=8, model=ModelShape(dim=64, conv_width=2, moe=MoEShape(num_experts=8))
-    )
+    moe = MoEShape(num_experts=8, router="sigmoid")
+    assert read_job(str(path)) == Job(batch_size=8, model=ModelShape(dim=64, conv_width=2, moe=moe))
 
 
 @pytest.mark.parametrize(

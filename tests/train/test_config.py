@@ -17,6 +17,7 @@ from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.policies import REPLICATION
 from moesaic.routing.routers import ON_MESH, ROUTERS
+from moesaic.shapes import MoEShape
 from moesaic.train.config import (
     BalanceConfig,
     DataConfig,
@@ -140,7 +141,7 @@ def test_fields_of_the_model_decide_its_layers() -> None:
 
 def test_names_without_a_list_of_choices_are_all_explained():
     for kind, name, names in (
-        (MoEConfig, "router", ROUTERS | ON_MESH),
+        (MoEShape, "router", ROUTERS | ON_MESH),
         (BalanceConfig, "replication", REPLICATION),
         (BalanceConfig, "experts", EXPERT_PLACERS),
     ):

@@ -101,14 +101,13 @@ def predicted(case: str, world: int) -> float:
     return step_memory(cost_model, compiled.forward, compiled.backward, grid).total
 
 
-@pytest.mark.parametrize(("world", "least"), [(2, 0.9), (4, 0.75)])
-def test_a_step_takes_the_predicted_memory(tmp_path: Path, world: int, least: float) -> None:
-    """On four ranks some 6 MB of 40 are not told yet (docs/log.md)."""
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_step_takes_the_predicted_memory(tmp_path: Path, world: int) -> None:
     numbers = np.random.default_rng(0).integers(0, 256, 60_000)
     numbers.astype(np.uint16).tofile(tmp_path / "tokens.bin")
     start(world, measured, world, str(tmp_path))
     peaks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(world)]
     most = {case: max(of_rank[case] for of_rank in peaks) for case in CASES}
     ratios = {case: predicted(case, world) / most[case] for case in CASES}
-    assert least <= min(ratios.values()), ratios
+    assert min(ratios.values()) >= 0.9, ratios
     assert max(ratios.values()) <= 1.1, ratios

@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 class MoEConfig(MoEShape):
     """The MoE layers of a model; `MoEShape` has their sizes, activation and capacity."""
 
-    router: str = "softmax"
-    """The router: softmax, switch, sigmoid, noisy, cosine, group_limited, gshard, base,
-    expert_choice, hash or topology (docs/layer.md)."""
-    router_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Options of the router, each a name and a value: bias_rate 0.01 (sigmoid), num_groups 8
-    top_groups 4 (group_limited)."""
     load_balance: float = 0.01
     """Coefficient of the load-balancing loss; 0 for none."""
     load_balance_level: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"

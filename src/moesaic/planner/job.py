@@ -123,6 +123,7 @@ class Job:
             # the loss's float32 copy, its log-softmax, and the gradients of both; the logits stay
             loss_kept=max(layer.element_bytes, 4) * 3 + layer.element_bytes,
             logits_kept=layer.element_bytes,
+            table_bytes=moe.table_bytes,
             **around,  # type: ignore[arg-type]
         )
 

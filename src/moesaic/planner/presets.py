@@ -72,8 +72,13 @@ def _plain(
 
 
 def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) -> MoEShape:
+    """Return dropless MoE layers of gated experts; with one expert a token, as Switch routes."""
     return MoEShape(
-        num_experts=num_experts, top_k=top_k, hidden=hidden, shared_hidden=shared_hidden
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden=hidden,
+        shared_hidden=shared_hidden,
+        router="switch" if top_k == 1 else "softmax",
     )
 
 

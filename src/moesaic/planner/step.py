@@ -154,6 +154,8 @@ class StepModel:
     keeps_activated: bool = False
     """Feed-forward layers also keep the results of their activation, as they do unless a product
     recomputes them."""
+    table_bytes: float = 0.0
+    """Bytes of an MoE layer's router besides its parameters, whole on every rank."""
     parameter_bytes: int = 4
     """Bytes of a parameter, of its gradient, and of each of Adam's two moments."""
     gradient_bytes: int = 0

@@ -99,6 +99,7 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     layer = model.layer
     narrow = 2 * model.narrow_bytes
     size = model.parameter_bytes
+    tables = model.moe_layers * model.table_bytes
     held_parameters = cost_model.held_parameters
     if not model.gathers_per_block:
         whole_parameters = cost_model.whole_parameters
@@ -110,7 +111,7 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
         )
         weights = whole_parameters * layer.element_bytes
         states = Memory(
-            weights=weights + narrow * _multiplied_parameters(cost_model),
+            weights=weights + narrow * _multiplied_parameters(cost_model) + tables,
             gradients=with_gradients * size,
             optimizer=cost_model.stepped_parameters * 3 * size,
             activations=0.0,
@@ -128,8 +129,9 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     gathered_size = model.gathered_bytes or size
     whole = _sharded_parameters(cost_model)
     held = whole * gathered_size * (model.held == "parameters")
+    casted = is_cast * casts * experts * layer.element_bytes
     states = Memory(
-        weights=held_parameters * size + is_cast * casts * experts * layer.element_bytes + held,
+        weights=held_parameters * size + casted + held + tables,
         gradients=(held_parameters + whole * (model.held != "nothing")) * size,
         optimizer=held_parameters * 2 * size,
         activations=0.0,

@@ -9,6 +9,7 @@ from torch import Tensor
 from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter, check_scale, token_choice
 from moesaic.routing.routing import Choice, Scores
+from moesaic.shapes import HASH_BUCKETS
 
 
 class Hash(AbstractRouter):
@@ -35,7 +36,7 @@ class Hash(AbstractRouter):
         dim: int,
         num_experts: int,
         *,
-        buckets: int = 65_536,
+        buckets: int = HASH_BUCKETS,
         seed: int = 0,
         scale: float = 1.0,
         device: torch.device | str | int | None = None,
