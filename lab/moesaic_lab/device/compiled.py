@@ -40,6 +40,9 @@ DEVICES = {
     100: TileDevice(
         name="Blackwell", capability=(10, 0), multiprocessors=148, shared_bytes=232_448
     ),
+    120: TileDevice(
+        name="consumer Blackwell", capability=(12, 0), multiprocessors=170, shared_bytes=101_376
+    ),
 }
 
 SPILLED_BYTES = 64
@@ -63,14 +66,15 @@ class _Driver:
     """Replaces Triton's driver: reports a GPU of the given capability, which the machine need not
     have."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, device: int) -> None:
         self.capability = capability
+        self.device = device
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -101,12 +105,39 @@ def compiling_for(
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton.knobs.cache, "dir", str(cache)))
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
-        stack.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
+        stack.enter_context(_device(capability, capability))
+        yield kernels
+
+
+@contextmanager
+def counting_for(capability: int) -> Iterator[dict[str, set[str]]]:
+    """Neither compile nor launch kernels; yield the variants of each by name that would be compiled
+    for a capability."""
+    variants: dict[str, set[str]] = {}
+
+    def compile_nothing(self: JITFunction, key: str, *_: object) -> None:
+        variants.setdefault(self.fn.__name__, set()).add(key)
+
+    def run_nothing(run: Any) -> Any:
+        return lambda self, *args, warmup, **options: run(self, *args, warmup=True, **options)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_nothing))
+        stack.enter_context(mock.patch.object(JITFunction, "run", run_nothing(JITFunction.run)))
+        stack.enter_context(_device(capability, -capability))  # which has no kernel yet
+        yield variants
+
+
+@contextmanager
+def _device(capability: int, device: int) -> Iterator[None]:
+    """Let launches see a GPU of a capability and number, which the machine need not have."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver(capability, device)))
         for user in (launch, expert_stage):
             stack.enter_context(
                 mock.patch.object(user, "device_of", return_value=DEVICES[capability])
             )
-        yield kernels
+        yield
 
 
 def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:

@@ -25,7 +25,7 @@ from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_bytes
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import Dispatch, ExpertWork, Wanted
-from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for
+from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for, counting_for
 from moesaic_lab.device.mlp import moe_mlp
 
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
@@ -46,13 +46,13 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(*sizes, dtype=dtype, requires_grad=dtype.is_floating_point)
 
 
-def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
+def run_layer(dtype: torch.dtype, *, gated: bool, tokens: int = TOKENS) -> None:
     """Run a layer forward and backward on zeros."""
-    order = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
+    order = sort(torch.zeros(tokens * TOP_K, dtype=torch.int32), EXPERTS)
     up = zeros(EXPERTS, 2 if gated else 1, HIDDEN, DIM, dtype=dtype)
     down = zeros(EXPERTS, DIM, HIDDEN, dtype=dtype)
-    weight = zeros(TOKENS * TOP_K, dtype=torch.float32)
-    x = zeros(TOKENS, DIM, dtype=dtype)
+    weight = zeros(tokens * TOP_K, dtype=torch.float32)
+    x = zeros(tokens, DIM, dtype=dtype)
     activation = "silu" if gated else "gelu"
     moe_mlp(x, up, down, weight, *order, top_k=TOP_K, activation=activation).sum().backward()
 
@@ -75,9 +75,9 @@ def check(kernels: list[CompiledKernel], capability: int) -> set[str]:
     )
     expected = (
         "tcgen05.mma"
-        if capability >= 100
+        if capability in (100, 103)
         else "wgmma.mma_async"
-        if capability >= 90
+        if capability == 90
         else "mma.sync"
     )
     return {kernel.name for kernel in kernels if expected in kernel.ptx}
@@ -278,14 +278,39 @@ def test_everything_else_compiles(capability, tmp_path):
     }
 
 
-def test_the_choice_is_not_compiled_again_for_other_numbers_of_tokens(tmp_path):
+def choose_for(num_tokens: int) -> None:
     rule = ChoiceRule(1, by_sigmoid=False, normalize=True, scale=1.0)
     wanted = WantedSums(False, False, reduced=True)
+    logits = torch.zeros(num_tokens, EXPERTS)
+    choose_by_triton(logits, None, None, None, rule, wanted, empty_chosen(logits, rule, wanted))
+
+
+def test_the_choice_is_not_compiled_again_for_other_numbers_of_tokens(tmp_path):
     with compiling_for(90, tmp_path) as kernels:
-        for num_tokens in (8, 16, 17, 100, 512, *range(1000, 1100, 8), 2000, 8191, 8192):
-            logits = torch.zeros(num_tokens, EXPERTS)
-            choose_by_triton(
-                logits, None, None, None, rule, wanted, empty_chosen(logits, rule, wanted)
-            )
-    variants = {kernel.ptx for kernel in kernels if kernel.name == "_choose_kernel"}
-    assert 1 <= len(variants) <= 4, "numbers that 16 divides are compiled apart from others"
+        for num_tokens in (8, 17, 1000, 1008, 8191, 8192):
+            choose_for(num_tokens)
+    assert len({kernel.ptx for kernel in kernels if kernel.name == "_choose_kernel"}) == 1
+
+
+VARIANTS = 4
+"""The most variants of a product: heights of tiles, of which there are 16, 32, 64 and 128."""
+PRODUCTS_OF = {"_rows_kernel": 2, "_outer_kernel": 2}
+"""How many products a kernel computes, where it is not one."""
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+def test_few_variants_serve_all_numbers_of_tokens(capability):
+    """Also those of ranks that get 16 to 512 rows an expert."""
+    few = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 100)
+    many = (255, 256, 500, 512, 1000, 1001, 1024, 2000, 4095, 4096, 8000, 8191, 8192)
+    with counting_for(capability) as variants:
+        for num_tokens in (*few, *many):
+            choose_for(num_tokens)
+            run_layer(torch.bfloat16, gated=True, tokens=num_tokens)
+    assert {*variants} >= PRODUCTS | {"_choose_kernel", "_place_kernel", "_sum_tokens_kernel"}
+    more = {
+        name: len(keys)
+        for name, keys in variants.items()
+        if len(keys) > VARIANTS * PRODUCTS_OF.get(name, 1)
+    }
+    assert more == {}

@@ -36,6 +36,7 @@ from moesaic.kernels.triton.parts import (
 )
 from moesaic.kernels.triton.rows.launch import as_operand, launch_options, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
+from moesaic.kernels.triton.rows.varying import VARYING
 
 
 def down_grad(
@@ -149,7 +150,7 @@ def _launch_down_grad(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _down_grad_kernel(
     dy: tl.tensor,
     down: tl.tensor,

@@ -16,6 +16,7 @@ from torch import Tensor
 from moesaic.kernels.triton.parts import bias_tile, max_tiles, place, row_tiles, rows_of_tile
 from moesaic.kernels.triton.rows.launch import as_operand, launch_options, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile
+from moesaic.kernels.triton.rows.varying import VARYING
 
 
 def rows_times(
@@ -80,7 +81,7 @@ def rows_times(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _rows_kernel(
     x: tl.tensor,
     w: tl.tensor,

@@ -19,6 +19,7 @@ from moesaic.kernels.triton.grouped import rows_tile
 from moesaic.kernels.triton.parts import max_tiles, place, row_tiles, rows_of_tile
 from moesaic.kernels.triton.rows.launch import dot_precision
 from moesaic.kernels.triton.rows.tiles import power_of_two
+from moesaic.kernels.triton.rows.varying import VARYING
 
 BLOCK = 64
 """Numbers of a row that share a scale, and the width of every tile of a matrix."""
@@ -63,7 +64,7 @@ def rows_times_by_triton(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _nf4_kernel(
     x: tl.tensor,
     codes: tl.tensor,

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.triton.rows.varying import VARYING
+
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -209,7 +211,7 @@ def row_tiles(ends: Tensor, num_rows: int, height: int) -> Tensor:
     return schedule
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _schedule_kernel(
     ends: tl.tensor,
     schedule: tl.tensor,

@@ -35,6 +35,7 @@ from moesaic.kernels.triton.parts import (
 )
 from moesaic.kernels.triton.rows.launch import as_operand, launch_options, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
+from moesaic.kernels.triton.rows.varying import VARYING
 
 
 def up(
@@ -135,7 +136,7 @@ def _launch_up(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _up_kernel(
     x: tl.tensor,
     w: tl.tensor,

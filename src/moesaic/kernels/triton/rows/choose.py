@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.choice_call import ChoiceGradients, ChoiceResult, ChoiceRule, WantedSums
+from moesaic.kernels.triton.rows.varying import VARYING
 
 VALUES = 1024
 """The number of logits that one program holds at a time; of more, some would not fit its
@@ -255,7 +256,7 @@ def _in_best_groups(
     return tl.reshape(tl.where(kept, grouped, -0x7F800001), (ROWS, COLUMNS))  # the place of -inf
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _choose_kernel(
     logits: tl.tensor,
     bias: tl.tensor,
@@ -359,7 +360,7 @@ def _slope(counts: tl.tensor, num_valid: tl.tensor, num_experts: tl.tensor) -> t
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _sum_kernel(
     floats: tl.tensor,
     ints: tl.tensor,
@@ -415,7 +416,7 @@ def _sum_kernel(
         tl.store(z, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _choose_backward_kernel(
     logits: tl.tensor,
     valid: tl.tensor,

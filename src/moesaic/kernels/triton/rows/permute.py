@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.operator import operator
+from moesaic.kernels.triton.rows.varying import VARYING
 
 WIDEST = 1024
 """The most columns that one program sums."""
@@ -72,7 +73,7 @@ def _(
     return rows.new_empty(starts.shape[0], rows.shape[1], dtype=dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _sum_tokens_kernel(
     rows: tl.tensor,
     by_token: tl.tensor,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.operator import operator
+from moesaic.kernels.triton.rows.varying import VARYING
 
 BLOCK = 128
 """The number of copies that one program counts and places."""
@@ -73,7 +74,7 @@ def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return copy, torch.empty_like(copy), expert.new_empty(num_experts, dtype=torch.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _count_kernel(
     expert: tl.tensor,
     counts: tl.tensor,
@@ -91,7 +92,7 @@ def _count_kernel(
     tl.store(counts + number * blocks + block, count, mask=number < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _scan_kernel(
     counts: tl.tensor, totals: tl.tensor, blocks: tl.tensor, SCANNED: tl.constexpr
 ) -> None:
@@ -107,7 +108,7 @@ def _scan_kernel(
     tl.store(totals + tl.program_id(0), carry)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _place_kernel(
     expert: tl.tensor,
     before: tl.tensor,

@@ -14,6 +14,9 @@ RESERVED_BYTES = 1024
 HOPPER = (9, 0)
 """The lowest compute capability with a tensor memory accelerator (TMA), which loads tiles by
 descriptor."""
+WGMMA = (9, 10)
+"""The major compute capabilities whose tensor cores read operands from shared memory. Consumer
+Blackwell (12) has TMA, but operands in registers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,8 @@ class TileDevice:
 
     name: str
     capability: tuple[int, int]
-    """Compute capability: (8, 0) Ampere, (8, 9) Ada, (9, 0) Hopper."""
+    """Compute capability: (8, 0) Ampere, (8, 9) Ada, (9, 0) Hopper, (10, 0) and (12, 0)
+    Blackwell."""
     multiprocessors: int
     shared_bytes: int
     """The most shared memory of one program."""
@@ -120,7 +124,7 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
     without TF32 its products use registers, and larger tiles spill kilobytes.
     """
     is_wide = shape.itemsize == 4
-    is_hopper = device.capability >= HOPPER
+    has_wgmma = device.capability[0] in WGMMA
     most = 64 if is_wide else 128
     rows = (
         most
@@ -135,8 +139,8 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
         columns=columns,
         depth=depth,
         stages=3,
-        warps=8 if is_full and not is_hopper else 4,  # without wgmma, operands occupy registers too
-        descriptors=int(is_hopper and not is_wide),
+        warps=8 if is_full and not has_wgmma else 4,  # without wgmma, operands occupy registers too
+        descriptors=int(device.capability >= HOPPER and not is_wide),
     )
     while shared_bytes(tile, shape) > device.shared_bytes and tile.stages > 1:
         tile = replace(tile, stages=tile.stages - 1)
