@@ -118,12 +118,14 @@ def counting_for(capability: int) -> Iterator[dict[str, set[str]]]:
     def compile_nothing(self: JITFunction, key: str, *_: object) -> None:
         variants.setdefault(self.fn.__name__, set()).add(key)
 
-    def run_nothing(run: Any) -> Any:
-        return lambda self, *args, warmup, **options: run(self, *args, warmup=True, **options)
+    run = JITFunction.run
+
+    def run_nothing(self: JITFunction, *args: object, warmup: bool, **options: object) -> object:
+        return run(self, *args, warmup=True, **options)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_nothing))
-        stack.enter_context(mock.patch.object(JITFunction, "run", run_nothing(JITFunction.run)))
+        stack.enter_context(mock.patch.object(JITFunction, "run", run_nothing))
         stack.enter_context(_device(capability, -capability))  # which has no kernel yet
         yield variants
 
