@@ -305,7 +305,8 @@ def _check_single(flag: Given, most: int) -> None:
 def _flag_value(given: Given, make: Any) -> Any:
     """Return the value that the words after a flag give; `make` is the second entry of the flag in
     `MEGATRON`."""
-    flag, words = given.word, given.values
+    flag = given.word
+    words = given.values
     if make is list:
         if not words:
             raise InputError(f"--explain: {flag} is empty: name at least one of {', '.join(PARTS)}")
