@@ -16,6 +16,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from meshes import DIM, EXPERTS, HIDDEN
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -791,9 +792,38 @@ def test_what_cannot_be_in_flight_is_refused_in_one_line(monkeypatch: pytest.Mon
         patched.setitem(sys.modules, "greenlet", None)
         with pytest.raises(InputError, match="in_flight needs greenlet: in a clone"):
             in_flight(lambda x: x, [torch.ones(())])
+    for wrong in (None, 1.0, (torch.ones(()),)):
+        line = f"loss_of returned {type(wrong).__name__}: return the loss, a tensor"
+        with pytest.raises(InputError, match=line):
+            list(in_flight(lambda _, wrong=wrong: wrong, [0]))
     monkeypatch.delattr(torch._C, "_get_dispatch_stack_at")
     with pytest.raises(InputError, match=r"needs torch\._C\._get_dispatch_stack_at, which torch"):
         in_flight(lambda x: x, [torch.ones(())])
+
+
+def under_ddp() -> tuple[float, bool]:
+    """Return the largest difference of gradients, and whether a forward pass of DDP has not
+    ended."""
+    mesh = Mesh.create(ep=2)
+    model = spread(make_model(), mesh)
+    moesaic.prepare_ddp(model, mesh)
+    wrapped = DistributedDataParallel(model)
+    batches = batches_of(mesh.rank, count=4)
+    with wrapped.no_sync():
+        for losses in in_flight(wrapped, batches):
+            torch.stack(losses).sum().backward()
+    found = take_gradients(model)
+    in_ddp = DistributedDataParallel._get_active_ddp_module() is not None
+    with wrapped.no_sync():
+        for batch in batches:
+            wrapped(batch).backward()
+    return largest_difference(found, take_gradients(model)), in_ddp
+
+
+def test_a_forward_pass_of_ddp_ends_with_its_micro_batch() -> None:
+    for difference, in_ddp in on_ranks(2, under_ddp):
+        assert difference < 1e-14
+        assert not in_ddp
 
 
 def out_of_step() -> str:

@@ -202,8 +202,20 @@ def in_evaluation_mode() -> str:
     return outcome(model, lambda: plainly(optimizer, model))
 
 
+def frozen_at_first() -> list[str]:
+    """Return the outcomes of a step with frozen experts, and of one after they were unfrozen."""
+    model = make_model()
+    model[1].experts.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spread_model(model)
+    frozen = outcome(model, lambda: plainly(optimizer, model))
+    model[1].experts.requires_grad_(True)
+    return [frozen, outcome(model, lambda: plainly(optimizer, model))]
+
+
 def everything() -> dict[str, Any]:
     return {
+        "frozen at first": frozen_at_first(),
         "early": early(),
         "wrapped": with_wrappers(),
         "calls": in_calls(),
@@ -234,6 +246,13 @@ def test_an_optimizer_made_too_early_is_refused_in_the_first_step(found):
 )
 def test_each_call_that_sees_the_model_refuses(found, call):
     assert all(REFUSED in rank["calls"][call] for rank in found)
+
+
+def test_experts_that_are_unfrozen_later_are_refused_then(found):
+    for rank in found:
+        frozen, unfrozen = rank["frozen at first"]
+        assert frozen == "0"
+        assert REFUSED in unfrozen
 
 
 def test_an_optimizer_made_after_trains_the_experts(found):

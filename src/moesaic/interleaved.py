@@ -58,8 +58,8 @@ def in_flight(
         messages.
 
     Raises:
-        InputError: greenlet is not installed, torch lacks what a switch needs, or `micro_batches`
-            has no length.
+        InputError: greenlet is not installed, torch lacks what a switch needs, `micro_batches` has
+            no length, or `loss_of` returns no tensor.
     """
     try:
         count = len(micro_batches)
@@ -172,7 +172,10 @@ class _MicroBatch(Generic[T]):
         """Return the loss, which is not kept."""
         loss = self._loss
         self._loss = None
-        assert loss is not None
+        if not isinstance(loss, Tensor):
+            raise InputError(
+                f"in_flight: loss_of returned {type(loss).__name__}: return the loss, a tensor"
+            )
         return loss
 
     def stop(self) -> None:

@@ -256,6 +256,49 @@ def test_what_follows_a_hash_is_a_comment(flags: str, parts: tuple[str, ...]) ->
     assert unread_flags(flags, QWEN) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (("--recompute-granularity selective", "--recompute-modules moe_act"), "recompute", 1),
+        (("--recompute-activations", "--recompute-modules moe_act"), "recompute", 1),
+        (("--recompute-granularity full", "--recompute-modules moe_act"), "recompute", 0),
+        (("--fp8-format e4m3", "--fp8-recipe mxfp8"), "precision", 1),
+    ],
+)
+def test_the_order_of_flags_changes_nothing(flags: tuple[str, str], field: str, value: int) -> None:
+    split = "--expert-model-parallel-size 8"
+    right = getattr(from_flags(f"{split} {flags[value]}"), field)
+    for given in (flags, flags[::-1]):
+        assert getattr(from_flags(" ".join((split, *given))), field) == right
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("-tensor-model-parallel-size 4", "is no flag: write two hyphens, --tensor-model-parallel"),
+        ("--bf16 \u2013context-parallel-size 2", "write two hyphens, --context-parallel-size"),
+        ("\u2014\u2014micro_batch_size 2", "write two hyphens, --micro-batch-size"),
+        ("--overlap-grad-reduce false", "--overlap-grad-reduce takes no value, got 'false'"),
+        ("--use-distributed-optimizer $MORE", "takes no value, got '$MORE'"),
+        ("--micro-batch-size 1 2", "--micro-batch-size takes one value, got '1', '2'"),
+    ],
+)
+def test_a_word_that_nobody_would_read_is_one_line(flags: str, words: str) -> None:
+    assert words in refused(from_flags, f"--expert-model-parallel-size 8 {flags}")
+
+
+def test_lists_and_sizes_that_only_a_shell_knows_are_named() -> None:
+    flags = (
+        "--expert-model-parallel-size 8 --swiglu ${MOE_ARGS[@]} --num-layers $LAYERS -u x \u2013f"
+    )
+    assert unread_flags(flags, QWEN) == ["${MOE_ARGS[@]}", "--num-layers", "-u", "\u2013f"]
+
+
+def test_lines_may_end_as_on_windows() -> None:
+    flags = "--recompute-granularity selective \\\r\n --recompute-modules moe_act \\\r\n --bf16\r\n"
+    assert from_flags(flags).recompute == ("moe_act",)
+
+
 FULL = "--expert-model-parallel-size 8 --micro-batch-size 2 --recompute-granularity full"
 
 

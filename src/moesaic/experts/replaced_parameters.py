@@ -53,6 +53,14 @@ class Succession:
     new: int
     """`id` of the parameter that took its place. A weak reference would keep torch from moving
     it."""
+    owner: Callable[[], nn.Module | None]
+    """Returns the module that it is in."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether what is in its place has a gradient; it may have been unfrozen since."""
+        parameter = getattr(self.owner(), self.name, None)
+        return parameter is not None and parameter.requires_grad
 
 
 class ReplacedParameters:
@@ -61,20 +69,19 @@ class ReplacedParameters:
 
     def __init__(self) -> None:
         self._held: list[Succession] = []
-        self._references: list[int] = []
+        self._references: list[tuple[int, bool]] = []
 
     def note(self, old: OwnedParameter, new: nn.Parameter) -> None:
         """Note that `new` took the place of `old`, and of those whose place that had taken."""
-        if not new.requires_grad:
-            return
         earlier = [
             replace(each, new=id(new)) if each.new == old.number else each for each in self._held
         ]
-        self._held = [*earlier, Succession(old.name, old.parameter, id(new))]
+        owner = weakref.ref(old.owner)
+        self._held = [*earlier, Succession(old.name, old.parameter, id(new), owner)]
 
     def check(self) -> None:
         """Look for optimizers that hold replaced parameters, if any were made or ended since the
-        last look.
+        last look, or if parameters were unfrozen.
 
         Raises:
             InputError: if one does, and none holds what took their places.
@@ -82,7 +89,7 @@ class ReplacedParameters:
         if not self._held:
             return
         self._held = [each for each in self._held if each.old() is not None]
-        references = [sys.getrefcount(each.old()) for each in self._held]
+        references = [(sys.getrefcount(each.old()), each.trains) for each in self._held]
         if not references or references == self._references:
             return
         if self._stale(_optimizers()):
@@ -108,7 +115,9 @@ class ReplacedParameters:
     def _stale(self, optimizers: Iterable[Optimizer]) -> list[Succession]:
         stepped = set[int]().union(*map(_ids, optimizers))
         return [
-            each for each in self._held if id(each.old()) in stepped and each.new not in stepped
+            each
+            for each in self._held
+            if each.trains and id(each.old()) in stepped and each.new not in stepped
         ]
 
     def __deepcopy__(self, memo: dict[int, object]) -> ReplacedParameters:

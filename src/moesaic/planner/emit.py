@@ -72,7 +72,7 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "global-batch-size": ("global_batch", int),
     "recompute-activations": ("recompute", Alone(("core_attn",), yields=True)),
     "recompute-granularity": ("recompute", {"full": ("block",), "selective": ("core_attn",)}),
-    "recompute-modules": ("recompute", list),
+    "recompute-modules": ("modules", list),
     "recompute-method": ("recompute_method", {"uniform": "uniform", "block": "block"}),
     "recompute-num-layers": ("recompute_layers", int),
     "overlap-moe-expert-parallel-comm": ("overlapped", Alone(True)),
@@ -85,12 +85,12 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "cross-entropy-loss-fusion": ("fused_loss", Alone(True)),
     "moe-enable-deepep": ("all_to_all", Alone("deepep", yields=True)),
     "moe-token-dispatcher-type": ("all_to_all", {"alltoall": "linear", "flex": "deepep"}),
-    "fp8-format": ("precision", lambda word: "fp8"),
+    "fp8-format": ("narrow", bool),
     "fp8-recipe": ("precision", RECIPES),
 }
 """Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each
 has the field that it sets, and a function from its word to the value, a table from words to values,
-or `list` if it takes several words."""
+or `list` if it takes several words. The fields modules and narrow are settled by `_settled`."""
 GRAPHS = ("cuda-graph-impl", "cuda-graph-scope")
 """Flags of Megatron that turn CUDA graphs on; `full_iteration` after one of them (the first since
 0.18, the second before) makes a whole step one graph. Graphs of parts of a layer are not read."""
@@ -141,10 +141,11 @@ def from_flags(flags: str) -> OthersLayout:
     for flag in given:
         field, make = known.get(flag.name, ("", None))
         if isinstance(make, Alone):
+            _check_single(flag, 0)
             (yielding if make.yields else values)[field] = make.value
         elif field:
-            values[field] = _flag_value(flag.word, flag.values, make)
-    values = yielding | values
+            values[field] = _flag_value(flag, make)
+    values = _settled(yielding | values)
     if _is_one_graph(given):
         values["graphs"] = True
     if "block" not in values.get("recompute", ()):  # these two flags say which blocks
@@ -173,10 +174,26 @@ def from_flags(flags: str) -> OthersLayout:
     )
 
 
+def _settled(values: dict[str, Any]) -> dict[str, Any]:
+    """Return fields where parts to recompute take the place of what mode selective recomputes, and
+    a recipe for scaling that of a bare format, in whatever order the flags were given."""
+    modules = values.pop("modules", ())
+    if modules and "block" not in values.get("recompute", ()):
+        values["recompute"] = modules
+    if values.pop("narrow", False):
+        values.setdefault("precision", "fp8")
+    return values
+
+
 COMMENT = re.compile(
     r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?:^|(?<=\s))#[^\n]*""", re.DOTALL | re.MULTILINE
 )
 """What is quoted or escaped (a group), or a comment, which begins a word and ends with its line."""
+DASHED = re.compile(r"[-\u2010-\u2015\u2212]+(?=[A-Za-z])")
+"""What a flag begins with: hyphens, or dashes that an editor made of them. A negative number has no
+letter after them."""
+LIST = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]")
+"""A list of flags of a shell, which only the shell knows."""
 
 
 def _words(flags: str) -> list[str]:
@@ -184,7 +201,8 @@ def _words(flags: str) -> list[str]:
 
     `--a=b` is two words, and torchtitan's subcommand for recomputation becomes a flag.
     """
-    without_comments = COMMENT.sub(lambda match: match[1] or "", flags.replace("\\\n", " "))
+    lines = flags.replace("\r\n", "\n").replace("\\\n", " ")
+    without_comments = COMMENT.sub(lambda match: match[1] or "", lines)
     words = shlex.split(without_comments.replace(RECOMPUTE, "--activation-checkpoint.mode "))
     return [
         part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])
@@ -203,11 +221,22 @@ class Given(NamedTuple):
 
 
 def _given(words: list[str]) -> list[Given]:
-    """Return the flags among words, in their order; one that is given twice appears twice."""
+    """Return the flags among words, in their order; one that is given twice appears twice. A list
+    of a shell is a flag of that name.
+
+    Raises:
+        InputError: if a flag that would be read has no two hyphens.
+    """
     given: list[Given] = []
     for word in words:
-        if word.startswith("--"):
-            given.append(Given(word, word.lstrip("-").replace("_", "-"), []))
+        dashes = DASHED.match(word)
+        if dashes:
+            name = word[dashes.end() :].replace("_", "-")
+            if dashes[0] != "--" and name in {*MEGATRON, *TORCHTITAN, *SIZES}:
+                raise InputError(f"--explain: {word!r} is no flag: write two hyphens, --{name}")
+            given.append(Given(word, name, []))
+        elif LIST.fullmatch(word):
+            given.append(Given(word, word, []))
         elif given:
             given[-1].values.append(word)
     return given
@@ -256,19 +285,33 @@ def unread_flags(flags: str, job: Job) -> list[str]:
     unread = (
         flag.word
         for flag in given
-        if flag.name not in known
-        and not (flag.values and flag.values[0] in HARMLESS_VALUES.get(flag.name, ()))
+        if (
+            flag.name not in known
+            and not (flag.values and flag.values[0] in HARMLESS_VALUES.get(flag.name, ()))
+        )
+        or (flag.name in SIZES and not next(iter(flag.values), "").isdecimal())
     )
     return list(dict.fromkeys(unread))
 
 
-def _flag_value(flag: str, words: list[str], make: Any) -> Any:
+def _check_single(flag: Given, most: int) -> None:
+    """Raise InputError if more words follow a flag than it takes: nobody would read them."""
+    if len(flag.values) > most:
+        words = ", ".join(map(repr, flag.values))
+        takes = "one value" if most else "no value"
+        raise InputError(f"--explain: {flag.word} takes {takes}, got {words}")
+
+
+def _flag_value(given: Given, make: Any) -> Any:
     """Return the value that the words after a flag give; `make` is the second entry of the flag in
     `MEGATRON`."""
+    flag = given.word
+    words = given.values
     if make is list:
         if not words:
             raise InputError(f"--explain: {flag} is empty: name at least one of {', '.join(PARTS)}")
         return tuple(words)
+    _check_single(given, 1)
     word = words[0] if words else ""
     if isinstance(make, dict):
         if word not in make:

@@ -108,6 +108,7 @@ HARMLESS_VALUES: dict[str, tuple[str, ...]] = {
     "hidden-dropout": ("0", "0.0"),
     "main-grads-dtype": ("fp32",),
     "main-params-dtype": ("fp32",),
+    "moe-flex-dispatcher-backend": ("deepep",),
     "moe-router-dtype": ("fp32", "fp64"),
     "optimizer": ("adam", "adamw"),
     "optimizer.name": ("Adam", "AdamW"),

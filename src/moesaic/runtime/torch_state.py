@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 
 from moesaic.errors import InputError
@@ -104,6 +105,8 @@ class TorchState:
     dtype: torch.dtype
     deterministic: tuple[bool, bool]
     """Whether deterministic algorithms are asked for, and whether they only warn."""
+    ddp: Any
+    """The DDP module whose forward pass runs; None if none does."""
     generators: tuple[Tensor, ...]
     """The states of the default generators: the CPU's, and the current GPU's if CUDA is in use."""
 
@@ -138,6 +141,7 @@ class TorchState:
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
+            ddp=DistributedDataParallel._get_active_ddp_module(),
             generators=generators(),
         )
 
@@ -165,6 +169,7 @@ class TorchState:
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ) != self.deterministic:
             torch.use_deterministic_algorithms(mode, warn_only=warns)
+        DistributedDataParallel._active_ddp_module = self.ddp
         set_generators(self.generators)
 
 
