@@ -70,40 +70,49 @@ def sizes_of(
     Raises:
         InputError: if the counts do not fit the mesh.
     """
+    counts = _checked_counts(counts, workload, grid)
+    copies = copies_by_rank(program, grid, counts)
+    chunks = chunks_of(program)
+    node_tokens = None
+    if any(slot.layout.flow in ONCE for slot in program.slots):
+        num_sharers = 1 if program.is_redundant else grid.tp
+        by_level = [
+            _node_tokens(copies, workload, num_sharers, level, chunks) for level in grid.cast_levels
+        ]
+        node_tokens = np.concatenate(by_level, axis=1)
+    if replicated is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
+        replicated = NOTHING
+    return CallSizes(
+        grid,
+        copies,
+        _tokens_by_rank(program, workload, grid),
+        chunks,
+        node_tokens=node_tokens,
+        units=max(1, workload.hidden // grid.etp),
+        replicated=replicated,
+        shapes=shapes,
+    )
+
+
+def _checked_counts(counts: np.ndarray | None, workload: Workload, grid: Grid) -> np.ndarray:
+    """Return the counts of a call, even ones if none are given, or refuse those that do not fit."""
     if counts is None:
-        counts = uniform_counts(grid.dp, workload)
+        return uniform_counts(grid.dp, workload)
     if counts.shape != (grid.dp, workload.num_experts):
         raise InputError(
             f"counts of shape {counts.shape} do not fit {grid.dp} data-parallel groups and "
             f"{workload.num_experts} experts: give ({grid.dp}, {workload.num_experts})"
         )
-    place = np.arange(grid.world) % grid.tp
-    copies = copies_by_rank(program, grid, counts)
+    return counts
+
+
+def _tokens_by_rank(program: Program, workload: Workload, grid: Grid) -> np.ndarray:
+    """Return the tokens that each rank sends, all of its group's or its even share, (world,)."""
     tokens = np.full(grid.world, workload.tokens)
-    num_sharers = 1
-    if not program.is_redundant:
-        num_sharers = grid.tp
-        tokens = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
-    node_tokens = None
-    if any(slot.layout.flow in ONCE for slot in program.slots):
-        by_level = [
-            _node_tokens(copies, workload, num_sharers, level, chunks_of(program))
-            for level in grid.cast_levels
-        ]
-        node_tokens = np.concatenate(by_level, axis=1)
-    if replicated is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
-        replicated = NOTHING
-    units = max(1, workload.hidden // grid.etp)
-    return CallSizes(
-        grid,
-        copies,
-        tokens,
-        chunks_of(program),
-        node_tokens=node_tokens,
-        units=units,
-        replicated=replicated,
-        shapes=shapes,
-    )
+    if program.is_redundant:
+        return tokens
+    place = np.arange(grid.world) % grid.tp
+    return tokens * (place + 1) // grid.tp - tokens * place // grid.tp
 
 
 def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:

@@ -209,19 +209,29 @@ def predict_finetune(
         model=replace(shape, seq_len=length, checkpoint_activations=True),
         data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
     )
-    grid = Grid(
-        world=ranks, ep=ranks, ranks_per_node=None if cluster is None else cluster.devices_per_node
-    )
+    return _predicted(job, ranks=ranks, cluster=cluster, memory_bytes=memory_bytes, codecs=codecs)
+
+
+def _predicted(
+    job: FinetuneJob,
+    *,
+    ranks: int,
+    cluster: ClusterSpec | None,
+    memory_bytes: float | None,
+    codecs: tuple[Codec, ...],
+) -> FinetunePrediction:
+    """Return the memory that a fine-tune needs and, if the cluster is known, its speed."""
+    per_node = None if cluster is None else cluster.devices_per_node
+    grid = Grid(world=ranks, ep=ranks, ranks_per_node=per_node)
     machine = cluster or cluster_of(Machine(), grid)
     if memory_bytes is None and cluster is not None:
         memory_bytes = cluster.device.memory_gib * GIB
     parts = _memory(StepCostModel(job.step_model(machine, grid.dp), grid, Simulator(machine)), job)
     fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
+    found = FinetunePrediction(parts=parts, fits=fits)
     if cluster is None:
-        return FinetunePrediction(parts=parts, fits=fits)
-    return _with_speed(
-        FinetunePrediction(parts=parts, fits=fits), job, cluster, memory_bytes or 0.0, codecs
-    )
+        return found
+    return _with_speed(found, job, cluster, memory_bytes or 0.0, codecs)
 
 
 def _with_speed(

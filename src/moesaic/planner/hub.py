@@ -270,52 +270,12 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
         InputError: if the model has no experts, lacks a size, or has layers that planning cannot
             predict.
     """
-    table = next(
-        (
-            table[name]
-            for name in ("text_config", "llm_config")
-            if isinstance(table.get(name), dict)
-        ),
-        table,
-    )
-    table = {**IMPLIED.get(str(table.get("model_type")), {}), **table}
-    for name in NESTED:
-        if isinstance(table.get(name), dict):
-            table = {**table.pop(name), **table}
-    try:
-        table = _indexers_spelt_out(table)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{source}: {UNEXPECTED.format(error)}") from error
-    if table.get("layer_types"):
-        table = {name: value for name, value in table.items() if not SPELT_OUT.fullmatch(name)}
+    table = _flattened(table, source)
     _refuse_dense(table, source)
     _refuse_unread(table, source)
     sizes = _sizes(table, source)
-    hidden = sizes["hidden"]
-    activation = str(table.get("mlp_hidden_act", ""))
-    shared = sizes.get("shared_hidden", sizes.get("shared_experts", 0) * hidden)
     try:
-        kinds = _kinds(table, sizes)
-        return HubShape(
-            dim=sizes["dim"],
-            num_layers=sizes["num_layers"],
-            num_heads=sizes["num_heads"],
-            seq_len=seq_len,
-            dense_hidden=sizes.get("dense_hidden"),
-            dense_layers=_dense_layers(table, sizes, kinds),
-            **attention_fields(table, sizes, kinds, seq_len),
-            tied=bool(table.get("tie_word_embeddings", False)),
-            vocab=sizes["vocab"],
-            groups=sizes.get("groups", 1),
-            top_groups=sizes.get("top_groups", 1),
-            moe=MoEShape(
-                num_experts=sizes["num_experts"],
-                top_k=sizes["top_k"],
-                hidden=hidden,
-                shared_hidden=shared,
-                experts=PLAIN.get(activation, "swiglu"),  # type: ignore[arg-type]
-            ),
-        )
+        return _shape_of(table, sizes, seq_len)
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
     except (TypeError, ValueError) as error:
@@ -324,6 +284,51 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
         raise InputError(
             f"{source}: a size is larger than that of any model: correct it"
         ) from error
+
+
+def _flattened(table: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the text model's fields on one level, with what the kind of model implies, and
+    schedules of layers written out."""
+    parts = [table.get(name) for name in ("text_config", "llm_config")]
+    text = next((part for part in parts if isinstance(part, dict)), table)
+    flat = {**IMPLIED.get(str(text.get("model_type")), {}), **text}
+    for name in NESTED:
+        if isinstance(flat.get(name), dict):
+            flat = {**flat.pop(name), **flat}
+    try:
+        flat = _indexers_spelt_out(flat)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{source}: {UNEXPECTED.format(error)}") from error
+    if flat.get("layer_types"):
+        flat = {name: value for name, value in flat.items() if not SPELT_OUT.fullmatch(name)}
+    return flat
+
+
+def _shape_of(table: Mapping[str, Any], sizes: Mapping[str, int], seq_len: int) -> HubShape:
+    """Return the model with the sizes of a configuration on one level."""
+    kinds = _kinds(table, sizes)
+    hidden = sizes["hidden"]
+    activation = str(table.get("mlp_hidden_act", ""))
+    return HubShape(
+        dim=sizes["dim"],
+        num_layers=sizes["num_layers"],
+        num_heads=sizes["num_heads"],
+        seq_len=seq_len,
+        dense_hidden=sizes.get("dense_hidden"),
+        dense_layers=_dense_layers(table, sizes, kinds),
+        **attention_fields(table, sizes, kinds, seq_len),
+        tied=bool(table.get("tie_word_embeddings", False)),
+        vocab=sizes["vocab"],
+        groups=sizes.get("groups", 1),
+        top_groups=sizes.get("top_groups", 1),
+        moe=MoEShape(
+            num_experts=sizes["num_experts"],
+            top_k=sizes["top_k"],
+            hidden=hidden,
+            shared_hidden=sizes.get("shared_hidden", sizes.get("shared_experts", 0) * hidden),
+            experts=PLAIN.get(activation, "swiglu"),  # type: ignore[arg-type]
+        ),
+    )
 
 
 def _indexers_spelt_out(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,8 +145,12 @@ def _ours() -> dict[str, Job]:
 
 
 def _papers() -> dict[str, Job]:
-    """Return the models of the five papers."""
-    jobs = {
+    """Return the models of the papers."""
+    return {**_parm(), **_schemoe(), **_fastermoe(), **_netmoe()}
+
+
+def _parm() -> dict[str, Job]:
+    return {
         # Parm: k is not given in the paper; E is that of its testbed B (2 on A), f the smaller of
         # its sweep's two.
         "parm-bert-base": _job(
@@ -167,6 +171,11 @@ def _papers() -> dict[str, Job]:
             moe=_plain(8, 2, 3072, factor=1.2),
             block=GPT2,
         ),
+    }
+
+
+def _schemoe() -> dict[str, Job]:
+    jobs = {
         # ScheMoE: vocabularies are not given; these reproduce its numbers of parameters (Megatron
         # pads GPT-2's to 51,200).
         "transformer-moe": _job(
@@ -212,6 +221,11 @@ def _papers() -> dict[str, Job]:
             block=TRANSFORMER,
             batch_size=136,
         )
+    return jobs
+
+
+def _fastermoe() -> dict[str, Job]:
+    jobs = {}
     for name, layers, experts, dim, block in (
         ("gpt-s", 12, 16, 1024, GPT2),
         ("gpt-base", 12, 16, 2048, GPT2),
@@ -231,6 +245,11 @@ def _papers() -> dict[str, Job]:
             moe=_plain(experts, 2, 2 * dim),
             block=block,
         )
+    return jobs
+
+
+def _netmoe() -> dict[str, Job]:
+    jobs = {}
     # NetMoE: GPT-2's depths, E of 16 devices; the largest has GPT-3's depth at this width.
     for name, layers, heads, dim in (
         ("s", 12, 12, 768),

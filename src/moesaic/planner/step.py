@@ -696,58 +696,83 @@ class StepCostModel:
         2023).
         """
         model = self.model
-        grid = self.grid
-        layer = self.model.layer
+        layer = model.layer
         tokens = layer.tokens
         dim = layer.dim
-        size = layer.element_bytes
-        rates = rates_of(self.cluster, layer.products or layer.dtype)
-        rows = np.array([float(tokens)])
-        values = tokens * dim * size
-        over_tp = (
-            reduce_seconds(self.cluster, grid, values, 1, grid.tp)
-            if model.sequence_parallel
-            else all_reduce_seconds(self.cluster, grid, values, grid.tp)
-        )
-
-        def product(weights: float, num_parts: int, read: float) -> float:
-            """Return the seconds of products with some parameters; `read` values of each row are
-            cast if products are narrower."""
-            seconds = rates.product_seconds(
-                rows, 2 * weights / num_parts, weights * size / num_parts
-            )
-            return float(seconds[0]) + tokens * read * rates.cast_bytes / num_parts / rates.memory
-
-        inner = layer.matrices * dim * model.inner
+        tp = self.grid.tp
         hidden = model.shared_hidden
-        logits = model.vocab / grid.tp
-        copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
-        between = tokens * model.attention_copied * size / grid.tp / self._rates.memory
-        scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
-        scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
-        other_values = (
-            tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
-        )
-        scores = max(
-            scores,
-            reduce_seconds(self.cluster, grid, other_values, grid.tp, model.shares_sequence) / 2,
-        )
-        loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
-        output = float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0])
-        projections = product(model.attention, grid.tp, 2 * dim)
-        dense = product(inner, grid.tp, dim + model.inner)
+        values = tokens * dim * layer.element_bytes
+        over_tp = self._over_tp_seconds(values)
+        copies = 10 * values / tp / self._rates.memory
+        between = tokens * model.attention_copied * layer.element_bytes / tp / self._rates.memory
+        scores = self._scores_seconds()
+        projections = self._product_seconds(model.attention, tp, 2 * dim)
+        inner = layer.matrices * dim * model.inner
+        dense = self._product_seconds(inner, tp, dim + model.inner)
+        output, loss = self._output_seconds()
         return ForwardSeconds(
             attention=projections + scores + copies + between + over_tp,
             projections=projections,
             scores=scores,
-            up=product(model.attention_up, grid.tp, 0.0) if model.attention_up else 0.0,
+            up=self._product_seconds(model.attention_up, tp, 0.0) if model.attention_up else 0.0,
             copies=copies,
             dense=dense + copies / 2 + over_tp,
             dense_product=dense,
-            output=output if logits else 0.0,
-            unembed=loss + output if logits else 0.0,
-            shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
+            output=output,
+            unembed=loss + output,
+            shared=(
+                self._product_seconds(layer.matrices * dim * hidden, 1, dim + hidden)
+                if hidden
+                else 0.0
+            ),
         )
+
+    def _over_tp_seconds(self, num_bytes: float) -> float:
+        """Return the seconds of summing a layer's results over tp, or of half of it where each rank
+        keeps its part of the sequence."""
+        if self.model.sequence_parallel:
+            return reduce_seconds(self.cluster, self.grid, num_bytes, 1, self.grid.tp)
+        return all_reduce_seconds(self.cluster, self.grid, num_bytes, self.grid.tp)
+
+    def _product_seconds(self, weights: float, num_parts: int, read: float) -> float:
+        """Return the seconds of a micro-batch's products with some parameters; `read` values of
+        each row are cast if products are narrower."""
+        layer = self.model.layer
+        rates = rates_of(self.cluster, layer.products or layer.dtype)
+        rows = np.array([float(layer.tokens)])
+        seconds = rates.product_seconds(
+            rows, 2 * weights / num_parts, weights * layer.element_bytes / num_parts
+        )
+        cast = layer.tokens * read * rates.cast_bytes / num_parts / rates.memory
+        return float(seconds[0]) + cast
+
+    def _scores_seconds(self) -> float:
+        """Return the seconds of attention's scores, or of passing keys and values if that is
+        slower."""
+        model = self.model
+        layer = model.layer
+        tp = self.grid.tp
+        rows = np.array([float(layer.tokens)])
+        scores = float(self._rates.product_seconds(rows, model.scores / tp, 0.0)[0])
+        scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
+        width = model.key_values or 2 * layer.dim
+        passed = layer.tokens * width * layer.element_bytes * model.shares_sequence / tp
+        passing = reduce_seconds(self.cluster, self.grid, passed, tp, model.shares_sequence)
+        return max(scores, passing / 2)
+
+    def _output_seconds(self) -> tuple[float, float]:
+        """Return the seconds of the product with the output matrix, and of the loss."""
+        model = self.model
+        layer = model.layer
+        logits = model.vocab / self.grid.tp
+        if not logits:
+            return 0.0, 0.0
+        rows = np.array([float(layer.tokens)])
+        operations = 2 * layer.dim * logits
+        weight_bytes = layer.dim * logits * layer.element_bytes
+        output = float(self._rates.product_seconds(rows, operations, weight_bytes)[0])
+        loss = layer.tokens * logits * model.loss_bytes / self._rates.memory / 3
+        return output, loss
 
     @cached_property
     def _movements(self) -> tuple[Moving, ...]:
