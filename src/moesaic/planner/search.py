@@ -44,7 +44,7 @@ from moesaic.planner.split import (
     near_splits,
     split_choices,
 )
-from moesaic.planner.step import Estimate, mean_of
+from moesaic.planner.step import Estimate, StepModel, mean_of
 from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -306,6 +306,8 @@ class _Search:
         self.best = math.inf
         """Seconds of the best step of an earlier search."""
         self.options: dict[Grid, list[SplitCostModel]] = {}
+        self.step_models: dict[int, StepModel] = {}
+        self.floors: dict[SplitCostModel, float] = {}
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
         self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
@@ -321,8 +323,7 @@ class _Search:
     @cached_property
     def floor(self) -> float:
         """Lower bound on the step time of all plans."""
-        compression = self.settings.compression
-        return min(each.floor(compression=compression) for each in self.cost_models)
+        return min(map(self._floor, self.cost_models))
 
     def run(self, counts: Sequence[np.ndarray]) -> Result:
         """Run the search; returns its result. `counts` is that of `search`."""
@@ -378,7 +379,7 @@ class _Search:
         results = {}
         for ep in sorted({each.grid.ep for each in cost_models}):
             of_ep = [each for each in cost_models if each.grid.ep == ep]
-            floors = [each.floor(compression=self.settings.compression) for each in of_ep]
+            floors = [self._floor(each) for each in of_ep]
             best = min(
                 (plan for plan in ranking if plan.grid.ep == ep),
                 key=lambda plan: plan.seconds,
@@ -411,19 +412,14 @@ class _Search:
     def _promising_layouts(self, cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
         """Simulate a few plans on every layout with a floor below the best step so far; returns
         these layouts, best first."""
-        compression = self.settings.compression
         best = self.best
         judged: list[tuple[tuple[bool, float], int, SplitCostModel]] = []
-        for number, cost_model in enumerate(
-            sorted(cost_models, key=lambda cost_model: cost_model.floor(compression=compression))
-        ):
+        for number, cost_model in enumerate(sorted(cost_models, key=self._floor)):
             self.progress("judging layouts", number, len(cost_models))
             # Layouts with whole experts on every rank are always simulated, since users ask when
             # those pay off.
-            if (
-                cost_model.floor(compression=compression) > best
-                and cost_model.grid.ep * cost_model.grid.etp > 1
-            ):
+            shares_experts = cost_model.grid.ep * cost_model.grid.etp > 1
+            if self._floor(cost_model) > best and shares_experts:
                 continue
             plans = list(self._simulate_starts(cost_model, best))
             if plans:
@@ -588,14 +584,29 @@ class _Search:
         one that holds least."""
         if grid not in self.options:
             splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
-            models = [SplitCostModel(self.job, grid, each, self.simulator) for each in splits]
+            model = self._step_model(grid.dp)
+            models = [
+                SplitCostModel(self.job, grid, each, self.simulator, model) for each in splits
+            ]
             if len(models) > 1:
                 # ways that send the same but for rounding are sorted by their bytes
-                models.sort(
-                    key=lambda each: (float(f"{each.moving_seconds:.6g}"), each.least_bytes)
-                )
+                models.sort(key=_moving)
+                alike = itertools.groupby(models, _moving)
+                models = [each for _, some in alike for each in _leanest_first(list(some))]
             self.options[grid] = models
         return self.options[grid]
+
+    def _step_model(self, dp: int) -> StepModel:
+        """Return the model of a step on `dp` data-parallel groups, before it is split."""
+        if dp not in self.step_models:
+            self.step_models[dp] = self.split.of(self.job).step_model(self.cluster, dp)
+        return self.step_models[dp]
+
+    def _floor(self, cost_model: SplitCostModel) -> float:
+        """Return the lower bound on the step time of all plans of the space on a layout."""
+        if cost_model not in self.floors:
+            self.floors[cost_model] = cost_model.floor(compression=self.settings.compression)
+        return self.floors[cost_model]
 
     def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
@@ -707,10 +718,8 @@ class _Search:
         """Return the way of holding the model that sends least among those whose states fit, else
         the leanest."""
         options = self._options(grid)
-        return next(
-            (each for each in options if each.least_bytes <= self._usable_bytes),
-            min(options, key=lambda each: each.least_bytes),
-        )
+        fitting = (each for each in options if each.least_bytes <= self._usable_bytes)
+        return next(fitting, None) or min(options, key=lambda each: each.least_bytes)
 
     def _resplit(self, planned: PlannedStep) -> list[PlannedStep]:
         """Return the plan with other parts of a stage and other micro-batches, as long as these
@@ -766,6 +775,17 @@ class _Search:
             grid,
             num_bytes,
         )
+
+
+def _moving(cost_model: SplitCostModel) -> float:
+    """Return the seconds in which parameters and gradients move, but for rounding."""
+    return float(f"{cost_model.moving_seconds:.6g}")
+
+
+def _leanest_first(cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
+    if len(cost_models) == 1:
+        return cost_models
+    return sorted(cost_models, key=lambda each: each.least_bytes)
 
 
 def _step(

@@ -119,7 +119,11 @@ class HeldBytes:
         return most
 
     def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
-        return np.array([[step[term] for term in self._terms] for step in steps], dtype=np.float64)
+        places = {term: place for place, term in enumerate(self._terms)}
+        table = np.zeros((len(steps), len(places)))
+        for row, step in zip(table, steps):
+            row[[places[term] for term in step]] = list(step.values())
+        return table
 
     def _rows(self, counts: AbstractRowCounts) -> np.ndarray:
         """Return the rows of each term on each rank, (ranks, terms)."""
@@ -364,16 +368,29 @@ class _Alive:
         self._users: dict[str, set[str]] = {}
         """By slot whose memory others share, all of these that live."""
         program = walk.program
-        self._alive = {
-            name: walk.slot_bytes(name)
-            for name in program.inputs
-            if name not in ALLOCATED_BEFORE and not name.endswith(SUFFIX)
-        }
-        self._alive |= {
-            kept(task.name): walk.kept_inside(task)
-            for task in program.tasks
-            if task.op is Op.EXPERT_GRAD
-        }
+        self._alive: dict[str, Bytes] = {}
+        self._total: Bytes = Counter()
+        """Sum of `_alive`: whole numbers, so that adding and taking away is exact."""
+        for name in program.inputs:
+            if name not in ALLOCATED_BEFORE and not name.endswith(SUFFIX):
+                self._add(name, walk.slot_bytes(name))
+        for task in program.tasks:
+            if task.op is Op.EXPERT_GRAD:
+                self._add(kept(task.name), walk.kept_inside(task))
+
+    def _add(self, name: str, size: Bytes) -> None:
+        """Let a slot live, in place of what had its name."""
+        self._remove(name)
+        self._alive[name] = size
+        for term, count in size.items():
+            self._total[term] = self._total.get(term, 0) + count
+
+    def _remove(self, name: str) -> Bytes | None:
+        """Let a slot die, if it lives; return its bytes."""
+        size = self._alive.pop(name, None)
+        for term, count in (size or {}).items():
+            self._total[term] -= count
+        return size
 
     def settle(self, sender: int) -> None:
         """Let the messages of a step arrive, if it sent any."""
@@ -382,11 +399,13 @@ class _Alive:
             return
         if flight.lane is self._walk.slowest:
             self._sum(flight.buffers)
-        self._alive |= {
-            name: size for name, (size, in_place) in flight.arrive.items() if not in_place
-        }
+        for name, (size, in_place) in flight.arrive.items():
+            if not in_place:
+                self._add(name, size)
         self._record(*flight.buffers)
-        self._alive |= {name: size for name, (size, in_place) in flight.arrive.items() if in_place}
+        for name, (size, in_place) in flight.arrive.items():
+            if in_place:
+                self._add(name, size)
 
     def finish(self, names: Iterable[str]) -> None:
         """Run the deferred products before a slot that they write is read."""
@@ -432,13 +451,10 @@ class _Alive:
         walk = self._walk
         task = step.tasks[0]
         for name in task.writes:
-            self._alive[name] = (
-                walk.packed(task)
-                if walk.slots[name].kind is Kind.PACKETS
-                else walk.slot_bytes(name)
-            )
+            is_packed = walk.slots[name].kind is Kind.PACKETS
+            self._add(name, walk.packed(task) if is_packed else walk.slot_bytes(name))
         if task.op is Op.EXPERT:
-            self._alive[kept(task.name)] = walk.kept_inside(task)
+            self._add(kept(task.name), walk.kept_inside(task))
         self._record(walk.scratch(task))
         if task.op is Op.EXPERT_GRAD:
             self._deferred = walk.scratch_of_experts(task, "waiting")
@@ -451,15 +467,13 @@ class _Alive:
             storage = self._storage_of.get(name, name)
             users = self._users.get(storage, {name})
             users.discard(name)
-            freed = None if users else self._alive.pop(storage, None)
+            freed = None if users else self._remove(storage)
             if freed and place in self._flights and not self._flights[place].buffers[0]:
                 self._flights[place].buffers.append(freed)
 
     def _record(self, *extra: Bytes) -> None:
         flying = [each for flight in self._flights.values() for each in flight.buffers]
-        self.bytes_by_step.append(
-            _total_bytes([*self._alive.values(), *flying, self._deferred, *extra])
-        )
+        self.bytes_by_step.append(_total_bytes([self._total, *flying, self._deferred, *extra]))
 
 
 def _bytes_of(term: _Term, size: float) -> Bytes:
@@ -468,6 +482,10 @@ def _bytes_of(term: _Term, size: float) -> Bytes:
 
 def _total_bytes(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
     total: Bytes = Counter()
-    for part in parts:
-        total.update(part)
+    for number, part in enumerate(parts):
+        if not number:
+            total.update(part)  # at once, since nothing is there yet
+            continue
+        for term, size in part.items():
+            total[term] = total.get(term, 0) + size
     return total
