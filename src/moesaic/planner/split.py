@@ -154,13 +154,18 @@ class SplitCostModel:
         keep."""
         return [self._costs(blocks) for blocks in dict.fromkeys(self._ranks)]
 
+    @property
+    def ranks(self) -> tuple[StepCostModel, ...]:
+        """The cost model of a rank of each stage."""
+        return tuple(map(self._of_rank, range(self.split.pp)))
+
     @cached_property
     def _fullest(self) -> list[StepCostModel]:
         """The cost model of the first rank of each kind, which keeps the most micro-batches."""
-        return [
-            self._costs(blocks).keeping(self._alive(self._ranks.index(blocks)))
-            for blocks in dict.fromkeys(self._ranks)
-        ]
+        return [self._of_rank(self._ranks.index(blocks)) for blocks in dict.fromkeys(self._ranks)]
+
+    def _of_rank(self, rank: int) -> StepCostModel:
+        return self._costs(self._ranks[rank]).keeping(self._alive(rank))
 
     def _costs(self, blocks: _Blocks) -> StepCostModel:
         """Return the cost model of some blocks; equal blocks share one."""
