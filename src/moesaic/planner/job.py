@@ -9,7 +9,7 @@ test checks that their defaults are equal.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from moesaic.configfile import override

@@ -143,6 +143,20 @@ def simulate_pipeline(
             starts=long.starts,
             ends=long.ends,
         )
+    return _timed(pp, count, forward, backward, hops, blocks_sender=blocks_sender)
+
+
+def _timed(
+    pp: int,
+    count: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hops: Sequence[float],
+    *,
+    blocks_sender: bool,
+) -> Timed:
+    """Run the operations of all ranks, each as early as it can; arguments as of
+    `simulate_pipeline`."""
     operations, alive = _schedule(pp, len(forward) // pp, count)
     free = [0.0] * pp
     busy = [0.0] * pp
@@ -174,9 +188,7 @@ def simulate_pipeline(
 
 
 @lru_cache(maxsize=256)
-def _schedule(
-    pp: int, parts: int, count: int
-) -> tuple[tuple[_Operation, ...], tuple[float, ...]]:
+def _schedule(pp: int, parts: int, count: int) -> tuple[tuple[_Operation, ...], tuple[float, ...]]:
     """Return the operations of all ranks in an order in which each can run, and the most
     micro-batches that each rank keeps.
 

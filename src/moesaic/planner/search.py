@@ -65,6 +65,9 @@ COMPRESSION = float(
     )
 )
 """Upper bound on the compression ratio of all codecs; only floors use it."""
+FLIES = 0.95
+"""Largest ratio of the step with two micro-batches in flight to the same plan's in turn at which
+two are chosen: simulated and measured ratios differ by less than 0.01 (docs/log.md)."""
 PAIRED = 2
 """Number of layouts on which two choices are changed at once."""
 PAIRED_SHARE = 0.2
@@ -191,6 +194,8 @@ class Settings:
     stages, and everything is sharded over all ranks and gathered for every micro-batch."""
     pp: int | None = None
     """Number of pipeline stages; None tries powers of two."""
+    may_fly: bool = False
+    """Whether two micro-batches in flight are tried with the best plans."""
 
     @property
     def compression(self) -> float:
@@ -340,7 +345,8 @@ class _Search:
         searched = self._finish_eps(fitting)
         ranking = self._ranking(counts)
         if ranking and not counts:
-            ranking = sorted([*self._resplit(ranking[0]), *ranking], key=lambda each: each.seconds)
+            found = [*self._resplit(ranking[0]), *self._flying(ranking), *ranking]
+            ranking = sorted(found, key=lambda each: each.seconds)
         if not ranking:
             needs = [(memory.total, grid) for (grid, *_), memory in self.loaded.items()]
             needs = needs or [
@@ -557,7 +563,7 @@ class _Search:
                 self.tried[key] = None
                 return None
             cost_model, memory = self._held(cost_model.grid, compiled, plan)
-            self.tried[key] = _step(plan, cost_model, (forward, backward), memory)
+            self.tried[key] = _step(compiled, cost_model, (forward, backward), memory)
         return self.tried[key]
 
     def _held(self, grid: Grid, compiled: Compiled, plan: Plan) -> tuple[SplitCostModel, Memory]:
@@ -681,7 +687,7 @@ class _Search:
             if cost_model.split != planned.split:
                 passes = self._run(cost_model, compiled)
                 memory = self._memory(cost_model, compiled)
-                planned = _step(planned.plan, cost_model, passes, memory)
+                planned = _step(compiled, cost_model, passes, memory)
             return replace(planned, memory=loaded) if counts else planned
         return None
 
@@ -730,19 +736,39 @@ class _Search:
         while better is not None:
             best = better
             near = (
-                self._under(split, best, compiled) for split in near_splits(best.split, self.job)
+                self._under(split, best.grid, compiled)
+                for split in near_splits(best.split, self.job)
             )
             shorter = [each for each in near if each is not None and each.seconds < best.seconds]
             better = min(shorter, key=lambda each: each.seconds, default=None)
             found += [] if better is None else [better]
         return found
 
-    def _under(
-        self, split: JobSplit, planned: PlannedStep, compiled: Compiled
-    ) -> PlannedStep | None:
-        """Return a planned step under another split; None if it does not fit."""
+    def _flying(self, ranking: Sequence[PlannedStep]) -> Iterator[PlannedStep]:
+        """Yield the best plans, with their chunks and without, with two micro-batches in flight,
+        where that is faster and fits."""
+        recomputes = self.job.model.checkpoint_activations  # which takes no turns
+        if not self.settings.may_fly or self.split.pp > 1 or recomputes:
+            return
+        tried = dict.fromkeys(
+            (planned.grid, plan, planned.split)
+            for planned in ranking[: self.settings.keep]
+            for plan in (planned.plan, replace(planned.plan, chunks=1))
+        )
+        best = ranking[0].seconds
+        for grid, plan, split in tried:
+            if grid.ep == 1 or plan.memory_budget is not None:
+                continue
+            compiled = compile_plan(plan, grid)
+            in_turn = self._under(split, grid, compiled)
+            flying = self._under(replace(split, in_flight=2), grid, compiled)
+            if in_turn and flying and flying.seconds <= FLIES * min(in_turn.seconds, best):
+                yield flying
+
+    def _under(self, split: JobSplit, grid: Grid, compiled: Compiled) -> PlannedStep | None:
+        """Return the step of a plan under another split; None if it does not fit."""
         try:
-            cost_model = SplitCostModel(self.job, planned.grid, split, self.simulator)
+            cost_model = SplitCostModel(self.job, grid, split, self.simulator)
         except InputError:
             return None
         memory = self._memory(cost_model, compiled)
@@ -754,7 +780,7 @@ class _Search:
         passes = self.simulator.passes(
             compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
         )
-        return _step(planned.plan, cost_model, passes, memory)
+        return _step(compiled, cost_model, passes, memory)
 
     def _model_of(self, planned: PlannedStep) -> SplitCostModel:
         """Return the cost model of the way in which a planned step holds the model."""
@@ -789,13 +815,16 @@ def _leanest_first(cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
 
 
 def _step(
-    plan: Plan, cost_model: SplitCostModel, passes: tuple[Simulated, Simulated], memory: Memory
+    compiled: Compiled,
+    cost_model: SplitCostModel,
+    passes: tuple[Simulated, Simulated],
+    memory: Memory,
 ) -> PlannedStep:
     """Return the planned step of a plan under a layout and split, from its simulated passes."""
     return PlannedStep(
-        plan=plan,
+        plan=compiled.plan,
         grid=cost_model.grid,
-        estimate=cost_model.estimate(*passes),
+        estimate=cost_model.estimate_of(compiled, *passes),
         memory=memory,
         bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
         split=cost_model.split,

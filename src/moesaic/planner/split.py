@@ -17,12 +17,15 @@ from typing import Literal, NamedTuple
 from moesaic.errors import InputError
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.in_flight import InFlight, in_flight
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed, simulate_pipeline
 from moesaic.planner.rank_memory import Memory
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepModel
 from moesaic.planner.step_memory import layer_bytes, least_bytes_of_plans, rank_memory
+from moesaic.planner.task_times import Simulated
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.stage_cuts import cut
@@ -47,6 +50,8 @@ class JobSplit:
     finer: int = 1
     """Micro-batches into which each of the job's is cut: more of them fill a pipeline, and the
     sequences of a step stay the same."""
+    in_flight: int = 1
+    """Micro-batches in flight without stages, 1 or 2: the trainer's `micro_batches_in_flight`."""
 
     def fits(self, job: Job) -> bool:
         """Return whether the model and the micro-batches of a job have so many stages and parts."""
@@ -54,7 +59,8 @@ class JobSplit:
         rounds = max(1, count // self.pp)
         is_even = self.parts == 1 or count % rounds == 0
         is_cut = job.batch_size % self.finer == 0
-        return self.pp * self.parts <= job.model.num_layers and is_even and is_cut
+        flies = self.in_flight == 1 or (self.pp == 1 and count >= self.in_flight)
+        return self.pp * self.parts <= job.model.num_layers and is_even and is_cut and flies
 
     def of(self, job: Job) -> Job:
         """Return the job with its micro-batches cut."""
@@ -72,6 +78,7 @@ def layout_in_words(grid: Grid, split: JobSplit) -> str:
     stages = f"pp {split.pp}, " * (split.pp > 1)
     runs = f", {split.parts} parts a stage" * (split.parts > 1)
     runs += f", micro-batches cut in {split.finer}" * (split.finer > 1)
+    runs += ", two micro-batches in flight" * (split.in_flight > 1)
     shared = ""
     if grid.dp > 1 or grid.edp > 1:
         over = {"all": "", "node": ", sharded in nodes", "none": ", not sharded"}[split.shard]
@@ -177,7 +184,7 @@ class SplitCostModel:
     def _alive(self, rank: int) -> float:
         """Return the micro-batches whose activations a stage's rank keeps at once."""
         if self.split.pp == 1:
-            return self.model.alive
+            return float(self.split.in_flight)
         ahead = self.split.pp - rank
         alive = float(ahead)
         if self.split.parts > 1:  # the warm-up of interleaved 1F1B
@@ -212,6 +219,50 @@ class SplitCostModel:
             parts={**slowest.parts, "pipeline": waits},
             limits=slowest.limits,
         )
+
+    def estimate_of(self, compiled: Compiled, forward: Simulated, backward: Simulated) -> Estimate:
+        """Return a step's predicted time, with the split's micro-batches in flight.
+
+        Args:
+            compiled: the plan of MoE layers.
+            forward, backward: its simulated passes.
+        """
+        in_turn = self.estimate(forward, backward)
+        if self.split.in_flight == 1:
+            return in_turn
+        layers = self.model.moe_layers
+        rank = self._distinct[0]
+        parts = dict(in_turn.parts)
+        between = rank.between_seconds(forward, backward)
+        for run, each, flight in zip(
+            (forward, backward), between, self.flights(compiled, forward, backward)
+        ):
+            saved = 2 * layers * (each + run.seconds) - flight.seconds
+            name = "moe forward" if run is forward else "moe backward"
+            parts[name] -= self.model.micro_batches // 2 * saved
+        return Estimate(seconds=sum(parts.values()), parts=parts, limits=in_turn.limits)
+
+    def flights(
+        self, compiled: Compiled, forward: Simulated, backward: Simulated
+    ) -> tuple[InFlight, InFlight]:
+        """Return the forward and backward passes of two micro-batches in flight; arguments as of
+        `estimate_of`."""
+        layer = self.model.layer
+        programs = compiled.forward, compiled.backward
+        ahead, behind = (
+            in_flight(
+                self.cluster,
+                program,
+                self.simulator.volumes(program, layer, compiled.grid),
+                layer.products or layer.dtype,
+                between=between,
+                layers=self.model.moe_layers,
+            )
+            for program, between in zip(
+                programs, self._distinct[0].between_seconds(forward, backward)
+            )
+        )
+        return ahead, behind
 
     def timed(self, forward: Passes, backward: Passes) -> Timed:
         """Return the passes of a step's micro-batches through the stages; arguments as of
@@ -280,7 +331,9 @@ class SplitCostModel:
     def rank_memory(self, kept_bytes: float, buffers: float) -> Memory:
         """Return the memory of the rank that needs most, from the bytes of one MoE layer."""
         memories = [rank_memory(rank, kept_bytes, buffers) for rank in self._fullest]
-        return max(memories, key=lambda memory: memory.total)
+        most = max(memories, key=lambda memory: memory.total)
+        # two calls and two losses are alive, and FSDP2 gathers two blocks
+        return replace(most, buffers=self.split.in_flight * most.buffers)
 
     @cached_property
     def least_bytes(self) -> float:

@@ -66,7 +66,7 @@ class _Terms:
 
     def bytes_of(self, term: _Term, size: float) -> Bytes:
         """Return the bytes per row of one term."""
-        return Counter({self._number.setdefault(term, len(self._number)): size})  # type: ignore[dict-item]
+        return Counter({self._number.setdefault(term, len(self._number)): size})
 
     def of(self, numbers: Iterable[int]) -> list[_Term]:
         """Return the terms of some numbers."""
