@@ -164,6 +164,12 @@ def test_parameters_are_those_of_the_model_that_trains(name: str) -> None:
     assert active == pytest.approx(model.num_active_parameters(), rel=0.02)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_counts_a_tied_table_once(tied: bool) -> None:
+    job = Job(model=ModelShape(block=BlockConfig(tied=tied)))
+    assert job.step_model(CLUSTER, 1).embeddings == (1 if tied else 2)
+
+
 def test_an_output_of_its_own_is_one_more_matrix() -> None:
     tied, untied = (Job(model=ModelShape(block=BlockConfig(tied=tied))) for tied in (True, False))
     assert (

@@ -413,6 +413,7 @@ def _write_page(
         compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
     )
     has_stages = best.split.pp > 1
+    flies = best.split.in_flight > 1
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
     found = PlanAnswer(
         job=job,
@@ -422,6 +423,7 @@ def _write_page(
         lines=lines,
         timelines={"forward": forward.timeline, "backward": backward.timeline},
         stages=cost_model.timed(forward, backward) if has_stages else None,
+        flight=cost_model.flights(compiled, forward, backward)[0] if flies else None,
         price=options.price_per_hour or USUAL_PRICE,
     )
     write_plan_page(title, found, Path(str(options.page)))
@@ -520,6 +522,7 @@ def _settings(options: PlanOptions) -> Settings:
         max_vio=options.max_vio or 0.0,
         most_stages=MOST_STAGES,
         pp=options.pp,
+        may_fly=True,
     )
 
 

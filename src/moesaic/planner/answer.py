@@ -156,9 +156,8 @@ def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, 
     compiled = compile_plan(planned.plan, planned.grid)
     programs = compiled.forward, compiled.backward
     memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
-    return cost_model.estimate(
-        *simulator.passes(*programs, cost_model.model.layer, compiled.grid)
-    ).seconds, memory
+    passes = simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+    return cost_model.estimate_of(compiled, *passes).seconds, memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +188,18 @@ def under_skew(
     if grid.ep == 1:
         return SkewedStep(longer=1.0, memory=planned.memory)
     compiled = _replica(job, planned, simulator)
-    cost_model = SplitCostModel(job, grid, planned.split, simulator)
+    # the ratio is that of micro-batches in turn
+    split = replace(planned.split, in_flight=1)
+    cost_model = SplitCostModel(job, grid, split, simulator)
     layer = cost_model.model.layer
     if compiled is None or max_vio > largest_max_vio(grid.ep, layer):
         return None
     counts = skewed_counts(compiled.grid.dp, layer, ep=grid.ep, max_vio=max_vio)
     seconds = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    memory = memory_under_counts(cost_model.memory, simulator, compiled, layer, [counts])
-    return SkewedStep(longer=seconds / again(job, cluster, planned)[0], memory=memory)
+    in_turn = again(job, cluster, replace(planned, split=split))[0]
+    memory_of = SplitCostModel(job, grid, planned.split, simulator).memory
+    memory = memory_under_counts(memory_of, simulator, compiled, layer, [counts])
+    return SkewedStep(longer=seconds / in_turn, memory=memory)
 
 
 def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:

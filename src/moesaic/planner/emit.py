@@ -527,6 +527,8 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
     if planned is not None:
         cut = planned.split.of(job)
         lines += [f"--batch-size {cut.batch_size}", f"--accumulation {cut.accumulation}"]
+        flies = planned.split.in_flight > 1
+        lines += [f"--micro-batches-in-flight {planned.split.in_flight}"] * flies
     return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)
 
 

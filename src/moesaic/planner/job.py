@@ -9,7 +9,7 @@ test checks that their defaults are equal.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from moesaic.configfile import override
@@ -108,7 +108,8 @@ class Job:
             **model.routing,  # type: ignore[arg-type]
         )
         kept_values = model.kept_values(on_cpu=cluster.host.runs_compute)
-        around = {"attention_kept": kept_values, **model.around}
+        tables = 1 if model.tied else 2
+        around = {"attention_kept": kept_values, "embeddings": tables, **model.around}
         return StepModel(
             num_layers=model.num_layers,
             layer=layer,
@@ -133,7 +134,7 @@ class Job:
         Args:
             cluster: any cluster that can train the model; it changes neither.
         """
-        step = replace(self.step_model(cluster, 1), embeddings=1 if self.model.tied else 2)
+        step = self.step_model(cluster, 1)
         layer = step.layer
         around = (
             step.dense_parameters

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 MOST_MICRO_BATCHES = 64
@@ -64,6 +65,19 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
     return order
 
 
+class _Operation(NamedTuple):
+    """An operation of a rank, with what it waits for."""
+
+    rank: int
+    operation: Pass
+    waits_for: int
+    """Place of the operation whose message it needs; -1 if it needs none."""
+    way: int
+    """The way between two parts on which it sends its result."""
+    hop: int
+    """The lower part of that way; -1 if it sends nothing."""
+
+
 class Span(NamedTuple):
     """When a rank runs an operation."""
 
@@ -83,8 +97,17 @@ class Timed:
     """Seconds for which each rank computes."""
     alive: tuple[float, ...]
     """Micro-batches, as shares of a rank's parts, that each rank keeps at once at most."""
-    spans: tuple[Span, ...]
-    """What the ranks computed, of at most `MOST_MICRO_BATCHES` micro-batches."""
+    operations: tuple[_Operation, ...]
+    """What the ranks compute, of at most `MOST_MICRO_BATCHES` micro-batches."""
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    """When each operation starts and ends."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """When the ranks compute what."""
+        times = zip(self.operations, self.starts, self.ends)
+        return tuple(Span(each.rank, each.operation, start, end) for each, start, end in times)
 
 
 def simulate_pipeline(
@@ -116,52 +139,81 @@ def simulate_pipeline(
             seconds=long.seconds + more * (long.seconds - short.seconds),
             busy=tuple(late + more * (late - early) for early, late in zip(short.busy, long.busy)),
             alive=long.alive,
-            spans=long.spans,
+            operations=long.operations,
+            starts=long.starts,
+            ends=long.ends,
         )
-    parts = len(forward) // pp
-    orders = [order_of(rank, pp, parts, count) for rank in range(pp)]
-    return _run(orders, forward, backward, hops, blocks_sender=blocks_sender)
+    return _timed(pp, count, forward, backward, hops, blocks_sender=blocks_sender)
 
 
-def _run(
-    orders: Sequence[Sequence[Pass]],
+def _timed(
+    pp: int,
+    count: int,
     forward: Sequence[float],
     backward: Sequence[float],
     hops: Sequence[float],
     *,
     blocks_sender: bool,
 ) -> Timed:
-    """Run the operations of all ranks, each as early as it can.
+    """Run the operations of all ranks, each as early as it can; arguments as of
+    `simulate_pipeline`."""
+    operations, alive = _schedule(pp, len(forward) // pp, count)
+    free = [0.0] * pp
+    busy = [0.0] * pp
+    way_free = [0.0] * (2 * len(forward))
+    sent = [0.0] * (len(operations) + 1)  # the last stays 0, for operations that wait for nothing
+    starts: list[float] = []
+    ends: list[float] = []
+    for place, (rank, (part, _, is_backward), waits_for, way, hop) in enumerate(operations):
+        seconds = backward[part] if is_backward else forward[part]
+        start = max(free[rank], sent[waits_for])
+        end = start + seconds
+        free[rank] = end
+        busy[rank] += seconds
+        starts.append(start)
+        ends.append(end)
+        if hop >= 0:
+            arrives = max(end, way_free[way]) + hops[hop]
+            way_free[way] = sent[place] = arrives
+            if blocks_sender:
+                free[rank] = arrives
+    return Timed(
+        seconds=max(free),
+        busy=tuple(busy),
+        alive=alive,
+        operations=operations,
+        starts=tuple(starts),
+        ends=tuple(ends),
+    )
+
+
+@lru_cache(maxsize=256)
+def _schedule(pp: int, parts: int, count: int) -> tuple[tuple[_Operation, ...], tuple[float, ...]]:
+    """Return the operations of all ranks in an order in which each can run, and the most
+    micro-batches that each rank keeps.
 
     A way between two parts has one sender, whose order is fixed, so ranks can advance in any order.
     """
-    pp = len(orders)
-    last = len(forward) - 1
-    arrived: dict[Pass, float] = {}
-    way_free: dict[tuple[int, bool], float] = {}
-    free = [0.0] * pp
+    orders = [order_of(rank, pp, parts, count) for rank in range(pp)]
+    last = pp * parts - 1
+    sender: dict[Pass, int] = {}
     places = [0] * pp
-    spans: list[Span] = []
+    operations: list[_Operation] = []
 
     def advance(rank: int) -> bool:
-        """Run a rank's next operation if its input has been sent; return whether it ran."""
+        """Append a rank's next operation if its input has been sent; return whether it has."""
         each = orders[rank][places[rank]]
         starts_chain = each.part == (last if each.is_backward else 0)
-        comes = 0.0 if starts_chain else arrived.get(each)
-        if comes is None:
+        waits_for = -1 if starts_chain else sender.get(each)
+        if waits_for is None:
             return False
-        seconds = (backward if each.is_backward else forward)[each.part]
-        start = max(free[rank], comes)
-        free[rank] = start + seconds
-        spans.append(Span(rank, each, start, free[rank]))
         target = each.part - 1 if each.is_backward else each.part + 1
-        if 0 <= target <= last:
-            way = (each.part, each.is_backward)
-            sent = max(free[rank], way_free.get(way, 0.0)) + hops[min(each.part, target)]
-            way_free[way] = sent
-            arrived[Pass(target, each.micro_batch, each.is_backward)] = sent
-            if blocks_sender:
-                free[rank] = sent
+        sends = 0 <= target <= last
+        if sends:
+            sender[Pass(target, each.micro_batch, each.is_backward)] = len(operations)
+        way = 2 * each.part + each.is_backward
+        hop = min(each.part, target) if sends else -1
+        operations.append(_Operation(rank, each, waits_for, way, hop))
         places[rank] += 1
         return True
 
@@ -171,13 +223,7 @@ def _run(
             while places[rank] < len(orders[rank]) and advance(rank):
                 pass
         assert places != before, "a schedule waits for itself"
-    busy = tuple(
-        sum((backward if each.is_backward else forward)[each.part] for each in order)
-        for order in orders
-    )
-    return Timed(
-        seconds=max(free), busy=busy, alive=tuple(map(_most_alive, orders)), spans=tuple(spans)
-    )
+    return tuple(operations), tuple(map(_most_alive, orders))
 
 
 def _most_alive(order: Sequence[Pass]) -> float:

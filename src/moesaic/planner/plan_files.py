@@ -29,6 +29,8 @@ SPLIT = {"pp": "pp", "parts_per_stage": "parts", "shard": "shard", "hold": "hold
 
 FINER = "micro_batches_cut_in"
 """Field that says into how many each micro-batch of the run is cut."""
+IN_FLIGHT = "micro_batches_in_flight"
+"""Field that says how many micro-batches are in flight."""
 
 
 def mesh_table(planned: PlannedStep) -> dict[str, Any]:
@@ -68,17 +70,22 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
     return mesh, plan
 
 
-def read_finer(path: Path) -> int:
+def read_micro_batches(path: Path) -> tuple[int, int]:
     """Return into how many the micro-batches of a run are cut by the plan in a file, which
-    `read_planned` takes; 1 if it does not say.
+    `read_planned` takes, and how many are in flight; 1 where it does not say.
 
     Raises:
-        InputError: if the number is none.
+        InputError: if a number is none.
     """
-    finer = read_table(path).get(FINER, 1)
-    if type(finer) is not int or finer < 1:
-        raise InputError(f"plan {path}: {FINER}={finer!r}: must be a whole number of at least 1")
-    return finer
+    table = read_table(path)
+    finer = _whole_number(table.get(FINER, 1), FINER, path)
+    return finer, _whole_number(table.get(IN_FLIGHT, 1), IN_FLIGHT, path)
+
+
+def _whole_number(value: Any, name: str, path: Path) -> int:
+    if type(value) is not int or value < 1:
+        raise InputError(f"plan {path}: {name}={value!r}: must be a whole number of at least 1")
+    return value
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -109,6 +116,7 @@ def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str)
     table: dict[str, Any] = {
         "version": VERSION,
         **({FINER: planned.split.finer} if planned.split.finer > 1 else {}),
+        **({IN_FLIGHT: planned.split.in_flight} if planned.split.in_flight > 1 else {}),
         "mesh": mesh_table(planned),
         "plan": _fields_of(planned.plan),
         "found": {

@@ -200,6 +200,7 @@ def find_layouts(
     cluster: str,
     on_cpu: bool,
     most_stages: int,
+    may_fly: bool = False,
 ) -> tuple[PlannedStep, ...]:
     """Search the mesh and the plan of a run for a number of ranks; the result is the same on every
     machine.
@@ -211,7 +212,7 @@ def find_layouts(
         cluster: name or file of the cluster, as for `simulator_of`; empty to assume usual links and
             unlimited memory.
         on_cpu: whether the ranks compute on CPUs.
-        most_stages: see `Settings`.
+        most_stages, may_fly: see `Settings`.
 
     Returns:
         the best plan of each of the best layouts, best first.
@@ -225,7 +226,7 @@ def find_layouts(
     else:
         grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
         simulator = Simulator(assumed_cluster(grid, GBPS[on_cpu][1], on_cpu=on_cpu))
-    settings = Settings(keep=20, most_stages=most_stages)
+    settings = Settings(keep=20, most_stages=most_stages, may_fly=may_fly)
     job = job_of(config, "planner")
     ranking = search(job, simulator.cluster, settings, simulator=simulator).ranking
     best: dict[str, PlannedStep] = {}

@@ -44,7 +44,7 @@ from moesaic.planner.split import (
     near_splits,
     split_choices,
 )
-from moesaic.planner.step import Estimate, mean_of
+from moesaic.planner.step import Estimate, StepModel, mean_of
 from moesaic.planner.step_memory import layer_bytes
 from moesaic.planner.task_times import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -65,6 +65,9 @@ COMPRESSION = float(
     )
 )
 """Upper bound on the compression ratio of all codecs; only floors use it."""
+FLIES = 0.95
+"""Largest ratio of the step with two micro-batches in flight to the same plan's in turn at which
+two are chosen: simulated and measured ratios differ by less than 0.01 (docs/log.md)."""
 PAIRED = 2
 """Number of layouts on which two choices are changed at once."""
 PAIRED_SHARE = 0.2
@@ -191,6 +194,8 @@ class Settings:
     stages, and everything is sharded over all ranks and gathered for every micro-batch."""
     pp: int | None = None
     """Number of pipeline stages; None tries powers of two."""
+    may_fly: bool = False
+    """Whether two micro-batches in flight are tried with the best plans."""
 
     @property
     def compression(self) -> float:
@@ -306,6 +311,8 @@ class _Search:
         self.best = math.inf
         """Seconds of the best step of an earlier search."""
         self.options: dict[Grid, list[SplitCostModel]] = {}
+        self.step_models: dict[int, StepModel] = {}
+        self.floors: dict[SplitCostModel, float] = {}
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
         self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
@@ -321,8 +328,7 @@ class _Search:
     @cached_property
     def floor(self) -> float:
         """Lower bound on the step time of all plans."""
-        compression = self.settings.compression
-        return min(each.floor(compression=compression) for each in self.cost_models)
+        return min(map(self._floor, self.cost_models))
 
     def run(self, counts: Sequence[np.ndarray]) -> Result:
         """Run the search; returns its result. `counts` is that of `search`."""
@@ -339,7 +345,8 @@ class _Search:
         searched = self._finish_eps(fitting)
         ranking = self._ranking(counts)
         if ranking and not counts:
-            ranking = sorted([*self._resplit(ranking[0]), *ranking], key=lambda each: each.seconds)
+            found = [*self._resplit(ranking[0]), *self._flying(ranking), *ranking]
+            ranking = sorted(found, key=lambda each: each.seconds)
         if not ranking:
             needs = [(memory.total, grid) for (grid, *_), memory in self.loaded.items()]
             needs = needs or [
@@ -378,7 +385,7 @@ class _Search:
         results = {}
         for ep in sorted({each.grid.ep for each in cost_models}):
             of_ep = [each for each in cost_models if each.grid.ep == ep]
-            floors = [each.floor(compression=self.settings.compression) for each in of_ep]
+            floors = [self._floor(each) for each in of_ep]
             best = min(
                 (plan for plan in ranking if plan.grid.ep == ep),
                 key=lambda plan: plan.seconds,
@@ -411,19 +418,14 @@ class _Search:
     def _promising_layouts(self, cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
         """Simulate a few plans on every layout with a floor below the best step so far; returns
         these layouts, best first."""
-        compression = self.settings.compression
         best = self.best
         judged: list[tuple[tuple[bool, float], int, SplitCostModel]] = []
-        for number, cost_model in enumerate(
-            sorted(cost_models, key=lambda cost_model: cost_model.floor(compression=compression))
-        ):
+        for number, cost_model in enumerate(sorted(cost_models, key=self._floor)):
             self.progress("judging layouts", number, len(cost_models))
             # Layouts with whole experts on every rank are always simulated, since users ask when
             # those pay off.
-            if (
-                cost_model.floor(compression=compression) > best
-                and cost_model.grid.ep * cost_model.grid.etp > 1
-            ):
+            shares_experts = cost_model.grid.ep * cost_model.grid.etp > 1
+            if self._floor(cost_model) > best and shares_experts:
                 continue
             plans = list(self._simulate_starts(cost_model, best))
             if plans:
@@ -561,7 +563,7 @@ class _Search:
                 self.tried[key] = None
                 return None
             cost_model, memory = self._held(cost_model.grid, compiled, plan)
-            self.tried[key] = _step(plan, cost_model, (forward, backward), memory)
+            self.tried[key] = _step(compiled, cost_model, (forward, backward), memory)
         return self.tried[key]
 
     def _held(self, grid: Grid, compiled: Compiled, plan: Plan) -> tuple[SplitCostModel, Memory]:
@@ -588,14 +590,29 @@ class _Search:
         one that holds least."""
         if grid not in self.options:
             splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
-            models = [SplitCostModel(self.job, grid, each, self.simulator) for each in splits]
+            model = self._step_model(grid.dp)
+            models = [
+                SplitCostModel(self.job, grid, each, self.simulator, model) for each in splits
+            ]
             if len(models) > 1:
                 # ways that send the same but for rounding are sorted by their bytes
-                models.sort(
-                    key=lambda each: (float(f"{each.moving_seconds:.6g}"), each.least_bytes)
-                )
+                models.sort(key=_moving)
+                alike = itertools.groupby(models, _moving)
+                models = [each for _, some in alike for each in _leanest_first(list(some))]
             self.options[grid] = models
         return self.options[grid]
+
+    def _step_model(self, dp: int) -> StepModel:
+        """Return the model of a step on `dp` data-parallel groups, before it is split."""
+        if dp not in self.step_models:
+            self.step_models[dp] = self.split.of(self.job).step_model(self.cluster, dp)
+        return self.step_models[dp]
+
+    def _floor(self, cost_model: SplitCostModel) -> float:
+        """Return the lower bound on the step time of all plans of the space on a layout."""
+        if cost_model not in self.floors:
+            self.floors[cost_model] = cost_model.floor(compression=self.settings.compression)
+        return self.floors[cost_model]
 
     def _run(self, cost_model: SplitCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
         """Simulate the programs of a plan; plans with equal programs are simulated once."""
@@ -670,7 +687,7 @@ class _Search:
             if cost_model.split != planned.split:
                 passes = self._run(cost_model, compiled)
                 memory = self._memory(cost_model, compiled)
-                planned = _step(planned.plan, cost_model, passes, memory)
+                planned = _step(compiled, cost_model, passes, memory)
             return replace(planned, memory=loaded) if counts else planned
         return None
 
@@ -707,10 +724,8 @@ class _Search:
         """Return the way of holding the model that sends least among those whose states fit, else
         the leanest."""
         options = self._options(grid)
-        return next(
-            (each for each in options if each.least_bytes <= self._usable_bytes),
-            min(options, key=lambda each: each.least_bytes),
-        )
+        fitting = (each for each in options if each.least_bytes <= self._usable_bytes)
+        return next(fitting, None) or min(options, key=lambda each: each.least_bytes)
 
     def _resplit(self, planned: PlannedStep) -> list[PlannedStep]:
         """Return the plan with other parts of a stage and other micro-batches, as long as these
@@ -721,19 +736,39 @@ class _Search:
         while better is not None:
             best = better
             near = (
-                self._under(split, best, compiled) for split in near_splits(best.split, self.job)
+                self._under(split, best.grid, compiled)
+                for split in near_splits(best.split, self.job)
             )
             shorter = [each for each in near if each is not None and each.seconds < best.seconds]
             better = min(shorter, key=lambda each: each.seconds, default=None)
             found += [] if better is None else [better]
         return found
 
-    def _under(
-        self, split: JobSplit, planned: PlannedStep, compiled: Compiled
-    ) -> PlannedStep | None:
-        """Return a planned step under another split; None if it does not fit."""
+    def _flying(self, ranking: Sequence[PlannedStep]) -> Iterator[PlannedStep]:
+        """Yield the best plans, with their chunks and without, with two micro-batches in flight,
+        where that is faster and fits."""
+        recomputes = self.job.model.checkpoint_activations  # which takes no turns
+        if not self.settings.may_fly or self.split.pp > 1 or recomputes:
+            return
+        tried = dict.fromkeys(
+            (planned.grid, plan, planned.split)
+            for planned in ranking[: self.settings.keep]
+            for plan in (planned.plan, replace(planned.plan, chunks=1))
+        )
+        best = ranking[0].seconds
+        for grid, plan, split in tried:
+            if grid.ep == 1 or plan.memory_budget is not None:
+                continue
+            compiled = compile_plan(plan, grid)
+            in_turn = self._under(split, grid, compiled)
+            flying = self._under(replace(split, in_flight=2), grid, compiled)
+            if in_turn and flying and flying.seconds <= FLIES * min(in_turn.seconds, best):
+                yield flying
+
+    def _under(self, split: JobSplit, grid: Grid, compiled: Compiled) -> PlannedStep | None:
+        """Return the step of a plan under another split; None if it does not fit."""
         try:
-            cost_model = SplitCostModel(self.job, planned.grid, split, self.simulator)
+            cost_model = SplitCostModel(self.job, grid, split, self.simulator)
         except InputError:
             return None
         memory = self._memory(cost_model, compiled)
@@ -745,7 +780,7 @@ class _Search:
         passes = self.simulator.passes(
             compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
         )
-        return _step(planned.plan, cost_model, passes, memory)
+        return _step(compiled, cost_model, passes, memory)
 
     def _model_of(self, planned: PlannedStep) -> SplitCostModel:
         """Return the cost model of the way in which a planned step holds the model."""
@@ -768,14 +803,28 @@ class _Search:
         )
 
 
+def _moving(cost_model: SplitCostModel) -> float:
+    """Return the seconds in which parameters and gradients move, but for rounding."""
+    return float(f"{cost_model.moving_seconds:.6g}")
+
+
+def _leanest_first(cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
+    if len(cost_models) == 1:
+        return cost_models
+    return sorted(cost_models, key=lambda each: each.least_bytes)
+
+
 def _step(
-    plan: Plan, cost_model: SplitCostModel, passes: tuple[Simulated, Simulated], memory: Memory
+    compiled: Compiled,
+    cost_model: SplitCostModel,
+    passes: tuple[Simulated, Simulated],
+    memory: Memory,
 ) -> PlannedStep:
     """Return the planned step of a plan under a layout and split, from its simulated passes."""
     return PlannedStep(
-        plan=plan,
+        plan=compiled.plan,
         grid=cost_model.grid,
-        estimate=cost_model.estimate(*passes),
+        estimate=cost_model.estimate_of(compiled, *passes),
         memory=memory,
         bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
         split=cost_model.split,

@@ -9,22 +9,23 @@ of the trainer's mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
-
-import numpy as np
+from typing import Literal, NamedTuple
 
 from moesaic.errors import InputError
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.in_flight import InFlight, in_flight
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed, simulate_pipeline
 from moesaic.planner.rank_memory import Memory
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepModel
 from moesaic.planner.step_memory import layer_bytes, least_bytes_of_plans, rank_memory
+from moesaic.planner.task_times import Simulated
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
 from moesaic.program.stage_cuts import cut
@@ -49,6 +50,8 @@ class JobSplit:
     finer: int = 1
     """Micro-batches into which each of the job's is cut: more of them fill a pipeline, and the
     sequences of a step stay the same."""
+    in_flight: int = 1
+    """Micro-batches in flight without stages, 1 or 2: the trainer's `micro_batches_in_flight`."""
 
     def fits(self, job: Job) -> bool:
         """Return whether the model and the micro-batches of a job have so many stages and parts."""
@@ -56,7 +59,8 @@ class JobSplit:
         rounds = max(1, count // self.pp)
         is_even = self.parts == 1 or count % rounds == 0
         is_cut = job.batch_size % self.finer == 0
-        return self.pp * self.parts <= job.model.num_layers and is_even and is_cut
+        flies = self.in_flight == 1 or (self.pp == 1 and count >= self.in_flight)
+        return self.pp * self.parts <= job.model.num_layers and is_even and is_cut and flies
 
     def of(self, job: Job) -> Job:
         """Return the job with its micro-batches cut."""
@@ -74,6 +78,7 @@ def layout_in_words(grid: Grid, split: JobSplit) -> str:
     stages = f"pp {split.pp}, " * (split.pp > 1)
     runs = f", {split.parts} parts a stage" * (split.parts > 1)
     runs += f", micro-batches cut in {split.finer}" * (split.finer > 1)
+    runs += ", two micro-batches in flight" * (split.in_flight > 1)
     shared = ""
     if grid.dp > 1 or grid.edp > 1:
         over = {"all": "", "node": ", sharded in nodes", "none": ", not sharded"}[split.shard]
@@ -119,12 +124,21 @@ class SplitCostModel:
         grid: the layout of the ranks of a stage.
         split: the split.
         simulator: of the cluster.
+        model: of a step of the split's micro-batches on `grid.dp` data-parallel groups, if it is
+            known.
 
     Raises:
         InputError: if the job has too few blocks or does not split, or as `StepCostModel` does.
     """
 
-    def __init__(self, job: Job, grid: Grid, split: JobSplit, simulator: Simulator) -> None:
+    def __init__(
+        self,
+        job: Job,
+        grid: Grid,
+        split: JobSplit,
+        simulator: Simulator,
+        model: StepModel | None = None,
+    ) -> None:
         if not split.fits(job):
             raise InputError(
                 f"{split.pp} stages of {split.parts} parts do not fit {job.model.num_layers} "
@@ -134,52 +148,51 @@ class SplitCostModel:
         self.split = split
         self.simulator = simulator
         self.cluster = simulator.cluster
-        self._known: dict[StepModel, StepCostModel] = {}
-        self.model = _sharded(split.of(job).step_model(self.cluster, grid.dp), grid, split)
+        self._known: dict[_Blocks, StepCostModel] = {}
+        model = split.of(job).step_model(self.cluster, grid.dp) if model is None else model
+        self.model = _sharded(model, grid, split)
         """Of all blocks."""
-        self._parts = _part_models(job, self.model, split)
-
-    @cached_property
-    def ranks(self) -> tuple[StepCostModel, ...]:
-        """The cost model of a rank of each stage."""
-        if self.split.pp == 1:
-            return (self._costs(self.model),)
-        models = [self._of_rank(rank) for rank in range(self.split.pp)]
-        return tuple(self._costs(model).keeping(model.alive) for model in models)
+        self._parts = _parts_of(job, self.model, split)
+        self._ranks = [_joined(self._parts[rank :: split.pp]) for rank in range(split.pp)]
 
     @cached_property
     def _distinct(self) -> list[StepCostModel]:
         """The cost models of the ranks that differ by more than the micro-batches that they
         keep."""
-        return list(dict.fromkeys(self._costs(rank.model) for rank in self.ranks))
+        return [self._costs(blocks) for blocks in dict.fromkeys(self._ranks)]
 
-    def _costs(self, model: StepModel) -> StepCostModel:
+    @property
+    def ranks(self) -> tuple[StepCostModel, ...]:
+        """The cost model of a rank of each stage."""
+        return tuple(map(self._of_rank, range(self.split.pp)))
+
+    @cached_property
+    def _fullest(self) -> list[StepCostModel]:
+        """The cost model of the first rank of each kind, which keeps the most micro-batches."""
+        return [self._of_rank(self._ranks.index(blocks)) for blocks in dict.fromkeys(self._ranks)]
+
+    def _of_rank(self, rank: int) -> StepCostModel:
+        return self._costs(self._ranks[rank]).keeping(self._alive(rank))
+
+    def _costs(self, blocks: _Blocks) -> StepCostModel:
         """Return the cost model of some blocks; equal blocks share one."""
-        key = replace(model, alive=1.0)
-        if key not in self._known:
-            self._known[key] = StepCostModel(key, self.grid, self.simulator)
-        return self._known[key]
+        if blocks not in self._known:
+            model = self.model if self.split.pp == 1 else blocks.of(self.model)
+            self._known[blocks] = StepCostModel(model, self.grid, self.simulator)
+        return self._known[blocks]
 
-    def _of_rank(self, rank: int) -> StepModel:
-        """Return the model of the blocks of a rank."""
-        parts = self._parts[rank :: self.split.pp]
-        is_first = rank == 0
-        is_last = rank == self.split.pp - 1
+    def _alive(self, rank: int) -> float:
+        """Return the micro-batches whose activations a stage's rank keeps at once."""
+        if self.split.pp == 1:
+            return float(self.split.in_flight)
         ahead = self.split.pp - rank
         alive = float(ahead)
         if self.split.parts > 1:  # the warm-up of interleaved 1F1B
             passes = (self.split.parts - 1) * self.split.pp + 2 * ahead - 1
             alive = passes / self.split.parts
         count = self.model.micro_batches
-        return replace(
-            parts[0],
-            num_layers=sum(part.num_layers for part in parts),
-            sparse_layers=sum(part.moe_layers for part in parts),
-            vocab=self.model.vocab * (is_first or is_last),
-            outputs=self.model.outputs * is_last,
-            # GPipe, which fewer micro-batches than stages take, keeps all of them
-            alive=float(count) if count < self.split.pp else min(alive, count),
-        )
+        # GPipe, which fewer micro-batches than stages take, keeps all of them
+        return float(count) if count < self.split.pp else min(alive, count)
 
     def estimate(self, forward: Passes, backward: Passes) -> Estimate:
         """Return a step's predicted time.
@@ -189,7 +202,7 @@ class SplitCostModel:
             backward: its backward pass.
         """
         if self.split.pp == 1:
-            return self.ranks[0].estimate(forward, backward)
+            return self._distinct[0].estimate(forward, backward)
         estimates = [rank.estimate(forward, backward) for rank in self._distinct]
         busy = [rank.busy_seconds(forward, backward) for rank in self._distinct]
         slowest = estimates[busy.index(max(busy))]
@@ -206,6 +219,50 @@ class SplitCostModel:
             parts={**slowest.parts, "pipeline": waits},
             limits=slowest.limits,
         )
+
+    def estimate_of(self, compiled: Compiled, forward: Simulated, backward: Simulated) -> Estimate:
+        """Return a step's predicted time, with the split's micro-batches in flight.
+
+        Args:
+            compiled: the plan of MoE layers.
+            forward, backward: its simulated passes.
+        """
+        in_turn = self.estimate(forward, backward)
+        if self.split.in_flight == 1:
+            return in_turn
+        layers = self.model.moe_layers
+        rank = self._distinct[0]
+        parts = dict(in_turn.parts)
+        between = rank.between_seconds(forward, backward)
+        for run, each, flight in zip(
+            (forward, backward), between, self.flights(compiled, forward, backward)
+        ):
+            saved = 2 * layers * (each + run.seconds) - flight.seconds
+            name = "moe forward" if run is forward else "moe backward"
+            parts[name] -= self.model.micro_batches // 2 * saved
+        return Estimate(seconds=sum(parts.values()), parts=parts, limits=in_turn.limits)
+
+    def flights(
+        self, compiled: Compiled, forward: Simulated, backward: Simulated
+    ) -> tuple[InFlight, InFlight]:
+        """Return the forward and backward passes of two micro-batches in flight; arguments as of
+        `estimate_of`."""
+        layer = self.model.layer
+        programs = compiled.forward, compiled.backward
+        ahead, behind = (
+            in_flight(
+                self.cluster,
+                program,
+                self.simulator.volumes(program, layer, compiled.grid),
+                layer.products or layer.dtype,
+                between=between,
+                layers=self.model.moe_layers,
+            )
+            for program, between in zip(
+                programs, self._distinct[0].between_seconds(forward, backward)
+            )
+        )
+        return ahead, behind
 
     def timed(self, forward: Passes, backward: Passes) -> Timed:
         """Return the passes of a step's micro-batches through the stages; arguments as of
@@ -273,13 +330,15 @@ class SplitCostModel:
 
     def rank_memory(self, kept_bytes: float, buffers: float) -> Memory:
         """Return the memory of the rank that needs most, from the bytes of one MoE layer."""
-        memories = [rank_memory(rank, kept_bytes, buffers) for rank in self.ranks]
-        return max(memories, key=lambda memory: memory.total)
+        memories = [rank_memory(rank, kept_bytes, buffers) for rank in self._fullest]
+        most = max(memories, key=lambda memory: memory.total)
+        # two calls and two losses are alive, and FSDP2 gathers two blocks
+        return replace(most, buffers=self.split.in_flight * most.buffers)
 
     @cached_property
     def least_bytes(self) -> float:
         """Bytes that a rank needs under any lossless plan."""
-        return max(map(least_bytes_of_plans, self.ranks))
+        return max(map(least_bytes_of_plans, self._fullest))
 
     @cached_property
     def compute_bound(self) -> float:
@@ -307,10 +366,9 @@ class SplitCostModel:
         count = self.model.micro_batches
         before = 0.0
         most = 0.0
-        for rank in self.ranks:
-            floor = floors[self._costs(rank.model)]
-            most = max(most, before + floor)
-            before += (floor - self._costs(rank.model).optimizer_seconds) / count
+        for rank in map(self._costs, self._ranks):
+            most = max(most, before + floors[rank])
+            before += (floors[rank] - rank.optimizer_seconds) / count
         return most
 
 
@@ -322,11 +380,39 @@ def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     )
 
 
-def _part_models(job: Job, whole: StepModel, split: JobSplit) -> list[StepModel]:
-    """Return the model of each part, in the order of the blocks, cut as the trainer does."""
+class _Blocks(NamedTuple):
+    """Blocks of a stage, or of a part of it."""
+
+    layers: int
+    sparse: int
+    has_table: bool
+    """Whether the embedding or the output belongs to them."""
+    is_last: bool
+    """Whether the output does."""
+
+    def of(self, whole: StepModel) -> StepModel:
+        """Return the model of these blocks of a whole model."""
+        return replace(
+            whole,
+            num_layers=self.layers,
+            sparse_layers=self.sparse,
+            vocab=whole.vocab * self.has_table,
+            embeddings=1,
+            outputs=whole.outputs * self.is_last,
+        )
+
+
+def _joined(parts: Sequence[_Blocks]) -> _Blocks:
+    """Return the blocks of several parts as one."""
+    layers, sparse, has_table, is_last = zip(*parts)
+    return _Blocks(sum(layers), sum(sparse), any(has_table), any(is_last))
+
+
+def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:
+    """Return the blocks of each part, in their order, cut as the trainer does."""
     if split.pp == 1:
-        return [whole]
-    sparse = np.array([job.model.is_sparse(block) for block in range(whole.num_layers)])
+        return [_Blocks(whole.num_layers, whole.moe_layers, has_table=True, is_last=True)]
+    sparse = tuple(job.model.is_sparse(block) for block in range(whole.num_layers))
     anywhere = replace(
         whole,
         layer=replace(whole.layer, tokens=whole.seq_len),
@@ -335,16 +421,14 @@ def _part_models(job: Job, whole: StepModel, split: JobSplit) -> list[StepModel]
         expert_replicas=0,
         micro_batches=1,
     )  # the cut does not depend on the layout
-    cuts = _cuts(anywhere, tuple(sparse.tolist()), split.pp * split.parts)
+    cuts = _cuts(anywhere, sparse, split.pp * split.parts)
     last = len(cuts) - 1
     return [
-        replace(
-            whole,
-            num_layers=len(blocks),
-            sparse_layers=int(sparse[blocks.start : blocks.stop].sum()),
-            vocab=whole.vocab * (number in (0, last)),
-            embeddings=1,
-            outputs=whole.outputs * (number == last),
+        _Blocks(
+            len(blocks),
+            sum(sparse[blocks.start : blocks.stop]),
+            has_table=number in (0, last),
+            is_last=number == last,
         )
         for number, blocks in enumerate(cuts)
     ]

@@ -525,6 +525,16 @@ class StepCostModel:
         busy = self.busy_seconds(forward, backward)
         return min(ahead, busy), max(busy - ahead, 0.0)
 
+    def between_seconds(self, forward: Passes, backward: Passes) -> tuple[float, float]:
+        """Return the seconds of a micro-batch between its MoE layers, per layer, forward and
+        backward; without the output and the loss, which come once."""
+        layers = self.model.moe_layers
+        ends = self.model.outputs * self.forward.unembed
+        ahead = self._forward_seconds(forward) - layers * forward.seconds - ends
+        parts = self._parts(forward, backward)
+        both = sum(parts.values()) - parts["moe forward"] - parts["moe backward"] - 3 * ends
+        return ahead / layers, max(both - ahead, 0.0) / layers
+
     def _forward_seconds(self, forward: Passes) -> float:
         """Return the seconds of a micro-batch's forward pass."""
         model = self.model

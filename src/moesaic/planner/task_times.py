@@ -76,6 +76,26 @@ def timed(
         volumes: rows and messages of its tasks.
         dtype: of the products.
     """
+    costs = costs_of(cluster, program, volumes, dtype)
+    events = events_of(cluster, program, costs)
+    computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
+    return account(program, volumes, costs.movements, events, costs.compute[computing].sum(axis=0))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the tasks of a program take."""
+
+    issue: np.ndarray
+    """(tasks, actors) seconds of the issuing thread."""
+    compute: np.ndarray
+    """(tasks, actors) seconds of computation; of movements, of the copies around them."""
+    movements: list[list[Movement]]
+    """Of each task."""
+
+
+def costs_of(cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, dtype: str) -> Costs:
+    """Return what the tasks of a program take; arguments as of `timed`."""
     slots = {slot.name: slot for slot in program.slots}
     rates = rates_of(cluster, dtype)
     host = cluster.host
@@ -95,15 +115,20 @@ def timed(
     for number, moved in enumerate(movements):
         for movement in moved if number not in in_earlier_message else ():
             issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
-    is_eager = host.messages == "eager"
-    graph = graph_of(program, host_runs_compute=host.runs_compute, has_lanes=not is_eager)
-    events = Events(graph, issue, compute, movements, queues=is_eager)
+    return Costs(issue, compute, movements)
+
+
+def events_of(cluster: ClusterSpec, program: Program, costs: Costs) -> Events:
+    """Return the run of a program whose tasks take some costs."""
+    is_eager = cluster.host.messages == "eager"
+    graph = graph_of(program, host_runs_compute=cluster.host.runs_compute, has_lanes=not is_eager)
+    events = Events(graph, costs.issue, costs.compute, costs.movements, queues=is_eager)
     events.run()
-    computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
     if cluster.device.contention:
-        moving = np.array([bool(moved) for moved in movements], dtype=bool)
+        computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
+        moving = np.array([bool(moved) for moved in costs.movements], dtype=bool)
         events.stretch(1 + cluster.device.contention * events.shared_part(computing, moving))
-    return account(program, volumes, movements, events, compute[computing].sum(axis=0))
+    return events
 
 
 def account(

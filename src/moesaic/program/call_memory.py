@@ -53,8 +53,25 @@ class _Scratch(NamedTuple):
 
 
 _Term = Layout | HopRows | _Scratch
-Bytes = Counter[_Term]
-"""Bytes per row, by slot layout or hop; for scratch memory, how many times it is alive."""
+Bytes = Counter[int]
+"""Bytes per row, by the number of a slot layout or hop (`_Terms`); for scratch memory, how many
+times it is alive."""
+
+
+class _Terms:
+    """Numbers the layouts, hops and scratch memories of a layer, since numbers hash fast."""
+
+    def __init__(self) -> None:
+        self._number: dict[_Term, int] = {}
+
+    def bytes_of(self, term: _Term, size: float) -> Bytes:
+        """Return the bytes per row of one term."""
+        return Counter({self._number.setdefault(term, len(self._number)): size})
+
+    def of(self, numbers: Iterable[int]) -> list[_Term]:
+        """Return the terms of some numbers."""
+        terms = list(self._number)
+        return [terms[number] for number in numbers]
 
 
 class HeldBytes:
@@ -70,8 +87,9 @@ class HeldBytes:
         self, programs: tuple[Program, Program], mesh: AbstractRowsMoved, experts: ExpertSizes
     ) -> None:
         self.experts = experts
-        forward = _Walk(programs[0], mesh, experts)
-        backward = _Walk(programs[1], mesh, experts, earlier=forward)
+        terms = _Terms()
+        forward = _Walk(programs[0], mesh, experts, terms)
+        backward = _Walk(programs[1], mesh, experts, terms, earlier=forward)
         names = [
             name for name in programs[1].inputs if name in forward.slots and name in backward.slots
         ]
@@ -88,14 +106,13 @@ class HeldBytes:
         sum_bytes = max(WIDE, experts.element_bytes)
         tokens = forward.slots["x"].layout
         weights = forward.slots["w"].layout
-        sums = _bytes_of(tokens, experts.dim * sum_bytes) + _bytes_of(
-            weights, experts.unit_numbers * sum_bytes
-        )
+        sums = terms.bytes_of(tokens, experts.dim * sum_bytes)
+        sums += terms.bytes_of(weights, experts.unit_numbers * sum_bytes)
         if sum_bytes > experts.element_bytes:
-            sums += _bytes_of(tokens, experts.dim * experts.element_bytes)
-        self._terms = list(
-            dict.fromkeys(term for step in (*steps, kept_bytes, sums) for term in step)
-        )
+            sums += terms.bytes_of(tokens, experts.dim * experts.element_bytes)
+        numbers = dict.fromkeys(number for step in (*steps, kept_bytes, sums) for number in step)
+        self._places = {number: place for place, number in enumerate(numbers)}
+        self._terms = terms.of(numbers)
         self._steps = np.unique(self._table(steps), axis=0)
         self._kept, self._sums = self._table([kept_bytes, sums])
 
@@ -119,7 +136,11 @@ class HeldBytes:
         return most
 
     def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
-        return np.array([[step[term] for term in self._terms] for step in steps], dtype=np.float64)
+        places = self._places
+        table = np.zeros((len(steps), len(places)))
+        for row, step in zip(table, steps):
+            row[[places[number] for number in step]] = list(step.values())
+        return table
 
     def _rows(self, counts: AbstractRowCounts) -> np.ndarray:
         """Return the rows of each term on each rank, (ranks, terms)."""
@@ -155,6 +176,7 @@ class _Walk:
         program: lowered.
         mesh: how it moves rows.
         experts: memory of the layer's experts.
+        terms: of the layer.
         earlier: the walk of the forward program, of a backward one.
     """
 
@@ -163,8 +185,10 @@ class _Walk:
         program: Program,
         mesh: AbstractRowsMoved,
         experts: ExpertSizes,
+        terms: _Terms,
         earlier: _Walk | None = None,
     ) -> None:
+        self._bytes_of = terms.bytes_of
         self.program = program
         self.mesh = mesh
         self.experts = experts
@@ -180,13 +204,13 @@ class _Walk:
     def slot_bytes(self, name: str) -> Bytes:
         """Return the bytes per row of a slot."""
         slot = self.slots[name]
-        return _bytes_of(slot.layout, self._row_bytes(slot))
+        return self._bytes_of(slot.layout, self._row_bytes(slot))
 
     def kept_inside(self, task: Task) -> Bytes:
         """Return the bytes that an expert task keeps for backward besides its input."""
         rows = next(self.slots[name] for name in task.reads if self.slots[name].kind is Kind.ROWS)
         numbers = self.experts.kept * self._shards(task)
-        return _bytes_of(rows.layout, numbers * self.experts.element_bytes)
+        return self._bytes_of(rows.layout, numbers * self.experts.element_bytes)
 
     def _shards(self, task: Task) -> int:
         """Return how many shards of the hidden width an expert task computes."""
@@ -200,7 +224,7 @@ class _Walk:
         x = task.reads[task.op is Op.EXPERT_GRAD]
         gathers_x, places_x = self._order_of(x)
         scratch = _Scratch(self.slots[x].layout, self._shards(task), gathers_x, places_x, phase)
-        return Counter({scratch: 1})
+        return self._bytes_of(scratch, 1)
 
     def _order_of(self, name: str) -> tuple[bool, bool]:
         """Return whether rows lie in another order than the experts', and whether their gradients
@@ -263,17 +287,17 @@ class _Walk:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))
             sends = HopRows(move, task.link, task.group, task.hop, arrives=False)
             return (
-                _bytes_of(sends, row_bytes),
-                _bytes_of(sends._replace(arrives=True), row_bytes),
+                self._bytes_of(sends, row_bytes),
+                self._bytes_of(sends._replace(arrives=True), row_bytes),
                 False,
             )
         sent, received = self.mesh.messages(move)
-        leaves = _bytes_of(source.layout, self._row_bytes(source) * sent.uses)
+        leaves = self._bytes_of(source.layout, self._row_bytes(source) * sent.uses)
         if not joined and sent.is_whole:
             leaves = Counter()
         if source.layout.flow == "weights":
             leaves += self.slot_bytes(task.reads[0])  # packed
-        arrives = _bytes_of(target.layout, self._row_bytes(target) * received.uses)
+        arrives = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
         return leaves, arrives, not joined and received.is_whole
 
     def _stacked(self, name: str) -> Bytes:
@@ -287,7 +311,7 @@ class _Walk:
         if slot.layout.flow != "weights":
             return self.slot_bytes(name)
         largest = (experts.matrices - 1) * experts.dim * experts.element_bytes
-        return _bytes_of(slot.layout, largest)
+        return self._bytes_of(slot.layout, largest)
 
     def stays(self, task: Task) -> bool:
         """Return whether a move leaves all rows where they are, on every rank."""
@@ -310,7 +334,7 @@ class _Walk:
         coded = self.coded(source, task.codec)
         packets = self.slot_bytes(source.name)
         is_smaller = coded < self.coded(source, "")
-        return packets + _bytes_of(source.layout, coded) if is_smaller else packets
+        return packets + self._bytes_of(source.layout, coded) if is_smaller else packets
 
     def scratch(self, task: Task) -> Bytes:
         """Return the temporary bytes of a task while it runs, besides the slots that it reads and
@@ -325,7 +349,7 @@ class _Walk:
             tokens = self.slots[task.writes[0]].layout
             wide = self.experts.dim * WIDE
             ordered = self.experts.dim * size if self._order_of(task.reads[0])[0] else 0
-            return _bytes_of(rows, wide + ordered) + _bytes_of(tokens, wide)
+            return self._bytes_of(rows, wide + ordered) + self._bytes_of(tokens, wide)
         if task.op is Op.UNPACK:
             return self.slot_bytes(task.writes[0])
         if task.op is Op.ADD and size < WIDE:
@@ -364,16 +388,29 @@ class _Alive:
         self._users: dict[str, set[str]] = {}
         """By slot whose memory others share, all of these that live."""
         program = walk.program
-        self._alive = {
-            name: walk.slot_bytes(name)
-            for name in program.inputs
-            if name not in ALLOCATED_BEFORE and not name.endswith(SUFFIX)
-        }
-        self._alive |= {
-            kept(task.name): walk.kept_inside(task)
-            for task in program.tasks
-            if task.op is Op.EXPERT_GRAD
-        }
+        self._alive: dict[str, Bytes] = {}
+        self._total: Bytes = Counter()
+        """Sum of `_alive`: whole numbers, so that adding and taking away is exact."""
+        for name in program.inputs:
+            if name not in ALLOCATED_BEFORE and not name.endswith(SUFFIX):
+                self._add(name, walk.slot_bytes(name))
+        for task in program.tasks:
+            if task.op is Op.EXPERT_GRAD:
+                self._add(kept(task.name), walk.kept_inside(task))
+
+    def _add(self, name: str, size: Bytes) -> None:
+        """Let a slot live, in place of what had its name."""
+        self._remove(name)
+        self._alive[name] = size
+        for number, count in size.items():
+            self._total[number] = self._total.get(number, 0) + count
+
+    def _remove(self, name: str) -> Bytes | None:
+        """Let a slot die, if it lives; return its bytes."""
+        size = self._alive.pop(name, None)
+        for number, count in (size or {}).items():
+            self._total[number] -= count
+        return size
 
     def settle(self, sender: int) -> None:
         """Let the messages of a step arrive, if it sent any."""
@@ -382,11 +419,13 @@ class _Alive:
             return
         if flight.lane is self._walk.slowest:
             self._sum(flight.buffers)
-        self._alive |= {
-            name: size for name, (size, in_place) in flight.arrive.items() if not in_place
-        }
+        for name, (size, in_place) in flight.arrive.items():
+            if not in_place:
+                self._add(name, size)
         self._record(*flight.buffers)
-        self._alive |= {name: size for name, (size, in_place) in flight.arrive.items() if in_place}
+        for name, (size, in_place) in flight.arrive.items():
+            if in_place:
+                self._add(name, size)
 
     def finish(self, names: Iterable[str]) -> None:
         """Run the deferred products before a slot that they write is read."""
@@ -432,13 +471,10 @@ class _Alive:
         walk = self._walk
         task = step.tasks[0]
         for name in task.writes:
-            self._alive[name] = (
-                walk.packed(task)
-                if walk.slots[name].kind is Kind.PACKETS
-                else walk.slot_bytes(name)
-            )
+            is_packed = walk.slots[name].kind is Kind.PACKETS
+            self._add(name, walk.packed(task) if is_packed else walk.slot_bytes(name))
         if task.op is Op.EXPERT:
-            self._alive[kept(task.name)] = walk.kept_inside(task)
+            self._add(kept(task.name), walk.kept_inside(task))
         self._record(walk.scratch(task))
         if task.op is Op.EXPERT_GRAD:
             self._deferred = walk.scratch_of_experts(task, "waiting")
@@ -451,23 +487,21 @@ class _Alive:
             storage = self._storage_of.get(name, name)
             users = self._users.get(storage, {name})
             users.discard(name)
-            freed = None if users else self._alive.pop(storage, None)
+            freed = None if users else self._remove(storage)
             if freed and place in self._flights and not self._flights[place].buffers[0]:
                 self._flights[place].buffers.append(freed)
 
     def _record(self, *extra: Bytes) -> None:
         flying = [each for flight in self._flights.values() for each in flight.buffers]
-        self.bytes_by_step.append(
-            _total_bytes([*self._alive.values(), *flying, self._deferred, *extra])
-        )
+        self.bytes_by_step.append(_total_bytes([self._total, *flying, self._deferred, *extra]))
 
 
-def _bytes_of(term: _Term, size: float) -> Bytes:
-    return Counter({term: size})
-
-
-def _total_bytes(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
+def _total_bytes(parts: Iterable[Bytes]) -> Bytes:
     total: Bytes = Counter()
     for part in parts:
-        total.update(part)
+        if not total:
+            total.update(part)  # at once
+            continue
+        for number, size in part.items():
+            total[number] = total.get(number, 0) + size
     return total

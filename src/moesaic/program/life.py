@@ -12,10 +12,10 @@ count it (`call_memory.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from moesaic.program.joined_messages import bundles
-from moesaic.program.task import Op, Program, Task
+from moesaic.program.task import Lane, Op, Program, Task
 from moesaic.program.transpose import SUFFIX
 
 STORED = "w"
@@ -56,6 +56,27 @@ class Life:
     steps: tuple[Step, ...]
     lands: tuple[int, ...]
     """Steps whose messages arrive after the last one, in order."""
+
+    @cached_property
+    def slowest(self) -> Lane:
+        """The lane whose messages take longest: between nodes if any message crosses nodes."""
+        between = any(step.tasks[0].lane is not Lane.INTRA for step in self.steps if step.sends)
+        return Lane.INTER if between else Lane.INTRA
+
+    @cached_property
+    def pauses(self) -> frozenset[int]:
+        """The steps before which a run may pause, as places in `steps`: the first that waits for
+        messages of the slowest lane, and the first that does so after the last expert task."""
+        waits = list[int]()
+        last_expert = -1
+        for place, step in enumerate(self.steps):
+            senders = (self.steps[sender].tasks[0] for sender in step.lands)
+            if any((task.lane is Lane.INTRA) == (self.slowest is Lane.INTRA) for task in senders):
+                waits.append(place)
+            if step.tasks[0].op in (Op.EXPERT, Op.EXPERT_GRAD):
+                last_expert = place
+        later = [place for place in waits if place > last_expert]
+        return frozenset(waits[:1] + later[:1])
 
 
 @lru_cache(maxsize=512)

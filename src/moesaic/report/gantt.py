@@ -18,6 +18,7 @@ from typing import NamedTuple
 import plotly.graph_objects as go
 
 from moesaic.errors import InputError
+from moesaic.planner.in_flight import InFlight
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed
 from moesaic.planner.search import PlannedStep
@@ -310,5 +311,31 @@ def stages_gantt(timed: Timed) -> go.Figure:
     ]
     rows = [f"stage {rank}" for rank in range(len(timed.busy))]
     colours = {part: part_colour(f"moe {part}") for part in ("forward", "backward")}
+    end = max(bar.end for bar in all_bars)
+    return _draw(all_bars, rows, colours, unit_of(end), end, textposition="none")
+
+
+def in_flight_gantt(flight: InFlight) -> go.Figure:
+    """Draw two micro-batches in flight: for each a row of what it computes and a row of its
+    messages, so that gaps show who waits."""
+
+    def row(micro_batch: int, lane: Lane) -> str:
+        return f"micro-batch {micro_batch + 1}: {COMPUTING if lane is Lane.COMPUTE else 'messages'}"
+
+    all_bars = [
+        Bar(
+            row=row(turn.micro_batch, turn.lane),
+            part=f"layer {turn.layer + 1}" if turn.task else "between layers",
+            what=turn.task or f"what lies before layer {turn.layer + 1}",
+            start=turn.start,
+            end=turn.end,
+        )
+        for turn in flight.turns
+        if turn.end > turn.start and turn.lane is not Lane.HOST
+    ]
+    rows = [row(number, lane) for lane in (Lane.COMPUTE, Lane.INTER) for number in range(2)]
+    layers = sorted({bar.part for bar in all_bars} - {"between layers"})
+    shades = iter(ordered_colours(len(layers)))
+    colours = {"between layers": WHOLE} | {layer: next(shades) for layer in layers}
     end = max(bar.end for bar in all_bars)
     return _draw(all_bars, rows, colours, unit_of(end), end, textposition="none")

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from moesaic.planner.answer import Speed
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.compute import rates_of
+from moesaic.planner.in_flight import InFlight
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed
 from moesaic.planner.rank_memory import GIB
@@ -21,7 +22,15 @@ from moesaic.planner.workload import Workload
 from moesaic.program.plan import plan_in_words
 from moesaic.program.text import NAMES
 from moesaic.program.timeline import Timeline
-from moesaic.report.gantt import bars_of, gantt, in_words, stages_gantt, step_gantt, unit_of
+from moesaic.report.gantt import (
+    bars_of,
+    gantt,
+    in_flight_gantt,
+    in_words,
+    stages_gantt,
+    step_gantt,
+    unit_of,
+)
 from moesaic.report.style import (
     INK,
     Picture,
@@ -53,6 +62,8 @@ class PlanAnswer:
     """The timelines of the best plan's programs, "forward" and "backward"."""
     stages: Timed | None = None
     """The passes of the best plan's micro-batches through its pipeline stages, if it has some."""
+    flight: InFlight | None = None
+    """The forward pass of two micro-batches of the best plan, if they are in flight."""
 
 
 def write_plan_page(title: str, answer: PlanAnswer, path: Path) -> Path:
@@ -99,6 +110,12 @@ def _lead(answer: PlanAnswer) -> str:
 def _step_picture(answer: PlanAnswer) -> Picture:
     """Draw a step of the best plan: the stages of a pipeline, or one rank's blocks."""
     name = "One step of the best plan"
+    if answer.flight is not None:
+        text = (
+            "The first layers of two micro-batches in flight, forward: one computes while the "
+            "messages of the other travel. Where neither computes, both wait. Drag to zoom in."
+        )
+        return Picture(name, text, in_flight_gantt(answer.flight))
     if answer.stages is None:
         text = (
             f"The first micro-batch of {answer.job.accumulation}, block by block. Drag to zoom in, "

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from operator import itemgetter
 from time import perf_counter
 from typing import Any
@@ -39,19 +39,10 @@ from moesaic.program.compile import Compiled
 from moesaic.program.layouts import Move, move_of
 from moesaic.program.life import Life, Step, kept, life_of
 from moesaic.program.sizes import Runs
-from moesaic.program.task import Kind, Op, Program, Slot, Task
+from moesaic.program.task import Kind, Lane, Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved
 from moesaic.runtime.messages import Packets, pack, start, start_hop, unpack
-from moesaic.runtime.tasks import (
-    Call,
-    Environment,
-    IndexedRows,
-    Value,
-    compute,
-    parameters,
-    tables,
-    transport_lane,
-)
+from moesaic.runtime.tasks import Call, Environment, IndexedRows, Value, compute, parameters, tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,27 +63,10 @@ class Script:
         """The steps, in order."""
         return self.life.steps
 
-    @cached_property
+    @property
     def slowest(self) -> TransportLane:
-        """The lane whose messages take longest: "inter" if any message crosses nodes, else
-        "intra"."""
-        lanes = {transport_lane(step.tasks[0]) for step in self.steps if step.sends}
-        return "inter" if "inter" in lanes else "intra"
-
-    @cached_property
-    def pauses(self) -> frozenset[int]:
-        """The steps before which a run may pause, as places in `steps`: the first that waits for
-        messages of the slowest lane, and the first that does so after the last expert task."""
-        waits = list[int]()
-        last_expert = -1
-        for place, step in enumerate(self.steps):
-            senders = (self.steps[sender].tasks[0] for sender in step.lands)
-            if any(transport_lane(task) == self.slowest for task in senders):
-                waits.append(place)
-            if step.tasks[0].op in (Op.EXPERT, Op.EXPERT_GRAD):
-                last_expert = place
-        later = [place for place in waits if place > last_expert]
-        return frozenset(waits[:1] + later[:1])
+        """The transport lane whose messages take longest."""
+        return "intra" if self.life.slowest is Lane.INTRA else "inter"
 
 
 @lru_cache(maxsize=512)
@@ -163,7 +137,7 @@ def interpret(
         call: rank, sizes and experts.
         outputs: slots to return; every other slot is freed after it is last read. None: return all
             slots and free none.
-        pauses: pause at the program's `Script.pauses`.
+        pauses: pause at the program's `Life.pauses`.
 
     Yields:
         a `Transfer`, to which the driver answers with a `Handle`; a `Handle` to wait for; or a
@@ -176,7 +150,7 @@ def interpret(
     state = _RankState(script, call, dict(values))
     del values
     for place, step in enumerate(script.steps):
-        if pauses and place in script.pauses:
+        if pauses and place in script.life.pauses:
             call.finish()  # while the messages are in flight
             yield Pause.PAUSE
         for sender in step.lands:

@@ -26,7 +26,7 @@ from moesaic.layer import MoE
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES
-from moesaic.planner.plan_files import MESH, SPLIT, mesh_table, read_finer, read_planned
+from moesaic.planner.plan_files import MESH, SPLIT, mesh_table, read_micro_batches, read_planned
 from moesaic.planner.plan_table import TableSettings
 from moesaic.planner.predicted_plans import Predictor, find_layouts
 from moesaic.program.plan import Crossing, Plan, plan_in_words
@@ -102,6 +102,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         cluster=settings.cluster,
         on_cpu=on_cpu,
         most_stages=MOST_STAGES if settings.searches and _can_have_stages(config) else 1,
+        may_fly=settings.searches and _can_fly(config),
     )
     layout = layouts[0]
     others = [
@@ -121,6 +122,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
     found = _cut_finer(config, layout.split.finer)
     return replace(
         found,
+        micro_batches_in_flight=max(config.micro_batches_in_flight, layout.split.in_flight),
         mesh=_with_mesh(config.mesh, mesh_table(layout)),
         planner=replace(settings, plan=planner_plan),
     ).with_layer_plan(plan)
@@ -132,6 +134,12 @@ def _can_have_stages(config: TrainConfig) -> bool:
     in_flight = config.micro_batches_in_flight > 1
     holds_nothing = config.mesh.hold == "nothing"
     return not (is_moved or config.adapters.base or in_flight or holds_nothing)
+
+
+def _can_fly(config: TrainConfig) -> bool:
+    """Return whether two micro-batches of a configuration may be in flight."""
+    records = config.record_routing != "none" or bool(config.replay_routing)
+    return config.accumulation > 1 and not records
 
 
 def _with_mesh(configured: MeshConfig, table: dict[str, Any]) -> MeshConfig:
@@ -167,8 +175,13 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
         raise InputError(
             f"plan or balance and planner.plan={path} contradict each other: leave one out"
         )
-    found = _cut_finer(config, read_finer(path))
-    return replace(found, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
+    finer, in_flight = read_micro_batches(path)
+    return replace(
+        _cut_finer(config, finer),
+        micro_batches_in_flight=max(config.micro_batches_in_flight, in_flight),
+        mesh=mesh,
+        planner=replace(config.planner, plan=""),
+    ).with_layer_plan(plan)
 
 
 def _by_rule(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
