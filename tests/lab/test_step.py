@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from moesaic.planner.simulator import Simulator
 from moesaic.shapes import BlockConfig
 from moesaic_lab.emulated import emulated
-from moesaic_lab.step import benchmark, claims, ranks
+from moesaic_lab.step import benchmark, claims, page, ranks
 from moesaic_lab.step.cells import (
     AGAIN,
     SEARCHED,
@@ -146,6 +147,19 @@ def test_runs_are_kept_and_a_slow_cell_names_what_it_left_out(
     assert len(left_out) == len(splits_of(CONFIG, cell)) - len(trained) + 1
     assert again(None) == found
     assert len(trained) == CONFIG.minutes * 60 / 90 + 2
+
+
+@pytest.mark.parametrize(("where", "write"), [(page.README, page.front), (page.PAGE, page.page)])
+def test_pages_show_the_committed_results(where: Path, write: Any) -> None:
+    result = json.loads(page.RESULT.read_text(encoding="utf-8"))
+    start, end = page.MARKS
+    shown = where.read_text(encoding="utf-8").split(start)[1].split(end)[0]
+    assert shown.strip() == write(result).strip()
+
+
+def test_the_picture_is_of_the_committed_results() -> None:
+    result = json.loads(page.RESULT.read_text(encoding="utf-8"))
+    assert page.PICTURE.read_text(encoding="utf-8") == page.picture(result)
 
 
 def test_virtual_attention_takes_time_and_passes_its_input() -> None:

@@ -96,9 +96,11 @@ class BedSplit:
     def words(self) -> str:
         """The split in words, for tables."""
         mesh = self.mesh
-        parts = [f"pp {mesh.pp}"] * (mesh.pp > 1) + [f"ep {mesh.ep}"] * (mesh.ep > 1)
+        parts = [f"pp {mesh.pp}"] * (mesh.pp > 1)
+        parts += [f"ep {mesh.ep}"] * (mesh.ep > 1 or mesh.pp == 1)
         parts += [f"{mesh.parts_per_stage} parts a stage"] * (mesh.parts_per_stage > 1)
-        parts += [{"node": "sharded in nodes", "all": "sharded over all"}.get(mesh.shard, "")]
+        parts += ["sharded in nodes"] * (mesh.shard == "node")
+        parts += ["sharded over all"] * (mesh.shard == "all" and mesh.pp == 1)
         parts += ["nothing held"] * (mesh.hold == "nothing")
         parts += [f"micro-batches cut in {self.finer}"] * (self.finer > 1)
         parts += ["two in flight"] * (self.in_flight > 1)
