@@ -171,7 +171,8 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench balance --json $(RESULTS)/balance.json --picture $(PICTURES)/balance.svg
 	$(BIN)/moesaic bench headlines --json $(RESULTS)/headlines.json
 	$(BIN)/moesaic bench small --json $(RESULTS)/small.json
-	$(BIN)/moesaic bench splits --json $(RESULTS)/splits.json --page docs/choose_a_split.md
+	$(BIN)/moesaic bench step --json $(RESULTS)/step.json
+	$(BIN)/python -m moesaic_lab.step.page
 	$(BIN)/moesaic bench netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
 	$(BIN)/moesaic bench gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
 	$(BIN)/moesaic bench relocate_train --json $(RESULTS)/relocate_train.json
@@ -207,10 +208,11 @@ fuzz: $(STAMP)  ## 100,000 odd inputs for every reader and every command line, h
 soak: $(STAMP)  ## half an hour of changing plans on four processes: memory, descriptors, threads
 	$(BIN)/moesaic soak --json $(RESULTS)/soak.json
 
-docs: $(STAMP)  ## docs/performance.md and the pages of the papers from the committed results, and the picture of a timeline
+docs: $(STAMP)  ## what pages say of the committed results, and the pictures
 	$(BIN)/python -m moesaic_lab.papers_page
 	$(BIN)/python -m moesaic_lab.performance_page
 	$(BIN)/python -m moesaic_lab.timeline_picture
+	$(BIN)/python -m moesaic_lab.step.page
 
 site: $(STAMP)  ## the documentation as a site, in build/site
 	$(BIN)/python -m mkdocs build --strict

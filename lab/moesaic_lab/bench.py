@@ -94,7 +94,7 @@ BENCHMARKS = {
     "simulator": ("simulator", "run time of the simulator"),
     "small": ("small", "splits of a frozen model over small cards, on emulated clusters"),
     "soak": ("soak", "memory, file descriptors and threads of a long run that changes plans"),
-    "splits": ("splits", "training steps by split of the ranks, on an emulated cluster"),
+    "step": ("step.benchmark", "the whole step by split of the ranks, on emulated clusters"),
     "train": (
         "train.benchmark",
         "training steps of the demo model on an emulated cluster, against other systems",

@@ -46,6 +46,8 @@ class Claim:
     """How `value` must compare with `target`."""
     reason: str = ""
     """Why `value` is None."""
+    interval: tuple[float, float] | None = None
+    """The least and the most that the value may be; the benchmark's notes say how it is found."""
 
     @property
     def holds(self) -> bool | None:
@@ -64,6 +66,7 @@ class Claim:
             "op": self.op,
             "holds": self.holds,
         }
+        data |= {} if self.interval is None else {"interval": list(self.interval)}
         return data | ({"reason": self.reason} if self.reason else {})
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from moesaic.comm.mesh import open_transport
 from moesaic.configfile import as_toml
 from moesaic.errors import InputError
 from moesaic.measure import compute as measured_compute
@@ -22,6 +25,7 @@ from moesaic.planner.cluster import ClusterSpec, CodecRate, Device, Host, Link, 
 from moesaic.planner.fit import Fit
 from moesaic.planner.simulator import Simulator
 from moesaic.program.task import Op
+from worlds import on_ranks
 
 COSTS = {"layer_us": 2000.0, "task_us": 80.0, "message_us": 30.0}
 UNKNOWN = ClusterSpec(
@@ -224,3 +228,14 @@ def test_one_rank_without_a_launcher_can_be_measured(monkeypatch: pytest.MonkeyP
     assert device.contention == 0, "nothing was sent"
     assert profile.cluster.host.layer_us + profile.cluster.host.task_us > 0
     assert np.isfinite(profile.errors).all()
+
+
+def one_computing_layer() -> int:
+    """Time a layer whose ranks were started apart, each with random numbers of its own."""
+    torch.manual_seed(dist.get_rank())
+    layer = next(each for each in calibrations(2, 1) if each.computes)
+    return len(host.timed([layer], open_transport(), 1, dist.barrier, lambda share: None))
+
+
+def test_ranks_that_torchrun_starts_draw_the_same_weights() -> None:
+    assert on_ranks(2, one_computing_layer) == [1, 1]

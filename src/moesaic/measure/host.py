@@ -250,15 +250,17 @@ def timed(
 class _Layer:
     def __init__(self, first: Calibration, transport: AbstractTransport) -> None:
         workload = first.workload
-        self.layer = MoE(
-            workload.dim,
-            workload.hidden,
-            workload.num_experts,
-            workload.top_k,
-            router=BalancedRouter,
-            experts=PlainExperts if first.computes else IdleExperts,
-            losses=(),
-        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # processes that no one parent forked draw the same weights
+            self.layer = MoE(
+                workload.dim,
+                workload.hidden,
+                workload.num_experts,
+                workload.top_k,
+                router=BalancedRouter,
+                experts=PlainExperts if first.computes else IdleExperts,
+                losses=(),
+            )
         self.layer.parallelize(Mesh(first.mesh, transport), first.compiled)
         self.x = torch.ones(first.tokens, workload.dim).requires_grad_()
         self._dy = torch.ones(first.tokens, workload.dim)

@@ -1,0 +1,1 @@
+"""`moesaic bench step`: the whole step under every split of the ranks, on emulated clusters."""
