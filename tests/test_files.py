@@ -16,6 +16,7 @@ from typing import BinaryIO
 import pytest
 
 from helpers import refused
+from moesaic import files
 from moesaic.errors import InputError
 from moesaic.files import (
     entries,
@@ -23,6 +24,7 @@ from moesaic.files import (
     kind_of,
     open_file,
     open_to_append,
+    read_bytes,
     read_text,
     system_error,
     write,
@@ -102,6 +104,13 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         read_text(tmp_path / "config.json", at_most=10)
 
 
+def test_a_file_larger_than_memory_is_refused_with_its_size(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(1 << 43)
+    with pytest.raises(OSError, match=r"it has 8,796,093,022,208 bytes, more than memory"):
+        read_bytes(tmp_path / "file")
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write(path, "old")
@@ -179,6 +188,21 @@ def test_a_path_that_a_user_typed_may_be_a_link_or_a_device(tmp_path: Path) -> N
     assert kind_of(tmp_path / "link.json") == "a symbolic link"
     write(Path(os.devnull), "anything", typed=True)
     assert kind_of(Path(os.devnull)) == "a device"
+
+
+def test_a_pipe_is_written_to_its_reader_and_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "READER_SECONDS", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    text = refused(write, tmp_path / "pipe", b"text", typed=True)
+    assert text.endswith("pipe: is a named pipe that nobody reads: start its reader first")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write(tmp_path / "pipe", b"text", typed=True)
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)
 
 
 def test_folders_below_are_made_and_are_no_links(tmp_path: Path) -> None:

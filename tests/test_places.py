@@ -367,7 +367,7 @@ def test_the_smoke_test_runs_what_the_pages_print(tmp_path: Path) -> None:
         "torchrun --nproc-per-node 2 -m moesaic train --config "
     )
     assert found["README block 3"] == f"torchrun --nproc-per-node 4 {tmp_path / 'block3.py'}"
-    assert found["README plan"] == "moesaic plan --model qwen3-30b-a3b --cluster dgx-h100 --gpus 64"
+    assert found["README plan"] == "moesaic plan --model qwen3-30b-a3b --cluster 100gbe --gpus 64"
     written = [(tmp_path / f"block{number}.py").read_text("utf-8") for number in (1, 2, 3)]
     assert all(block in (ROOT / "README.md").read_text("utf-8") for block in written)
     assert '\npip install ".[finetune]"\n' in (ROOT / "docs/transformers.md").read_text("utf-8")

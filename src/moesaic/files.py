@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ receipt."""
 WRITING = ".writing-"
 """How the names of files begin that are being written."""
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+READER_SECONDS = 5.0
+"""How long a named pipe may wait for its reader."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _KINDS = {
@@ -76,9 +79,18 @@ def open_file(path: Path, *, at_most: int | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path, *, at_most: int | None = None) -> bytes:
-    """Return the contents of a regular file; see `open_file`."""
+    """Return the contents of a regular file; see `open_file`.
+
+    Raises:
+        OSError: see `open_file`; or memory does not hold the contents.
+    """
     with open_file(path, at_most=at_most) as file:
-        return file.read()
+        try:
+            return file.read()
+        except MemoryError:
+            size = os.fstat(file.fileno()).st_size
+            words = f"it has {size:,} bytes, more than memory holds"
+            raise OSError(errno.ENOMEM, words, str(path)) from None
 
 
 def read_text(path: Path, *, at_most: int = MOST_TEXT) -> str:
@@ -107,7 +119,8 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
     path = Path(os.path.realpath(path)) if typed else path
     kind = kind_of(path)
     if typed and kind in ("a device", "a named pipe"):
-        with path.open("wb") as file:
+        is_pipe = kind == "a named pipe"
+        with os.fdopen(_opened_pipe(path), "wb") if is_pipe else path.open("wb") as file:
             yield file
         return
     if kind not in (None, "a file"):
@@ -129,6 +142,24 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
             raise
         # the name that a reader of the message knows
         raise OSError(found.errno, found.strerror, str(path)) from error
+
+
+def _opened_pipe(path: Path) -> int:
+    """Open a named pipe for writing once somebody reads it; raises InputError if nobody does for
+    `READER_SECONDS`."""
+    until = time.monotonic() + READER_SECONDS
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | _AT_ONCE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+        else:
+            os.set_blocking(descriptor, True)
+            return descriptor
+        if time.monotonic() > until:
+            raise InputError(f"{path}: is a named pipe that nobody reads: start its reader first")
+        time.sleep(0.05)
 
 
 class _Output(io.FileIO):

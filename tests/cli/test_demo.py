@@ -25,6 +25,13 @@ def test_a_demo_compares_the_two_halves(tmp_path, capsys, quick):
     assert (tmp_path / "demo" / "report.html").exists()
 
 
+def test_a_link_for_the_report_is_refused_before_anything_is_trained(tmp_path, capsys):
+    (tmp_path / "report.html").symlink_to(tmp_path / "elsewhere")
+    assert main(["demo", "--steps", "2", "--out", str(tmp_path)]) == 2
+    assert "report.html: is a symbolic link, and the report is a file" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
 def test_the_vision_demo_is_the_laboratorys(tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(

@@ -15,6 +15,7 @@ from moesaic.cli.arguments import parse
 from moesaic.cli.sample import SampleOptions, continuations
 from moesaic.configfile import override
 from moesaic.errors import InputError
+from moesaic.files import kind_of
 
 if TYPE_CHECKING:
     from moesaic.train.loop import TrainResult
@@ -51,6 +52,12 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.train.loop import train
     from moesaic.train.presets import preset
 
+    report = Path(options.out) / "report.html"
+    kind = kind_of(report)
+    if kind not in (None, "a file"):
+        raise InputError(
+            f"{report}: is {kind}, and the report is a file: delete it, or choose --out"
+        )
     console = Console()
     results: dict[str, TrainResult] = {}
     start = preset("demo")
@@ -70,9 +77,8 @@ def run(arguments: Sequence[str]) -> int:
     sample = SampleOptions(run=str(results["moe"].folder), prompt=(options.prompt,))
     console.print(options.prompt + continuations(sample)[0], markup=False, highlight=False)
     console.rule()
-    page = write_report(
-        [results["moe"].folder, results["dense"].folder], Path(options.out) / "report.html"
-    )
+    folders = [results[name].folder for name in ("moe", "dense")]
+    page = write_report(folders, report, typed=False)
     console.print(f"the report: {page}", soft_wrap=True, highlight=False)
     return 0
 

@@ -140,19 +140,22 @@ SHOWN = 40
 """Largest number of decisions about plans in the table; the last ones are shown."""
 
 
-def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(
+    run_folders: Sequence[Path], out: Path | None = None, *, typed: bool = True
+) -> Path:
     """Write the report about the runs and return its path.
 
     Args:
         out: the file to write; None for report.html in the first run's folder.
+        typed: whether a user typed that path, which may then be a link.
 
     Raises:
         InputError: a folder holds no run, or the file cannot be written.
     """
-    return write_page(read_runs(run_folders), out)
+    return write_page(read_runs(run_folders), out, typed=typed)
 
 
-def write_page(runs: Sequence[RunSummary], out: Path | None = None) -> Path:
+def write_page(runs: Sequence[RunSummary], out: Path | None = None, *, typed: bool = True) -> Path:
     """Write the report about runs that have been read, and return its path.
 
     Raises:
@@ -160,7 +163,8 @@ def write_page(runs: Sequence[RunSummary], out: Path | None = None) -> Path:
     """
     with damage_as_input_error(runs[0].folder):
         text = report_text(runs, Drawn())
-    return save_page(text, out or runs[0].folder / "report.html", typed=out is not None)
+    typed = typed and out is not None
+    return save_page(text, out or runs[0].folder / "report.html", typed=typed)
 
 
 def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:
