@@ -26,6 +26,7 @@ from moesaic.train import auto_plan
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.launch import meet
+from planner.test_fewer_machines import SLOW
 from runs import assert_same, losses, parameters, tiny, write_config
 from train.disturbed import disturbing, free_port, start
 
@@ -112,6 +113,17 @@ def test_under_auto_a_mesh_that_fits_stays_and_another_is_searched(tmp_path, mon
     left(monkeypatch, 1)
     alone = with_planned(config)
     assert (alone.mesh.ep, alone.planner.plan) == (1, "")
+
+
+def test_a_search_names_machines_that_do_not_pay(tmp_path, monkeypatch):
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(SLOW.format(gbps=0.001))
+    left(monkeypatch, 2)
+    monkeypatch.setattr(auto_plan, "ranks_of_a_node", lambda _: 1)
+    said: list[str] = []
+    config = tiny(tmp_path, batch_size=4, planner={"plan": "search", "cluster": str(cluster)})
+    with_planned(config, said.append)
+    assert said[1].startswith("planner: 1 of 2 machines is as fast: ")
 
 
 def test_a_search_that_cannot_be_made_says_why(tmp_path, monkeypatch):

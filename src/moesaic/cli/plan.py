@@ -34,6 +34,7 @@ from moesaic.planner.answer import SkewedStep, Speed, in_words, remedies, under_
 from moesaic.planner.candidates import Pins, SearchSpace, name_of
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
 from moesaic.planner.emit import SYSTEMS, from_flags, layout_of, unread_flags
+from moesaic.planner.fewer_machines import fewer_machines
 from moesaic.planner.finetune import Method
 from moesaic.planner.hub import HubShape
 from moesaic.planner.job import Job
@@ -352,6 +353,17 @@ def _as_others(
     )
 
 
+def _fewer(job: Job, cluster: ClusterSpec, options: PlanOptions, seconds: float) -> list[str]:
+    """Return a line about machines that could be left out; none if all are needed."""
+
+    def best_of(machines: int) -> PlannedStep:
+        part = cluster.of_devices(machines * cluster.devices_per_node)
+        return search(job, part, _settings(options)).best
+
+    line = fewer_machines(cluster.nodes, cluster.world, seconds, best_of)
+    return [] if line is None else [line]
+
+
 def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: PlanOptions) -> int:
     """Print what is known if no layout of the search fits the memory; returns the exit code.
 
@@ -390,6 +402,8 @@ def _lines(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
             under_counts=options.trace is not None,
         )
     )
+    if options.trace is None and options.max_vio is None:
+        lines += _fewer(job, cluster, options, result.best.seconds)
     if options.trace is None:  # layouts of other systems are predicted under even routing
         lines += _as_others(job, cluster, options, best_speed(job, cluster, result.best))
     elif options.explain is not None:

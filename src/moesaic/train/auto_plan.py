@@ -26,9 +26,11 @@ from moesaic.layer import MoE
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES
+from moesaic.planner.fewer_machines import fewer_machines
 from moesaic.planner.plan_files import MESH, SPLIT, mesh_table, read_micro_batches, read_planned
 from moesaic.planner.plan_table import TableSettings
 from moesaic.planner.predicted_plans import Predictor, find_layouts
+from moesaic.planner.search import PlannedStep
 from moesaic.program.plan import Crossing, Plan, plan_in_words
 from moesaic.train.balance import known_cluster
 from moesaic.train.checkpoint import PLAN_TABLE
@@ -95,15 +97,20 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
     """Return the configuration with the mesh and plan that are predicted to be fastest."""
     settings = config.planner
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
-    layouts = find_layouts(
-        asdict(config),
-        world,
-        ranks_of_a_node(config.mesh.ranks_per_node),
-        cluster=settings.cluster,
-        on_cpu=on_cpu,
-        most_stages=MOST_STAGES if settings.searches and _can_have_stages(config) else 1,
-        may_fly=settings.searches and _can_fly(config),
-    )
+    per_node = ranks_of_a_node(config.mesh.ranks_per_node)
+
+    def layouts_of(ranks: int) -> tuple[PlannedStep, ...]:
+        return find_layouts(
+            asdict(config),
+            ranks,
+            per_node,
+            cluster=settings.cluster,
+            on_cpu=on_cpu,
+            most_stages=MOST_STAGES if settings.searches and _can_have_stages(config) else 1,
+            may_fly=settings.searches and _can_fly(config),
+        )
+
+    layouts = layouts_of(world)
     layout = layouts[0]
     others = [
         f"{each.layout}: {each.seconds / layout.seconds:.2f} times as long" for each in layouts[1:3]
@@ -113,6 +120,15 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         f"predicted step of {1e3 * layout.seconds:.1f} ms, limited by {layout.estimate.bottleneck}"
         + "".join(f"; {other}" for other in others)
     )
+    if settings.cluster:  # of an assumed one nothing is known of what the ranks compute
+        fewer = fewer_machines(
+            world // per_node,
+            world,
+            layout.seconds,
+            lambda machines: layouts_of(machines * per_node)[0],
+        )
+        if fewer is not None:
+            say(f"planner: {fewer}")
     plan = replace(
         layout.plan,
         replication=config.balance.replication,
