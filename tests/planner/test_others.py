@@ -22,6 +22,7 @@ from moesaic.planner.other_systems import (
     fills_pipeline,
     longer_by_narrow_rate,
     predict,
+    without_what_we_lack,
 )
 from moesaic.planner.presets import read_job
 from moesaic.planner.rank_memory import GIB, usable_bytes
@@ -52,6 +53,20 @@ QWEN = job(QWEN3_30B)
 
 def seconds(layout: OthersLayout, of: Job = QWEN) -> float:
     return predict(of, H100, layout).seconds
+
+
+def test_what_we_lack_is_told_with_its_share() -> None:
+    layout = OthersLayout(ep=16, all_to_all="deepep", overlapped=True, recompute=("moe_act",))
+    gains = without_what_we_lack(QWEN, H100, layout)
+    assert set(gains) == {"DeepEP", "recomputing parts of blocks"}, "without stages we overlap too"
+    linear = OthersLayout(ep=16, overlapped=True, recompute=("moe_act",))
+    assert gains["DeepEP"] == seconds(linear) / seconds(layout) > 1
+    staged = replace(layout, pp=2, virtual_pp=2, ep=8, recompute=("block",))
+    assert set(without_what_we_lack(QWEN, H100, staged)) == {
+        "DeepEP",
+        "micro-batches in flight with stages",
+    }
+    assert without_what_we_lack(QWEN, H100, OthersLayout(ep=16, overlapped=True)) == {}
 
 
 def test_megatrons_flags_say_how_a_model_is_split() -> None:

@@ -18,6 +18,7 @@ from moesaic.planner.other_systems import (
     fills_pipeline,
     longer_by_narrow_rate,
     predict,
+    without_what_we_lack,
 )
 from moesaic.planner.rank_memory import GIB, Memory, about_fragments, what_is_missing
 from moesaic.planner.search import PlannedStep, Result
@@ -239,6 +240,10 @@ def as_others_shard(
         f"device, {step.memory.total / GIB:.1f} GiB{times} (--pp {layout.pp} --emit {system} "
         "prints it)"
     )
+    gains = without_what_we_lack(job, cluster, layout)
+    if gains:
+        parts = ", ".join(f"{what} ({gain:.2f} times)" for what, gain in gains.items())
+        yield f"of that, moesaic train lacks {parts}, each against the same layout without it"
     yield from _starved(job, cluster, layout)
 
 

@@ -10,7 +10,7 @@ schedule, overlapped all-to-alls, DeepEP and the precision.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -524,6 +524,36 @@ def best_layout(
                 better = None
         climbed.append(best)
     return min(climbed, key=lambda each: each[1].seconds, default=None)
+
+
+WE_LACK: tuple[tuple[str, str, Any, Callable[[OthersLayout], bool]], ...] = (
+    ("sequences shared by ranks", "cp", 1, lambda layout: layout.cp > 1),
+    ("DeepEP", "all_to_all", "linear", lambda layout: layout.needs_deepep),
+    ("micro-batches in flight with stages", "overlapped", False, lambda layout: layout.pp > 1),
+    (
+        "recomputing parts of blocks",
+        "recompute",
+        (),
+        lambda layout: layout.recompute not in ((), ("block",)),
+    ),
+)
+"""What another system may run and `moesaic train` does not: its name, the choice of a layout that
+takes it away, and the layouts to which that applies."""
+
+
+def without_what_we_lack(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> dict[str, float]:
+    """Return how many times as fast a layout is as the same one without each thing that
+    `moesaic train` lacks, whether or not memory then suffices.
+
+    Args:
+        job, cluster, layout: the arguments of `predict`.
+    """
+    seconds = predict(job, cluster, layout).seconds
+    return {
+        name: predict(job, cluster, without).seconds / seconds
+        for name, field, value, applies in WE_LACK
+        if applies(layout) and (without := replace(layout, **{field: value})) != layout
+    }
 
 
 def _starts(
