@@ -43,8 +43,10 @@ from moesaic.planner.other_systems import OthersLayout, best_layout, predict
 from moesaic.planner.plan_files import write_planned
 from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.search import (
+    GIVE_UP,
     LOSSLESS,
     LOSSY,
+    REFINED,
     PlannedStep,
     Result,
     Settings,
@@ -66,10 +68,6 @@ else:
 """A key of `SYSTEMS`; the command line lists them as choices."""
 WIDTH = 180
 """Columns of the printed table, so that no line of it is folded."""
-GIVE_UP = 1.5
-REFINED = 4
-"""`give_up` and `refine` of `Settings`: 64 devices take ten seconds, and searching longer found no
-better plan."""
 FINISHED = 2
 """`finished_eps` of `Settings`: the sizes of ep that the line "slower" gives."""
 FOR_FINETUNE = (

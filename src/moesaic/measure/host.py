@@ -214,6 +214,7 @@ def timed(
     repeats: int,
     barrier: Callable[[], object],
     progress: Callable[[float], object],
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[Calibration, float]]:
     """Time layers in turns. All ranks call it together and get the same result.
 
@@ -222,6 +223,7 @@ def timed(
         repeats: timed steps per layer, after a first step that computes the layouts.
         barrier: releases all ranks at one moment.
         progress: called with the share that is done.
+        clock: a clock that all ranks share.
 
     Returns:
         each layer with the median seconds from the first rank's start to the last one's end.
@@ -237,10 +239,10 @@ def timed(
         for number, calibration in enumerate(layers):
             progress((repeat + 1 + number / len(layers)) / (repeats + 1))
             barrier()
-            start = time.monotonic()
+            start = clock()
             built[calibration.mesh, calibration.workload, calibration.computes].step(calibration)
             if repeat >= 0:
-                spans[number].append((start, time.monotonic()))
+                spans[number].append((start, clock()))
     of_layers = zip(*gathered(spans))
     return [
         (layer, statistics.median(elapsed(of_ranks))) for layer, of_ranks in zip(layers, of_layers)

@@ -154,7 +154,11 @@ def rate_of(line: Fit) -> float:
 
 
 def collectives(
-    transport: AbstractTransport, ranks_per_node: int, repeats: int, barrier: Callable[[], object]
+    transport: AbstractTransport,
+    ranks_per_node: int,
+    repeats: int,
+    barrier: Callable[[], object],
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Fit]:
     """Time every collective over every span and fit a line to its times.
 
@@ -165,6 +169,7 @@ def collectives(
         ranks_per_node: ranks of each machine.
         repeats: timed repeats of each size, after one untimed.
         barrier: releases all ranks at one moment.
+        clock: a clock that all ranks share.
 
     Returns:
         a line over `SIZES` by collective and span, such as "all_gather inside"; with "saa
@@ -189,12 +194,12 @@ def collectives(
             own_spans = []
             for repeat in range(-1, repeats):
                 barrier()
-                start = time.monotonic()
+                start = clock()
                 run(tensor)
                 if tensor.is_cuda:
                     torch.cuda.synchronize()
                 if repeat >= 0:
-                    own_spans.append((start, time.monotonic()))
+                    own_spans.append((start, clock()))
             seconds.append(elapsed(gathered(own_spans)))
         lines[name] = fit(SIZES, seconds, what=name)
     return lines

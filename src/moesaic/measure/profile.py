@@ -15,7 +15,7 @@ from moesaic.measure.costs import fit_layers
 from moesaic.measure.here import machine, versions
 from moesaic.measure.host import calibrations, timed
 from moesaic.measure.links import collectives, rate_of
-from moesaic.measure.together import gathered, latest, start_together
+from moesaic.measure.together import gathered, latest, shared_clock, start_together
 from moesaic.planner.cluster import ClusterSpec, Host, Link
 from moesaic.planner.fit import Fit
 
@@ -72,13 +72,14 @@ def measure(
         InputError: if times do not grow with bytes.
     """
     transport = open_transport(name=transport_name)
-    barrier = start_together(latest) if dist.is_initialized() else lambda: None
+    clock = shared_clock()
+    barrier = start_together(latest, clock=clock) if dist.is_initialized() else lambda: None
     progress("products, copies and codecs", 0.0)
     measured_device = device(
         tuple(dict.fromkeys((*dtypes, "fp32"))), ranks_per_node, repeats, barrier
     )
     progress("collectives", 0.15)
-    lines = collectives(transport, ranks_per_node, repeats, barrier)
+    lines = collectives(transport, ranks_per_node, repeats, barrier, clock)
     nodes = transport.world // ranks_per_node
     here = machine()
     described = ClusterSpec(
@@ -99,6 +100,7 @@ def measure(
         REPEATS_OF_LAYERS * repeats,
         barrier,
         lambda share: progress("layers", 0.3 + 0.6 * share),
+        clock,
     )
     progress("fit", 0.9)
     fitted = (

@@ -12,8 +12,13 @@ blocks or has used its time slice, and the lock is free by then.
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ASKED = 16
+"""How often a rank of another machine asks for the time."""
 
 
 def hold_still(rank: int) -> None:
@@ -33,7 +38,9 @@ def hold_still(rank: int) -> None:
 
 
 def start_together(
-    latest: Callable[[float], float], lead_seconds: float = 0.002
+    latest: Callable[[float], float],
+    lead_seconds: float = 0.002,
+    clock: Callable[[], float] | None = None,
 ) -> Callable[[], None]:
     """Return a barrier that releases all ranks at one moment, after the links have drained.
 
@@ -44,16 +51,76 @@ def start_together(
         latest: an all-reduce: takes each rank's number and returns the largest of all ranks.
         lead_seconds: from the latest arrival to the start; the agreement must reach all ranks in
             this time.
+        clock: a clock that all ranks share (`shared_clock`); None for that of the
+            machine, if there is one.
     """
+    clock = clock or time.monotonic
 
     def barrier() -> None:
-        moment = latest(time.monotonic()) + lead_seconds
+        moment = latest(clock()) + lead_seconds
         # when the last rank knew the moment; a slow agreement postpones it
-        all_informed = latest(time.monotonic())
+        all_informed = latest(clock())
         moment = max(moment, all_informed + lead_seconds)
-        time.sleep(max(moment - time.monotonic(), 0.0))
+        time.sleep(max(moment - clock(), 0.0))
 
     return barrier
+
+
+def shared_clock() -> Callable[[], float]:
+    """Return a clock in seconds that shows the same on all ranks: the first rank's monotonic one.
+    All ranks call this together.
+
+    A machine counts from its own start. Ranks of other machines ask the first rank for the time and
+    add what differs, by the exchange with the shortest way there and back (Cristian, Probabilistic
+    Clock Synchronization, 1989); the error is at most half of that way.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return time.monotonic
+    starts = [start for (start,) in gathered([started_machine()])]
+    late = 0.0
+    for rank in (rank for rank, start in enumerate(starts) if start != starts[0]):
+        if dist.get_rank() == rank:
+            late = _ask_for_time()
+        elif dist.get_rank() == 0:
+            _answer_with_time(rank)
+    return lambda: time.monotonic() + late
+
+
+def started_machine() -> str:
+    """Return what differs between machines, and between two starts of one: the kernel's random
+    number, else the host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return platform.node()
+
+
+def _ask_for_time() -> float:
+    """Return what to add to this machine's clock for that of the first rank."""
+    import torch
+    import torch.distributed as dist
+
+    theirs = torch.zeros(1, dtype=torch.float64)
+    asked = []
+    for _ in range(ASKED):
+        sent = time.monotonic()
+        dist.send(theirs, 0)
+        dist.recv(theirs, 0)
+        received = time.monotonic()
+        asked.append((received - sent, float(theirs) - (sent + received) / 2))
+    return min(asked)[1]
+
+
+def _answer_with_time(rank: int) -> None:
+    """Tell a rank the time as often as it asks."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(ASKED):
+        dist.recv(torch.zeros(1, dtype=torch.float64), rank)
+        dist.send(torch.tensor([time.monotonic()], dtype=torch.float64), rank)
 
 
 def latest(moment: float) -> float:
@@ -79,7 +146,7 @@ def gathered(own: list) -> list[list]:
 
 def elapsed(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
     """Return, per repeat, the seconds from the first rank's start to the last one's end, from each
-    rank's (start, end)."""
+    rank's (start, end) by a clock that all share."""
     return tuple(
         max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks)
     )

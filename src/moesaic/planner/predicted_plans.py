@@ -19,7 +19,7 @@ from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic.planner.job import Job, job_of
 from moesaic.planner.loads import simulate_counts, simulate_even
 from moesaic.planner.policy_rates import simulator_of
-from moesaic.planner.search import LOSSLESS, PlannedStep, Settings, search
+from moesaic.planner.search import GIVE_UP, LOSSLESS, REFINED, PlannedStep, Settings, search
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.workload import Workload
@@ -226,7 +226,9 @@ def find_layouts(
     else:
         grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
         simulator = Simulator(assumed_cluster(grid, GBPS[on_cpu][1], on_cpu=on_cpu))
-    settings = Settings(keep=20, most_stages=most_stages, may_fly=may_fly)
+    settings = Settings(
+        keep=20, give_up=GIVE_UP, refine=REFINED, most_stages=most_stages, may_fly=may_fly
+    )
     job = job_of(config, "planner")
     ranking = search(job, simulator.cluster, settings, simulator=simulator).ranking
     best: dict[str, PlannedStep] = {}

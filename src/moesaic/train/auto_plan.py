@@ -33,6 +33,7 @@ from moesaic.planner.predicted_plans import Predictor, find_layouts
 from moesaic.planner.search import PlannedStep
 from moesaic.program.plan import Crossing, Plan, plan_in_words
 from moesaic.train.balance import known_cluster
+from moesaic.train.better_split import about_slow_link
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import UNMOVED, MeshConfig, TrainConfig
 from moesaic.train.ranks import Ranks
@@ -77,6 +78,20 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         mesh = replace(config.mesh, tp=1, ep=1, etp=1)
         return replace(config, mesh=mesh, planner=replace(settings, plan=""))
     return _searched(config, world, say)
+
+
+def name_better_split(config: TrainConfig, say: Callable[[str], None]) -> None:
+    """Say whether another split of the ranks would spare a slow link, if tokens of a run without a
+    plan or a cluster of its own cross one. All ranks call it together."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
+    if world == 1 or not on_cpu or config.planner.plan:
+        return
+    per_node = ranks_of_a_node(config.mesh.ranks_per_node)
+    most_stages = MOST_STAGES if _can_have_stages(config) else 1
+    line = about_slow_link(config, world, per_node, most_stages)
+    if line is not None:
+        say(f"planner: {line}")
 
 
 def _fits(config: TrainConfig, world: int) -> bool:

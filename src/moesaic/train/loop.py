@@ -26,7 +26,13 @@ from moesaic.parallel import clip, gradient_norm, micro_batches
 from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter
-from moesaic.train.auto_plan import Candidates, find_candidates, start_auto, with_planned
+from moesaic.train.auto_plan import (
+    Candidates,
+    find_candidates,
+    name_better_split,
+    start_auto,
+    with_planned,
+)
 from moesaic.train.balance import DecisionMeter, ExpertMover, budget_values
 from moesaic.train.checkpoint import PLAN_TABLE, Saving, save_checkpoint
 from moesaic.train.config import TrainConfig
@@ -101,6 +107,7 @@ def train(
         config = with_planned(config, say)
         check_routing(config)
         candidates = find_candidates(config)
+        name_better_split(config, say)
     next_sample_step: int | None = None
     returns: Counter[int] = Counter()
     while True:
