@@ -126,6 +126,20 @@ def test_a_search_names_machines_that_do_not_pay(tmp_path, monkeypatch):
     assert said[1].startswith("planner: 1 of 2 machines is as fast: ")
 
 
+def test_a_search_takes_the_measured_rate_of_the_link_between_machines(tmp_path, monkeypatch):
+    left(monkeypatch, 2)
+    monkeypatch.setattr(auto_plan, "ranks_of_a_node", lambda _: 1)
+    monkeypatch.setattr(auto_plan, "open_transport", lambda name: None)
+    milliseconds = []
+    for gbps in (0.001, 100.0):
+        monkeypatch.setattr(auto_plan, "outside_gbps", lambda *_, gbps=gbps: gbps)
+        said: list[str] = []
+        with_planned(tiny(tmp_path, batch_size=4, planner={"plan": "search"}), said.append)
+        assert said[0] == f"planner: the link between machines carries {gbps:.2g} Gbit/s"
+        milliseconds += map(float, re.findall(r"a predicted step of ([\d.]+) ms", said[1]))
+    assert milliseconds[0] > 2 * milliseconds[1]
+
+
 def test_a_search_that_cannot_be_made_says_why(tmp_path, monkeypatch):
     left(monkeypatch, 3)
     with pytest.raises(

@@ -201,6 +201,7 @@ def find_layouts(
     on_cpu: bool,
     most_stages: int,
     may_fly: bool = False,
+    gbps: float | None = None,
 ) -> tuple[PlannedStep, ...]:
     """Search the mesh and the plan of a run for a number of ranks; the result is the same on every
     machine.
@@ -213,6 +214,7 @@ def find_layouts(
             unlimited memory.
         on_cpu: whether the ranks compute on CPUs.
         most_stages, may_fly: see `Settings`.
+        gbps: measured rate of a node's link in gigabits per second, for an assumed cluster.
 
     Returns:
         the best plan of each of the best layouts, best first.
@@ -225,7 +227,7 @@ def find_layouts(
         simulator = simulator_of(cluster, world, per_node)
     else:
         grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
-        simulator = Simulator(assumed_cluster(grid, GBPS[on_cpu][1], on_cpu=on_cpu))
+        simulator = Simulator(assumed_cluster(grid, gbps or GBPS[on_cpu][1], on_cpu=on_cpu))
     settings = Settings(
         keep=20, give_up=GIVE_UP, refine=REFINED, most_stages=most_stages, may_fly=may_fly
     )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moesaic.auto import AutoPlan
-from moesaic.comm.mesh import ranks_of_a_node
+from moesaic.comm.mesh import open_transport, ranks_of_a_node
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.files import read_text
@@ -33,7 +33,7 @@ from moesaic.planner.predicted_plans import Predictor, find_layouts
 from moesaic.planner.search import PlannedStep
 from moesaic.program.plan import Crossing, Plan, plan_in_words
 from moesaic.train.balance import known_cluster
-from moesaic.train.better_split import about_slow_link
+from moesaic.train.better_split import about_slow_link, outside_gbps
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import UNMOVED, MeshConfig, TrainConfig
 from moesaic.train.ranks import Ranks
@@ -113,6 +113,10 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
     settings = config.planner
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     per_node = ranks_of_a_node(config.mesh.ranks_per_node)
+    gbps = None
+    if on_cpu and not settings.cluster and world > per_node:
+        gbps = outside_gbps(open_transport(name=config.mesh.transport), per_node)
+        say(f"planner: the link between machines carries {gbps:.2g} Gbit/s")
 
     def layouts_of(ranks: int) -> tuple[PlannedStep, ...]:
         return find_layouts(
@@ -123,6 +127,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
             on_cpu=on_cpu,
             most_stages=MOST_STAGES if settings.searches and _can_have_stages(config) else 1,
             may_fly=settings.searches and _can_fly(config),
+            gbps=gbps,
         )
 
     layouts = layouts_of(world)
