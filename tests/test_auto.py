@@ -36,8 +36,9 @@ GRID = Grid(world=2, ep=2, ranks_per_node=1)
 OTHERS = [Plan(chunks=2), Plan(schedule="s2"), Plan(schedule="s3")]
 """The candidates besides the first plan, fewer than by default: races are short, and only real
 processes search for them."""
-LIMIT = 32
-"""Number of steps: two to warm up, 20 of a race of four plans, and a few to notice a change."""
+LIMIT = 52
+"""Number of steps: two to warm up, 20 of a race of four plans, 20 in which
+the winner and the first plan take turns, and a few to notice a change."""
 Seconds = Callable[[int, int, int], float]
 """Returns the seconds of a step, given the step's number, the plan's number and the rank."""
 

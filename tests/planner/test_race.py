@@ -14,7 +14,7 @@ from moesaic.planner.plan_table import PlanTable
 from moesaic.program.plan import Plan
 
 PLANS = tuple(Plan(chunks=chunks) for chunks in range(1, 9))
-LIMIT = 60
+LIMIT = 80
 """Steps within which the best plan must be found."""
 
 
@@ -46,8 +46,45 @@ def test_only_a_few_steps_are_spent_on_slow_plans():
     made = table()
     ran = drive(made, lambda _, plan: 1.0 + plan, 200)
     assert [ran.count(plan) for plan in range(4, 8)] == [3] * 4
-    assert made.explored <= 52
+    assert made.explored <= 52, "the first plan wins, so that no pairs are needed"
     assert ran.index(0, 40) < LIMIT
+
+
+@pytest.mark.parametrize("slowed", range(0, 24, 3))
+def test_a_neighbour_during_the_race_does_not_leave_a_plan_slower_than_the_first(slowed):
+    """The first plan is the best; a neighbour doubles eight of the race's first steps."""
+    made = table()
+    neighbour = range(slowed, slowed + 8)
+    ran = drive(
+        made, lambda step, plan: (1.0 + 0.1 * plan) * (2.0 if step in neighbour else 1.0), 2 * LIMIT
+    )
+    assert ran[-1] == 0
+    assert made.races == 1
+
+
+def test_the_winner_of_a_race_runs_in_turn_with_the_first_plan():
+    made = table()
+    ran = drive(made, lambda _, plan: 1.0 if plan == 5 else 1.2, LIMIT)
+    pairs = ran[52 : 52 + 20]
+    assert pairs == [5, 5, 0, 0] * 5, "each after a step that warms up"
+    assert set(ran[52 + 20 :]) == {5}
+    assert made.timed[5] == 1.0
+    assert made.timed[0] == 1.2
+
+
+def test_a_plan_that_becomes_slower_than_the_first_was_is_checked_again():
+    made = table()
+    moment = LIMIT + 20
+
+    def seconds(step, plan):
+        if plan == 5:
+            return 1.0 if step < moment else 1.12
+        return 1.05 + 0.05 * plan
+
+    ran = drive(made, seconds, moment + 60)
+    assert ran[moment - 1] == 5
+    assert ran[-1] == 0
+    assert made.races == 1, "only the two are timed again"
 
 
 def noisy(seed: int) -> Callable[[float], float]:

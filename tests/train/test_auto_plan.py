@@ -150,7 +150,7 @@ def test_a_run_that_knows_nothing_times_plans_and_is_the_run_that_does_not(more)
     assert made[0][3] == "s2, linear", "the configured plan is the first"
     assert_same_run(folder / "plain", folder / "timed")
     assert (
-        "planner: plans are found and timed during the first 60 steps" in outcomes["timed"][0].said
+        "planner: plans are found and timed during the first 80 steps" in outcomes["timed"][0].said
     )
     assert kept_table(folder / "timed", -1)["counts"][0] == 14, "from the third step on"
 

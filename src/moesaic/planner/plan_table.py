@@ -2,7 +2,9 @@
 at which load.
 
 Loads share an entry by buckets. A race times the plans: each runs for a few steps, then the faster
-half again, until one is left. Where a cluster is known, the entries are prefilled with predicted
+half again, until one is left. That one and the first plan then run in turn, and the first plan
+stays unless the other is faster in most pairs; so they do again when the other becomes slower than
+the first plan was. Where a cluster is known, the entries are prefilled with predicted
 seconds: plans that are predicted to be far slower stay out of the race, and its results, divided by
 the predictions, correct the predictions at all other loads. A plan that seems faster at the current
 loads takes over and is timed there. If steps no longer take what they took, a new race starts.
@@ -18,17 +20,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, median, median_low
+from statistics import fmean, median
 from typing import Any
 
 from moesaic.errors import InputError
+from moesaic.planner.plan_race import ROUNDS, Pairs, Race
 from moesaic.program.plan import Codec, Plan
 
 VERSION = 2
 """Version of the saved state."""
-ROUNDS = (2, 3, 5)
-"""Steps that each round of a race measures per remaining plan, after one warm-up step; further
-rounds are like the last."""
 KEPT = sum(ROUNDS)
 """Number of steps by which a plan counts as timed at a load: those of the winner of a race of eight
 plans."""
@@ -92,59 +92,6 @@ class Decision:
     """Reason: start, trial, fastest (of a race) or faster (at the current loads)."""
 
 
-class Race:
-    """A race between plans: each round times a few steps of every remaining plan and drops the
-    slower half.
-
-    A race of eight plans takes 24 + 16 + 12 steps, including the warm-up steps.
-
-    Args:
-        plans: numbers of the plans, the most promising first.
-        drift: see `TableSettings`.
-    """
-
-    def __init__(self, plans: Sequence[int], drift: float) -> None:
-        self.left = list(plans)
-        self.seconds: dict[int, list[list[float]]] = {plan: [[]] for plan in plans}
-        self._drift = drift
-        self._round = 0
-        self._waiting = list(plans)
-        self.is_void = False
-        """Whether step times drifted during the race, so that the times of its plans are not
-        comparable."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that this round measures per plan."""
-        return ROUNDS[min(self._round, len(ROUNDS) - 1)]
-
-    def next(self) -> int | None:
-        """Return the plan to time next; None if only one plan is left."""
-        if not self._waiting and len(self.left) > 1:
-            self._end_round()
-        return self._waiting.pop(0) if self._waiting and len(self.left) > 1 else None
-
-    def median(self, plan: int) -> float:
-        """Return the low median of all step times of a plan; the low one, since disturbances only
-        make steps slower."""
-        return median_low([seconds for of_round in self.seconds[plan] for seconds in of_round])
-
-    def _end_round(self) -> None:
-        """Drop the slower half of the plans, or find that step times drifted."""
-        if self._round:
-            ratios = [
-                median_low(self.seconds[plan][-1]) / median_low(self.seconds[plan][-2])
-                for plan in self.left
-            ]
-            self.is_void = abs(math.log(median(ratios))) > math.log1p(self._drift)
-        ranked = sorted(self.left, key=lambda plan: (self.median(plan), self.left.index(plan)))
-        self.left = ranked[: max(len(ranked) // 2, 1)]
-        self._round += 1
-        self._waiting = list(self.left)
-        for plan in self.left:
-            self.seconds[plan].append([])
-
-
 class PlanTable:
     """Chooses a plan before every step, and learns from the measured time of the step.
 
@@ -173,6 +120,9 @@ class PlanTable:
         self.plans = tuple(plans)
         self.settings = settings or TableSettings()
         self._predict = predict or (lambda _: [1.0] * len(self.plans))
+        self._pairs = predict is None
+        """Whether the winner of a race must beat the first plan in turn; predictions that follow
+        the load correct a disturbed race by themselves."""
         self.allowed = [
             number
             for number, plan in enumerate(self.plans)
@@ -189,7 +139,7 @@ class PlanTable:
         self.races = 0
         """Number of races so far; more than one if step times drifted."""
         self.running: int | None = None
-        self.race: Race | None = None
+        self.race: Race | Pairs | None = None
         self.timed: dict[int, float] = {}
         """Seconds of a step under each plan that the last finished race timed."""
         self._loads: deque[float] = deque([load], maxlen=LOADS)
@@ -207,6 +157,9 @@ class PlanTable:
         if self.race is None and (not self.races or self._has_drifted()):
             self.races += 1
             self._start_race()
+        elif self.race is None and self._is_slower_than_the_first():
+            assert self.running is not None
+            self.race = Pairs(self.running, self.allowed[0])
         if self.race is not None:
             if not self._trial_left:
                 self._next_trial(self.race)
@@ -243,7 +196,7 @@ class PlanTable:
         over_predicted = seconds / self._predicted(load, self.running)
         if self.race is not None:
             raced = over_predicted * self._predicted(self._race_load, self.running)
-            self.race.seconds[self.running][-1].append(raced)
+            self.race.record(self.running, raced)
         if len(entry.measured) < KEPT:
             entry.measured.append(over_predicted * entry.predicted)
         elif self.race is None:
@@ -262,22 +215,53 @@ class PlanTable:
         self.race = Race(sorted(starters, key=lambda plan: predicted[plan]), self.settings.drift)
         self._trial_left = 0
 
-    def _next_trial(self, race: Race) -> None:
-        """Run the next plan of the race, or the fastest one if the race is over."""
+    def _next_trial(self, race: Race | Pairs) -> None:
+        """Run the next plan of the race; the winner beside the first plan if the race is over, and
+        then the faster of both."""
         plan = race.next()
-        if race.is_void:
+        if isinstance(race, Race) and race.is_void:
             self._start_race()
             assert self.race is not None
             return self._next_trial(self.race)
         if plan is not None:
             self._trial_left = race.steps + (plan != self.running)
             return self._run(plan, "trial")
-        self.timed = {
-            number: race.median(number) for number in race.seconds if race.seconds[number][0]
-        }
-        self.race = None
         self._recent.clear()
-        return self._run(race.left[0], "fastest")
+        if isinstance(race, Pairs):
+            self._settle(race)
+            self.race = None
+            return self._run(race.faster, "fastest")
+        self.timed = race.times()
+        winner = race.left[0]
+        first = self.allowed[0]
+        if winner == first or not self._pairs:
+            self.race = None
+            return self._run(winner, "fastest")
+        self.race = Pairs(winner, first)
+        return self._next_trial(self.race)
+
+    def _settle(self, pairs: Pairs) -> None:
+        """Replace what both plans of the pairs took by what they took in turn; the others' times
+        follow the change of the winner's."""
+        winner = next(iter(pairs.seconds))
+        times = pairs.times()
+        slower = times[winner] / self.timed[winner]
+        self.timed = {plan: slower * seconds for plan, seconds in self.timed.items()} | times
+        for entries in self.entries.values():
+            for plan, entry in enumerate(entries):
+                known = [slower * seconds for seconds in entry.measured]
+                entry.measured = list(pairs.seconds.get(plan, known))
+
+    def _is_slower_than_the_first(self) -> bool:
+        """Return whether steps now take longer than they took under the first plan when it was
+        timed."""
+        first = self.allowed[0]
+        if not self._pairs or len(self._recent) < RECENT or self.running == first:
+            return False
+        if self.running is None or not {first, self.running} <= self.timed.keys():
+            return False
+        now = self.timed[self.running] * math.exp(median(self._recent))
+        return now > (1 + self.settings.hysteresis) * self.timed[first]
 
     def _has_drifted(self) -> bool:
         """Return whether steps take another time than they took before, by more than their

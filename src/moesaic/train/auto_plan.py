@@ -316,7 +316,7 @@ def start_auto(
         auto.join(layer.on_mesh, layer.experts, layer.hidden, layer.parameters)
     auto.saved = _saved_table(run, say)
     if candidates is None:
-        say("planner: plans are found and timed during the first 60 steps or so")
+        say("planner: plans are found and timed during the first 80 steps or so")
         return auto
     model = run.config.model
     moe = run.config.model.moe
