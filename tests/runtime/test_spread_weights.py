@@ -123,6 +123,10 @@ CALLS: dict[str, tuple[Callable[[MoE, torch.Tensor, bool], object], str]] = {
         lambda moe, x, odd: torch.no_grad()(moe)(x) if odd else moe(x),
         "call.gradients differs: True on {most}, False on {odd}: call the layer identically",
     ),
+    "training": (
+        lambda moe, x, odd: moe.train(not odd)(x),
+        "call.training differs: True on {most}, False on {odd}: call the layer identically",
+    ),
 }
 
 

@@ -335,9 +335,12 @@ class ExpertParallel:
         if self.auto is not None and replay is None:
             self.auto(len(x_TD), top_k, dtype)
         earlier = None if replay is None else replay.gathered
+        with_gradients = torch.is_grad_enabled() if earlier is None else earlier.with_gradients
         settings: dict[str, object] = {
             "layer": self._number,
-            "gradients": torch.is_grad_enabled() if earlier is None else earlier.with_gradients,
+            "gradients": with_gradients,
+            # without gradients, no loss and no noise depends on it
+            "training": router.training and with_gradients,
             "dtype": dtype,
             "top_k": top_k,
             "capacity": capacity,
