@@ -16,6 +16,7 @@ from moesaic.program.grid import Grid
 from moesaic.runtime import data_parallel
 from moesaic.runtime.data_parallel import average_gradients, expert_parameters
 from moesaic.runtime.sharding import shard_experts
+from worlds import refusal
 
 
 class Holder(nn.Module):
@@ -96,3 +97,20 @@ def test_gradients_without_a_mesh_are_refused() -> None:
         InputError, match="mesh=None is no Mesh: give the mesh of the module's layers"
     ):
         average_gradients(nn.Linear(1, 1), None)  # type: ignore[arg-type]
+
+
+def test_ranks_that_froze_different_parameters_are_told_which() -> None:
+    grid = Grid(world=2, ep=2)
+
+    def rank(transport: AbstractTransport) -> str:
+        module = Holder(grid, transport.rank)
+        mesh = Mesh(grid, transport)
+        average_gradients(module, mesh)
+        other = Holder(grid, transport.rank)
+        other.dense.requires_grad_(transport.rank == 0)
+        return refusal(average_gradients, other, mesh)
+
+    for said in run_ranks(2, rank):
+        assert said.startswith(
+            "InputError: requires_grad of dense differs: True on rank 0, False on rank 1: freeze"
+        )

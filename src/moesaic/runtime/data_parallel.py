@@ -15,6 +15,7 @@ tensor-parallel dimension, for example) changes neither.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from moesaic.comm.collectives import all_reduce_sum
+from moesaic.comm.collectives import all_reduce_sum, check_same
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts
@@ -71,14 +72,37 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
 
     Raises:
         InputError: `mesh` is no `Mesh`; an optimizer was made before the experts were spread, so
-            that it would train none.
+            that it would train none; in the first call with a module, on every rank, if ranks
+            froze different parameters.
     """
     if not isinstance(mesh, Mesh):
         raise InputError(
             f"average_gradients: mesh={mesh!r} is no Mesh: give the mesh of the module's layers"
         )
     check_optimizers(module)
+    _check_frozen(module, mesh)
     _average_parameters(module, mesh, dense=True, experts=True)
+
+
+class _Compared(weakref.WeakSet[nn.Module]):
+    """Modules of which all ranks of a mesh have compared what is frozen."""
+
+
+def _check_frozen(module: nn.Module, mesh: Mesh) -> None:
+    """Raise InputError on every rank if ranks froze different parameters, once for a module: their
+    messages would differ in size, or mix parameters."""
+    compared: _Compared = mesh.shared.setdefault(_Compared, _Compared())
+    if module in compared:
+        return
+    names = {
+        f"requires_grad of {name}": parameter.requires_grad
+        for name, parameter in module.named_parameters()
+    }
+    advice = dict.fromkeys(names, "freeze the same parameters on every rank")
+    mesh.transport.doing = "average_gradients"
+    check_same(mesh.transport, names, advice=advice)
+    mesh.transport.doing = ""
+    compared.add(module)
 
 
 def _average_parameters(
