@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.operator import operator
-from moesaic.kernels.pick import kind_of
+from moesaic.kernels.pick import is_limited, kind_of
 from moesaic.kernels.work import Dispatch, accumulate_dtype
 
 
@@ -232,7 +232,26 @@ def _sum_gathered(rows: Tensor, dispatch: Dispatch, weights: Tensor | None) -> T
         [dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))]
     )
     lengths = ends - dispatch.starts  # correct by construction; a check would wait for the device
+    if is_limited(rows.device):
+        return _sum_by_doubling(token_rows, dispatch.starts, lengths)
     return torch.segment_reduce(token_rows, "sum", lengths=lengths, unsafe=True, initial=0.0)
+
+
+def _sum_by_doubling(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sum of each segment of rows, (segments, D), by log2(rows) sums of pairs; an empty
+    segment gives zeros."""
+    row = torch.arange(len(rows), dtype=starts.dtype, device=rows.device)
+    segment = torch.searchsorted(starts, row, right=True)
+    step = 1
+    while step < len(rows):
+        is_apart = segment[step:] != segment[:-step]
+        following = rows[step:].masked_fill(is_apart.unsqueeze(1), 0.0)
+        rows = torch.cat([rows[:-step] + following, rows[-step:]])
+        step *= 2
+    if not len(rows):
+        return rows.new_zeros(len(starts), rows.shape[1])
+    sums = rows.index_select(0, starts.clamp_max(len(rows) - 1))
+    return sums.masked_fill((lengths == 0).unsqueeze(1), 0.0)
 
 
 class _Permute(torch.autograd.Function):

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.operator import operator
+from moesaic.kernels.pick import capability_of
 from moesaic.kernels.products import product_in_dtype, rows_product, sum_product
 
 BLOCK = 4096
@@ -162,7 +163,8 @@ def _matrix_pieces(weight: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Te
 
 
 def _takes_pieces(device: torch.device) -> bool:
-    return device.type == "cuda"
+    """Return whether products of 16-bit operands have float32 results: on NVIDIA GPUs."""
+    return capability_of(device) > (0, 0)
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:

@@ -1,5 +1,5 @@
-"""The expert stage on any device: torch operations over all rows at once, none of which waits for
-the host.
+"""The expert stage on any device: torch operations over all rows at once. The host waits only where
+`grouped_matmul` loops over experts, and says so.
 
 The grouped products are arguments. A tier with other products (`pick.TIERS`) is therefore one or
 two functions (`by_products`).
@@ -16,7 +16,7 @@ from torch import Tensor
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows, hidden_rows_into
 from moesaic.kernels.grouped_matmul import outer_products, rows_times
 from moesaic.kernels.permute import dot_rows, sum_rows
-from moesaic.kernels.pick import require
+from moesaic.kernels.pick import is_limited, require
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -157,5 +157,8 @@ def _bias_per_row(biases: Tensor, work: ExpertWork) -> Tensor:
 
 def _sum_per_expert(rows: Tensor, work: ExpertWork) -> Tensor:
     """Return the sum of each expert's rows, (E, width), in a fixed order."""
+    if is_limited(rows.device):
+        ones = rows.new_ones(len(rows), 1)
+        return outer_products(rows, ones, work.ends).squeeze(2)
     counts = work.ends.long().diff(prepend=work.ends.new_zeros(1).long())
     return torch.segment_reduce(rows, "sum", lengths=counts, axis=0, unsafe=True, initial=0)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
+from moesaic.kernels.pick import is_limited
 from moesaic.routing.routing import Choice
 
 Order = Literal["position", "score"]
@@ -166,7 +167,9 @@ class Capacity(AbstractCapacity):
         needed = requested_E.max()
         if self.factor is None:
             return needed
-        limit = torch.ceil(num_valid.double() * (self.factor * top_k / len(requested_E))).long()
+        tokens = num_valid.cpu() if is_limited(num_valid.device) else num_valid
+        limit = torch.ceil(tokens.double() * (self.factor * top_k / len(requested_E))).long()
+        limit = limit.to(num_valid.device)
         return torch.minimum(needed, limit) if self.fit else limit
 
 
