@@ -23,7 +23,7 @@ from moesaic.experts.replaced_parameters import ReplacedParameters
 from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
-from moesaic.kernels.permute import Permutation, permute, unpermute
+from moesaic.kernels.permute import Permutation, only_sent, permute, unpermute
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.products import converts
 from moesaic.kernels.work import Dispatch, ExpertWork, Places
@@ -157,7 +157,7 @@ class AbstractExperts(nn.Module, ABC):
             (tokens, dim) in the dtype of `x`.
         """
         rows = permute(x, permutation)
-        gates = weight.index_select(0, permutation.order)
+        gates = only_sent(weight.index_select(0, permutation.order), permutation)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
         call = ExpertCall(sharded, common, rows, None if weight_first else gates, permutation.ends)

@@ -139,6 +139,26 @@ def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, torch.empty_like(order), expert.new_empty(num_experts, dtype=torch.int32)
 
 
+def expert_of_rows(ends: Tensor, num_rows: int) -> Tensor:
+    """Return the expert of each row, (R,); any expert for rows of none."""
+    row = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, row, right=True).clamp_max(len(ends) - 1)
+
+
+def only_sent(rows: Tensor, permutation: Permutation) -> Tensor:
+    """Set rows of copies that are not sent, which hold arbitrary values, to zero, differentiable.
+
+    Args:
+        rows: (R, ...) in expert order.
+        permutation: the permutation that gave this order.
+    """
+    if not permutation.dispatch.has_unsent:
+        return rows
+    row = torch.arange(len(rows), device=rows.device)
+    is_unsent = row >= permutation.ends[-1]
+    return rows.masked_fill(is_unsent.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+
+
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
     """Gather tokens into rows in expert order: (T, D) -> (R, D), differentiable."""
     rows: Tensor = _Permute.apply(x, permutation.dispatch)

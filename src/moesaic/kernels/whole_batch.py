@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows, hidden_rows_into
 from moesaic.kernels.grouped_matmul import outer_products, rows_times
-from moesaic.kernels.permute import dot_rows, sum_rows
+from moesaic.kernels.permute import dot_rows, expert_of_rows, sum_rows
 from moesaic.kernels.pick import is_limited, require
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
@@ -149,10 +149,7 @@ def _placed(rows: Tensor, places: Tensor | None) -> Tensor:
 
 def _bias_per_row(biases: Tensor, work: ExpertWork) -> Tensor:
     """Return the bias of each row's expert: (E, width) -> (R, width)."""
-    row = torch.arange(work.num_rows, dtype=work.ends.dtype, device=work.ends.device)
-    return biases.index_select(
-        0, torch.searchsorted(work.ends, row, right=True).clamp_max(len(biases) - 1)
-    )
+    return biases.index_select(0, expert_of_rows(work.ends, work.num_rows))
 
 
 def _sum_per_expert(rows: Tensor, work: ExpertWork) -> Tensor:
