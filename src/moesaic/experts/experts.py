@@ -547,7 +547,7 @@ class StackedExperts(AbstractExperts):
 
     def compute(self, call: ExpertCall) -> Tensor:
         return expert_ffn(
-            self._work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call))
+            self.work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call))
         )
 
     def compute_tokens(
@@ -564,12 +564,12 @@ class StackedExperts(AbstractExperts):
             sharded, common, x, weight.index_select(0, permutation.order), permutation.ends
         )
         cast = _cast_to(compute_dtype(x.dtype, x.device), call)
-        return expert_ffn(self._work(cast, permutation.dispatch, gates_first=weight_first), x.dtype)
+        return expert_ffn(self.work(cast, permutation.dispatch, gates_first=weight_first), x.dtype)
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         """Run the experts, and keep the pre-activations, which the matrices that read the token
         produce."""
-        out, pre = run_experts(self._work(call))
+        out, pre = run_experts(self.work(call))
         return out, (pre,)
 
     def gradients(
@@ -581,7 +581,7 @@ class StackedExperts(AbstractExperts):
     ) -> ExpertGradients:
         """Return the gradients by explicit products."""
         grads = expert_gradients(
-            self._work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None
+            self.work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None
         )
         assert grads.x is not None
         assert grads.up is not None
@@ -593,7 +593,7 @@ class StackedExperts(AbstractExperts):
         up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
         return ExpertGradients(grads.x, grads.gates, (up, grads.down, *up_bias), d_common)
 
-    def _work(
+    def work(
         self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False
     ) -> ExpertWork:
         """Return one call in the form that the kernels take."""

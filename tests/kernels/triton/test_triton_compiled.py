@@ -9,8 +9,14 @@ import re
 import pytest
 import torch
 
+from helpers import refused
+
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
+from moesaic import MoE
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.compile_ahead import warm_up
 from moesaic.kernels.activation import Clamp
 from moesaic.kernels.choice import empty_chosen
 from moesaic.kernels.choice_call import ChoiceGradients, ChoiceRule, WantedSums
@@ -24,7 +30,8 @@ from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_bytes
 from moesaic.kernels.triton.up import up
-from moesaic.kernels.work import Dispatch, ExpertWork, Wanted
+from moesaic.kernels.work import Dispatch, ExpertWork, Places, Wanted
+from moesaic.program.grid import Grid
 from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for, counting_for
 from moesaic_lab.device.mlp import moe_mlp
 
@@ -314,3 +321,84 @@ def test_few_variants_serve_all_numbers_of_tokens(capability):
         if len(keys) > VARIANTS * PRODUCTS_OF.get(name, 1)
     }
     assert more == {}
+
+
+def run_on_a_rank(experts: int, rows: int) -> None:
+    """Run the experts of a rank of a mesh, each on `rows` rows that lie anywhere."""
+    number = experts * rows
+    place = torch.zeros(number, dtype=torch.int32)
+    work = ExpertWork(
+        x=zeros(number, DIM).detach(),
+        dispatch=None,
+        gates=torch.zeros(number),
+        gates_first=False,
+        activation="silu",
+        ends=torch.zeros(experts, dtype=torch.int32),
+        up=zeros(experts, 2, HIDDEN, DIM).detach(),
+        up_bias=None,
+        down=zeros(experts, DIM, HIDDEN).detach(),
+        down_bias=None,
+        places=Places(x=place, y=place, d_x=place),
+    )
+    y, pre = expert_stage.forward(work, torch.bfloat16)
+    expert_stage.backward(work, pre, y, Wanted())
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_few_variants_serve_the_ranks_of_a_mesh(capability):
+    with counting_for(capability) as variants:
+        for rows in (
+            16,
+            17,
+            20,
+            31,
+            33,
+            48,
+            63,
+            64,
+            65,
+            99,
+            100,
+            128,
+            200,
+            255,
+            256,
+            300,
+            400,
+            512,
+        ):
+            run_on_a_rank(4, rows)
+    assert {*variants} >= PRODUCTS
+    assert all(len(keys) <= VARIANTS * PRODUCTS_OF.get(n, 1) for n, keys in variants.items())
+
+
+@pytest.mark.parametrize("name", ["plain", "shared", "mesh", "autocast"])
+def test_after_a_warm_up_no_number_of_tokens_compiles_a_kernel(name, monkeypatch):
+    for module in ("pick", "permute", "choice"):
+        monkeypatch.setattr(f"moesaic.kernels.{module}.kind_of", lambda _: "triton")
+    monkeypatch.setattr("moesaic.compile_ahead.kind_of", lambda _: "triton")
+    sizes = (DIM, HIDDEN, EXPERTS, TOP_K)
+    layer = MoE(*sizes, shared_hidden=64 * (name == "shared"), bias=name == "shared")
+    layer = layer if name == "autocast" else layer.bfloat16()
+    if name == "mesh":
+        run_ranks(1, lambda rank: layer.parallelize(Mesh(Grid(world=1), rank)))
+    low = torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast", cache_enabled=False)
+    with counting_for(90) as variants, low:
+        warm_up(layer, 1000)
+        assert {*variants} >= PRODUCTS | {"_choose_kernel", "_choose_backward_kernel"}
+        before = {kernel: set(keys) for kernel, keys in variants.items()}
+        for tokens in (1, 7, 8, 33, 100, 128, 500, 999, 1000):
+            if name == "mesh":
+                run_on_a_rank(EXPERTS, tokens)
+            else:
+                dtype = torch.float32 if name == "autocast" else torch.bfloat16
+                layer(zeros(tokens, DIM, dtype=dtype)).sum().backward()
+        assert {
+            kernel: len(keys - before.get(kernel, set())) for kernel, keys in variants.items()
+        } == (dict.fromkeys(variants, 0))
+
+
+def test_a_warm_up_is_refused_or_does_nothing_where_it_has_no_meaning():
+    layer = MoE(8, 8, 4)
+    assert "max_tokens=0: give the most tokens" in refused(lambda: warm_up(layer, 0))
+    warm_up(layer, 8)

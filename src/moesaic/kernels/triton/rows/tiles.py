@@ -14,6 +14,9 @@ RESERVED_BYTES = 1024
 HOPPER = (9, 0)
 """The lowest compute capability with a tensor memory accelerator (TMA), which loads tiles by
 descriptor."""
+LOWEST = 32
+"""The fewest rows of an expert in a tile. Lower ones save no time, since such products wait for
+matrices, and would be compiled apart."""
 WGMMA = (9, 10)
 """The major compute capabilities whose tensor cores read operands from shared memory. Consumer
 Blackwell (12) has TMA, but operands in registers."""
@@ -129,10 +132,11 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
     rows = (
         most
         if shape.product == "weight_grad"
-        else min(most, max(16, power_of_two(shape.rows_per_expert)))
+        else min(most, max(LOWEST, power_of_two(shape.rows_per_expert)))
     )
     columns = min(most // 2 if shape.is_doubled else most, max(16, power_of_two(shape.columns)))
-    depth = min(deepest(shape), max(16, power_of_two(shape.depth)))
+    least = LOWEST if shape.product == "weight_grad" else 16
+    depth = min(deepest(shape), max(least, power_of_two(shape.depth)))
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
     tile = Tile(
         rows=rows,
