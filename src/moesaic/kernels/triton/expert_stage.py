@@ -18,6 +18,7 @@ not support run in `whole_batch`: routing weights before the expert, and float64
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from moesaic.kernels.triton.outer import longest_first, outer_products
 from moesaic.kernels.triton.rows.launch import device_of
 from moesaic.kernels.triton.rows.measured import tile_for
 from moesaic.kernels.triton.rows.permute import sum_tokens
-from moesaic.kernels.triton.rows.tiles import Shape, Tile
+from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, is_odd_width
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
@@ -54,6 +55,7 @@ def shapes(
         gated: whether there are two up matrices, of which the first is the gate.
     """
     per_expert = max(1, num_rows // max(1, num_experts))
+    is_odd = is_odd_width(dim, itemsize) or is_odd_width(hidden, itemsize)
     parts = 2 if gated else 1
     sizes = {
         "up": ("up", hidden, dim),
@@ -72,19 +74,24 @@ def shapes(
             depth=depth,
             itemsize=itemsize,
             gated=gated,
+            is_odd=is_odd,
         )
         for name, (product, columns, depth) in sizes.items()
     }
 
 
-def default_tiles(work: ExpertWork) -> dict[str, Tile]:
+def default_tiles(work: ExpertWork) -> Mapping[str, Tile]:
     """Return the default tiles of a call, by the names in `TILES`."""
     sizes = (work.num_rows, len(work.ends), work.x.shape[1], work.hidden, work.x.itemsize)
-    device = device_of(work.x.device)
-    return {
-        name: tile_for(shape, device)
-        for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()
-    }
+    return _tiles_of(sizes, work.up.shape[1] == 2, device_of(work.x.device))
+
+
+@lru_cache(maxsize=256)
+def _tiles_of(
+    sizes: tuple[int, int, int, int, int], gated: bool, device: TileDevice
+) -> Mapping[str, Tile]:
+    """Return the tiles for the sizes that `shapes` takes."""
+    return {name: tile_for(shape, device) for name, shape in shapes(*sizes, gated=gated).items()}
 
 
 def supports(work: ExpertWork) -> bool:
@@ -192,6 +199,7 @@ def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         columns=w.shape[2],
         depth=w.shape[1],
         itemsize=x.itemsize,
+        is_odd=any(is_odd_width(width, x.itemsize) for width in w.shape[1:]),
     )
     tile = tile_for(shape, device_of(x.device))
     return rows_times(x, w.transpose(1, 2) if transposed else w, ends, tile, transposed=transposed)
@@ -208,6 +216,7 @@ def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         columns=x.shape[1],
         depth=per_expert,
         itemsize=x.itemsize,
+        is_odd=any(is_odd_width(each.shape[1], x.itemsize) for each in (dy, x)),
     )
     return outer_products(dy, x, ends, tile_for(shape, device_of(x.device)))
 
