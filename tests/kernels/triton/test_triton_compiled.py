@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import torch
 from helpers import refused
 
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
+
+import triton
+import triton.language as tl
 
 from moesaic import MoE
 from moesaic.comm.loopback import run_ranks
@@ -32,7 +36,13 @@ from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import Dispatch, ExpertWork, Places, Wanted
 from moesaic.program.grid import Grid
-from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for, counting_for
+from moesaic_lab.device.compiled import (
+    DEVICES,
+    CompiledKernel,
+    chained_products,
+    compiling_for,
+    counting_for,
+)
 from moesaic_lab.device.mlp import moe_mlp
 
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
@@ -77,6 +87,7 @@ def check(kernels: list[CompiledKernel], capability: int) -> set[str]:
         if kernel.spilled_bytes > SPILLED_BYTES
     } == {}
     assert [kernel.name for kernel in kernels if kernel.is_serialized] == []
+    assert [kernel.name for kernel in kernels if chained_products(kernel.ttir)] == []
     assert [kernel.name for kernel in kernels if FLOAT_ATOMIC.search(kernel.ptx)] == [], (
         "the same bits in every run"
     )
@@ -136,7 +147,7 @@ LAYERS = [
 )
 def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path):
     with compiling_for(capability, tmp_path) as kernels:
-        run_layer(dtype, gated=gated)
+        run_layer(dtype, gated=gated, tokens=TOKENS // 2)  # for the default tiles
     assert check(kernels, capability) == PRODUCTS
     if capability == 90:
         widths = {
@@ -222,6 +233,73 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
     )
 
 
+MODELS = {
+    "Qwen3-30B-A3B": (2048, 768, 128, 65_536),
+    "Mixtral 8x7B": (4096, 14_336, 2, 4096),
+    "DeepSeek-V3": (7168, 2048, 16, 4096),
+    "gpt-oss-120b": (2880, 2880, 16, 4096),
+    "OLMoE": (2048, 1024, 64, 65_536),
+    "odd widths": (100, 60, 8, 2048),
+    "odd widths, few rows": (99, 61, 8, 200),
+}
+"""Width of a token and of an expert, experts, of which some models have fewer here, and rows."""
+
+
+@pytest.mark.slow
+@capabilities
+@pytest.mark.parametrize("clamp", [None, Clamp(7.0, 1.702, 1.0)], ids=["swiglu", "clamped"])
+@pytest.mark.parametrize("model", MODELS)
+def test_models_and_odd_widths_fit_the_registers(model, clamp, capability, tmp_path_factory):
+    dim, hidden, experts, rows = MODELS[model]
+    new = partial(torch.empty, dtype=torch.bfloat16)
+    token = torch.zeros(rows, dtype=torch.int64)
+    biased = clamp is not None
+    work = ExpertWork(
+        x=new(rows // 4, dim),
+        gates=torch.zeros(rows),
+        gates_first=False,
+        activation="silu",
+        dispatch=Dispatch(
+            token=token, by_token=token, starts=torch.arange(0, rows, 4), per_token=4
+        ),
+        ends=torch.zeros(experts, dtype=torch.int32),
+        clamp=clamp,
+        up=new(experts, 2, hidden, dim),
+        up_bias=new(experts, 2, hidden) if biased else None,
+        down=new(experts, dim, hidden),
+        down_bias=new(experts, dim) if biased else None,
+    )
+    cache = tmp_path_factory.getbasetemp() / "models"  # most models have the same kernels
+    cache.mkdir(exist_ok=True)
+    with compiling_for(capability, cache) as kernels:
+        y, pre = expert_stage.forward(work, torch.bfloat16)
+        expert_stage.backward(work, pre, y, Wanted())
+    check(kernels, capability)
+
+
+@triton.jit
+def chained_kernel(a, b, out, steps):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    total = tl.zeros((16, 16), tl.float32)
+    for _ in range(steps):
+        total = tl.dot(tl.load(a + at), tl.load(b + at), total)
+        total = tl.dot(tl.load(b + at), tl.load(a + at), total)
+    tl.store(out + at, total)
+
+
+def test_two_products_into_one_accumulator_are_found(tmp_path):
+    with compiling_for(100, tmp_path) as kernels:
+        a = torch.zeros(16, 16, dtype=torch.bfloat16)
+        chained_kernel[(1,)](a, a, a.float(), 4)
+        ends = torch.zeros(1, dtype=torch.int32)
+        tile = Tile(rows=16, columns=16, depth=16, warps=4, stages=2)
+        outer_products(a, a, ends, tile)
+    assert {kernel.name: len(chained_products(kernel.ttir)) for kernel in kernels} == {
+        "chained_kernel": 1,
+        "_outer_kernel": 0,
+    }
+
+
 def choose_on_device(rule: ChoiceRule, num_experts: int) -> None:
     """Run the kernels of the choice forward and backward on zeros."""
     logits = torch.zeros(TOKENS, num_experts)
@@ -305,7 +383,7 @@ PRODUCTS_OF = {"_rows_kernel": 2, "_outer_kernel": 2}
 """How many products a kernel computes, where it is not one."""
 
 
-@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_few_variants_serve_all_numbers_of_tokens(capability):
     """Also those of ranks that get 16 to 512 rows an expert."""
     few = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 100)

@@ -33,6 +33,7 @@ from moesaic.kernels.triton.rows.launch import device_of
 from moesaic.kernels.triton.rows.measured import tile_for
 from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, is_odd_width
+from moesaic.kernels.triton.self_check import check_products
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
@@ -112,6 +113,7 @@ def forward(
     """
     if not supports(work):
         return whole_batch.forward(work, out_dtype)
+    check_products(work.x.device)
     tile = default_tiles(work) if tiles is None else tiles
     token = _narrow(work.x_rows)
     y_places = _narrow(work.out_rows)
@@ -147,6 +149,7 @@ def backward(
     """
     if not supports(work):
         return whole_batch.backward(work, pre, dy, wanted)
+    check_products(work.x.device)
     tile = default_tiles(work) if tiles is None else tiles
     x_token = _narrow(work.x_rows)
     token = _narrow(work.y_rows)
