@@ -23,7 +23,7 @@ from moesaic.experts.replaced_parameters import ReplacedParameters
 from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
-from moesaic.kernels.permute import Permutation, only_sent, permute, unpermute
+from moesaic.kernels.permute import Permutation, in_expert_order, only_sent, permute, unpermute
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.products import converts
 from moesaic.kernels.work import Dispatch, ExpertWork, Places
@@ -157,7 +157,7 @@ class AbstractExperts(nn.Module, ABC):
             (tokens, dim) in the dtype of `x`.
         """
         rows = permute(x, permutation)
-        gates = only_sent(weight.index_select(0, permutation.order), permutation)
+        gates = only_sent(in_expert_order(weight, permutation), permutation)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
         call = ExpertCall(sharded, common, rows, None if weight_first else gates, permutation.ends)
@@ -561,7 +561,7 @@ class StackedExperts(AbstractExperts):
         weight_first: bool = False,
     ) -> Tensor:
         call = ExpertCall(
-            sharded, common, x, weight.index_select(0, permutation.order), permutation.ends
+            sharded, common, x, in_expert_order(weight, permutation), permutation.ends
         )
         cast = _cast_to(compute_dtype(x.dtype, x.device), call)
         return expert_ffn(self.work(cast, permutation.dispatch, gates_first=weight_first), x.dtype)

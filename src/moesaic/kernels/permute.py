@@ -25,7 +25,7 @@ class Permutation:
     """The expert order of the copies of a routing."""
 
     order: Tensor
-    """(R,) int64: row i in expert order is copy `order[i]` of the routing."""
+    """(R,) int64, int32 by Triton: row i in expert order is copy `order[i]` of the routing."""
     counts: Tensor
     """(E,) int64: rows per expert."""
     ends: Tensor
@@ -35,7 +35,7 @@ class Permutation:
 
     @property
     def token(self) -> Tensor:
-        """(R,) int64: the token of each row in expert order."""
+        """(R,) int64, int32 by Triton: the token of each row in expert order."""
         return self.dispatch.token
 
     @property
@@ -71,7 +71,10 @@ def sort_by_expert(
         order, row_of_copy, ends = sort(expert, len(counts))
     else:
         order, row_of_copy, ends = sort_copies(expert, len(counts))
-    row_tokens = token.index_select(0, order)
+    if rows_per_token is not None and order.dtype == torch.int32:
+        row_tokens = order // rows_per_token
+    else:
+        row_tokens = token.index_select(0, order)
     if rows_per_token is None:
         by_token = row_tokens.argsort(stable=True)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
@@ -272,6 +275,29 @@ def _sum_by_doubling(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
         return rows.new_zeros(len(starts), rows.shape[1])
     sums = rows.index_select(0, starts.clamp_max(len(rows) - 1))
     return sums.masked_fill((lengths == 0).unsqueeze(1), 0.0)
+
+
+def in_expert_order(weight: Tensor, permutation: Permutation) -> Tensor:
+    """Return values of copies, (R,) in the order of the routing, as values of rows;
+    differentiable."""
+    dispatch = permutation.dispatch
+    if dispatch.per_token is None or dispatch.has_unsent:
+        return weight.index_select(0, permutation.order)
+    rows: Tensor = _InExpertOrder.apply(weight, permutation.order, dispatch.by_token)
+    return rows
+
+
+class _InExpertOrder(torch.autograd.Function):
+    """A permutation, whose gradient needs no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, order: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        return weight.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
 
 
 class _Permute(torch.autograd.Function):

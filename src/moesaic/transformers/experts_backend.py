@@ -24,6 +24,7 @@ from moesaic.kernels.grouped_matmul import grouped_matmul
 from moesaic.kernels.permute import (
     Permutation,
     expert_of_rows,
+    in_expert_order,
     only_sent,
     permute,
     sort_by_expert,
@@ -192,7 +193,7 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     up_bias, down_bias = (
         None if each is None else each.to(dtype) for each in (matrices.up_bias, matrices.down_bias)
     )
-    gates = weight.index_select(0, permutation.order)
+    gates = in_expert_order(weight, permutation)
     ends = permutation.ends
     if gate is not None:
         work = ExpertWork(

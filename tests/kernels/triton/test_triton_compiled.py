@@ -291,13 +291,7 @@ def test_two_products_into_one_accumulator_are_found(tmp_path):
     with compiling_for(100, tmp_path) as kernels:
         a = torch.zeros(16, 16, dtype=torch.bfloat16)
         chained_kernel[(1,)](a, a, a.float(), 4)
-        ends = torch.zeros(1, dtype=torch.int32)
-        tile = Tile(rows=16, columns=16, depth=16, warps=4, stages=2)
-        outer_products(a, a, ends, tile)
-    assert {kernel.name: len(chained_products(kernel.ttir)) for kernel in kernels} == {
-        "chained_kernel": 1,
-        "_outer_kernel": 0,
-    }
+    assert [len(chained_products(kernel.ttir)) for kernel in kernels] == [1]
 
 
 def choose_on_device(rule: ChoiceRule, num_experts: int) -> None:

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import moesaic
 from moesaic import MoE, cuda_graphs
-from moesaic.kernels import choice, expert_ffn, grouped_matmul, nf4, operator, pick
+from moesaic.kernels import choice, expert_ffn, grouped_matmul, nf4, operator, pick, router_product
 from moesaic.kernels.choice import empty_chosen
 from moesaic.kernels.choice_call import ChoiceRule, WantedSums
 from moesaic.kernels.triton import quantise
@@ -65,6 +65,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
         JITFunction, "run", lambda kernel, *_, **__: found.start(kernel.fn.__name__)
     )
     monkeypatch.setattr(pick, "_can_run_triton", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(launch, "_is_aligned", lambda _: False)  # fake tensors have no address
     with FakeTensorMode(), torch.no_grad():
         yield found
@@ -161,7 +162,19 @@ def run(called: Any, *arguments: object) -> None:
     called.overload.function(*arguments)
 
 
-CALLS: list[Callable[[], None]] = [choose, codecs, order, products, experts, experts_of_a_mesh]
+def router() -> None:
+    run(router_product.router_forward, new(T, D, dtype=torch.bfloat16), new(E, D))
+
+
+CALLS: list[Callable[[], None]] = [
+    choose,
+    codecs,
+    order,
+    products,
+    experts,
+    experts_of_a_mesh,
+    router,
+]
 
 
 def launches() -> set[str]:
