@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from moesaic.comm.mesh import Mesh
+from moesaic.experts.experts import compute_dtype
 from moesaic.kernels import router_product
 from moesaic.layer import MoE
 from moesaic.routing.routers import ROUTERS
@@ -287,6 +288,9 @@ def kept_bytes(layer: MoE, x: Tensor, **options: Any) -> int:
     """Return the bytes that autograd keeps for the backward pass of a call, besides parameters and
     their casts."""
     known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    dtype = compute_dtype(x.dtype, x.device)
+    casts = [weight for weights in layer.experts.weights_in(dtype) for weight in weights]
+    known |= {cast.untyped_storage().data_ptr() for cast in casts}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -302,21 +306,27 @@ def kept_bytes(layer: MoE, x: Tensor, **options: Any) -> int:
     return total
 
 
-def kept_row(router: str) -> dict[str, Any]:
-    """Return the row of a layer with a router: what it keeps, and what backward needs."""
+def kept_row(router: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Return the row of a layer with a router: what it keeps, and what backward needs.
+
+    Args:
+        dtype: that of tokens and parameters; float32 runs under autocast in bfloat16.
+    """
     tokens = 2048
     dim = 256
     hidden = 128
     experts = 32
     torch.manual_seed(0)
     top_k = {"switch": 1, "base": 1}.get(router, 2)
-    layer = MoE(dim, hidden, experts, top_k, router=router, dtype=torch.bfloat16)
-    x = torch.randn(tokens, dim, dtype=torch.bfloat16).requires_grad_()
+    layer = MoE(dim, hidden, experts, top_k, router=router, dtype=dtype)
+    layer.experts.begin_step()
+    x = torch.randn(tokens, dim, dtype=dtype).requires_grad_()
     copies = tokens * top_k
     need = 2 * tokens * dim + 2 * 2 * copies * hidden + 4 * tokens * experts + 48 * copies
-    kept = kept_bytes(layer, x, token_ids=torch.arange(tokens))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        kept = kept_bytes(layer, x, token_ids=torch.arange(tokens))
     return {
-        "path": "kept",
+        "path": "kept" if dtype == torch.bfloat16 else "kept under autocast",
         "router": router,
         "kept_bytes": kept,
         "need_bytes": need,
@@ -343,7 +353,8 @@ def measure(options: OperatorOptions, _: None, told: Told) -> list[dict[str, Any
     rows += _row("mesh", {each: max((names[each] for names in of_ranks), key=len) for each in MOST})
     told("time on the host")
     rows.append(_host_over_hand(options.repeats))
-    return rows + [kept_row(router) for router in ROUTERS]
+    dtypes = (torch.bfloat16, torch.float32)
+    return rows + [kept_row(router, dtype) for router in ROUTERS for dtype in dtypes]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:

@@ -141,6 +141,7 @@ class AbstractExperts(nn.Module, ABC):
         *,
         permutation: Permutation,
         weight_first: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Dispatch tokens to experts, run them, and sum each token's results by routing weight;
         differentiable.
@@ -152,9 +153,10 @@ class AbstractExperts(nn.Module, ABC):
             common: as in `ExpertCall`.
             permutation: the routing, sorted by expert.
             weight_first: multiply by the routing weight before the expert rather than after it.
+            dtype: dtype of the result; None for that of `x`.
 
         Returns:
-            (tokens, dim) in the dtype of `x`.
+            (tokens, dim).
         """
         rows = permute(x, permutation)
         gates = only_sent(in_expert_order(weight, permutation), permutation)
@@ -162,7 +164,7 @@ class AbstractExperts(nn.Module, ABC):
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
         call = ExpertCall(sharded, common, rows, None if weight_first else gates, permutation.ends)
         out = self.compute(call)
-        return unpermute(out, permutation, dtype=x.dtype)
+        return unpermute(out, permutation, dtype=x.dtype if dtype is None else dtype)
 
     def reset_parameters(self) -> None:
         """Initialise weights and biases as in a new layer; by default with the `reset_parameters`
@@ -396,6 +398,12 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def in_product_dtype(x: Tensor) -> Tensor:
+    """Return tokens in the dtype of their products, if autocast makes that one of 16 bits."""
+    dtype = compute_dtype(x.dtype, x.device)
+    return x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x
+
+
 def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a parameter in a dtype; one of integers, such as codes of four bits, as it is."""
     return weight.to(dtype) if weight.is_floating_point() else weight
@@ -559,12 +567,14 @@ class StackedExperts(AbstractExperts):
         *,
         permutation: Permutation,
         weight_first: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         call = ExpertCall(
             sharded, common, x, in_expert_order(weight, permutation), permutation.ends
         )
         cast = _cast_to(compute_dtype(x.dtype, x.device), call)
-        return expert_ffn(self.work(cast, permutation.dispatch, gates_first=weight_first), x.dtype)
+        work = self.work(cast, permutation.dispatch, gates_first=weight_first)
+        return expert_ffn(work, x.dtype if dtype is None else dtype)
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         """Run the experts, and keep the pre-activations, which the matrices that read the token
