@@ -29,6 +29,7 @@ from moesaic.kernels.triton.bias_grad import bias_grad
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import longest_first, outer_products
+from moesaic.kernels.triton.parts import Schedules
 from moesaic.kernels.triton.rows.launch import device_of
 from moesaic.kernels.triton.rows.measured import tile_for
 from moesaic.kernels.triton.rows.permute import sum_tokens
@@ -117,8 +118,9 @@ def forward(
     tile = default_tiles(work) if tiles is None else tiles
     token = _narrow(work.x_rows)
     y_places = _narrow(work.out_rows)
+    schedules = Schedules(work.ends, work.num_rows)
     pre, hidden = up(
-        work.x, work.up, work.ends, tile["up"], **_form(work), bias=work.up_bias, token=token
+        work.x, work.up, schedules, tile["up"], **_form(work), bias=work.up_bias, token=token
     )
     weight = None if work.down_bias is None else work.gates
     options: dict[str, Any] = {
@@ -127,7 +129,7 @@ def forward(
         "weight": weight,
         "places": y_places,
     }
-    rows = rows_times(hidden, work.down, work.ends, tile["down"], **options)
+    rows = rows_times(hidden, work.down, schedules, tile["down"], **options)
     return _summed(rows, work, out_dtype), pre
 
 
@@ -154,10 +156,11 @@ def backward(
     x_token = _narrow(work.x_rows)
     token = _narrow(work.y_rows)
     ends = work.ends
+    schedules = Schedules(ends, work.num_rows)
     d_gates = None
     d_x = None
     d_pre, hidden, parts = down_grad(
-        dy, work.down, pre, ends, tile["down_grad"], **_form(work), token=token
+        dy, work.down, pre, schedules, tile["down_grad"], **_form(work), token=token
     )
     d_down_bias = d_up_bias = None
     if work.down_bias is not None:
@@ -182,7 +185,7 @@ def backward(
         d_up_bias = bias_grad(d_pre, ends)[0].view(work.up_bias.shape)
     if wanted.x:
         options: dict[str, Any] = {"transposed": False, "places": _narrow(work.d_x_rows)}
-        rows = rows_times(d_pre, work.up.flatten(1, 2), ends, tile["rows_grad"], **options)
+        rows = rows_times(d_pre, work.up.flatten(1, 2), schedules, tile["rows_grad"], **options)
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
     d_down_bias = d_down_bias if wanted.weights else None
