@@ -201,9 +201,10 @@ def jobs(capability: int, *, dry: bool) -> list[Job]:
     """Return all layers with their default tiles, then the candidates of the tile search."""
     from moesaic_lab.device.on_gpu import TINY
     from moesaic_lab.device.search import candidates
-    from moesaic_lab.device.steps import PRODUCTS, TUNED
+    from moesaic_lab.device.steps import FIRST, PRODUCTS, TUNED
 
-    entries: list[Job] = [(layer, WHOLE, None) for layer in ([TINY] if dry else LAYERS)]
+    layers = sorted(LAYERS, key=lambda layer: layer.name not in FIRST)
+    entries: list[Job] = [(layer, WHOLE, None) for layer in ([TINY] if dry else layers)]
     for layer in (
         layer for layer in LAYERS if not dry and any(part in layer.name for part in TUNED)
     ):
