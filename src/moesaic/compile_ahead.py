@@ -65,8 +65,11 @@ def warm_up(layer: MoE, max_tokens: int, dtype: torch.dtype | None = None) -> No
     per_token = layer.top_k / layer.num_experts
     if layer.on_mesh is not None:  # tokens of all ranks may go to one expert
         per_token = layer.on_mesh.grid.world
-    tasks = [partial(_choose, layer, routed.x), *routed.tasks(math.ceil(max_tokens * per_token))]
-    shared = None if layer.shared is None else _Calls.of(layer, layer.shared, dtype)
+    tasks: list[Callable[[], object]] = [partial(_choose, layer, routed.x)]
+    tasks += routed.tasks(math.ceil(max_tokens * per_token))
+    shared = None
+    if layer.shared is not None:
+        shared = _Calls.of(layer, layer.shared, dtype)
     if shared is not None:
         tasks += shared.tasks(max_tokens)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(tasks))) as pool:
@@ -102,7 +105,7 @@ class _Calls(NamedTuple):
     def tasks(self, most: int) -> Iterator[Callable[[], object]]:
         """Yield the passes of calls with up to `most` rows an expert: one call for each set of
         tiles that these take."""
-        seen = []
+        seen = list[object]()
         rows = 1
         while not seen or rows < 2 * most:
             work = self._work(rows)

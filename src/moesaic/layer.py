@@ -551,7 +551,9 @@ class MoE(InjectsLosses, RoutingCached):
     ) -> Routed:
         """Run the route stage, or replay it from the routing cache, and add its load to
         `step_counts` once."""
-        replay = None if self.routing_cache is None else self.routing_cache.read(self)
+        replay = None
+        if self.routing_cache is not None:
+            replay = self.routing_cache.read(self)
         counts = replay is None and self._is_training_call()
         if self.on_mesh is not None:
             self.on_mesh.refuse_ddp(self.experts.parameters())
@@ -641,7 +643,9 @@ class MoE(InjectsLosses, RoutingCached):
         dtype = x_TD.dtype if dtype is None else dtype
         if self.shared is None:
             return None
-        padding = None if mask is None else ~mask.reshape(-1, 1)
+        padding = None
+        if mask is not None:
+            padding = ~mask.reshape(-1, 1)
         tokens = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
         result: Tensor = self.shared(tokens, None, ends).to(dtype)

@@ -211,7 +211,8 @@ def training_row(*, dry: bool) -> dict[str, Any]:
     it began on."""
     with tempfile.TemporaryDirectory() as folder:
         alone = {"one process": {}, "one process, halves": HALVES}
-        one = losses_of("cpu" if dry else "cuda", alone, folder)
+        device = "cpu" if dry else "cuda"
+        one = losses_of(device, alone, folder)
         runs = dict(RUNS)
         runs["begun"] = {"mesh": {"ep": 4}, "steps": 2}
         runs["resumed on another mesh"] = {

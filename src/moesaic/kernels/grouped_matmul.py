@@ -171,6 +171,10 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, w, ends = ctx.saved_tensors
-        dx = rows_times(grad, w, ends) if ctx.needs_input_grad[0] else None
-        dw = outer_products(grad, x, ends) if ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = rows_times(grad, w, ends)
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = outer_products(grad, x, ends)
         return dx, dw, None

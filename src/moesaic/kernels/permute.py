@@ -112,7 +112,8 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     """
     if expert.device.type == "cpu":
         numbers = expert.numpy()
-        numbers = numbers.astype(np.uint16) if num_experts < 2**16 else numbers
+        if num_experts < 2**16:
+            numbers = numbers.astype(np.uint16)
         ends = np.bincount(numbers, minlength=num_experts)[:num_experts].cumsum(dtype=np.int32)
         order = numbers.argsort(kind="stable")
         row = np.full(len(numbers), -1)
@@ -120,7 +121,9 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         row[order[:num_sent]] = np.arange(num_sent)
         return torch.from_numpy(order), torch.from_numpy(row), torch.from_numpy(ends)
     # sorts in half the time of int64
-    narrow = expert.to(torch.int16) if num_experts < 2**15 else expert
+    narrow = expert
+    if num_experts < 2**15:
+        narrow = expert.to(torch.int16)
     sorted_experts, copies = narrow.sort(stable=True)
     position = torch.arange(len(expert), device=expert.device).masked_fill(
         sorted_experts == num_experts, -1
@@ -208,7 +211,8 @@ def sum_rows(
     Returns:
         (T, D).
     """
-    dtype = rows.dtype if dtype is None else dtype
+    if dtype is None:
+        dtype = rows.dtype
     weights = None if weights is None else weights.to(rows.dtype)
     kind = kind_of(rows.device)
     if kind == "cpu":
@@ -226,7 +230,9 @@ def _sum_by_bags(
     rows: Tensor, dispatch: Dispatch, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return each token's sum as that of a bag of rows, (T, D), in `dtype`."""
-    bag_weights = None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
+    bag_weights = None
+    if weights is not None:
+        bag_weights = weights.index_select(0, dispatch.by_token).to(dtype)
     summed: Tensor = F.embedding_bag(
         dispatch.by_token,
         rows.to(dtype),
@@ -339,7 +345,8 @@ def dot_rows(a: Tensor, b: Tensor, row_numbers: Tensor | None = None) -> Tensor:
         return (a * b).sum(1)
     if a.dtype == torch.float16:
         return (a.float() * b.float()).sum(1).to(a.dtype)
-    row_numbers = torch.arange(len(a)) if row_numbers is None else row_numbers
+    if row_numbers is None:
+        row_numbers = torch.arange(len(a))
     dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         a, b, row_numbers, row_numbers, row_numbers, 0
     )

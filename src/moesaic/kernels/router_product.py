@@ -58,7 +58,8 @@ def router_forward(x: Tensor, weight: Tensor) -> Tensor:
     order = _order_of(weight, x.dtype)
     pieces, unit = pieces_of(weight, x.dtype, order, side_by_side=False)
     logits = product(x, pieces.t())
-    logits = logits.view(len(x), len(order), len(weight)).sum(1) if len(order) > 1 else logits
+    if len(order) > 1:
+        logits = logits.view(len(x), len(order), len(weight)).sum(1)
     return logits if unit is None else logits * unit
 
 
@@ -93,7 +94,8 @@ def router_backward(
     if len(order) > 2:
         grads = grads[:, num_experts:]
     d_matrix = product(grads.t(), x).view(-1, *weight.shape).sum(0)
-    d_matrix = d_matrix if unit is None else d_matrix * unit
+    if unit is not None:
+        d_matrix = d_matrix * unit
     return d_x, d_matrix if weight.dtype == torch.float32 else d_matrix.to(weight.dtype)
 
 

@@ -41,7 +41,8 @@ def forward(
         results = results + _bias_per_row(work.down_bias, work)
     if work.dispatch is not None:
         return sum_rows(results, work.dispatch, weights=work.result_weights, dtype=out_dtype), pre
-    results = results if work.result_weights is None else results * work.result_weights.unsqueeze(1)
+    if work.result_weights is not None:
+        results = results * work.result_weights.unsqueeze(1)
     return _placed(results, work.out_rows).to(out_dtype), pre
 
 
@@ -60,7 +61,9 @@ def backward(
     d_pre = torch.empty_like(pre)
     pre_parts = work.halves(pre)
     d_first, *gate = work.halves(d_pre)
-    gate_rows = gate[0] if gate else None
+    gate_rows = None
+    if gate:
+        gate_rows = gate[0]
     hidden_rows_into(pre_parts, work.activation, hidden, gate_rows, work.clamp)
     grad = rows_times(dy_rows, work.down, work.ends)
     d_gates = None
@@ -80,7 +83,9 @@ def backward(
         d_rows = rows_times(d_pre, work.up.flatten(1, 2), work.ends)
     if work.input_weights is not None:
         if d_rows is not None:
-            d_gates = dot_rows(d_rows, inputs) if wanted.gates else None
+            d_gates = None
+            if wanted.gates:
+                d_gates = dot_rows(d_rows, inputs)
             d_rows = d_rows * work.input_weights.unsqueeze(1)
         inputs = inputs * work.input_weights.unsqueeze(1)
     if d_rows is not None:

@@ -235,7 +235,8 @@ def admit(
     if before_KE is not None:
         cells = before_KE.numel()
         cell = slot * num_experts + expert
-        cell = cell if alive_N is None else cell.masked_fill(~alive_N, cells)
+        if alive_N is not None:
+            cell = cell.masked_fill(~alive_N, cells)
         load_KE = count(cell, None, cells + 1)[:cells].view_as(before_KE)
         shift_KE = before_KE - (load_KE.cumsum(0) - load_KE)
         place = place + shift_KE.flatten()[cell[queue].clamp_max(cells - 1)]

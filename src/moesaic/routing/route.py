@@ -163,7 +163,9 @@ def _scored(
     """Choose and weigh the experts of all tokens, in one operation if the router and the losses
     allow it; `reduced` says whether the losses follow from this rank's tokens alone."""
     fused = fused_of(router, top_k, losses)
-    given = None if replay is None else replay.choice
+    given = None
+    if replay is not None:
+        given = replay.choice
     if fused is not None and given is None and router.recorded is not None:
         given = router.recorded(len(x_TD), top_k, x_TD.device)
     if fused is not None and (given is None or given.sent is None):
@@ -302,11 +304,16 @@ def choose_at_once(
     wanted = WantedSums(
         "balance" in fields or (bool(losses) and not reduced), "z" in fields, reduced
     )
-    expert = None if given is None else given.expert
+    expert = None
+    if given is not None:
+        expert = given.expert
     chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=expert)
     choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
-    choice = choice if given is None else given
-    values = [getattr(chosen, str(field)) for field in fields] if reduced else None
+    if given is not None:
+        choice = given
+    values = None
+    if reduced:
+        values = [getattr(chosen, str(field)) for field in fields]
     sums = None
     if losses and not reduced:
         sums = RouterStatistics(

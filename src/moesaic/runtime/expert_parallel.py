@@ -444,7 +444,8 @@ class ExpertParallel:
                 arguments.
             dtype: dtype of the result; None for that of `x_TD`.
         """
-        dtype = x_TD.dtype if dtype is None else dtype
+        if dtype is None:
+            dtype = x_TD.dtype
         if self._deepep is not None:
             self.check_digests(routed)
             by_slot = routed if self._order is None else self._order.routed(routed)
@@ -485,7 +486,8 @@ class ExpertParallel:
                 )
             elif len(node_tokens.copy_index) != len(order):
                 node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
-        copies = copies if self._order is None else self._order.columns(copies)
+        if self._order is not None:
+            copies = self._order.columns(copies)
         return CallInputs(
             experts=experts,
             record=routed.record,

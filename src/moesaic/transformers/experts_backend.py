@@ -215,7 +215,8 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
 
     def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         out = grouped_matmul(rows, matrix, ends)
-        out = out if bias is None else out + bias.index_select(0, own)
+        if bias is not None:
+            out = out + bias.index_select(0, own)
         return only_sent(out, permutation)
 
     pre = product(rows, up.flatten(1, 2), None if up_bias is None else up_bias.flatten(1))

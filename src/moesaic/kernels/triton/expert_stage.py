@@ -188,7 +188,8 @@ def backward(
         rows = rows_times(d_pre, work.up.flatten(1, 2), schedules, tile["rows_grad"], **options)
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
-    d_down_bias = d_down_bias if wanted.weights else None
+    if not wanted.weights:
+        d_down_bias = None
     return Gradients(
         x=d_x, gates=d_gates, up=d_up, up_bias=d_up_bias, down=d_down, down_bias=d_down_bias
     )

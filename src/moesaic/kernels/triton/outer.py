@@ -56,7 +56,8 @@ def outer_products(
     """
     out = p.new_empty(len(ends), p.shape[1], q.shape[1])
     if out.numel():
-        order = longest_first(ends) if order is None else order
+        if order is None:
+            order = longest_first(ends)
         _launch_outer(
             p.contiguous(), q.contiguous(), ends, tile, out, order, p_token=p_token, q_token=q_token
         )
