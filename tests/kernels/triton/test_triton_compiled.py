@@ -377,7 +377,7 @@ PRODUCTS_OF = {"_rows_kernel": 2, "_outer_kernel": 2}
 """How many products a kernel computes, where it is not one."""
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_few_variants_serve_all_numbers_of_tokens(capability):
     """Also those of ranks that get 16 to 512 rows an expert."""
     few = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 100)
