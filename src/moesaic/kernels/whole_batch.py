@@ -83,9 +83,7 @@ def backward(
         d_rows = rows_times(d_pre, work.up.flatten(1, 2), work.ends)
     if work.input_weights is not None:
         if d_rows is not None:
-            d_gates = None
-            if wanted.gates:
-                d_gates = dot_rows(d_rows, inputs)
+            d_gates = dot_rows(d_rows, inputs) if wanted.gates else None
             d_rows = d_rows * work.input_weights.unsqueeze(1)
         inputs = inputs * work.input_weights.unsqueeze(1)
     if d_rows is not None:
