@@ -298,6 +298,7 @@ def pretending(*, triton: bool = False) -> Iterator[None]:
     """
     with (
         mock.patch.object(pick, "_runs_triton", return_value=triton),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "Event", _Event),
         mock.patch.object(torch.cuda, "current_stream"),
         mock.patch.object(torch.cuda, "current_device", return_value=DEVICE.index),

@@ -129,6 +129,20 @@ def test_parameters_keep_gradients_that_a_replay_would_overwrite() -> None:
     assert_equal(gradients(layer), [2 * gradient for gradient in first])
 
 
+def test_gradients_that_the_caller_keeps_stay_as_they_were() -> None:
+    """Those that `autograd.grad` returned, and a `.grad` that was moved aside."""
+    layer = layer_of(losses=())
+    run = captured_of(layer, tokens())
+    parameters = list(layer.parameters())
+    returned = list(torch.autograd.grad(run(tokens(1)).sum(), parameters))
+    run(tokens(2)).sum().backward()
+    kept = [*returned, *gradients(layer)]
+    before = [each.clone() for each in kept]
+    layer.zero_grad()
+    run(tokens(3)).square().sum().backward()
+    assert all(map(torch.equal, kept, before))
+
+
 def test_losses_are_collected_and_scaled_as_without_a_graph() -> None:
     layer = layer_of()
     twin = copy.deepcopy(layer)

@@ -32,6 +32,7 @@ PARTS = (
     "layer",
     "interleaved",
     "cuda_graphs",
+    "compile_ahead",
     "balance",
     "planner",
     "measure",

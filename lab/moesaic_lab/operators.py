@@ -1,14 +1,14 @@
 """`moesaic bench operators`: what a call of the layer costs the host and keeps, besides its
 experts' products.
 
-Operators of one call with defaults (64 tokens, width 64, 16 experts, top-2, load-balance loss,
-float32), counted by a dispatch mode: every operator that reaches torch's dispatcher, views and
-allocations too, those inside Moesaic's own operators included, a Triton launch as one; the expert
-stage is not counted. gpu: CPU tensors on the GPU's path, kernels under Triton's interpreter. mesh:
-the rank with most of 4, CPU. host_over_hand: seconds of a step, forward and backward, over those of
-a hand-written layer of plain torch operators on the same tiny tensors, in turn, both by grouped_mm.
-kept_over_need: bytes that autograd keeps for backward, over x, the pre-activations, one (T, E)
-float32 matrix and 48 bytes per copy; bfloat16.
+Operators of one call with defaults (64 tokens, width 64, 16 experts, top-2, load-balance loss),
+counted by a dispatch mode: every operator that reaches torch's dispatcher, views and allocations
+too, those inside Moesaic's own operators included, a Triton launch as one; the expert stage is not
+counted. gpu: CPU tensors on the GPU's path, kernels under Triton's interpreter, in the forms of
+`FORMS`. cpu: float32. mesh: the rank with most of 4, CPU, float32. host_over_hand: seconds of a
+step, forward and backward, over those of a hand-written layer of plain torch operators on the same
+tiny tensors, in turn, both by grouped_mm. kept_over_need: bytes that autograd keeps for backward,
+over x, the pre-activations, one (T, E) float32 matrix and 48 bytes per copy; bfloat16.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from moesaic.comm.mesh import Mesh
+from moesaic.experts.experts import compute_dtype
+from moesaic.kernels import router_product
 from moesaic.layer import MoE
 from moesaic.routing.routers import ROUTERS
 from moesaic.testing.runner import on_ranks
@@ -47,8 +49,26 @@ EXPERTS = 16
 WORLD = 4
 MOST = {"forward": 40, "backward": 25}
 """The most operators of a pass."""
+FORMS: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
+    "gpu": (torch.float32, torch.float32, {}),
+    "gpu.bfloat16": (torch.bfloat16, torch.bfloat16, {}),
+    "gpu.autocast": (torch.float32, torch.float32, {}),
+    "gpu.autocast.bfloat16": (torch.float32, torch.bfloat16, {}),
+    "gpu.shared": (
+        torch.bfloat16,
+        torch.bfloat16,
+        {"shared_hidden": 32, "shared_gate": True, "bias": True},
+    ),
+    "gpu.capacity": (torch.bfloat16, torch.bfloat16, {"capacity": 1.25}),
+    "gpu.noisy": (torch.bfloat16, torch.bfloat16, {"router": "noisy"}),
+}
+"""The forms of a call on a GPU: dtypes of the parameters and of the tokens, and the layer's
+options. Those whose name has "autocast" run under autocast in bfloat16."""
+CLAIMED = ("gpu", "gpu.bfloat16", "gpu.autocast", "gpu.autocast.bfloat16")
+"""The forms that `MOST` holds for."""
+MOST_ON_MESH = {"forward": 60, "backward": 40}
 EXPERT_STAGE = ("expert_forward", "expert_backward")
-PICKERS = ("permute", "choice", "top_k")
+PICKERS = ("permute", "choice", "top_k", "router_product")
 """The modules in `moesaic.kernels` that ask which kernels a device runs."""
 BY_TRITON = "triton"
 """The argument of this module as a program: count the GPU's path, and print a row as JSON."""
@@ -75,10 +95,13 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def counted(
-    layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]
+    layer: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor],
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, list[str]]:
-    """Return the operators of the second forward and backward pass of a layer."""
-    x = torch.randn(4, TOKENS // 4, DIM, generator=torch.Generator().manual_seed(1))
+    """Return the operators of the second forward and backward pass of a layer on tokens of a
+    dtype."""
+    x = torch.randn(4, TOKENS // 4, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = None
@@ -139,6 +162,8 @@ def as_on_a_gpu() -> Iterator[None]:
         module = importlib.import_module(f"moesaic.kernels.{name}")
         if hasattr(module, "kind_of"):
             patches.append(mock.patch.object(module, "kind_of", return_value="triton"))
+    patches.append(mock.patch.object(router_product, "_takes_pieces", return_value=True))
+    patches.append(mock.patch.object(router_product, "product", _product))
     for patch in patches:
         patch.start()
     try:
@@ -146,6 +171,24 @@ def as_on_a_gpu() -> Iterator[None]:
     finally:
         for patch in patches:
             patch.stop()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply 16-bit matrices into float32, which a GPU does in one operator."""
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    if isinstance(mode, OperatorCounter):
+        mode.names.append("aten.mm.dtype")
+    with _disable_current_modes():
+        return a.float() @ b.float()
+
+
+def count_form(name: str) -> dict[str, list[str]]:
+    """Return the operators of a form of `FORMS`; call it `as_on_a_gpu`."""
+    parameters_in, tokens_in, options = FORMS[name]
+    layer = make_layer(**options).to(parameters_in)
+    layer.experts.begin_step()
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in name):
+        return counted(layer, list(layer.parameters()), tokens_in)
 
 
 def _row(path: str, names: dict[str, list[str]]) -> list[dict[str, Any]]:
@@ -245,6 +288,9 @@ def kept_bytes(layer: MoE, x: Tensor, **options: Any) -> int:
     """Return the bytes that autograd keeps for the backward pass of a call, besides parameters and
     their casts."""
     known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    dtype = compute_dtype(x.dtype, x.device)
+    casts = [weight for weights in layer.experts.weights_in(dtype) for weight in weights]
+    known |= {cast.untyped_storage().data_ptr() for cast in casts}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -260,21 +306,27 @@ def kept_bytes(layer: MoE, x: Tensor, **options: Any) -> int:
     return total
 
 
-def kept_row(router: str) -> dict[str, Any]:
-    """Return the row of a layer with a router: what it keeps, and what backward needs."""
+def kept_row(router: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Return the row of a layer with a router: what it keeps, and what backward needs.
+
+    Args:
+        dtype: that of tokens and parameters; float32 runs under autocast in bfloat16.
+    """
     tokens = 2048
     dim = 256
     hidden = 128
     experts = 32
     torch.manual_seed(0)
     top_k = {"switch": 1, "base": 1}.get(router, 2)
-    layer = MoE(dim, hidden, experts, top_k, router=router, dtype=torch.bfloat16)
-    x = torch.randn(tokens, dim, dtype=torch.bfloat16).requires_grad_()
+    layer = MoE(dim, hidden, experts, top_k, router=router, dtype=dtype)
+    layer.experts.begin_step()
+    x = torch.randn(tokens, dim, dtype=dtype).requires_grad_()
     copies = tokens * top_k
     need = 2 * tokens * dim + 2 * 2 * copies * hidden + 4 * tokens * experts + 48 * copies
-    kept = kept_bytes(layer, x, token_ids=torch.arange(tokens))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        kept = kept_bytes(layer, x, token_ids=torch.arange(tokens))
     return {
-        "path": "kept",
+        "path": "kept" if dtype == torch.bfloat16 else "kept under autocast",
         "router": router,
         "kept_bytes": kept,
         "need_bytes": need,
@@ -301,17 +353,20 @@ def measure(options: OperatorOptions, _: None, told: Told) -> list[dict[str, Any
     rows += _row("mesh", {each: max((names[each] for names in of_ranks), key=len) for each in MOST})
     told("time on the host")
     rows.append(_host_over_hand(options.repeats))
-    return rows + [kept_row(router) for router in ROUTERS]
+    dtypes = (torch.bfloat16, torch.float32)
+    return rows + [kept_row(router, dtype) for router in ROUTERS for dtype in dtypes]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims on operators, the host's time and kept memory."""
     made = []
     for each, most in MOST.items():
-        for path, suffix in (("gpu", ""), ("cpu", "_cpu"), ("mesh", "_mesh")):
+        targets = dict.fromkeys((*CLAIMED, "cpu"), most) | {"mesh": MOST_ON_MESH[each]}
+        for path in (*FORMS, "cpu", "mesh"):
             of_pass = [row for row in rows if row.get("pass") == each and row["path"] == path]
             value = partial(_first, of_pass, "operators")
-            made.append(claimed(f"layer.operators_{each}{suffix}", value, most))
+            suffix = f"_{path}".removeprefix("_gpu").replace(".", "_")
+            made.append(claimed(f"layer.operators_{each}{suffix}", value, targets.get(path)))
     made.append(claimed("layer.host_over_hand", partial(_first, rows, "host_over_hand"), 1.3))
     return [
         *made,
@@ -351,5 +406,4 @@ BENCHMARK = Benchmark(
 
 if __name__ == "__main__" and sys.argv[1:] == [BY_TRITON]:
     with as_on_a_gpu():
-        gpu_layer = make_layer()
-        print(json.dumps(_row("gpu", counted(gpu_layer, list(gpu_layer.parameters())))))
+        print(json.dumps([row for form in FORMS for row in _row(form, count_form(form))]))

@@ -81,7 +81,8 @@ def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
         if len(missed) <= FEW
         else f"Missed: {len(missed)} of {len(claims)}."
     )
-    verdict = verdict if missed else "Every target holds."
+    if not missed:
+        verdict = "Every target holds."
     where = f"Measured {measured(dict(answers))}." if answers else "Not measured."
     where += "".join(
         f" **Stale:** `{name}.json`, {result['stale']}."

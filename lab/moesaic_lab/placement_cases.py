@@ -159,7 +159,8 @@ class Layers(nn.Module):
                 positions.argsort()
             ]
             x = x + sample_dropout(y, self.case.dropout, torch.arange(len(x)), number)
-            x = norm(x) if self.case.norm == "after" else x
+            if self.case.norm == "after":
+                x = norm(x)
         return x
 
     def placed(
@@ -188,7 +189,8 @@ class Layers(nn.Module):
                     x, {"before": norm, "none": None, "after": None}[self.case.norm]
                 )
                 x = MovingMoE(moe)(inputs, move=move, residual=residual, mask=local_mask)
-            x = norm(x) if self.case.norm == "after" else x
+            if self.case.norm == "after":
+                x = norm(x)
             rides.append(move.rides)
         return trip.take_home(x), rides
 

@@ -13,6 +13,7 @@ from moesaic.errors import to_install
 
 if TYPE_CHECKING:
     from moesaic.comm.mesh import Mesh
+    from moesaic.compile_ahead import warm_up
     from moesaic.cuda_graphs import capture
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
     from moesaic.interleaved import in_flight
@@ -41,6 +42,7 @@ _HOMES = {
     "balance_on_step": "moesaic.layer",
     "finish_step": "moesaic.layer",
     "capture": "moesaic.cuda_graphs",
+    "warm_up": "moesaic.compile_ahead",
     "in_flight": "moesaic.interleaved",
     "Mesh": "moesaic.comm.mesh",
     "Plan": "moesaic.program.plan",
@@ -100,6 +102,7 @@ __all__ = [
     "replay_contexts",
     "set_loss_scale",
     "shard_over_data",
+    "warm_up",
 ]
 
 

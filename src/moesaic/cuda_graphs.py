@@ -2,8 +2,7 @@
 started by one call each.
 
 A graph holds fixed memory, and `torch.cuda.make_graphed_callables` leaves the consequences to its
-caller. Here results are copied out of that memory, gradients that a parameter keeps from the
-previous pass are copied before the next one overwrites them, and what the graph does not fit is
+caller. Here results and gradients are copied out of that memory, and what the graph does not fit is
 refused. Auxiliary losses are results of the graph and are injected outside of it, so that
 `set_loss_scale`, `collect_losses` and gradient accumulation work as they do without a graph.
 """
@@ -312,8 +311,8 @@ class CapturedMoE:
         ]
 
     def replay_backward(self, call: int, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Replay the backward pass of the last call; return the gradients of x and of the
-        parameters.
+        """Replay the backward pass of the last call; return copies of the gradients of x and of
+        the parameters.
 
         Raises:
             InputError: the graph no longer holds that call's activations.
@@ -325,20 +324,14 @@ class CapturedMoE:
                 "call that is open at the same time"
             )
         self._pending = 0
-        addresses = {result.data_ptr() for result in self._backward.results if result is not None}
-        for parameter in self._parameters:
-            if parameter.grad is not None and parameter.grad.data_ptr() in addresses:
-                # the replay is about to overwrite what it shares memory with
-                parameter.grad = parameter.grad.clone()
         for static, grad in zip(self._grads_in, grads):
             assert static is not None
             static.copy_(grad)
         self._backward.replay()
-        results = [None if result is None else result.detach() for result in self._backward.results]
-        if not self._static["x"].requires_grad:
-            return [None, *results]
-        d_x, *others = results
-        return [None if d_x is None else d_x.clone(), *others]
+        results = [
+            None if result is None else result.detach().clone() for result in self._backward.results
+        ]
+        return results if self._static["x"].requires_grad else [None, *results]
 
 
 class _Replay(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moesaic.errors import InputError, suggestion
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
-from moesaic.experts.experts import StackedExperts, compute_dtype
+from moesaic.experts.experts import StackedExperts, compute_dtype, in_product_dtype
 from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.pick import AUTO, check_tier
@@ -405,15 +405,19 @@ class MoE(InjectsLosses, RoutingCached):
         padded_rows = None
         if self.on_mesh is not None:
             padded_rows = self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
-        routed = self._route(x_TD, call, top_k, capacity)
+        # all stages read the one copy that the products take
+        cast_TD = in_product_dtype(x_TD)
+        routed = self._route(cast_TD, call, top_k, capacity)
         if compute is not None:
             y = compute(RoutedCall(x, x_TD, call.mask, call.token_ids, routed, padded_rows))
         else:
             if self.on_mesh is None:
-                y_TD = self._run_experts(x_TD, routed.routing)
+                y_TD = self._run_experts(cast_TD, routed.routing, x.dtype)
             else:
-                y_TD = self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows)
-            shared_TD = self.run_shared(x_TD, call.mask)
+                y_TD = self.on_mesh.run_experts(
+                    self.experts, cast_TD, routed, padded_rows, dtype=x.dtype
+                )
+            shared_TD = self.run_shared(cast_TD, call.mask, x.dtype)
             y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
@@ -547,7 +551,9 @@ class MoE(InjectsLosses, RoutingCached):
     ) -> Routed:
         """Run the route stage, or replay it from the routing cache, and add its load to
         `step_counts` once."""
-        replay = None if self.routing_cache is None else self.routing_cache.read(self)
+        replay = None
+        if self.routing_cache is not None:
+            replay = self.routing_cache.read(self)
         counts = replay is None and self._is_training_call()
         if self.on_mesh is not None:
             self.on_mesh.refuse_ddp(self.experts.parameters())
@@ -603,8 +609,9 @@ class MoE(InjectsLosses, RoutingCached):
         if self.on_mesh is not None:
             self.on_mesh.note(record)
 
-    def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Run dispatch, experts and combine on one rank: (tokens, dim) -> (tokens, dim)."""
+    def _run_experts(self, x_TD: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        """Run dispatch, experts and combine on one rank: (tokens, dim) -> (tokens, dim) in
+        `dtype`."""
         permutation = sort_by_expert(
             routing.token,
             routing.expert,
@@ -617,10 +624,13 @@ class MoE(InjectsLosses, RoutingCached):
             self.experts.compute_tokens,
             permutation=permutation,
             weight_first=self.apply_weight == "before",
+            dtype=dtype,
         )
         return self.experts(x_TD, routing.weight, run=run)
 
-    def run_shared(self, x_TD: Tensor, mask: Tensor | None) -> Tensor | None:
+    def run_shared(
+        self, x_TD: Tensor, mask: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
         """Return the shared expert's result, (tokens, dim), zero for padding; None if the layer has
         no shared expert.
 
@@ -628,15 +638,19 @@ class MoE(InjectsLosses, RoutingCached):
             x_TD: (tokens, dim).
             mask: bools, one per token, False for padding, which may hold any values, NaN included;
                 None for no padding.
+            dtype: dtype of the result; None for that of `x_TD`.
         """
+        dtype = x_TD.dtype if dtype is None else dtype
         if self.shared is None:
             return None
-        padding = None if mask is None else ~mask.reshape(-1, 1)
+        padding = None
+        if mask is not None:
+            padding = ~mask.reshape(-1, 1)
         tokens = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
-        result: Tensor = self.shared(tokens, None, ends).to(x_TD.dtype)
+        result: Tensor = self.shared(tokens, None, ends).to(dtype)
         if self.shared_gate is not None:
-            result = result * self.shared_gate(tokens).sigmoid().to(x_TD.dtype)
+            result = result * self.shared_gate(tokens).sigmoid().to(dtype)
         return result if padding is None else result.masked_fill(padding, 0.0)
 
     def _check_call(self, call: CallArguments) -> None:

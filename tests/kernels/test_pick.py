@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moesaic.kernels import by_expert, pick, whole_batch
+from moesaic.kernels import by_expert, pick, router_product, whole_batch
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,32 @@ def test_a_device_without_kernels_of_its_own_runs_torchs_operations() -> None:
     kernel = pick.expert_kernel(torch.device("meta"))
     assert (kernel.forward, kernel.backward) == (whole_batch.forward, whole_batch.backward)
     assert pick.expert_kernel(torch.device("cpu")).forward is by_expert.forward
+
+
+def test_an_amd_gpu_runs_torchs_operations(monkeypatch) -> None:
+    """Its capability, (9, 4), is not that of a Hopper."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    monkeypatch.setattr(pick.importlib.util, "find_spec", lambda _: object())
+    pick._can_run_triton.cache_clear()
+    assert pick.kind_of(device) == "triton"
+    assert pick.runs_grouped_mm(device, torch.bfloat16)
+    assert router_product._takes_pieces(device)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    pick._can_run_triton.cache_clear()
+    assert pick.kind_of(device) == "other"
+    assert not pick.runs_grouped_mm(device, torch.bfloat16), "it loops over experts there"
+    assert not router_product._takes_pieces(device), "its products have their operands' dtype"
+    pick._can_run_triton.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((7, 0), False), ((8, 9), False), ((10, 3), True), ((12, 0), False)],
+)
+def test_torchs_grouped_product_is_taken_where_it_is_one_kernel(
+    capability, expected, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert pick.runs_grouped_mm(torch.device("cuda"), torch.bfloat16) == expected
+    assert not pick.runs_grouped_mm(torch.device("cuda"), torch.float16)

@@ -70,13 +70,17 @@ def test_only_the_tokens_and_the_matrix_are_saved(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pieces_add_up_to_float32_and_keep_infinity_and_nan(dtype):
-    values = torch.randn(64) * torch.logspace(-4, 4, 64)
-    pieces, unit = pieces_of(values, dtype, 3)
-    total = sum(piece.double() for piece in pieces) * (1 if unit is None else unit.double())
-    assert of_size(total - values) <= 2**-23 * of_size(values)
-    pieces, _ = pieces_of(torch.tensor([float("inf"), float("nan"), 1.0]), torch.bfloat16, 2)
-    assert sum(pieces).isinf().tolist() == [True, False, False]
-    assert sum(pieces).isnan().tolist() == [False, True, False]
+    values = torch.randn(4, 16) * torch.logspace(-4, 4, 16)
+    odd = torch.tensor([[float("inf"), float("nan"), 1.0]])
+    for side_by_side in (False, True):
+        pieces, unit = pieces_of(values, dtype, (0, 1, 2), side_by_side=side_by_side)
+        parts = pieces.double().chunk(3, int(side_by_side))
+        total = sum(parts) * (1 if unit is None else unit.double())
+        assert of_size(total - values) <= 2**-23 * of_size(values)
+        pieces, _ = pieces_of(odd, torch.bfloat16, (0, 1), side_by_side=side_by_side)
+        total = sum(pieces.chunk(2, int(side_by_side)))
+        assert total.isinf().tolist() == [[True, False, False]]
+        assert total.isnan().tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("missing", ["x", "weight"])

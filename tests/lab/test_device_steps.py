@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from moesaic import layer as layer_module
 from moesaic.errors import InputError
 from moesaic.planner.cluster import read_cluster
-from moesaic_lab.device import profile, ranks, steps, whole
+from moesaic_lab.device import layers, profile, ranks, steps, whole
 from moesaic_lab.device.__main__ import main
-from moesaic_lab.device.shapes import LAYERS
+from moesaic_lab.device.shapes import LAYERS, GpuLayer
 from moesaic_lab.device.steps import FILES, GpuStep, claims, run
 
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
@@ -33,7 +34,7 @@ def ended(rows: list[dict]) -> dict[str, str]:
 def test_a_step_that_crashes_or_hangs_costs_its_own_figures_alone(
     tmp_path: Path, monkeypatch
 ) -> None:
-    layer = next(iter(LAYERS)).name
+    layer = steps.FIRST[0]
     held = {
         "rows": {
             "dense": {"name": "dense", "tflops": 700.0},
@@ -87,6 +88,26 @@ def test_a_later_call_runs_what_did_not_end_well(tmp_path: Path, monkeypatch) ->
     assert (tmp_path / "tests.txt").read_text() == "once\nonce\n"
 
 
+def test_a_later_call_finds_the_kernels_of_an_earlier_one(tmp_path: Path, monkeypatch) -> None:
+    code = "import os, pathlib; pathlib.Path(os.environ['TRITON_CACHE_DIR']).mkdir(exist_ok={})"
+    lines = [step(f"at {number}", code.format(bool(number))) for number in range(2)]
+    monkeypatch.setattr(steps, "steps", lambda *_, **__: lines)
+    for line in lines:
+        assert ended(run(tmp_path, dry=True, only=line.name))[line.name] == "ok"
+    assert (tmp_path / "triton").is_dir()
+
+
+def test_layers_are_made_where_they_are_measured(monkeypatch) -> None:
+    """A layer of 11 billion parameters that the host draws takes minutes and 45 GB."""
+    made: list[object] = []
+    monkeypatch.setattr(layer_module, "MoE", lambda *_, **options: made.append(options) or 1 / 0)
+    inputs = layers.Inputs.untouched(GpuLayer(4, 8, 8, 2, 1))
+    with pytest.raises(ZeroDivisionError):
+        layers.layer_of(inputs)
+    assert made[0]["device"] == inputs.x.device
+    assert made[0]["dtype"] == torch.bfloat16
+
+
 def test_nothing_begins_after_the_deadline(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(steps, "steps", lambda *_, **__: [step("late", "")])
     assert ended(run(tmp_path, dry=True, seconds=-1.0)) == {"late": "not begun: no time was left"}
@@ -96,23 +117,18 @@ def test_the_steps_fit_three_calls_and_the_files(tmp_path: Path) -> None:
     planned = steps.steps(tmp_path, dry=False)
     names = [each.name for each in planned]
     assert {each.output for each in planned if each.output} <= set(FILES)
-    assert [name for name in names if name.startswith("layer.")] == [
+    assert {name for name in names if name.startswith("layer.")} == {
         f"layer.{each.name}" for each in LAYERS
+    }
+    assert names[:12] == [
+        *("compile", "checks", "whole"),
+        *(f"layer.{name}" for name in steps.FIRST),
+        *("sonic", "transformers", "plans", "training", "sharded"),
     ]
-    firsts = [
-        "compile",
-        "tests",
-        "checks",
-        "plans",
-        "training",
-        "sharded",
-        names[6],
-        "sonic",
-        "whole",
-        "transformers",
-    ]
-    firsts += ["finetune"]
-    assert [name for name in names if name in firsts] == firsts
+    others = [name for name in names if name.startswith("layer.") and name not in names[:12]]
+    assert names[12 : 12 + len(others) + 2] == ["finetune", *others, "tests"]
+    first = planned[:8]
+    assert sum(each.seconds for each in first if not each.background) <= steps.SECONDS
     assert names[-3:] == ["memcheck", "racecheck", "ncu"]
     usual = sum(
         7.5 if each.name.startswith("layer") else each.seconds
@@ -181,7 +197,8 @@ def test_plans_and_training_of_four_ranks_equal_one_process() -> None:
     assert rows["plans"]["worst"] < 1e-5
     assert set(rows["training"]["losses"]) == {
         "one process",
-        *ranks.MESHES,
+        "one process, halves",
+        *ranks.RUNS,
         "resumed on another mesh",
     }
     assert rows["training"]["worst"] < 1e-4

@@ -49,6 +49,11 @@ def test_a_16_bit_layer_keeps_only_what_backward_needs(router):
     assert kept_row(router)["kept_over_need"] <= 1.02
 
 
+@pytest.mark.parametrize("router", ROUTERS)
+def test_under_autocast_a_layer_keeps_one_copy_of_its_tokens(router):
+    assert kept_row(router, torch.float32)["kept_over_need"] <= 1.02
+
+
 def test_claims_that_were_not_measured_say_so():
     rows = [
         {"path": "gpu", "pass": "forward", "operators": 35},

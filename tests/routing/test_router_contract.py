@@ -64,7 +64,7 @@ def test_the_arithmetic_has_the_dtype_of_its_input(name: str, dtype: torch.dtype
 def test_autocast_leaves_the_router_in_float32(name: str, low: torch.dtype) -> None:
     layer = make_layer(name)
     x = torch.randn(16, 8)
-    expected = run(layer, x, token_ids=ids_for(x)).routing
+    expected = run(layer, x.to(low).float(), token_ids=ids_for(x)).routing
     with torch.autocast("cpu", dtype=low):
         torch.manual_seed(0)
         actual = layer(x, token_ids=ids_for(x), return_routing=True)[1]

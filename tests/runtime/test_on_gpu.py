@@ -227,3 +227,24 @@ def test_ranks_that_share_a_gpu_equal_those_on_the_cpu(case: WaitCase) -> None:
         run_ranks(case.grid.world, partial(rank, where=where)) for where in ("cuda", "cpu")
     )
     assert max(map(largest_error, there, here)) < DTYPES[torch.bfloat16]
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@capacities
+def test_a_layer_on_the_second_gpu_needs_no_current_device(capacity: str) -> None:
+    """Eagerly and replayed, forward and backward, while the caller stays on the first."""
+    layer, x = layer_of(torch.bfloat16, capacity)
+    expected = step(copy.deepcopy(layer).to("cuda:0"), x.to("cuda:0"))
+    there = layer.to("cuda:1")
+    x = x.to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert largest_error(step(there, x), expected) < 1e-6
+    captured = capture(there, x.requires_grad_())
+    there.zero_grad(set_to_none=True)
+    y = captured(x)
+    (y * y).sum().backward()
+    assert largest_error([y.detach()], expected[:1]) < 1e-6
+    assert torch.cuda.current_device() == 0

@@ -27,6 +27,7 @@ from moesaic.transformers import experts_backend as experts_module
 from moesaic.transformers.experts_backend import Gate, gate_of, refusal
 from moesaic_lab.families import Family, build, families, text
 from moesaic_lab.hf import family_errors, outcome, tolerance_of
+from stand_in import DEVICE, StandIn, pretending, to_device, values
 
 MOST_USED = (
     "mixtral",
@@ -203,6 +204,43 @@ def test_routes_to_experts_elsewhere_count_nothing() -> None:
     expected = run(experts, x, index.clamp(max=3), weight.masked_fill(index == 4, 0))
     torch.testing.assert_close(found, expected)
     assert not found[3].any()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_on_a_gpu_nobody_waits_for_the_number_of_routes_elsewhere(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows hold NaN, and neither results nor gradients do."""
+    if not is_known:
+        monkeypatch.setattr(experts_module, "gate_of", lambda _: None)
+    experts = experts_of(tiny()).bfloat16()
+    experts._is_expert_parallel = True
+    x = torch.randn(5, 16, dtype=torch.bfloat16)
+    index = torch.tensor([[0, 1], [4, 2], [3, 4], [4, 4], [1, 0]])
+    weight = torch.rand(5, 2)
+
+    def step(module: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        x, index, weight = inputs
+        leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+        y = moesaic.transformers.experts_forward(module, leaves[0], index, leaves[1])
+        return [y, *torch.autograd.grad((y * y).sum(), [*leaves, *module.parameters()])]
+
+    expected = step(experts, x, index, weight)
+    empty = torch.Tensor.new_empty
+
+    def nan(of: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
+        made = empty(of, *sizes, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    with pretending(), StandIn() as stand_in:
+        there = to_device(copy.deepcopy(experts))
+        inputs = [each.to(DEVICE) for each in (x, index, weight)]
+        stand_in.record.clear()
+        monkeypatch.setattr(torch.Tensor, "new_empty", nan)
+        found = [values(each) for each in step(there, *inputs)]
+    assert stand_in.record.waits == []
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.float(), true.float(), atol=5e-2, rtol=5e-2)
 
 
 def test_the_gate_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,14 +35,17 @@ from moesaic_lab.device.shapes import LAYERS, GpuLayer
 
 DEVICES = {
     80: TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
+    86: TileDevice(name="RTX 30", capability=(8, 6), multiprocessors=82, shared_bytes=101_376),
     89: TileDevice(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
     90: TileDevice(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
     100: TileDevice(
         name="Blackwell", capability=(10, 0), multiprocessors=148, shared_bytes=232_448
     ),
+    103: TileDevice(name="B300", capability=(10, 3), multiprocessors=148, shared_bytes=232_448),
     120: TileDevice(
         name="consumer Blackwell", capability=(12, 0), multiprocessors=170, shared_bytes=101_376
     ),
+    121: TileDevice(name="DGX Spark", capability=(12, 1), multiprocessors=48, shared_bytes=101_376),
 }
 
 SPILLED_BYTES = 64
@@ -58,8 +61,20 @@ class CompiledKernel:
     registers: int
     spilled_bytes: int
     ptx: str
+    ttir: str
     is_serialized: bool = False
     """Whether the assembler serializes tensor-core instructions (its warning C7515)."""
+
+
+PRODUCT = re.compile(r"(%[\w#]+) = tt\.dot %[\w#]+, %[\w#]+, (%[\w#]+)")
+"""A product in Triton's code: its result, and the accumulator that it adds to."""
+
+
+def chained_products(ttir: str) -> list[str]:
+    """Return the results to which a further product is added in the same iteration, a pattern that
+    Triton miscompiles for B200 (`kernels/triton/self_check.py`)."""
+    results = {match[1] for match in PRODUCT.finditer(ttir)}
+    return [match[2] for match in PRODUCT.finditer(ttir) if match[2] in results]
 
 
 class _Driver:
@@ -170,6 +185,7 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
         registers=int(registers.group(1)),
         spilled_bytes=int(spilled.group(1)) if spilled else 0,
         ptx=ptx,
+        ttir=kernel.asm["ttir"],  # type: ignore[attr-defined]
         is_serialized="C7515" in log or "serialized" in log,
     )
 
@@ -185,9 +201,10 @@ def jobs(capability: int, *, dry: bool) -> list[Job]:
     """Return all layers with their default tiles, then the candidates of the tile search."""
     from moesaic_lab.device.on_gpu import TINY
     from moesaic_lab.device.search import candidates
-    from moesaic_lab.device.steps import PRODUCTS, TUNED
+    from moesaic_lab.device.steps import FIRST, PRODUCTS, TUNED
 
-    entries: list[Job] = [(layer, WHOLE, None) for layer in ([TINY] if dry else LAYERS)]
+    layers = sorted(LAYERS, key=lambda layer: layer.name not in FIRST)
+    entries: list[Job] = [(layer, WHOLE, None) for layer in ([TINY] if dry else layers)]
     for layer in (
         layer for layer in LAYERS if not dry and any(part in layer.name for part in TUNED)
     ):

@@ -1,7 +1,7 @@
 """`moe_mlp`: the experts of a layer, from tokens to weighted sums, as one differentiable function.
 
 The steps are those of `kernels/triton/expert_stage.py`, which lists their bytes and FLOPs. Forward
-keeps x, the routing and the pre-activations for backward: T D + R C I elements and 20 R + 4 E
+keeps x, the routing and the pre-activations for backward: T D + R C I elements and 12 R + 4 E
 bytes, where C is 2 with a gate and otherwise 1. The layer of the library runs the same steps
 through `kernels/expert_ffn.py`. In addition `moe_mlp` accepts tiles from a search and copies that
 are not sent to any expert. It never makes the host wait.

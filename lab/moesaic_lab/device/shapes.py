@@ -117,7 +117,9 @@ def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> lis
         )
 
     for number, direction in enumerate(("forward", "backward")):
-        target = None if published is None else float(published.sonic[number])
+        target = None
+        if published is not None:
+            target = float(published.sonic[number])
         claim(f"{direction}_tflops", ours and ours[f"{direction}_tflops"], target, ">=", "TFLOP/s")
     absent = f"liger-kernel could not be run: {row.get('liger_absent', '')}"
     if published is not None and ours is not None:
@@ -137,8 +139,12 @@ def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> lis
     claim("over_sonic", kernels.get("over_ours"), None, ">=", reason=kernels.get("error", ""))
     whole = row.get("layer", {}).get("over_ours")
     claim("layer_over_kernels", whole, OVER_KERNELS, "<=", reason=row.get("layer_absent", ""))
-    published_gib = None if published is None else published.sonic_gib
-    gib_kept = None if ours is None else ours["memory_gib"]["kept"]
+    published_gib = None
+    if published is not None:
+        published_gib = published.sonic_gib
+    gib_kept = None
+    if ours is not None:
+        gib_kept = ours["memory_gib"]["kept"]
     claim(
         "activation_gib",
         gib_kept,

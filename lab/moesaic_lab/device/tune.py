@@ -46,7 +46,9 @@ def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callabl
     up_bias, down_bias = (
         (bias.detach() for bias in inputs.biases) if inputs.biases else (None, None)
     )
-    down_weight = weight if inputs.biases else None
+    down_weight = None
+    if inputs.biases:
+        down_weight = weight
     return {
         "up": lambda tile: up(x, w13, ends, tile, **form, bias=up_bias, token=token),
         "down": lambda tile: rows_times(

@@ -75,7 +75,9 @@ def rows(measured_up_to: int) -> list[dict[str, Any]]:
     """
     table_rows = []
     for tokens, tutel in TUTEL_GIB.items():
-        measured = measured_bytes(tokens) / 2**30 if tokens <= measured_up_to else None
+        measured = None
+        if tokens <= measured_up_to:
+            measured = measured_bytes(tokens) / 2**30
         formula = LayerSizes().peak_bytes(tokens) / 2**30
         table_rows.append(
             {"tokens": tokens, "measured_gib": measured, "formula_gib": formula, "tutel_gib": tutel}

@@ -66,7 +66,8 @@ def layer_row(*, dry: bool) -> dict[str, Any]:
     the GPU's share of it."""
     torch.manual_seed(0)
     device, tokens = ("cpu", 32) if dry else ("cuda", TOKENS)
-    layer = MoE(**(LAYER | {"dim": 32, "hidden": 16} if dry else LAYER)).to(device, torch.bfloat16)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = LAYER | ({"dim": 32, "hidden": 16} if dry else {})
+    layer = MoE(**sizes, device=device, dtype=torch.bfloat16)
     x = torch.randn(tokens, layer.dim, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     ways: dict[str, Callable[..., Any]] = {"eager": layer}

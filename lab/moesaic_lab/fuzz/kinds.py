@@ -244,7 +244,8 @@ def _comes(what: Any, process: int) -> bool:
             fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
             before = used
             used = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-            since = time.monotonic() if used > before else since
+            if used > before:
+                since = time.monotonic()
         if used > MOST_SECONDS or time.monotonic() - since > MOST_SECONDS:
             return False
     return True

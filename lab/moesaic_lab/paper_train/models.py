@@ -112,7 +112,8 @@ class PaperBlock(TransformerBlock):
         if self.decodes:
             x = self.attend(x, cache)
         else:
-            x = x if self.conv is None else self.conv(x, mask=mask)
+            if self.conv is not None:
+                x = self.conv(x, mask=mask)
             x = self.add(x, self.attention_norm, partial(self.attention, mask=mask))
         if self.cross is not None and self.cross_norm is not None:
             x = self.add(x, self.cross_norm, partial(self.cross, memory=memory, mask=memory_mask))

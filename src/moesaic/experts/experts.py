@@ -23,7 +23,7 @@ from moesaic.experts.replaced_parameters import ReplacedParameters
 from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
-from moesaic.kernels.permute import Permutation, permute, unpermute
+from moesaic.kernels.permute import Permutation, in_expert_order, only_sent, permute, unpermute
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.products import converts
 from moesaic.kernels.work import Dispatch, ExpertWork, Places
@@ -141,6 +141,7 @@ class AbstractExperts(nn.Module, ABC):
         *,
         permutation: Permutation,
         weight_first: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Dispatch tokens to experts, run them, and sum each token's results by routing weight;
         differentiable.
@@ -152,17 +153,18 @@ class AbstractExperts(nn.Module, ABC):
             common: as in `ExpertCall`.
             permutation: the routing, sorted by expert.
             weight_first: multiply by the routing weight before the expert rather than after it.
+            dtype: dtype of the result; None for that of `x`.
 
         Returns:
-            (tokens, dim) in the dtype of `x`.
+            (tokens, dim).
         """
         rows = permute(x, permutation)
-        gates = weight.index_select(0, permutation.order)
+        gates = only_sent(in_expert_order(weight, permutation), permutation)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
         call = ExpertCall(sharded, common, rows, None if weight_first else gates, permutation.ends)
         out = self.compute(call)
-        return unpermute(out, permutation, dtype=x.dtype)
+        return unpermute(out, permutation, dtype=x.dtype if dtype is None else dtype)
 
     def reset_parameters(self) -> None:
         """Initialise weights and biases as in a new layer; by default with the `reset_parameters`
@@ -396,6 +398,12 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def in_product_dtype(x: Tensor) -> Tensor:
+    """Return tokens in the dtype of their products, if autocast makes that one of 16 bits."""
+    dtype = compute_dtype(x.dtype, x.device)
+    return x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x
+
+
 def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a parameter in a dtype; one of integers, such as codes of four bits, as it is."""
     return weight.to(dtype) if weight.is_floating_point() else weight
@@ -547,7 +555,7 @@ class StackedExperts(AbstractExperts):
 
     def compute(self, call: ExpertCall) -> Tensor:
         return expert_ffn(
-            self._work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call))
+            self.work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call))
         )
 
     def compute_tokens(
@@ -559,17 +567,19 @@ class StackedExperts(AbstractExperts):
         *,
         permutation: Permutation,
         weight_first: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         call = ExpertCall(
-            sharded, common, x, weight.index_select(0, permutation.order), permutation.ends
+            sharded, common, x, in_expert_order(weight, permutation), permutation.ends
         )
         cast = _cast_to(compute_dtype(x.dtype, x.device), call)
-        return expert_ffn(self._work(cast, permutation.dispatch, gates_first=weight_first), x.dtype)
+        work = self.work(cast, permutation.dispatch, gates_first=weight_first)
+        return expert_ffn(work, x.dtype if dtype is None else dtype)
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         """Run the experts, and keep the pre-activations, which the matrices that read the token
         produce."""
-        out, pre = run_experts(self._work(call))
+        out, pre = run_experts(self.work(call))
         return out, (pre,)
 
     def gradients(
@@ -581,7 +591,7 @@ class StackedExperts(AbstractExperts):
     ) -> ExpertGradients:
         """Return the gradients by explicit products."""
         grads = expert_gradients(
-            self._work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None
+            self.work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None
         )
         assert grads.x is not None
         assert grads.up is not None
@@ -593,7 +603,7 @@ class StackedExperts(AbstractExperts):
         up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
         return ExpertGradients(grads.x, grads.gates, (up, grads.down, *up_bias), d_common)
 
-    def _work(
+    def work(
         self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False
     ) -> ExpertWork:
         """Return one call in the form that the kernels take."""

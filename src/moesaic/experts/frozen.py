@@ -30,6 +30,7 @@ from moesaic.experts.experts import (
 from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels import grouped_matmul, nf4
 from moesaic.kernels.activation import Clamp, hidden_gradient_into, hidden_rows, hidden_rows_into
+from moesaic.kernels.permute import expert_of_rows
 from moesaic.kernels.pick import kind_of
 from moesaic.program.expert_sizes import ExpertSizes
 
@@ -255,7 +256,7 @@ class FrozenExperts(AbstractExperts):
         ends = call.ends
         up, down = _products(weights)
         pre = up.rows(call.rows, ends)
-        expert = None if weights.up_bias is None else _experts_of_rows(ends, len(pre))
+        expert = None if weights.up_bias is None else expert_of_rows(ends, len(pre))
         if weights.up_bias is not None:
             pre += weights.up_bias.flatten(1)[expert]
         out = down.rows(hidden_rows(self._parts(pre), self.activation, self.clamp), ends)
@@ -289,7 +290,7 @@ class FrozenExperts(AbstractExperts):
         if call.gates is not None:
             d_gates = (d_hidden * hidden).sum(1)
             if weights.down_bias is not None:
-                bias_of_rows = weights.down_bias[_experts_of_rows(ends, len(dy))]
+                bias_of_rows = weights.down_bias[expert_of_rows(ends, len(dy))]
                 d_gates += (dy * bias_of_rows).sum(1) / call.shards
             d_gates = d_gates.to(call.gates.dtype)
             gates = call.gates.to(dy.dtype).unsqueeze(1)
@@ -468,9 +469,3 @@ def _products(weights: FrozenWeights) -> tuple[Product, Product]:
     assert flat[0] is not None
     up = Product(flat[0], flat[1], weights.up_inner, flat[2])
     return up, Product(weights.down, weights.down_scales, weights.down_inner, weights.down_outer)
-
-
-def _experts_of_rows(ends: Tensor, num_rows: int) -> Tensor:
-    """Return the expert of each row, (R,); any expert for rows of none."""
-    rows = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
-    return torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)

@@ -249,7 +249,8 @@ def _sums(
     if wanted.z:
         squares = logits.logsumexp(1).square()
         z = (squares if valid is None else squares * valid).sum()
-        z = z / num_valid.clamp_min(1) if wanted.reduced else z
+        if wanted.reduced:
+            z = z / num_valid.clamp_min(1)
     return logits.new_empty(0) if balance is None else balance, logits.new_empty(
         0
     ) if z is None else z
@@ -286,7 +287,8 @@ def _logits_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums
             d_probs = d_probs * balance_slope(
                 call.counts, call.num_valid, rule.top_k, num_tokens, logits.dtype
             )
-        d_probs = d_probs if call.valid is None else d_probs * call.valid.unsqueeze(1)
+        if call.valid is not None:
+            d_probs = d_probs * call.valid.unsqueeze(1)
     if d_weight is not None:
         d_weight = d_weight.reshape(expert_TK.shape)
         d_weight = d_weight if rule.scale == 1 else d_weight * rule.scale

@@ -39,11 +39,12 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
     return y
 
 
-def run_experts(work: ExpertWork) -> tuple[Tensor, Tensor]:
-    """Run the experts without autograd; return the result and the pre-activations, (R, C H), for
-    `expert_gradients`."""
+def run_experts(work: ExpertWork, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Run the experts without autograd; return the result, in the dtype of `work.x` unless another
+    is given, and the pre-activations, (R, C H), for `expert_gradients`."""
     kernel = expert_kernel(work.x.device, work.kernel)
-    result: tuple[Tensor, Tensor] = on_device_of(work.x, kernel.forward, work, work.x.dtype)
+    dtype = work.x.dtype if out_dtype is None else out_dtype
+    result: tuple[Tensor, Tensor] = on_device_of(work.x, kernel.forward, work, dtype)
     return result
 
 

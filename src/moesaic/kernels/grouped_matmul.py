@@ -5,11 +5,11 @@ x and w are saved; the weights are never copied. There are three implementations
 preference:
 
 - `torch.nn.functional.grouped_mm`, if row strides are multiples of 16 bytes. On a GPU only for
-  bfloat16, since for other dtypes it loops over experts on the host; on a CPU only for float32,
-  since others take up to 3 times as long as a loop (docs/kernels.md), and 100 times without
-  instructions for them (docs/log.md).
+  bfloat16 on Hopper and Blackwell of data centres, since elsewhere it loops over experts on the
+  host; on a CPU only for float32, since others take up to 3 times as long as a loop
+  (docs/kernels.md), and 100 times without instructions for them (docs/log.md).
 - the Triton kernels, on GPUs that run them.
-- a loop over experts, for the rest.
+- a loop over experts, for the rest. On a GPU the host waits for the counts, and a warning says so.
 
 The two products are custom ops with fake implementations, which compile without a graph break.
 Torch's own shape function for `grouped_mm` rejects float32, which its CPU kernel supports, and the
@@ -18,6 +18,7 @@ loop over experts reads the row counts on the host.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -26,8 +27,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.kernels.operator import operator
-from moesaic.kernels.pick import kind_of, triton_products
+from moesaic.kernels.pick import kind_of, runs_grouped_mm, triton_products
 from moesaic.kernels.products import rows_product, sum_product
+
+SLOW = (
+    "moesaic: experts in {} on this {} device run one after another, and the host waits for the "
+    "device in each product: only NVIDIA GPUs from Ampere on, with Triton, run them at once"
+)
+"""The warning of a loop over experts on a device."""
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -56,7 +63,7 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return rows
     out = x.new_empty(len(x), w.shape[2])
     start = 0
-    for e, end in enumerate(ends.tolist()):
+    for e, end in enumerate(_on_host(ends, x)):
         rows_product(x[start:end], w[e], out[start:end], len(x) - end)
         start = end
     return out
@@ -85,7 +92,7 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         return products
     out = x.new_empty(len(ends), dy.shape[1], x.shape[1])
     start = 0
-    for e, end in enumerate(ends.tolist()):
+    for e, end in enumerate(_on_host(ends, x)):
         sum_product(dy[start:end], x[start:end], out[e])
         start = end
     return out
@@ -105,12 +112,18 @@ def _(dy, x, ends, **_) -> int:  # type: ignore[no-untyped-def]
 def _is_supported(*operands: Tensor) -> bool:
     """Return whether `F.grouped_mm` is used for operands of this dtype, device and row width."""
     dtype = operands[0].dtype
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return False
-    if dtype != {"cpu": torch.float32, "cuda": torch.bfloat16}.get(operands[0].device.type, dtype):
+    if not runs_grouped_mm(operands[0].device, dtype):
         return False
     per_16_bytes = 16 // dtype.itemsize
     return all(size % per_16_bytes == 0 for operand in operands for size in operand.shape[1:])
+
+
+def _on_host(ends: Tensor, rows: Tensor) -> list[int]:
+    """Return the ends of the experts' rows for a loop over experts."""
+    if rows.device.type != "cpu" and rows.dtype != torch.float64:
+        warnings.warn(SLOW.format(rows.dtype, rows.device.type), stacklevel=2)
+    stops: list[int] = ends.tolist()
+    return stops
 
 
 def _has_kernel(rows: Tensor) -> bool:
@@ -158,6 +171,10 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, w, ends = ctx.saved_tensors
-        dx = rows_times(grad, w, ends) if ctx.needs_input_grad[0] else None
-        dw = outer_products(grad, x, ends) if ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = rows_times(grad, w, ends)
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = outer_products(grad, x, ends)
         return dx, dw, None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.operator import operator
-from moesaic.kernels.pick import kind_of
+from moesaic.kernels.pick import is_limited, kind_of
 from moesaic.kernels.work import Dispatch, accumulate_dtype
 
 
@@ -25,7 +25,7 @@ class Permutation:
     """The expert order of the copies of a routing."""
 
     order: Tensor
-    """(R,) int64: row i in expert order is copy `order[i]` of the routing."""
+    """(R,) int64, int32 by Triton: row i in expert order is copy `order[i]` of the routing."""
     counts: Tensor
     """(E,) int64: rows per expert."""
     ends: Tensor
@@ -35,7 +35,7 @@ class Permutation:
 
     @property
     def token(self) -> Tensor:
-        """(R,) int64: the token of each row in expert order."""
+        """(R,) int64, int32 by Triton: the token of each row in expert order."""
         return self.dispatch.token
 
     @property
@@ -71,7 +71,10 @@ def sort_by_expert(
         order, row_of_copy, ends = sort(expert, len(counts))
     else:
         order, row_of_copy, ends = sort_copies(expert, len(counts))
-    row_tokens = token.index_select(0, order)
+    if rows_per_token is not None and order.dtype == torch.int32:
+        row_tokens = order // rows_per_token
+    else:
+        row_tokens = token.index_select(0, order)
     if rows_per_token is None:
         by_token = row_tokens.argsort(stable=True)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
@@ -109,7 +112,8 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     """
     if expert.device.type == "cpu":
         numbers = expert.numpy()
-        numbers = numbers.astype(np.uint16) if num_experts < 2**16 else numbers
+        if num_experts < 2**16:
+            numbers = numbers.astype(np.uint16)
         ends = np.bincount(numbers, minlength=num_experts)[:num_experts].cumsum(dtype=np.int32)
         order = numbers.argsort(kind="stable")
         row = np.full(len(numbers), -1)
@@ -117,7 +121,9 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         row[order[:num_sent]] = np.arange(num_sent)
         return torch.from_numpy(order), torch.from_numpy(row), torch.from_numpy(ends)
     # sorts in half the time of int64
-    narrow = expert.to(torch.int16) if num_experts < 2**15 else expert
+    narrow = expert
+    if num_experts < 2**15:
+        narrow = expert.to(torch.int16)
     sorted_experts, copies = narrow.sort(stable=True)
     position = torch.arange(len(expert), device=expert.device).masked_fill(
         sorted_experts == num_experts, -1
@@ -137,6 +143,26 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     order = torch.empty_like(expert, dtype=torch.int64)
     return order, torch.empty_like(order), expert.new_empty(num_experts, dtype=torch.int32)
+
+
+def expert_of_rows(ends: Tensor, num_rows: int) -> Tensor:
+    """Return the expert of each row, (R,); any expert for rows of none."""
+    row = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, row, right=True).clamp_max(len(ends) - 1)
+
+
+def only_sent(rows: Tensor, permutation: Permutation) -> Tensor:
+    """Set rows of copies that are not sent, which hold arbitrary values, to zero, differentiable.
+
+    Args:
+        rows: (R, ...) in expert order.
+        permutation: the permutation that gave this order.
+    """
+    if not permutation.dispatch.has_unsent:
+        return rows
+    row = torch.arange(len(rows), device=rows.device)
+    is_unsent = row >= permutation.ends[-1]
+    return rows.masked_fill(is_unsent.view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
@@ -185,7 +211,8 @@ def sum_rows(
     Returns:
         (T, D).
     """
-    dtype = rows.dtype if dtype is None else dtype
+    if dtype is None:
+        dtype = rows.dtype
     weights = None if weights is None else weights.to(rows.dtype)
     kind = kind_of(rows.device)
     if kind == "cpu":
@@ -203,7 +230,9 @@ def _sum_by_bags(
     rows: Tensor, dispatch: Dispatch, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return each token's sum as that of a bag of rows, (T, D), in `dtype`."""
-    bag_weights = None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
+    bag_weights = None
+    if weights is not None:
+        bag_weights = weights.index_select(0, dispatch.by_token).to(dtype)
     summed: Tensor = F.embedding_bag(
         dispatch.by_token,
         rows.to(dtype),
@@ -232,7 +261,49 @@ def _sum_gathered(rows: Tensor, dispatch: Dispatch, weights: Tensor | None) -> T
         [dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))]
     )
     lengths = ends - dispatch.starts  # correct by construction; a check would wait for the device
+    if is_limited(rows.device):
+        return _sum_by_doubling(token_rows, dispatch.starts, lengths)
     return torch.segment_reduce(token_rows, "sum", lengths=lengths, unsafe=True, initial=0.0)
+
+
+def _sum_by_doubling(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sum of each segment of rows, (segments, D), by log2(rows) sums of pairs; an empty
+    segment gives zeros."""
+    row = torch.arange(len(rows), dtype=starts.dtype, device=rows.device)
+    segment = torch.searchsorted(starts, row, right=True)
+    step = 1
+    while step < len(rows):
+        is_apart = segment[step:] != segment[:-step]
+        following = rows[step:].masked_fill(is_apart.unsqueeze(1), 0.0)
+        rows = torch.cat([rows[:-step] + following, rows[-step:]])
+        step *= 2
+    if not len(rows):
+        return rows.new_zeros(len(starts), rows.shape[1])
+    sums = rows.index_select(0, starts.clamp_max(len(rows) - 1))
+    return sums.masked_fill((lengths == 0).unsqueeze(1), 0.0)
+
+
+def in_expert_order(weight: Tensor, permutation: Permutation) -> Tensor:
+    """Return values of copies, (R,) in the order of the routing, as values of rows;
+    differentiable."""
+    dispatch = permutation.dispatch
+    if dispatch.per_token is None or dispatch.has_unsent:
+        return weight.index_select(0, permutation.order)
+    rows: Tensor = _InExpertOrder.apply(weight, permutation.order, dispatch.by_token)
+    return rows
+
+
+class _InExpertOrder(torch.autograd.Function):
+    """A permutation, whose gradient needs no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, order: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        return weight.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, *ctx.saved_tensors), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -274,7 +345,8 @@ def dot_rows(a: Tensor, b: Tensor, row_numbers: Tensor | None = None) -> Tensor:
         return (a * b).sum(1)
     if a.dtype == torch.float16:
         return (a.float() * b.float()).sum(1).to(a.dtype)
-    row_numbers = torch.arange(len(a)) if row_numbers is None else row_numbers
+    if row_numbers is None:
+        row_numbers = torch.arange(len(a))
     dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         a, b, row_numbers, row_numbers, row_numbers, 0
     )

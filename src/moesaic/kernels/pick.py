@@ -21,13 +21,18 @@ from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 AMPERE = (8, 0)
 """The lowest compute capability for which the Triton kernels are compiled and tested."""
+GROUPED_MM = (9, 10)
+"""The major compute capabilities for which torch's `grouped_mm` has a kernel."""
+LIMITED = ("mps", "xpu")
+"""The types of devices without float64 and without `segment_reduce`."""
 
 
 def kind_of(device: torch.device) -> str:
     """Return the key of `KERNELS` that a device uses.
 
-    "triton" for CUDA devices from Ampere on if Triton is installed; "cpu" for the CPU; "other" for
-    everything else. "other" uses torch's operations, and only those that do not wait for the host.
+    "triton" for NVIDIA GPUs from Ampere on if Triton is installed; "cpu" for the CPU; "other" for
+    everything else, AMD GPUs included, on which nobody has run the kernels. "other" uses torch's
+    operations.
     """
     if device.type == "cuda" and _runs_triton(device):
         return "triton"
@@ -53,10 +58,28 @@ _runs_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=64)
 def _can_run_triton(device: torch.device) -> bool:
-    return (
-        importlib.util.find_spec("triton") is not None
-        and torch.cuda.get_device_capability(device) >= AMPERE
-    )
+    return importlib.util.find_spec("triton") is not None and capability_of(device) >= AMPERE
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU; (0, 0) for any other device."""
+    # AMD's GPUs are "cuda" devices too, of capabilities from 9 on
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def runs_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch's `grouped_mm` is one kernel for a dtype on a device; elsewhere it loops
+    over experts."""
+    if device.type == "cpu":
+        return dtype == torch.float32
+    return dtype == torch.bfloat16 and capability_of(device)[0] in GROUPED_MM
+
+
+def is_limited(device: torch.device) -> bool:
+    """Return whether a device has neither float64 nor `segment_reduce`."""
+    return device.type in LIMITED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +158,7 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
     """
     device = work.x.device
     advice = f"; kernel={AUTO!r} runs here"
-    device_major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    if device_major not in majors:
+    if capability_of(device)[0] not in majors:
         versions = " or ".join(f"{major}.x" for major in majors)
         raise InputError(
             f"kernel={name!r} needs a GPU of compute capability {versions}, got {device}{advice}"

@@ -107,6 +107,9 @@ def converts(dtype: torch.dtype) -> Converts:
 
 def product_in_dtype(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` in their dtype, which autocast changes if no result is given."""
+    device = a.device.type
+    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == a.dtype:
+        return torch.mm(a, b)
     return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
 
 

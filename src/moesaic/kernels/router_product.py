@@ -11,9 +11,9 @@ product of the same operands, in units of 2^-24, and bytes beyond operands and r
     product                       pieces           error    bytes
     logits, 16-bit matrix         1                1        0
     logits, float32 matrix        3 of the matrix  1        6 D E + 12 T E
-    tokens' gradient              2, 3 terms       2^8      6 T E; rounded to 16 bits: 2^13 or more
+    tokens' gradient              2, 3 terms       2^8      8 T E; rounded to 16 bits: 2^13 or more
     16-bit matrix's gradient      2                2^8      4 T E; rounded to 16 bits
-    float32 matrix's gradient     3                1        6 T E
+    float32 matrix's gradient     3                1        8 T E
 
 Other devices convert blocks of `BLOCK` tokens to float32 one after another, which on a CPU is as
 fast as one conversion.
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.operator import operator
+from moesaic.kernels.pick import capability_of, kind_of
 from moesaic.kernels.products import product_in_dtype, rows_product, sum_product
 
 BLOCK = 4096
@@ -54,9 +55,11 @@ def router_forward(x: Tensor, weight: Tensor) -> Tensor:
         for block in _blocks(x):
             rows_product(x[block].float(), matrix.t(), logits[block])
         return logits
-    pieces, unit = _matrix_pieces(weight, x.dtype)
-    logits = product(x, torch.cat(pieces).t() if len(pieces) > 1 else pieces[0].t())
-    logits = logits.view(len(x), len(pieces), len(weight)).sum(1) if len(pieces) > 1 else logits
+    order = _order_of(weight, x.dtype)
+    pieces, unit = pieces_of(weight, x.dtype, order, side_by_side=False)
+    logits = product(x, pieces.t())
+    if len(order) > 1:
+        logits = logits.view(len(x), len(order), len(weight)).sum(1)
     return logits if unit is None else logits * unit
 
 
@@ -70,8 +73,8 @@ def router_backward(
     x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the matrix, in their dtypes; empty if not wanted."""
-    d_x = x.new_empty(x.shape if wants_x else 0)  # packed, also if x is transposed
     if not _takes_pieces(x.device):
+        d_x = x.new_empty(x.shape if wants_x else 0)  # packed, also if x is transposed
         matrix = weight.float()
         grad = grad.contiguous()
         d_matrix = torch.zeros_like(matrix) if wants_weight else weight.new_empty(0)
@@ -81,23 +84,36 @@ def router_backward(
             if wants_weight:
                 sum_product(grad[block], x[block].float(), d_matrix, adds=block.start > 0)
         return d_x, d_matrix.to(weight.dtype)
-    grads, unit = pieces_of(
-        grad, x.dtype, 3 if wants_weight and weight.dtype == torch.float32 else 2
-    )
-    d_weight = weight.new_empty(0)
-    if wants_x:
-        matrices, matrix_unit = _matrix_pieces(weight, x.dtype)
-        terms = [(g, m) for i, g in enumerate(grads) for j, m in enumerate(matrices) if i + j < 2]
-        d_x = product_in_dtype(
-            torch.cat([g for g, _ in terms], 1), torch.cat([m for _, m in terms])
-        )
-        if unit is not None:  # a power of four, whose square root a float16 holds
-            root = (unit if matrix_unit is None else unit * matrix_unit).sqrt().to(x.dtype)
-            d_x = d_x * root * root
-    if wants_weight:
-        d_matrix = product(torch.cat(grads, 1).t(), x).view(len(grads), *weight.shape).sum(0)
-        d_weight = (d_matrix if unit is None else d_matrix * unit).to(weight.dtype)
-    return d_x, d_weight
+    # the tokens' gradient reads the first blocks, the matrix's the last ones
+    order = (0, 1) if weight.dtype == x.dtype else (0, 1, 0, 2)
+    num_experts = len(weight)
+    grads, unit = pieces_of(grad, x.dtype, order, side_by_side=True)
+    d_x = _d_tokens(grads, weight, x.dtype, unit) if wants_x else x.new_empty(0)
+    if not wants_weight:
+        return d_x, weight.new_empty(0)
+    if len(order) > 2:
+        grads = grads[:, num_experts:]
+    d_matrix = product(grads.t(), x).view(-1, *weight.shape).sum(0)
+    if unit is not None:
+        d_matrix = d_matrix * unit
+    return d_x, d_matrix if weight.dtype == torch.float32 else d_matrix.to(weight.dtype)
+
+
+def _d_tokens(grads: Tensor, weight: Tensor, dtype: torch.dtype, unit: Tensor | None) -> Tensor:
+    """Return the tokens' gradient from pieces of that of the logits, side by side: two terms, or
+    three of which a fourth would be below the rounding."""
+    matrix_unit = None
+    if weight.dtype == dtype:
+        terms = torch.cat([weight, weight])
+    else:
+        terms, matrix_unit = pieces_of(weight, dtype, (0, 0, 1), side_by_side=False)
+        grads = grads[:, : len(terms)]
+    d_x = product_in_dtype(grads, terms)
+    if unit is None:
+        return d_x
+    # a power of four, whose square root a float16 holds
+    root = (unit if matrix_unit is None else unit * matrix_unit).sqrt().to(dtype)
+    return d_x * root * root
 
 
 @torch.library.register_fake(router_backward.overload)
@@ -124,27 +140,37 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def pieces_of(
-    values: Tensor, dtype: torch.dtype, number: int
-) -> tuple[list[Tensor], Tensor | None]:
-    """Return 16-bit tensors whose sum times a unit is nearly a float32 tensor, and the unit, ()
-    float32; None for 1.
+    values: Tensor, dtype: torch.dtype, order: tuple[int, ...], *, side_by_side: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return 16-bit matrices whose sum times a unit is nearly a matrix, and the unit, () float32;
+    None for 1.
 
     Args:
-        values: any shape, float32. Infinite and NaN values are those of the first piece.
+        values: (rows, columns). Infinite and NaN values are those of the first piece.
         dtype: dtype of the pieces. In float16 the unit is a power of four, above the largest
             magnitude.
-        number: number of pieces; each has 8 (bfloat16) or 11 further bits.
+        order: numbers of pieces, as they are written; each piece has 8 (bfloat16) or 11 further
+            bits. The only piece of a matrix in `dtype` is itself.
+        side_by_side: whether the pieces of a row follow one another, (rows, pieces * columns);
+            else one matrix lies below the other.
     """
-    pieces = list[Tensor]()
     unit = None
+    if values.dtype == dtype:
+        return values, unit
+    if dtype == torch.bfloat16 and kind_of(values.device) == "triton":
+        from moesaic.kernels.triton.rows.pieces import pieces_by_triton
+
+        return pieces_by_triton(values, order, side_by_side=side_by_side), unit
+    values = values.float()
     if dtype == torch.float16 and values.numel():
         exponent = torch.frexp(values.abs().amax())[1]
         unit = torch.exp2((exponent + exponent % 2).float())
         values = values / unit
-    for _ in range(number):
-        pieces.append(values.to(dtype))
+    pieces = [values.to(dtype)]
+    for _ in range(max(order)):
         values = (values - pieces[-1]).nan_to_num(nan=0.0)
-    return pieces, unit
+        pieces.append(values.to(dtype))
+    return torch.cat([pieces[number] for number in order], int(side_by_side)), unit
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -156,13 +182,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def _matrix_pieces(weight: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
-    """Return the pieces of the router's matrix: itself if it has the tokens' dtype."""
-    return ([weight], None) if weight.dtype == dtype else pieces_of(weight.float(), dtype, 3)
+def _order_of(weight: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the pieces of the router's matrix: one if it has the tokens' dtype."""
+    return (0,) if weight.dtype == dtype else (0, 1, 2)
 
 
 def _takes_pieces(device: torch.device) -> bool:
-    return device.type == "cuda"
+    """Return whether products of 16-bit operands have float32 results: on NVIDIA GPUs."""
+    return capability_of(device) > (0, 0)
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:

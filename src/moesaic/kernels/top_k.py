@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moesaic.kernels.pick import is_limited
+
 MOST_PASSES = 8
 """Up to this many experts are selected by repeated `argmax`; measured, docs/kernels.md."""
 
@@ -23,7 +25,8 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     times. After the first, -inf marks the entries that were taken, and others of -inf rank as the
     lowest finite number. Otherwise each float32 is mapped to an integer of the same order, to which
     the index is appended, which makes all keys of a row distinct. A key has 32 + log2(E) bits and
-    is exact in a float64, for which `topk` is fast on every device.
+    is exact in a float64, for which `topk` is fast; devices without float64 run `argmax` for every
+    `top_k`.
 
     Args:
         rank_by: (rows, columns), float32 or float64.
@@ -32,7 +35,7 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     Returns:
         (rows, top_k) int64.
     """
-    if 0 < top_k <= MOST_PASSES:
+    if 0 < top_k <= MOST_PASSES or (top_k and is_limited(rank_by.device)):
         chosen = [rank_by.argmax(1, keepdim=True)]
         left = rank_by.clamp_min(torch.finfo(rank_by.dtype).min) if top_k > 1 else rank_by
         for _ in range(top_k - 1):

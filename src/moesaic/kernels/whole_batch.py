@@ -1,5 +1,5 @@
-"""The expert stage on any device: torch operations over all rows at once, none of which waits for
-the host.
+"""The expert stage on any device: torch operations over all rows at once. The host waits only where
+`grouped_matmul` loops over experts, and says so.
 
 The grouped products are arguments. A tier with other products (`pick.TIERS`) is therefore one or
 two functions (`by_products`).
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moesaic.kernels.activation import hidden_gradient_into, hidden_rows, hidden_rows_into
 from moesaic.kernels.grouped_matmul import outer_products, rows_times
-from moesaic.kernels.permute import dot_rows, sum_rows
-from moesaic.kernels.pick import require
+from moesaic.kernels.permute import dot_rows, expert_of_rows, sum_rows
+from moesaic.kernels.pick import is_limited, require
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -41,7 +41,8 @@ def forward(
         results = results + _bias_per_row(work.down_bias, work)
     if work.dispatch is not None:
         return sum_rows(results, work.dispatch, weights=work.result_weights, dtype=out_dtype), pre
-    results = results if work.result_weights is None else results * work.result_weights.unsqueeze(1)
+    if work.result_weights is not None:
+        results = results * work.result_weights.unsqueeze(1)
     return _placed(results, work.out_rows).to(out_dtype), pre
 
 
@@ -60,7 +61,9 @@ def backward(
     d_pre = torch.empty_like(pre)
     pre_parts = work.halves(pre)
     d_first, *gate = work.halves(d_pre)
-    gate_rows = gate[0] if gate else None
+    gate_rows = None
+    if gate:
+        gate_rows = gate[0]
     hidden_rows_into(pre_parts, work.activation, hidden, gate_rows, work.clamp)
     grad = rows_times(dy_rows, work.down, work.ends)
     d_gates = None
@@ -149,13 +152,13 @@ def _placed(rows: Tensor, places: Tensor | None) -> Tensor:
 
 def _bias_per_row(biases: Tensor, work: ExpertWork) -> Tensor:
     """Return the bias of each row's expert: (E, width) -> (R, width)."""
-    row = torch.arange(work.num_rows, dtype=work.ends.dtype, device=work.ends.device)
-    return biases.index_select(
-        0, torch.searchsorted(work.ends, row, right=True).clamp_max(len(biases) - 1)
-    )
+    return biases.index_select(0, expert_of_rows(work.ends, work.num_rows))
 
 
 def _sum_per_expert(rows: Tensor, work: ExpertWork) -> Tensor:
     """Return the sum of each expert's rows, (E, width), in a fixed order."""
+    if is_limited(rows.device):
+        ones = rows.new_ones(len(rows), 1)
+        return outer_products(rows, ones, work.ends).squeeze(2)
     counts = work.ends.long().diff(prepend=work.ends.new_zeros(1).long())
     return torch.segment_reduce(rows, "sum", lengths=counts, axis=0, unsafe=True, initial=0)

@@ -16,10 +16,10 @@ class Dispatch:
     """Maps T tokens to R rows in expert order, and rows back to tokens."""
 
     token: Tensor
-    """(R,) int64: each row's token. A token has at most one row per expert."""
+    """(R,) int64, int32 by Triton: each row's token. A token has at most one row per expert."""
     by_token: Tensor
-    """(R,) int64: the rows of token 0, then the rows of token 1, and so on; -1 for a copy that is
-    not sent."""
+    """(R,) int64, int32 by Triton: the rows of token 0, then the rows of token 1, and so on; -1 for
+    a copy that is not sent."""
     starts: Tensor
     """(T,) int64: where each token's rows start in `by_token`."""
     per_token: int | None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
+from moesaic.kernels.pick import is_limited
 from moesaic.routing.routing import Choice
 
 Order = Literal["position", "score"]
@@ -166,7 +167,9 @@ class Capacity(AbstractCapacity):
         needed = requested_E.max()
         if self.factor is None:
             return needed
-        limit = torch.ceil(num_valid.double() * (self.factor * top_k / len(requested_E))).long()
+        tokens = num_valid.cpu() if is_limited(num_valid.device) else num_valid
+        limit = torch.ceil(tokens.double() * (self.factor * top_k / len(requested_E))).long()
+        limit = limit.to(num_valid.device)
         return torch.minimum(needed, limit) if self.fit else limit
 
 
@@ -232,7 +235,8 @@ def admit(
     if before_KE is not None:
         cells = before_KE.numel()
         cell = slot * num_experts + expert
-        cell = cell if alive_N is None else cell.masked_fill(~alive_N, cells)
+        if alive_N is not None:
+            cell = cell.masked_fill(~alive_N, cells)
         load_KE = count(cell, None, cells + 1)[:cells].view_as(before_KE)
         shift_KE = before_KE - (load_KE.cumsum(0) - load_KE)
         place = place + shift_KE.flatten()[cell[queue].clamp_max(cells - 1)]

@@ -162,12 +162,14 @@ def _scored(
 ) -> _Scored:
     """Choose and weigh the experts of all tokens, in one operation if the router and the losses
     allow it; `reduced` says whether the losses follow from this rank's tokens alone."""
-    fused = router.fused(top_k) if all(map(_fused_sum, losses)) else None
-    given = None if replay is None else replay.choice
+    fused = fused_of(router, top_k, losses)
+    given = None
+    if replay is not None:
+        given = replay.choice
     if fused is not None and given is None and router.recorded is not None:
         given = router.recorded(len(x_TD), top_k, x_TD.device)
     if fused is not None and (given is None or given.sent is None):
-        return _choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=reduced)
+        return choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=reduced)
     return _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
 
 
@@ -279,7 +281,14 @@ def _fused_sum(loss: AbstractLoss) -> str | None:
     return "z" if type(loss) is ZLoss else None
 
 
-def _choose_at_once(
+def fused_of(
+    router: AbstractRouter, top_k: int, losses: Sequence[AbstractLoss]
+) -> FusedChoice | None:
+    """Return a router as one operation, if it is one and the losses read nothing else."""
+    return router.fused(top_k) if all(map(_fused_sum, losses)) else None
+
+
+def choose_at_once(
     fused: FusedChoice,
     x_TD: Tensor,
     losses: Sequence[AbstractLoss],
@@ -295,11 +304,16 @@ def _choose_at_once(
     wanted = WantedSums(
         "balance" in fields or (bool(losses) and not reduced), "z" in fields, reduced
     )
-    expert = None if given is None else given.expert
+    expert = None
+    if given is not None:
+        expert = given.expert
     chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=expert)
     choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
-    choice = choice if given is None else given
-    values = [getattr(chosen, str(field)) for field in fields] if reduced else None
+    if given is not None:
+        choice = given
+    values = None
+    if reduced:
+        values = [getattr(chosen, str(field)) for field in fields]
     sums = None
     if losses and not reduced:
         sums = RouterStatistics(

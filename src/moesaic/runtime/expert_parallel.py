@@ -433,6 +433,8 @@ class ExpertParallel:
         routed: Routed,
         padded_rows: int | None,
         inputs: CallInputs | None = None,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim).
 
@@ -443,18 +445,21 @@ class ExpertParallel:
             padded_rows: the result of `padded_rows`.
             inputs: what this rank brings into the call; None for what follows from the other
                 arguments.
+            dtype: dtype of the result; None for that of `x_TD`.
         """
+        if dtype is None:
+            dtype = x_TD.dtype
         if self._deepep is not None:
             self.check_digests(routed)
             by_slot = routed if self._order is None else self._order.routed(routed)
-            return run_by_deepep(self._deepep, experts, x_TD, by_slot)
+            return run_by_deepep(self._deepep, experts, x_TD, by_slot).to(dtype)
         if inputs is None:
             routing = self.in_slots(routed.routing)
             take = self._counted if padded_rows is None else partial(self._padded, rows=padded_rows)
             inputs = take(experts, routed, routing, compute_dtype(x_TD.dtype, x_TD.device))
         y: Tensor = experts(x_TD, inputs.gates.unsqueeze(1), run=partial(self._run, inputs))
         self.transport.doing = ""
-        return y.to(x_TD.dtype)
+        return y.to(dtype)
 
     def in_slots(self, routing: Routing) -> Routing:
         """Return a routing to the slots of the experts."""
@@ -484,7 +489,8 @@ class ExpertParallel:
                 )
             elif len(node_tokens.copy_index) != len(order):
                 node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
-        copies = copies if self._order is None else self._order.columns(copies)
+        if self._order is not None:
+            copies = self._order.columns(copies)
         return CallInputs(
             experts=experts,
             record=routed.record,

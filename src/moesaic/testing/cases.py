@@ -173,7 +173,8 @@ def draw_case(seed: int, *, world: int | None = None) -> Case:
     """
     rng = random.Random(seed)
     size = rng.choice([1, 2, 2, 2, 4, 4, 4, 8])
-    size = size if world is None else world
+    if world is not None:
+        size = world
     while True:
         grid = _draw_grid(rng, size)
         plan = draw_plan(rng)

@@ -174,8 +174,10 @@ class Ran:
             if like is None or _error(quantity, actual, expected) <= self.case.tolerance:
                 continue
             zeros = torch.zeros_like(like)
-            actual = zeros if actual is None else actual
-            expected = zeros if expected is None else expected
+            if actual is None:
+                actual = zeros
+            if expected is None:
+                expected = zeros
             pair = (actual.double().flatten(), expected.double().flatten())
             wrong.setdefault(quantity, []).append(pair)
         within = max(self.case.tolerance, 1e-9)

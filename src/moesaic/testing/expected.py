@@ -99,7 +99,8 @@ def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) 
             crosses = travel.target(origin, expert, shard) != origin
             received = _Coded.apply(row, plan.codec, plan.backward_codec) if crosses else row
             part = _shard_output(twin, expert, shard, shards, received, weight)
-            part = _Coded.apply(part, plan.codec, plan.backward_codec) if crosses else part
+            if crosses:
+                part = _Coded.apply(part, plan.codec, plan.backward_codec)
             rows.append(part)
     tokens = torch.tensor([copy.token for copy in sent for _ in range(shards)], dtype=torch.int64)
     return torch.zeros_like(x_TD).index_add(0, tokens, torch.stack(rows)) if rows else 0 * x_TD

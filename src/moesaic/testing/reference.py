@@ -105,7 +105,8 @@ def reference(
     if sequence_T is None:
         sequence_T = _sequences_of(x)
     valid_T = torch.ones(len(x_TD), dtype=torch.bool) if mask is None else mask.reshape(-1)
-    noise = twin.router.draw(len(x_TD), x.device) if noise is None else noise
+    if noise is None:
+        noise = twin.router.draw(len(x_TD), x.device)
     ids_T = None if token_ids is None else token_ids.reshape(-1)
     logits, probs, copies = reference_choice(twin, x_TD, valid_T, noise, ids_T, top_k)
     sent = _admitted(capacity, copies, valid_T, domains, top_k, twin.num_experts)

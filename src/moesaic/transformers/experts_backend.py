@@ -21,7 +21,15 @@ from moesaic.experts.experts import BorrowedExperts, Weights, compute_dtype
 from moesaic.kernels.activation import ACTIVATIONS, Clamp, hidden_rows
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.grouped_matmul import grouped_matmul
-from moesaic.kernels.permute import Permutation, permute, sort_by_expert, unpermute
+from moesaic.kernels.permute import (
+    Permutation,
+    expert_of_rows,
+    in_expert_order,
+    only_sent,
+    permute,
+    sort_by_expert,
+    unpermute,
+)
 from moesaic.kernels.work import ExpertWork
 from moesaic.routing.capacity import count
 
@@ -185,7 +193,7 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     up_bias, down_bias = (
         None if each is None else each.to(dtype) for each in (matrices.up_bias, matrices.down_bias)
     )
-    gates = weight.index_select(0, permutation.order)
+    gates = in_expert_order(weight, permutation)
     ends = permutation.ends
     if gate is not None:
         work = ExpertWork(
@@ -202,17 +210,15 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
             clamp=gate.clamp,
         )
         return expert_ffn(work, x.dtype)
-    counts = permutation.counts
+    rows = permute(x.to(dtype), permutation)
+    own = expert_of_rows(ends, len(rows))
 
     def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         out = grouped_matmul(rows, matrix, ends)
-        return (
-            out
-            if bias is None
-            else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
-        )
+        if bias is not None:
+            out = out + bias.index_select(0, own)
+        return only_sent(out, permutation)
 
-    rows = permute(x.to(dtype), permutation)
     pre = product(rows, up.flatten(1, 2), None if up_bias is None else up_bias.flatten(1))
     if module.has_gate and not module.is_concatenated:
         pre = pre.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
@@ -220,6 +226,7 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     out = product(hidden, down, down_bias)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
+    gates = only_sent(gates, permutation)
     return unpermute(out * gates.to(out.dtype).unsqueeze(1), permutation, dtype=x.dtype)
 
 
@@ -253,19 +260,22 @@ def sorted_copies(
     module: Any, top_k_index: Tensor, top_k_weights: Tensor
 ) -> tuple[Tensor, Permutation]:
     """Return the routing weights of the copies for this rank's experts, (R,), and what sorts the
-    copies by expert."""
+    copies by expert. On a GPU, copies for other ranks come last and are not sent."""
     num_tokens, top_k = top_k_index.shape
     expert = top_k_index.reshape(-1).long()
     weight = top_k_weights.reshape(-1)
     token = torch.arange(num_tokens, device=expert.device).repeat_interleave(
         top_k, output_size=len(expert)
     )
-    if module._is_expert_parallel:
+    rows_per_token: int | None = top_k
+    has_unsent = module._is_expert_parallel and expert.device.type != "cpu"
+    if module._is_expert_parallel and not has_unsent:
         local = (expert < module.num_experts).nonzero().squeeze(1)
         token, expert, weight = (each.index_select(0, local) for each in (token, expert, weight))
-    counts = count(expert, None, module.num_experts)
+        rows_per_token = None
+    counts = count(expert, None, module.num_experts + 1)[: module.num_experts]
     return weight, sort_by_expert(
-        token, expert, counts, num_tokens, None if module._is_expert_parallel else top_k
+        token, expert, counts, num_tokens, rows_per_token, has_unsent=has_unsent
     )
 
 

@@ -137,7 +137,8 @@ class _Quantize(ConversionOps):
             path, _, name = full_name.rpartition(".")
             module = model.get_submodule(path)
             for number, expert in enumerate(weight):
-                expert = expert.mT if module.is_transposed else expert
+                if module.is_transposed:
+                    expert = expert.mT
                 if name != "down_proj":
                     expert = split_inputs(module, expert.unsqueeze(0)).flatten(0, 2)
                 codes, scales = (nf4.requantize if expert.dtype == torch.float32 else nf4.quantize)(

@@ -10,6 +10,7 @@ from helpers import ODD_LOGITS, pairwise
 from moesaic.kernels import choice
 from moesaic.kernels.choice import choose
 from moesaic.kernels.choice_call import ChoiceResult, ChoiceRule, WantedSums
+from moesaic.kernels.triton.rows import choose as kernels
 
 RULES = {
     "softmax": ChoiceRule(2, by_sigmoid=False, normalize=True, scale=1.0),
@@ -108,3 +109,26 @@ def test_given_experts_are_used_again(device, monkeypatch):
     )
     check(expected, actual)
     assert torch.equal(actual[0].expert, given)
+
+
+@pytest.mark.parametrize("sums", ["losses", "sums"])
+def test_no_program_adds_the_sums_of_all_others(sums, device, monkeypatch):
+    """Ten programs in groups of four, of which the last has two."""
+    monkeypatch.setattr(kernels, "VALUES", 16)
+    monkeypatch.setattr(kernels, "GROUP", 4)
+    added = []
+    kernel = kernels._sum_kernel
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda floats, *others, **named: (
+                added.append(len(floats)) or kernel[grid](floats, *others, **named)
+            )
+
+    monkeypatch.setattr(kernels, "_sum_kernel", Noted())
+    logits = torch.randn(19, 8)
+    logits[3, 2] = torch.nan
+    valid = torch.arange(19) != 5
+    expected, actual = both(monkeypatch, device, logits, RULES["softmax"], SUMS[sums], valid=valid)
+    check(expected, actual)
+    assert added == [3]

@@ -5,12 +5,22 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
 
+from helpers import refused
+
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
+import triton
+import triton.language as tl
+
+from moesaic import MoE
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.compile_ahead import warm_up
 from moesaic.kernels.activation import Clamp
 from moesaic.kernels.choice import empty_chosen
 from moesaic.kernels.choice_call import ChoiceGradients, ChoiceRule, WantedSums
@@ -24,8 +34,15 @@ from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_bytes
 from moesaic.kernels.triton.up import up
-from moesaic.kernels.work import Dispatch, ExpertWork, Wanted
-from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for, counting_for
+from moesaic.kernels.work import Dispatch, ExpertWork, Places, Wanted
+from moesaic.program.grid import Grid
+from moesaic_lab.device.compiled import (
+    DEVICES,
+    CompiledKernel,
+    chained_products,
+    compiling_for,
+    counting_for,
+)
 from moesaic_lab.device.mlp import moe_mlp
 
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
@@ -70,6 +87,7 @@ def check(kernels: list[CompiledKernel], capability: int) -> set[str]:
         if kernel.spilled_bytes > SPILLED_BYTES
     } == {}
     assert [kernel.name for kernel in kernels if kernel.is_serialized] == []
+    assert [kernel.name for kernel in kernels if chained_products(kernel.ttir)] == []
     assert [kernel.name for kernel in kernels if FLOAT_ATOMIC.search(kernel.ptx)] == [], (
         "the same bits in every run"
     )
@@ -129,7 +147,7 @@ LAYERS = [
 )
 def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path):
     with compiling_for(capability, tmp_path) as kernels:
-        run_layer(dtype, gated=gated)
+        run_layer(dtype, gated=gated, tokens=TOKENS // 2)  # for the default tiles
     assert check(kernels, capability) == PRODUCTS
     if capability == 90:
         widths = {
@@ -215,6 +233,67 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
     )
 
 
+MODELS = {
+    "Qwen3-30B-A3B": (2048, 768, 128, 65_536),
+    "Mixtral 8x7B": (4096, 14_336, 2, 4096),
+    "DeepSeek-V3": (7168, 2048, 16, 4096),
+    "gpt-oss-120b": (2880, 2880, 16, 4096),
+    "OLMoE": (2048, 1024, 64, 65_536),
+    "odd widths": (100, 60, 8, 2048),
+    "odd widths, few rows": (99, 61, 8, 200),
+}
+"""Width of a token and of an expert, experts, of which some models have fewer here, and rows."""
+
+
+@pytest.mark.slow
+@capabilities
+@pytest.mark.parametrize("clamp", [None, Clamp(7.0, 1.702, 1.0)], ids=["swiglu", "clamped"])
+@pytest.mark.parametrize("model", MODELS)
+def test_models_and_odd_widths_fit_the_registers(model, clamp, capability, tmp_path_factory):
+    dim, hidden, experts, rows = MODELS[model]
+    new = partial(torch.empty, dtype=torch.bfloat16)
+    token = torch.zeros(rows, dtype=torch.int64)
+    biased = clamp is not None
+    work = ExpertWork(
+        x=new(rows // 4, dim),
+        gates=torch.zeros(rows),
+        gates_first=False,
+        activation="silu",
+        dispatch=Dispatch(
+            token=token, by_token=token, starts=torch.arange(0, rows, 4), per_token=4
+        ),
+        ends=torch.zeros(experts, dtype=torch.int32),
+        clamp=clamp,
+        up=new(experts, 2, hidden, dim),
+        up_bias=new(experts, 2, hidden) if biased else None,
+        down=new(experts, dim, hidden),
+        down_bias=new(experts, dim) if biased else None,
+    )
+    cache = tmp_path_factory.getbasetemp() / "models"  # most models have the same kernels
+    cache.mkdir(exist_ok=True)
+    with compiling_for(capability, cache) as kernels:
+        y, pre = expert_stage.forward(work, torch.bfloat16)
+        expert_stage.backward(work, pre, y, Wanted())
+    check(kernels, capability)
+
+
+@triton.jit
+def chained_kernel(a, b, out, steps):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    total = tl.zeros((16, 16), tl.float32)
+    for _ in range(steps):
+        total = tl.dot(tl.load(a + at), tl.load(b + at), total)
+        total = tl.dot(tl.load(b + at), tl.load(a + at), total)
+    tl.store(out + at, total)
+
+
+def test_two_products_into_one_accumulator_are_found(tmp_path):
+    with compiling_for(100, tmp_path) as kernels:
+        a = torch.zeros(16, 16, dtype=torch.bfloat16)
+        chained_kernel[(1,)](a, a, a.float(), 4)
+    assert [len(chained_products(kernel.ttir)) for kernel in kernels] == [1]
+
+
 def choose_on_device(rule: ChoiceRule, num_experts: int) -> None:
     """Run the kernels of the choice forward and backward on zeros."""
     logits = torch.zeros(TOKENS, num_experts)
@@ -298,7 +377,7 @@ PRODUCTS_OF = {"_rows_kernel": 2, "_outer_kernel": 2}
 """How many products a kernel computes, where it is not one."""
 
 
-@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_few_variants_serve_all_numbers_of_tokens(capability):
     """Also those of ranks that get 16 to 512 rows an expert."""
     few = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 100)
@@ -314,3 +393,86 @@ def test_few_variants_serve_all_numbers_of_tokens(capability):
         if len(keys) > VARIANTS * PRODUCTS_OF.get(name, 1)
     }
     assert more == {}
+
+
+def run_on_a_rank(experts: int, rows: int) -> None:
+    """Run the experts of a rank of a mesh, each on `rows` rows that lie anywhere."""
+    number = experts * rows
+    place = torch.zeros(number, dtype=torch.int32)
+    work = ExpertWork(
+        x=zeros(number, DIM).detach(),
+        dispatch=None,
+        gates=torch.zeros(number),
+        gates_first=False,
+        activation="silu",
+        ends=torch.zeros(experts, dtype=torch.int32),
+        up=zeros(experts, 2, HIDDEN, DIM).detach(),
+        up_bias=None,
+        down=zeros(experts, DIM, HIDDEN).detach(),
+        down_bias=None,
+        places=Places(x=place, y=place, d_x=place),
+    )
+    y, pre = expert_stage.forward(work, torch.bfloat16)
+    expert_stage.backward(work, pre, y, Wanted())
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_few_variants_serve_the_ranks_of_a_mesh(capability):
+    with counting_for(capability) as variants:
+        for rows in (
+            16,
+            17,
+            20,
+            31,
+            33,
+            48,
+            63,
+            64,
+            65,
+            99,
+            100,
+            128,
+            200,
+            255,
+            256,
+            300,
+            400,
+            512,
+        ):
+            run_on_a_rank(4, rows)
+    assert {*variants} >= PRODUCTS
+    assert all(len(keys) <= VARIANTS * PRODUCTS_OF.get(n, 1) for n, keys in variants.items())
+
+
+@pytest.mark.parametrize("name", ["plain", "shared", "mesh", "autocast"])
+def test_after_a_warm_up_no_number_of_tokens_compiles_a_kernel(name, monkeypatch):
+    for module in ("pick", "permute", "choice"):
+        monkeypatch.setattr(f"moesaic.kernels.{module}.kind_of", lambda _: "triton")
+    monkeypatch.setattr("moesaic.compile_ahead.kind_of", lambda _: "triton")
+    # no kernel writes the rows of copies
+    monkeypatch.setattr("moesaic.kernels.triton.rows.sort.torch.empty_like", torch.zeros_like)
+    sizes = (DIM, HIDDEN, EXPERTS, TOP_K)
+    layer = MoE(*sizes, shared_hidden=64 * (name == "shared"), bias=name == "shared")
+    layer = layer if name == "autocast" else layer.bfloat16()
+    if name == "mesh":
+        run_ranks(1, lambda rank: layer.parallelize(Mesh(Grid(world=1), rank)))
+    low = torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast", cache_enabled=False)
+    with counting_for(90) as variants, low:
+        warm_up(layer, 1000)
+        assert {*variants} >= PRODUCTS | {"_choose_kernel", "_choose_backward_kernel"}
+        before = {kernel: set(keys) for kernel, keys in variants.items()}
+        for tokens in (1, 7, 8, 33, 100, 128, 500, 999, 1000):
+            if name == "mesh":
+                run_on_a_rank(EXPERTS, tokens)
+            else:
+                dtype = torch.float32 if name == "autocast" else torch.bfloat16
+                layer(zeros(tokens, DIM, dtype=dtype)).sum().backward()
+        assert {
+            kernel: len(keys - before.get(kernel, set())) for kernel, keys in variants.items()
+        } == (dict.fromkeys(variants, 0))
+
+
+def test_a_warm_up_is_refused_or_does_nothing_where_it_has_no_meaning():
+    layer = MoE(8, 8, 4)
+    assert "max_tokens=0: give the most tokens" in refused(lambda: warm_up(layer, 0))
+    warm_up(layer, 8)

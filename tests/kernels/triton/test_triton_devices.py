@@ -17,8 +17,9 @@ pytest.importorskip("triton", reason='the GPU extra is not installed: pip instal
 
 from triton.runtime.jit import JITFunction
 
+import moesaic
 from moesaic import MoE, cuda_graphs
-from moesaic.kernels import choice, expert_ffn, grouped_matmul, nf4, operator, pick
+from moesaic.kernels import choice, expert_ffn, grouped_matmul, nf4, operator, pick, router_product
 from moesaic.kernels.choice import empty_chosen
 from moesaic.kernels.choice_call import ChoiceRule, WantedSums
 from moesaic.kernels.triton import quantise
@@ -32,7 +33,7 @@ K = 2
 D = 64
 H = 32
 """Tokens, experts, copies of a token, width of a token and of an expert."""
-FOLDER = Path(permute.__file__).parents[1]
+FOLDER = Path(moesaic.__file__).parent
 
 
 class Devices:
@@ -64,6 +65,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
         JITFunction, "run", lambda kernel, *_, **__: found.start(kernel.fn.__name__)
     )
     monkeypatch.setattr(pick, "_can_run_triton", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(launch, "_is_aligned", lambda _: False)  # fake tensors have no address
     with FakeTensorMode(), torch.no_grad():
         yield found
@@ -99,7 +101,7 @@ def work_of(*, dispatched: bool) -> ExpertWork:
 def choose() -> None:
     rule = ChoiceRule(K, by_sigmoid=False, normalize=True, scale=1.0)
     wanted = WantedSums(balance=True, z=True, reduced=True)
-    logits = new(T, E)
+    logits = new(2**14, E)  # enough for sums in two levels
     run(choice.choose_forward, logits, None, None, None, *rule, *wanted)
     chosen = empty_chosen(logits, rule, wanted)
     counted = (
@@ -160,20 +162,44 @@ def run(called: Any, *arguments: object) -> None:
     called.overload.function(*arguments)
 
 
-CALLS: list[Callable[[], None]] = [choose, codecs, order, products, experts, experts_of_a_mesh]
+def router() -> None:
+    run(router_product.router_forward, new(T, D, dtype=torch.bfloat16), new(E, D))
+
+
+CALLS: list[Callable[[], None]] = [
+    choose,
+    codecs,
+    order,
+    products,
+    experts,
+    experts_of_a_mesh,
+    router,
+]
 
 
 def launches() -> set[str]:
-    """Return the names of all kernels that the library starts, from its source."""
-    calls = [
-        node for path in FOLDER.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    """Return the names of all kernels that the library starts anywhere, from its source."""
+    nodes = [
+        node
+        for path in FOLDER.rglob("*.py")
+        if "triton" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
     ]
-    started = [
-        node.func
-        for node in calls
+    kernels = {
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    started = {
+        ast.unparse(node.func.value).rpartition(".")[2]
+        for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-    ]
-    return {ast.unparse(called.value) for called in started}
+    }
+    # a kernel that no other calls, and that nothing starts, would be one that this does not see
+    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    assert kernels - called == started & kernels
+    return started & kernels
 
 
 def test_every_kernel_starts_on_the_device_of_its_operands(devices: Devices) -> None:

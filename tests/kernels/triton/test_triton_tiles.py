@@ -11,6 +11,7 @@ from helpers import refused
 
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
+from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.expert_stage import shapes
 from moesaic.kernels.triton.rows.measured import bucket, tile_for
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, default_tile, shared_bytes
@@ -73,8 +74,17 @@ def test_a_layer_takes_the_nearest_measured_tile_of_its_generation():
     measured = shapes(262_144, 128, 4096, 512, 2, gated=True)
     near = shapes(8192 * 8, 64, 2048, 1024, 2, gated=True)
     far = shapes(327_680, 128, 768, 256, 2, gated=True)
+    models = [
+        shapes(8192 * top_k, experts, dim, hidden, 2, gated=True)
+        for dim, hidden, experts, top_k in (
+            (2048, 768, 128, 8),
+            (4096, 14336, 8, 2),
+            (7168, 2048, 256, 8),
+            (2880, 2880, 128, 4),
+        )
+    ]
     for device in (h200, DEVICES[2]):
-        assert [tile_for(shape["down"], device) for shape in (measured, near)] == [wide, wide]
+        assert {tile_for(shape["down"], device) for shape in (measured, near, *models)} == {wide}
         assert tile_for(measured["up"], device) == replace(wide, columns=128, programs=0)
         assert {name: tile_for(shape, device) for name, shape in far.items()} == {
             name: default_tile(shape, device) for name, shape in far.items()
@@ -87,6 +97,31 @@ def test_a_layer_takes_the_nearest_measured_tile_of_its_generation():
     assert tile_for(plain, h200) == default_tile(plain, h200), (
         "a tile with a gate holds its columns twice"
     )
+
+
+def test_odd_widths_get_small_tiles_everywhere():
+    for device in DEVICES:
+        odd = shapes(262_144, 128, 4100, 512, 2, gated=True)
+        assert {tile_for(shape, device) for name, shape in odd.items() if name != "up"} == {
+            Tile(
+                rows=64,
+                columns=64,
+                depth=32,
+                warps=8,
+                stages=3,
+                descriptors=int(device.capability >= (9, 0)),
+            )
+        }
+
+
+def test_the_tiles_of_a_layer_are_chosen_once(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(
+        expert_stage, "tile_for", lambda shape, device: chosen.append(shape) or DEVICES[0]
+    )
+    for _ in range(3):
+        expert_stage._tiles_of((77_777, 64, 128, 64, 2), True, DEVICES[2])
+    assert len(chosen) == len(expert_stage.TILES)
 
 
 def a_shape() -> Shape:

@@ -24,13 +24,12 @@ from torch import Tensor
 from moesaic.kernels.activation import Clamp
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
 from moesaic.kernels.triton.parts import (
+    Schedules,
     act,
     gated,
     gated_slope,
     halves,
-    max_tiles,
     place,
-    row_tiles,
     rows_of_tile,
     slope,
 )
@@ -43,7 +42,7 @@ def down_grad(
     dy: Tensor,
     down: Tensor,
     pre: Tensor,
-    ends: Tensor,
+    ends: Tensor | Schedules,
     tile: Tile,
     *,
     activation: str,
@@ -58,7 +57,7 @@ def down_grad(
         dy: (R, D) in expert order, or with `token` the (T, D) gradient of the tokens' results.
         down: (E, D, I).
         pre: (R, C I), the pre-activations from `up`.
-        ends: (E,) int32, one past the last row of each expert.
+        ends: (E,) int32, one past the last row of each expert; or the schedules of a pass.
         tile: the tile of the product.
         activation, clamp: as in `up`.
         weight: (R,) routing weights in expert order; None for 1.
@@ -111,7 +110,7 @@ def _launch_down_grad(
     dy: Tensor,
     down: Tensor,
     pre: Tensor,
-    ends: Tensor,
+    ends: Tensor | Schedules,
     tile: Tile,
     results: _Results,
     *,
@@ -122,7 +121,7 @@ def _launch_down_grad(
     """Start the kernel that fills the results; `constants` are those of the activation."""
     num_rows, width = results.hidden.shape
     column_tiles = results.parts.shape[1]
-    capacity = max_tiles(num_rows, len(ends), tile.rows)
+    schedule, capacity = Schedules.of(ends, num_rows).tiles(tile.rows)
     matrix, by_descriptor = as_operand(down, (1, tile.depth, tile.columns), tile)
     rows, rows_by_descriptor = as_operand(
         dy, (tile.rows, tile.depth), tile if token is None else None
@@ -134,7 +133,7 @@ def _launch_down_grad(
         **results._asdict(),
         token=dy if token is None else token,
         weight=dy if weight is None else weight,
-        schedule=row_tiles(ends, num_rows, tile.rows),
+        schedule=schedule,
         capacity=capacity,
         width=width,
         depth=dy.shape[1],

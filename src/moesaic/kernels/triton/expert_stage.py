@@ -18,6 +18,7 @@ not support run in `whole_batch`: routing weights before the expert, and float64
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from moesaic.kernels.triton.bias_grad import bias_grad
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import longest_first, outer_products
+from moesaic.kernels.triton.parts import Schedules
 from moesaic.kernels.triton.rows.launch import device_of
 from moesaic.kernels.triton.rows.measured import tile_for
 from moesaic.kernels.triton.rows.permute import sum_tokens
-from moesaic.kernels.triton.rows.tiles import Shape, Tile
+from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, is_odd_width
+from moesaic.kernels.triton.self_check import check_products
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
@@ -54,6 +57,7 @@ def shapes(
         gated: whether there are two up matrices, of which the first is the gate.
     """
     per_expert = max(1, num_rows // max(1, num_experts))
+    is_odd = is_odd_width(dim, itemsize) or is_odd_width(hidden, itemsize)
     parts = 2 if gated else 1
     sizes = {
         "up": ("up", hidden, dim),
@@ -72,19 +76,24 @@ def shapes(
             depth=depth,
             itemsize=itemsize,
             gated=gated,
+            is_odd=is_odd,
         )
         for name, (product, columns, depth) in sizes.items()
     }
 
 
-def default_tiles(work: ExpertWork) -> dict[str, Tile]:
+def default_tiles(work: ExpertWork) -> Mapping[str, Tile]:
     """Return the default tiles of a call, by the names in `TILES`."""
     sizes = (work.num_rows, len(work.ends), work.x.shape[1], work.hidden, work.x.itemsize)
-    device = device_of(work.x.device)
-    return {
-        name: tile_for(shape, device)
-        for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()
-    }
+    return _tiles_of(sizes, work.up.shape[1] == 2, device_of(work.x.device))
+
+
+@lru_cache(maxsize=256)
+def _tiles_of(
+    sizes: tuple[int, int, int, int, int], gated: bool, device: TileDevice
+) -> Mapping[str, Tile]:
+    """Return the tiles for the sizes that `shapes` takes."""
+    return {name: tile_for(shape, device) for name, shape in shapes(*sizes, gated=gated).items()}
 
 
 def supports(work: ExpertWork) -> bool:
@@ -105,11 +114,13 @@ def forward(
     """
     if not supports(work):
         return whole_batch.forward(work, out_dtype)
+    check_products(work.x.device)
     tile = default_tiles(work) if tiles is None else tiles
     token = _narrow(work.x_rows)
     y_places = _narrow(work.out_rows)
+    schedules = Schedules(work.ends, work.num_rows)
     pre, hidden = up(
-        work.x, work.up, work.ends, tile["up"], **_form(work), bias=work.up_bias, token=token
+        work.x, work.up, schedules, tile["up"], **_form(work), bias=work.up_bias, token=token
     )
     weight = None if work.down_bias is None else work.gates
     options: dict[str, Any] = {
@@ -118,7 +129,7 @@ def forward(
         "weight": weight,
         "places": y_places,
     }
-    rows = rows_times(hidden, work.down, work.ends, tile["down"], **options)
+    rows = rows_times(hidden, work.down, schedules, tile["down"], **options)
     return _summed(rows, work, out_dtype), pre
 
 
@@ -140,14 +151,16 @@ def backward(
     """
     if not supports(work):
         return whole_batch.backward(work, pre, dy, wanted)
+    check_products(work.x.device)
     tile = default_tiles(work) if tiles is None else tiles
     x_token = _narrow(work.x_rows)
     token = _narrow(work.y_rows)
     ends = work.ends
+    schedules = Schedules(ends, work.num_rows)
     d_gates = None
     d_x = None
     d_pre, hidden, parts = down_grad(
-        dy, work.down, pre, ends, tile["down_grad"], **_form(work), token=token
+        dy, work.down, pre, schedules, tile["down_grad"], **_form(work), token=token
     )
     d_down_bias = d_up_bias = None
     if work.down_bias is not None:
@@ -172,10 +185,11 @@ def backward(
         d_up_bias = bias_grad(d_pre, ends)[0].view(work.up_bias.shape)
     if wanted.x:
         options: dict[str, Any] = {"transposed": False, "places": _narrow(work.d_x_rows)}
-        rows = rows_times(d_pre, work.up.flatten(1, 2), ends, tile["rows_grad"], **options)
+        rows = rows_times(d_pre, work.up.flatten(1, 2), schedules, tile["rows_grad"], **options)
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
-    d_down_bias = d_down_bias if wanted.weights else None
+    if not wanted.weights:
+        d_down_bias = None
     return Gradients(
         x=d_x, gates=d_gates, up=d_up, up_bias=d_up_bias, down=d_down, down_bias=d_down_bias
     )
@@ -192,6 +206,7 @@ def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         columns=w.shape[2],
         depth=w.shape[1],
         itemsize=x.itemsize,
+        is_odd=any(is_odd_width(width, x.itemsize) for width in w.shape[1:]),
     )
     tile = tile_for(shape, device_of(x.device))
     return rows_times(x, w.transpose(1, 2) if transposed else w, ends, tile, transposed=transposed)
@@ -208,6 +223,7 @@ def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         columns=x.shape[1],
         depth=per_expert,
         itemsize=x.itemsize,
+        is_odd=any(is_odd_width(each.shape[1], x.itemsize) for each in (dy, x)),
     )
     return outer_products(dy, x, ends, tile_for(shape, device_of(x.device)))
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.parts import bias_tile, max_tiles, place, row_tiles, rows_of_tile
+from moesaic.kernels.triton.parts import Schedules, bias_tile, place, rows_of_tile
 from moesaic.kernels.triton.rows.launch import as_operand, launch_options, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.rows.varying import VARYING
@@ -22,7 +22,7 @@ from moesaic.kernels.triton.rows.varying import VARYING
 def rows_times(
     x: Tensor,
     w: Tensor,
-    ends: Tensor,
+    ends: Tensor | Schedules,
     tile: Tile,
     *,
     transposed: bool,
@@ -35,7 +35,7 @@ def rows_times(
     Args:
         x: (R, K) rows in expert order.
         w: (E, N, K) if `transposed`, as `nn.Linear` stores it, else (E, K, N).
-        ends: (E,) int32, one past the last row of each expert.
+        ends: (E,) int32, one past the last row of each expert; or the schedules of a pass.
         transposed: multiply by the transpose of each matrix.
         bias: (E, N), added to each row of its expert.
         weight: (R,) factors of the bias, since the rows have theirs already; None for 1.
@@ -51,7 +51,7 @@ def rows_times(
     out = x.new_empty(num_rows, columns)
     if num_rows == 0 or columns == 0:
         return out
-    capacity = max_tiles(num_rows, len(ends), tile.rows)
+    schedule, capacity = Schedules.of(ends, num_rows).tiles(tile.rows)
     programs = num_programs(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
     block = (1, tile.columns, tile.depth) if transposed else (1, tile.depth, tile.columns)
     matrix, by_descriptor = as_operand(w, block, tile)
@@ -63,7 +63,7 @@ def rows_times(
         bias=out if bias is None else bias.contiguous(),
         weight=out if weight is None else weight,
         places=out if places is None else places,
-        schedule=row_tiles(ends, num_rows, tile.rows),
+        schedule=schedule,
         capacity=capacity,
         columns=columns,
         depth=depth,

@@ -24,6 +24,9 @@ from moesaic.kernels.triton.parts import place
 from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs
 from moesaic.kernels.triton.rows.tiles import Tile
 
+RANKED = 16
+"""The number of experts that one program ranks by their rows."""
+
 
 def outer_products(
     p: Tensor,
@@ -53,7 +56,8 @@ def outer_products(
     """
     out = p.new_empty(len(ends), p.shape[1], q.shape[1])
     if out.numel():
-        order = longest_first(ends) if order is None else order
+        if order is None:
+            order = longest_first(ends)
         _launch_outer(
             p.contiguous(), q.contiguous(), ends, tile, out, order, p_token=p_token, q_token=q_token
         )
@@ -112,8 +116,41 @@ def _launch_outer(
 def longest_first(ends: Tensor) -> Tensor:
     """Return the experts by decreasing number of rows, (E,) int32; experts with equally many keep
     their order."""
-    rows = ends.diff(prepend=ends.new_zeros(1))
-    return rows.argsort(descending=True, stable=True).to(torch.int32)
+    order = torch.empty_like(ends)
+    num_experts = len(ends)
+    if num_experts:
+        _order_kernel[(triton.cdiv(num_experts, RANKED),)](
+            ends, order, num_experts, RANKED=RANKED, EXPERTS=triton.next_power_of_2(num_experts)
+        )
+    return order
+
+
+@triton.jit
+def _order_kernel(
+    ends: tl.tensor,
+    order: tl.tensor,
+    num_experts: tl.tensor,
+    RANKED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    """Write each expert to its rank, the number of experts that come before it."""
+    expert = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
+    rows = rows_of(ends, expert, num_experts)
+    other = tl.arange(0, EXPERTS)
+    others = rows_of(ends, other, num_experts)
+    has_more = others[None, :] > rows[:, None]
+    is_equal = (others[None, :] == rows[:, None]) & (other[None, :] < expert[:, None])
+    is_before = (has_more | is_equal) & (other < num_experts)[None, :]
+    rank = tl.sum(is_before.to(tl.int32), 1)
+    tl.store(order + rank, expert, mask=expert < num_experts)
+
+
+@triton.jit
+def rows_of(ends: tl.tensor, expert: tl.tensor, num_experts: tl.tensor) -> tl.tensor:
+    """Return the number of rows of experts; 0 for those that do not exist."""
+    is_expert = expert < num_experts
+    end = tl.load(ends + expert, mask=is_expert, other=0)
+    return end - tl.load(ends + expert - 1, mask=is_expert & (expert > 0), other=0)
 
 
 @triton.jit

@@ -181,6 +181,32 @@ def max_tiles(num_rows: int, num_experts: int, height: int) -> int:
     return num_rows // height + min(num_experts, num_rows)
 
 
+class Schedules:
+    """The tiles of the experts' rows, scheduled once for each height that a pass uses.
+
+    Args:
+        ends: (E,) int32, one past the last row of each expert, ascending; `ends[-1] <= num_rows`.
+        num_rows: R; rows from `ends[-1]` on belong to no expert.
+    """
+
+    def __init__(self, ends: Tensor, num_rows: int) -> None:
+        self._ends = ends
+        self._num_rows = num_rows
+        self._by_height: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, ends: Tensor | Schedules, num_rows: int) -> Schedules:
+        """Return the schedules themselves, or those for the ends of experts."""
+        return ends if isinstance(ends, Schedules) else cls(ends, num_rows)
+
+    def tiles(self, height: int) -> tuple[Tensor, int]:
+        """Return the schedule of tiles of `height` rows, see `row_tiles`, and how many there are
+        at most."""
+        if height not in self._by_height:
+            self._by_height[height] = row_tiles(self._ends, self._num_rows, height)
+        return self._by_height[height], max_tiles(self._num_rows, len(self._ends), height)
+
+
 def row_tiles(ends: Tensor, num_rows: int, height: int) -> Tensor:
     """Cut each expert's rows into tiles.
 

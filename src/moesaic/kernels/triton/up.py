@@ -24,13 +24,12 @@ from torch import Tensor
 from moesaic.kernels.activation import Clamp
 from moesaic.kernels.triton.grouped import rows_tile
 from moesaic.kernels.triton.parts import (
+    Schedules,
     act,
     bias_tile,
     gated,
     halves,
-    max_tiles,
     place,
-    row_tiles,
     rows_of_tile,
 )
 from moesaic.kernels.triton.rows.launch import as_operand, launch_options, num_programs, unit_stride
@@ -41,7 +40,7 @@ from moesaic.kernels.triton.rows.varying import VARYING
 def up(
     x: Tensor,
     matrices: Tensor,
-    ends: Tensor,
+    ends: Tensor | Schedules,
     tile: Tile,
     *,
     activation: str,
@@ -55,7 +54,7 @@ def up(
     Args:
         x: (R, D) rows in expert order, or with `token` the (T, D) tokens.
         matrices: (E, C, I, D): one matrix per expert, or two, of which the first gates the second.
-        ends: (E,) int32, one past the last row of each expert.
+        ends: (E,) int32, one past the last row of each expert; or the schedules of a pass.
         tile: the tile of the product; its columns count per matrix.
         activation: a key of `ACTIVATIONS`; applied to the gate, if any.
         clamp: the constants of clamped SwiGLU.
@@ -89,7 +88,7 @@ def up(
 def _launch_up(
     x: Tensor,
     w: Tensor,
-    ends: Tensor,
+    ends: Tensor | Schedules,
     tile: Tile,
     pre: Tensor,
     hidden: Tensor,
@@ -103,7 +102,7 @@ def _launch_up(
     the activation."""
     num_rows, width = hidden.shape
     parts = w.shape[1]
-    capacity = max_tiles(num_rows, len(ends), tile.rows)
+    schedule, capacity = Schedules.of(ends, num_rows).tiles(tile.rows)
     programs = num_programs(tile, capacity * triton.cdiv(width, tile.columns), x.device)
     matrix, by_descriptor = as_operand(w, (1, parts, tile.columns, tile.depth), tile)
     rows, rows_by_descriptor = as_operand(
@@ -117,7 +116,7 @@ def _launch_up(
         bias=x if bias is None else bias.contiguous(),
         token=x if token is None else token,
         weight=x if weight is None else weight,
-        schedule=row_tiles(ends, num_rows, tile.rows),
+        schedule=schedule,
         capacity=capacity,
         width=width,
         depth=x.shape[1],

@@ -243,7 +243,8 @@ def topology_gate(
         normalize, bias, scale: as for `SoftmaxTopK`.
     """
     inner = inner or partial(SoftmaxTopK, normalize=normalize, bias=bias, scale=scale)
-    levels = partial(node_level, share=share) if levels is None else levels
+    if levels is None:
+        levels = partial(node_level, share=share)
     return TopologyRouter(inner(dim, num_experts), levels=levels)
 
 

@@ -1,9 +1,9 @@
-"""The choice of experts in two kernels forward and one backward; `kernels/choice.py` says what they
-compute.
+"""The choice of experts in three kernels forward and one backward; `kernels/choice.py` says what
+they compute.
 
 Eager: about forty operators, of which a softmax, the top-k and the sums read or write all T E
 scores. Here a program holds rows of logits and reads each once: it ranks, chooses and weighs, and
-adds up its tokens' sums, which the second kernel adds over the programs in a fixed order. Backward
+adds up its tokens' sums, which two further kernels add over the programs in a fixed order. Backward
 reads the logits again and writes their gradient. Bytes: 4 T E read forward; 4 T E read and 4 T E
 written backward; 28 T K for the copies. Exponentials: T E per pass. Saved: the logits.
 """
@@ -24,6 +24,8 @@ registers."""
 PROGRAMS = 512
 """The most programs that share the rows. Fixed, so that the order of sums does not depend on the
 device."""
+GROUP = 16
+"""The number of programs whose sums one program adds, if there are more than twice as many."""
 TAKEN = tl.constexpr(-0x80000000)
 """The place of an entry that cannot be chosen, below that of every number."""
 TINY = tl.constexpr(1.1754943508222875e-38)
@@ -87,6 +89,24 @@ def _add_up(
 ) -> None:
     """Fill the sums of `chosen` from those of each program."""
     columns = triton.next_power_of_2(shape[1])
+    step = max(1, VALUES // columns)
+    programs = len(floats)
+    if programs > 2 * GROUP:
+        groups = triton.cdiv(programs, GROUP)
+        group_floats = floats.new_empty(groups, columns + 1)
+        group_ints = ints.new_empty(groups, columns + 2)
+        _group_kernel[(groups,)](
+            floats,
+            ints,
+            group_floats,
+            group_ints,
+            programs,
+            COLUMNS=columns,
+            STEP=step,
+            GROUP=GROUP,
+        )
+        floats = group_floats
+        ints = group_ints
     _sum_kernel[(1,)](
         floats,
         ints,
@@ -100,7 +120,7 @@ def _add_up(
         num_experts=shape[1],
         programs=len(floats),
         COLUMNS=columns,
-        STEP=max(1, VALUES // columns),
+        STEP=step,
         BALANCE=wanted.balance,
         Z=wanted.z,
         REDUCED=wanted.reduced,
@@ -360,6 +380,66 @@ def _slope(counts: tl.tensor, num_valid: tl.tensor, num_experts: tl.tensor) -> t
     )
 
 
+@triton.jit
+def _sums_of(
+    floats: tl.tensor,
+    ints: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tl.tensor:
+    """Return the sums of programs `start` to `end`: probabilities, copies, squares, copies that are
+    not finite, tokens."""
+    column = tl.arange(0, COLUMNS)
+    probs = tl.zeros((COLUMNS,), tl.float32)
+    copies = tl.zeros((COLUMNS,), tl.int32)
+    squares = tl.zeros((STEP,), tl.float32)
+    wrong = tl.zeros((STEP,), tl.int32)
+    tokens = tl.zeros((STEP,), tl.int32)
+    for first in range(start, end, STEP):
+        program = first + tl.arange(0, STEP)
+        is_program = program < end
+        of_floats = floats + program * (COLUMNS + 1)
+        of_ints = ints + program * (COLUMNS + 2)
+        probs += tl.sum(
+            tl.load(of_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0
+        )
+        copies += tl.sum(
+            tl.load(of_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0
+        )
+        squares += tl.load(of_floats + COLUMNS, mask=is_program, other=0.0)
+        wrong += tl.load(of_ints + COLUMNS, mask=is_program, other=0)
+        tokens += tl.load(of_ints + COLUMNS + 1, mask=is_program, other=0)
+    return probs, copies, tl.sum(squares, 0), tl.sum(wrong, 0), tl.sum(tokens, 0)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _group_kernel(
+    floats: tl.tensor,
+    ints: tl.tensor,
+    group_floats: tl.tensor,
+    group_ints: tl.tensor,
+    programs: tl.tensor,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    group = tl.program_id(0)
+    start = group * GROUP
+    probs, copies, squares, wrong, tokens = _sums_of(
+        floats, ints, start, tl.minimum(programs, start + GROUP), COLUMNS, STEP
+    )
+    column = tl.arange(0, COLUMNS)
+    to_floats = group_floats + group * (COLUMNS + 1)
+    to_ints = group_ints + group * (COLUMNS + 2)
+    tl.store(to_floats + column, probs)
+    tl.store(to_floats + COLUMNS, squares)
+    tl.store(to_ints + column, copies)
+    tl.store(to_ints + COLUMNS, wrong)
+    tl.store(to_ints + COLUMNS + 1, tokens)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _sum_kernel(
     floats: tl.tensor,
@@ -380,29 +460,10 @@ def _sum_kernel(
     REDUCED: tl.constexpr,
 ) -> None:
     column = tl.arange(0, COLUMNS)
-    probs = tl.zeros((COLUMNS,), tl.float32)
-    copies = tl.zeros((COLUMNS,), tl.int32)
-    squares = tl.zeros((STEP,), tl.float32)
-    wrong = tl.zeros((STEP,), tl.int32)
-    tokens = tl.zeros((STEP,), tl.int32)
-    for first in range(0, programs, STEP):
-        program = first + tl.arange(0, STEP)
-        is_program = program < programs
-        of_floats = floats + program * (COLUMNS + 1)
-        of_ints = ints + program * (COLUMNS + 2)
-        probs += tl.sum(
-            tl.load(of_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0
-        )
-        copies += tl.sum(
-            tl.load(of_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0
-        )
-        squares += tl.load(of_floats + COLUMNS, mask=is_program, other=0.0)
-        wrong += tl.load(of_ints + COLUMNS, mask=is_program, other=0)
-        tokens += tl.load(of_ints + COLUMNS + 1, mask=is_program, other=0)
-    total_tokens = tl.sum(tokens, 0)
+    probs, copies, squares, wrong, total_tokens = _sums_of(floats, ints, 0, programs, COLUMNS, STEP)
     is_expert = column < num_experts
     tl.store(counts + column, copies.to(tl.int64), mask=is_expert)
-    tl.store(nonfinite, tl.sum(wrong, 0).to(tl.int64))
+    tl.store(nonfinite, wrong.to(tl.int64))
     tl.store(num_valid, total_tokens.to(tl.int64))
     if BALANCE:
         if REDUCED:
@@ -410,7 +471,7 @@ def _sum_kernel(
         else:
             tl.store(balance + column, probs, mask=is_expert)
     if Z:
-        total = tl.sum(squares, 0)
+        total = squares
         if REDUCED:
             total = total / tl.maximum(total_tokens, 1).to(tl.float32)
         tl.store(z, total)

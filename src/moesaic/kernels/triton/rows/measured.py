@@ -2,9 +2,10 @@
 `moesaic bench device` for each device.
 
 A product takes the tile of the nearest measured one: of the same kind and element size, with rows
-per expert and widths that differ least, in powers of two. A device without a file takes that of its
-generation. A product whose sizes all differ too much, or a generation without a file, takes
-`default_tile`.
+per expert and widths that differ least, in powers of two. Larger sizes keep a tile, which large
+products gain most from; smaller ones leave too few tiles to share among the multiprocessors. A
+device without a file takes that of its generation. A product that is too small or of odd widths, or
+a generation without a file, takes `default_tile`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
 from math import log2
+from operator import itemgetter, le
 
 from moesaic.kernels.triton.rows.tiles import (
     Shape,
@@ -26,8 +28,8 @@ from moesaic.kernels.triton.rows.tiles import (
 
 FILES: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("nvidia_h200",)}
 """By compute capability, the names of the files; a device whose name none has takes the first."""
-FARTHEST = 2.0
-"""The largest distance of a size, as a power of two, at which a tile is still taken."""
+SMALLER = (3.0, 2.0, 2.0)
+"""How much smaller than measured, in powers of two, each of `Sizes` may be."""
 
 Sizes = tuple[int, int, int]
 """Rows per expert, columns and depth."""
@@ -45,15 +47,13 @@ def bucket(shape: Shape) -> str:
 def tile_for(shape: Shape, device: TileDevice) -> Tile:
     """Return the tile of a product on a device: the nearest measured one, or the default."""
     wanted = _parsed(bucket(shape))
-    distance = FARTHEST
-    tile = None
-    for (kind, sizes), candidate in _tiles(device.name, device.capability).items():
-        if kind == wanted[0] and shared_bytes(candidate, shape) <= device.shared_bytes:
-            farthest = max(abs(log2(size / other)) for size, other in zip(sizes, wanted[1]))
-            if farthest <= distance:
-                distance = farthest
-                tile = candidate
-    return default_tile(shape, device) if tile is None else tile
+    near = list[tuple[float, Tile]]()
+    for (kind, sizes), tile in _tiles(device.name, device.capability).items():
+        smaller = [log2(size / other) for size, other in zip(sizes, wanted[1])]
+        fits = shared_bytes(tile, shape) <= device.shared_bytes and not shape.is_odd
+        if fits and kind == wanted[0] and all(map(le, smaller, SMALLER)):
+            near.append((max(map(abs, smaller)), tile))
+    return min(near, key=itemgetter(0))[1] if near else default_tile(shape, device)
 
 
 def _parsed(key: str) -> tuple[tuple[str, ...], Sizes]:

@@ -34,14 +34,14 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         num_experts: E.
 
     Returns:
-        copy: (R,) int64, row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from
-        `ends[-1]` on. row: (R,) int64, copy i is in row `row[i]`; -1 for a copy that is not sent.
+        copy: (R,) int32, row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from
+        `ends[-1]` on. row: (R,) int32, copy i is in row `row[i]`; -1 for a copy that is not sent.
         ends: (E,) int32, one past the last row of each expert.
     """
     num_copies = len(expert)
     blocks = triton.cdiv(num_copies, BLOCK)
     ends = torch.zeros(num_experts, dtype=torch.int32, device=expert.device)
-    copy = torch.zeros(num_copies, dtype=torch.int64, device=expert.device)
+    copy = torch.zeros(num_copies, dtype=torch.int32, device=expert.device)
     row = torch.empty_like(copy)
     if num_copies == 0 or num_experts == 0:
         return copy, row, ends
@@ -70,7 +70,7 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.register_fake(sort.overload)
 def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    copy = expert.new_empty(expert.shape, dtype=torch.int64)
+    copy = expert.new_empty(expert.shape, dtype=torch.int32)
     return copy, torch.empty_like(copy), expert.new_empty(num_experts, dtype=torch.int32)
 
 

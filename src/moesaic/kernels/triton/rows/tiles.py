@@ -14,6 +14,9 @@ RESERVED_BYTES = 1024
 HOPPER = (9, 0)
 """The lowest compute capability with a tensor memory accelerator (TMA), which loads tiles by
 descriptor."""
+LOWEST = 32
+"""The fewest rows of an expert in a tile. Lower ones save no time, since such products wait for
+matrices, and would be compiled apart."""
 WGMMA = (9, 10)
 """The major compute capabilities whose tensor cores read operands from shared memory. Consumer
 Blackwell (12) has TMA, but operands in registers."""
@@ -74,6 +77,9 @@ class Shape:
     """Bytes of an element: 2 for bfloat16 and float16, 4 for float32."""
     gated: bool = False
     """Whether the layer has a gate."""
+    is_odd: bool = False
+    """Whether rows of an operand are no multiples of 16 bytes, so that it is loaded element by
+    element, each at an address in registers."""
 
     @property
     def is_doubled(self) -> bool:
@@ -120,26 +126,29 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
 
     The tile is 128 x 128, with two programs per multiprocessor at a time: the epilogue of one
     overlaps with the products of the other. It has fewer rows if experts have few, since rows
-    beyond an expert's last one are wasted. float32 gets a quarter of that and no descriptors:
-    without TF32 its products use registers, and larger tiles spill kilobytes.
+    beyond an expert's last one are wasted. float32 and odd widths get a quarter of that: without
+    TF32 the products of float32 use registers, and so do the addresses of single elements; larger
+    tiles spill kilobytes.
     """
     is_wide = shape.itemsize == 4
     has_wgmma = device.capability[0] in WGMMA
-    most = 64 if is_wide else 128
+    most = 64 if is_wide or shape.is_odd else 128
     rows = (
         most
         if shape.product == "weight_grad"
-        else min(most, max(16, power_of_two(shape.rows_per_expert)))
+        else min(most, max(LOWEST, power_of_two(shape.rows_per_expert)))
     )
     columns = min(most // 2 if shape.is_doubled else most, max(16, power_of_two(shape.columns)))
-    depth = min(deepest(shape), max(16, power_of_two(shape.depth)))
+    least = LOWEST if shape.product == "weight_grad" else 16
+    depth = min(32 if shape.is_odd else deepest(shape), max(least, power_of_two(shape.depth)))
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
     tile = Tile(
         rows=rows,
         columns=columns,
         depth=depth,
         stages=3,
-        warps=8 if is_full and not has_wgmma else 4,  # without wgmma, operands occupy registers too
+        # without wgmma, operands occupy registers too
+        warps=8 if shape.is_odd or (is_full and not has_wgmma) else 4,
         descriptors=int(device.capability >= HOPPER and not is_wide),
     )
     while shared_bytes(tile, shape) > device.shared_bytes and tile.stages > 1:
@@ -151,6 +160,11 @@ def deepest(shape: Shape) -> int:
     """Return the depth of a step: 128 bytes of a row, the width of a swizzled line of shared
     memory."""
     return 128 // shape.itemsize
+
+
+def is_odd_width(width: int, itemsize: int) -> bool:
+    """Return whether rows of a width are no multiples of 16 bytes; see `Shape.is_odd`."""
+    return bool(width * itemsize % 16)
 
 
 def power_of_two(size: int) -> int:
