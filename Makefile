@@ -9,6 +9,9 @@ USED := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(shell $(USED) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 LOCK := $(if $(filter 3.10,$(VERSION)),constraints-3.10.txt,constraints.txt)
 PIP := -m pip install --quiet --disable-pip-version-check
+# Runs a command as on a stranger's machine: of its variables, only those that say how the network is reached (lab/places/ground.py).
+REACH := SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
+CLEAN = env -i HOME="$$HOME" PATH="$$PATH" $(foreach each,$(REACH),$${$(each):+$(each)="$$$(each)"})
 COMMA := ,
 PEERS := $(VENV)/.peers
 # A worker more than there are cores, since tests that wait for links or patience leave theirs idle: the files of these are for one
@@ -78,7 +81,7 @@ whole-suite:
 # Resolves with the default index and no setting of this machine; keeps what stands where it can. `make lock UPGRADE=--upgrade` takes
 # the newest, `UPGRADE="--upgrade-package rich"` one. DeepSpeed has no wheel. Our own packages are left out: pip refuses them there.
 UPGRADE ?=
-COMPILE = env -i HOME="$$HOME" PATH="$$PATH" $${SSL_CERT_FILE:+SSL_CERT_FILE="$$SSL_CERT_FILE"} \
+COMPILE = $(CLEAN) \
 	uv pip compile - --quiet --no-config --universal --fork-strategy fewest --only-binary :all: --no-binary deepspeed \
 	--no-header --no-annotate --no-emit-package moesaic --no-emit-package moesaic-lab $(UPGRADE)
 ON_3.10 := ; python_version < '3.11'
@@ -145,7 +148,7 @@ build/torch/%/.current: pyproject.toml
 	@python$(lastword $(subst -, ,$*)) -c "" 2>/dev/null \
 		|| { echo "python$(lastword $(subst -, ,$*)) does not run: install it, or put it on PATH"; exit 1; }
 	python$(lastword $(subst -, ,$*)) -m venv build/torch/$*
-	build/torch/$*/bin/python $(PIP) --upgrade --only-binary zfpy \
+	$(CLEAN) PIP_CONFIG_FILE=/dev/null build/torch/$*/bin/python $(PIP) --upgrade --only-binary zfpy \
 		-e ".[train,zfp$(if $(filter %-3.10,$*),,$(COMMA)transformers)]" pytest pytest-timeout hypothesis $(TEXT) \
 		$(patsubst newest,torch,$(patsubst 2%,torch==2%,$(firstword $(subst -, ,$*))))
 	touch $@

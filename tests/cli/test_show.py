@@ -11,7 +11,7 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.plan_files import read_planned
+from moesaic.planner.plan_files import read_found, read_planned
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.policies import REPLICATION
@@ -311,6 +311,55 @@ def test_a_plan_that_was_written_is_shown_again(
     assert shown(capsys, "--plan-file", str(path), *SMALL, "--mesh.ep", "2") != shown(
         capsys, *flags, *SMALL, *asked
     )
+
+
+GPT = """batch_size = 8
+[model]
+dim = 64
+num_layers = 4
+num_heads = 2
+seq_len = 64
+[model.moe]
+num_experts = 4
+top_k = 1
+hidden = 128
+"""
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_plan_of_the_planner_is_shown_with_its_own_layer_and_machines(
+    pp: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its times are those that the planner simulated; flags override what the file says."""
+    monkeypatch.chdir(tmp_path)
+    Path("gpt.toml").write_text(GPT)
+    few = "--chunks 1 --schedules s1 --all-to-alls linear --orders fifo --ep 2 --tp 1 --etp 1"
+    search = f"plan --model gpt.toml --cluster 8x4090-pcie --gpus 4 --pp {pp} --write plan.toml"
+    assert main([*search.split(), *few.split()]) == 0
+    capsys.readouterr()
+    found = read_found(Path("plan.toml"))
+    assert found is not None
+    cluster = read_cluster("8x4090-pcie").of_devices(4)
+    grid = Grid(world=4 // pp, ep=2, ranks_per_node=4 // pp)
+    run = Simulator(cluster).run(
+        compile_plan(read_planned(Path("plan.toml"))[1], grid).forward, found.layer, grid
+    )
+    file = ("--plan-file", "plan.toml")
+    assert shown(capsys, *file)["forward"]["seconds"] == run.seconds
+    assert main(["show", *file, "--gantt", "plan.html"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.endswith(f"on 8x4090-pcie, 1 nodes of {4 // pp} ranks")
+    assert second.startswith("a layer of 4 experts, top 1, dim 64, hidden 128, for ")
+    stages = " in 2 stages, one of which is shown" if pp > 1 else ""
+    assert second.endswith(f": gpt.toml's on 4 ranks{stages}")
+    where = f"A layer of gpt.toml on 8x4090-pcie, 1 nodes of {4 // pp} ranks"
+    stage = "a stage of 2, " if pp > 1 else ""
+    title = f"<h1>{where}: {stage}tp 1, ep 2, etp 1</h1>"
+    assert title in Path("plan.html").read_text("utf-8")
+    assert main(["show", *file, "--layer.dim", "128"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("but for --layer.dim (64 and 128)")
+    assert main(["show", *file, "--cluster", "25gbe"]) == 0
+    assert "on 25gbe, 1 nodes of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

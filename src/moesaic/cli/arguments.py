@@ -72,6 +72,16 @@ def parse(
     return result
 
 
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
+    """Return the value that a command line gives to a flag, which `parse` will read too; None if it
+    has none."""
+    for word, following in zip(arguments, [*arguments[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            return value if equals else following or None
+    return None
+
+
 def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
     """Return tyro's rules for dataclasses, with the line breaks of field docstrings removed: tyro
     keeps those of the source.

@@ -40,7 +40,7 @@ from moesaic.planner.hub import HubShape
 from moesaic.planner.job import Job
 from moesaic.planner.loads import typical_counts
 from moesaic.planner.other_systems import OthersLayout, best_layout, predict
-from moesaic.planner.plan_files import write_planned
+from moesaic.planner.plan_files import FoundFor, write_planned
 from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.search import (
     LOSSLESS,
@@ -266,11 +266,23 @@ def run(arguments: Sequence[str]) -> int:
         return _print_without_layout(error, simulator.cluster, options)
     if options.write is not None:
         write_planned(
-            result.best, Path(options.write), model=options.model, cluster=simulator.cluster.name
+            result.best, Path(options.write), _found_for(job, result.best, simulator, options)
         )
     if options.emit is not None:
         return _emit(options.emit, job, layout_of(job, result.best), result.best)
     return _print(job, simulator, result, options)
+
+
+def _found_for(job: Job, best: PlannedStep, simulator: Simulator, options: PlanOptions) -> FoundFor:
+    """Return what a plan was found for, as its file says it."""
+    cluster = simulator.cluster
+    return FoundFor(
+        model=options.model,
+        cluster=options.cluster,
+        nodes=cluster.nodes,
+        devices_per_node=cluster.devices_per_node,
+        layer=best.split.of(job).step_model(cluster, best.grid.dp).layer,
+    )
 
 
 def _finetune(options: PlanOptions, method: Method, cluster: ClusterSpec) -> int:
