@@ -17,6 +17,7 @@ from moesaic.balance import check_replication
 from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse, value_of
+from moesaic.cli.output import folded
 from moesaic.codecs import is_coded
 from moesaic.configfile import differing_fields
 from moesaic.errors import InputError, in_one_line
@@ -179,14 +180,14 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     policy = f", policy {compiled.plan.replication}" if compiled.replicates else ""
     print(in_one_line(f"{compiled.forward.name}{policy} on {_where(cluster, grid)}"))
-    print(in_one_line(_whose(options, of_file)))
+    print(folded(in_one_line(_whose(options, of_file))))
     console = Console(width=max(Console().width, NARROWEST))
     console.print(
         _stage_table(timelines), _byte_table(rows, replicates=compiled.replicates), sep="\n"
     )
     for row in memory:
-        print(_memory_line(row, plan.memory_budget))
-    print(NAMES)
+        print(folded(_memory_line(row, plan.memory_budget)))
+    print(folded(NAMES))
     if options.listing:
         print(*map(to_text, programs.values()), sep="\n", end="")
     return 0

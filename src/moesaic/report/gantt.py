@@ -1,10 +1,10 @@
 """Draws Gantt charts of programs and of whole training steps, and writes a page with several of
 them.
 
-A program's chart has a row per lane and a bar per task, coloured by chunk or stage. A step's chart has every
-block of the first micro-batch, forward and backward, then the rest of the step, in the order in
-which a rank runs them. An MoE layer's communication overlaps its computation as in its programs'
-timelines; parts without overlap follow each other.
+A program's chart has a row per lane and a bar per task, coloured by chunk or stage. A step's chart
+has every block of the first micro-batch, forward and backward, then the rest of the step, in the
+order in which a rank runs them. An MoE layer's communication overlaps its computation as in its
+programs' timelines; parts without overlap follow each other.
 """
 
 from __future__ import annotations
