@@ -76,6 +76,16 @@ def test_the_metadata_is_ready_for_an_index() -> None:
     assert f"\nlicense: {project['license']}\n" in citation
 
 
+def test_an_install_adds_nothing_to_anybodys_pytest() -> None:
+    """A plugin of an entry point would be imported by every session of pytest: ten modules of ours,
+    and sixteen of Python's, for whoever has both packages."""
+    for file in ("pyproject.toml", "lab/pyproject.toml"):
+        assert "pytest11" not in read_table(ROOT / file)["project"].get("entry-points", {})
+    for plugin in ("src/moesaic/testing/plugin.py", "lab/moesaic_testbed/plugin.py"):
+        module = ".".join(Path(plugin).with_suffix("").parts[1:])
+        assert f"`pytest -p {module}`" in (ROOT / plugin).read_text("utf-8")
+
+
 def test_public_ci_runs_what_everybody_can_run() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
     commands = {
