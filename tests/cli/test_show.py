@@ -269,7 +269,7 @@ def test_its_times_are_the_simulators(schedule, all_to_all, capsys, tmp_path):
         assert main(["show", *flags]) == 2
         assert reason in capsys.readouterr().err
         return
-    found = shown(capsys, *flags, "--trace", str(trace))
+    found = shown(capsys, *flags, "--perfetto", str(trace))
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     simulator = Simulator(read_cluster("8x4090-pcie", nodes=4))
     for number, (name, program) in enumerate(
@@ -283,6 +283,34 @@ def test_its_times_are_the_simulators(schedule, all_to_all, capsys, tmp_path):
             if event["ph"] == "X" and event["pid"] == number
         }
         assert spans == pytest.approx({span.task: span.start for span in run.timeline.spans})
+
+
+def test_perfetto_opens_the_timelines(tmp_path: Path, capsys) -> None:
+    """By the format of Chrome's traces: every event has a phase, a process and a thread, a complete
+    one its start and length in microseconds, and every process and thread a name."""
+    path = tmp_path / "trace.json"
+    found = shown(capsys, "--plan.chunks", "2", *SMALL, "--perfetto", str(path))
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    assert set(trace) == {"traceEvents"}
+    named: dict[str, set[tuple[int, ...]]] = {"process_name": set(), "thread_name": set()}
+    ran = set()
+    for event in trace["traceEvents"]:
+        assert event["ph"] in ("M", "X")
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        place = (event["pid"], event["tid"])
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            ran.add(place)
+        elif event["name"] in named:
+            assert event["args"]["name"]
+            named[event["name"]].add(place[: 1 if event["name"] == "process_name" else 2])
+    assert ran == named["thread_name"]
+    assert named["process_name"] == {(pid,) for pid, _ in ran} == {(0,), (1,)}
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == sum(
+        found[name]["tasks"] for name in ("forward", "backward")
+    )
 
 
 def test_it_writes_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,7 +436,7 @@ def test_a_plan_of_the_planner_is_shown_with_its_own_layer_and_machines(
         ("--tokens 8", "unknown argument --tokens, did you mean --layer.tokens?"),
         ("--plan-file no/such.json", "no/such.json: no such file"),
         ("--write no/such.json", "plan no/such.json: cannot be written"),
-        ("--trace no/such.json", "--trace no/such.json: cannot be written"),
+        ("--perfetto no/such.json", "--perfetto no/such.json: cannot be written"),
     ],
 )
 def test_bad_input_is_one_line(flags, words, capsys, tmp_path, monkeypatch):

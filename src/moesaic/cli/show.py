@@ -112,8 +112,9 @@ class ShowOptions:
     """Write the plan to this file (.toml or .json)."""
     gantt: str | None = None
     """Write a Gantt chart of the programs to this HTML file."""
-    trace: str | None = None
-    """Write the timelines of the programs to this file, for chrome://tracing or ui.perfetto.dev."""
+    perfetto: str | None = None
+    """Write the timelines of the programs to this file, a Chrome trace in JSON, which
+    ui.perfetto.dev and chrome://tracing open."""
     listing: bool = False
     """Print every slot and task of the programs too."""
     json: bool = False
@@ -387,15 +388,15 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline], title:
         from moesaic.report.gantt import write_gantt
 
         write_gantt(timelines, Path(options.gantt), title)
-    if options.trace is not None:
+    if options.perfetto is not None:
         events = []
         for number, timeline in enumerate(timelines.values()):
             events += [{**event, "pid": number} for event in to_trace(timeline)["traceEvents"]]
         try:
-            write(Path(options.trace), json.dumps({"traceEvents": events}), typed=True)
+            write(Path(options.perfetto), json.dumps({"traceEvents": events}), typed=True)
         except OSError as error:
             raise InputError(
-                f"--trace {options.trace}: cannot be written ({error.strerror}): choose "
+                f"--perfetto {options.perfetto}: cannot be written ({error.strerror}): choose "
                 "another path"
             ) from error
 
