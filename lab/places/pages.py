@@ -66,11 +66,11 @@ def _left(lines: list[str]) -> str:
 
 def commands_in(block: Block) -> list[tuple[str, ...]]:
     """Return the commands of a block, each as words without comments; `...` stands for words that a
-    reader adds, and is left out."""
+    reader adds."""
     if block.language in ("python", "toml"):
         return []
     return [
-        tuple(word for word in shlex.split(line, comments=True) if word != "...")
+        tuple(shlex.split(line, comments=True))
         for line in re.sub(r"\\\n\s*", "", block.text).splitlines()
         if line.split(" ")[0] in PROGRAMS and not TOLD.search(line)
     ]
