@@ -26,6 +26,11 @@ SUPPOSED = {
     "planning": ("config.json",),
 }
 """What the commands of a page find in a reader's folder."""
+CORPUS = (
+    "import pathlib, shutil, sys; pathlib.Path('corpus').mkdir(); "
+    "[shutil.copy(page, f'corpus/{page.stem}.txt') "
+    "for page in pathlib.Path(sys.argv[1]).glob('*.md')]"
+)
 MIXTRAL = "from transformers import MixtralConfig; MixtralConfig().save_pretrained('.')"
 
 
@@ -33,7 +38,7 @@ def supposed(page: str, ground: Ground, folder: str) -> Iterator[Step]:
     """Yield the steps that make what a page's commands find in a reader's folder."""
     for name in SUPPOSED.get(page, ()):
         made = {
-            "corpus": ("cp", "-r", ground.inside("moesaic/docs"), name),
+            "corpus": ("python", "-c", CORPUS, ground.inside("moesaic/docs")),
             "config.json": ("python", "-c", MIXTRAL),
             "tokenizer.json": ("python", ground.inside("moesaic/lab/places/tiny_model.py"), "."),
         }
