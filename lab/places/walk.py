@@ -11,12 +11,12 @@ from places.pages import Block, blocks, commands_in
 from places.steps import Step
 
 PAGES = ("start", "planning", "transformers", "distributed", "training")
-SHORT = ("--steps", "8", "--save.every", "4", "--evaluate.every", "8", "--evaluate.sequences", "4")
-SMALL = ("--batch-size", "8", "--model.seq-len", "64")
+SHORT = "--steps 8 --save.every 4 --evaluate.every 8 --evaluate.sequences 4"
+SMALL = "--batch-size 8 --model.seq-len 64"
 """What makes a training of the demo end in minutes: all that is added to a printed command."""
-QUICK = ("--accept", "--repeats", "3")
+QUICK = "--accept --repeats 3"
 """What is added to a measurement of the machine, which may have other work."""
-ELSEWHERE = ("...", "--nnodes", "Qwen/Qwen3-30B-A3B", "testbed")
+ELSEWHERE = "... --nnodes Qwen/Qwen3-30B-A3B testbed"
 """Words of commands that a reader completes, or for machines, models or rights that a place
 lacks."""
 LAUNCHED = re.compile(r"# (?:python|torchrun --nproc-per-node (\d+)) (\w+\.py)\b")
@@ -36,18 +36,17 @@ MIXTRAL = "from transformers import MixtralConfig; MixtralConfig().save_pretrain
 
 def supposed(page: str, ground: Ground, folder: str) -> Iterator[Step]:
     """Yield the steps that make what a page's commands find in a reader's folder."""
+    pages = ground.inside("moesaic/docs")
+    tiny = ground.inside("moesaic/lab/places/tiny_model.py")
+    made = {
+        "corpus": ("python", "-c", CORPUS, pages),
+        "config.json": ("python", "-c", MIXTRAL),
+        "tokenizer.json": ("python", tiny, "."),
+    }
+    train = f"moesaic train --preset demo {SHORT} {SMALL} --steps 4 --out".split()
     for name in SUPPOSED.get(page, ()):
-        made = {
-            "corpus": ("python", "-c", CORPUS, ground.inside("moesaic/docs")),
-            "config.json": ("python", "-c", MIXTRAL),
-            "tokenizer.json": ("python", ground.inside("moesaic/lab/places/tiny_model.py"), "."),
-        }
-        train = ("moesaic", "train", "--preset", "demo", *SHORT, *SMALL, "--steps", "4")
-        yield Step(
-            name=f"{page}: has {name}",
-            command=made.get(name, (*train, "--out", name)),
-            folder=folder,
-        )
+        command = made.get(name, (*train, name))
+        yield Step(name=f"{page}: has {name}", command=command, folder=folder)
 
 
 def walk(page: str, text: str, ground: Ground) -> Iterator[Step]:
@@ -79,27 +78,43 @@ def walk(page: str, text: str, ground: Ground) -> Iterator[Step]:
 def runs_here(words: tuple[str, ...]) -> bool:
     """Return whether a printed command can run in a place: it needs no other machine, and names no
     file or folder by a word in capitals."""
-    is_other = any(word in ELSEWHERE for word in words) or words[0] == "pip"
-    return not is_other and not any(re.fullmatch(r"[A-Z]+", word) for word in words)
+    if words[0] == "pip":
+        return False
+    for word in words:
+        if word in ELSEWHERE.split():
+            return False
+        if re.fullmatch(r"[A-Z]+", word):
+            return False
+    return True
 
 
 def _names(text: str) -> list[str]:
     """Return the names of the TOML files that a page's commands read, in the order in which they
     are first named."""
-    return list(dict.fromkeys(re.findall(r"--(?:config|model|cluster) (\w+\.toml)", text)))
+    named = re.findall(r"--(?:config|model|cluster) (\w+\.toml)", text)
+    return list(dict.fromkeys(named))
 
 
 def _python(page: str, number: int, block: Block, ground: Ground, folder: str) -> Iterator[Step]:
     launch = LAUNCHED.match(block.text)
     ranks, name = launch.groups("") if launch else ("", f"block{number}.py")
     ground.here(f"{folder}/{name}").write_text(block.text + "\n", encoding="utf-8")
-    start = ("torchrun", "--nproc-per-node", ranks) if ranks else ("python",)
+    start = ["python"]
+    if ranks:
+        start = ["torchrun", "--nproc-per-node", ranks]
     yield Step(name=f"{page}: {name}", command=(*start, name), folder=folder)
 
 
 def _command(page: str, words: tuple[str, ...], folder: str) -> Step:
-    more: tuple[str, ...] = QUICK if "profile" in words else ()
+    more = []
+    if "profile" in words:
+        more += QUICK.split()
     if "train" in words:
-        more = (*SHORT, *SMALL) if "--preset" in words else SHORT
-    name = " ".join(words[words.index("moesaic") :] if "moesaic" in words else words)
+        more += SHORT.split()
+    if "--preset" in words:
+        more += SMALL.split()
+    start = 0
+    if "moesaic" in words:
+        start = words.index("moesaic")
+    name = " ".join(words[start:])
     return Step(name=f"{page}: {name[:60]}", command=(*words, *more), folder=folder)

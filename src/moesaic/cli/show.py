@@ -121,6 +121,10 @@ class ShowOptions:
     """Print the figures as JSON, movement by movement."""
 
 
+DESCRIPTION = (
+    "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they "
+    "move, and memory."
+)
 NARROWEST = 120
 """Columns that the tables need."""
 WHAT = {Kind.LANE: "gates", Kind.WEIGHT: "weights", Kind.INDEX: "positions"}
@@ -129,27 +133,8 @@ WHAT = {Kind.LANE: "gates", Kind.WEIGHT: "weights", Kind.INDEX: "positions"}
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    description = (
-        "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they "
-        "move, and memory."
-    )
-    file = value_of(arguments, "--plan-file")
-    of_file = None if file is None else _of_file(Path(file))
-    options = parse(
-        ShowOptions,
-        arguments,
-        prog="moesaic show",
-        description=description,
-        default=None if of_file is None else of_file.options,
-    )
+    options, of_file = _parsed(arguments)
     plan = options.plan
-    if plan.crossing is Crossing.DEEPEP:
-        raise InputError(
-            "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: "
-            "choose multicast, which sends a token once per node"
-        )
-    if plan.replicates:
-        check_replication("plan.replication", plan.replication)
     grid = Grid(**vars(options.mesh))
     found = None if of_file is None else of_file.found
     cluster = _cluster(options, found)
@@ -192,6 +177,32 @@ def run(arguments: Sequence[str]) -> int:
     if options.listing:
         print(*map(to_text, programs.values()), sep="\n", end="")
     return 0
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[ShowOptions, OfFile | None]:
+    """Return the options, and what a plan file gives of them.
+
+    Raises:
+        InputError: if there is no program to show.
+    """
+    file = value_of(arguments, "--plan-file")
+    of_file = None if file is None else _of_file(Path(file))
+    options = parse(
+        ShowOptions,
+        arguments,
+        prog="moesaic show",
+        description=DESCRIPTION,
+        default=None if of_file is None else of_file.options,
+    )
+    plan = options.plan
+    if plan.crossing is Crossing.DEEPEP:
+        raise InputError(
+            "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: "
+            "choose multicast, which sends a token once per node"
+        )
+    if plan.replicates:
+        check_replication("plan.replication", plan.replication)
+    return options, of_file
 
 
 def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
