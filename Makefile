@@ -30,7 +30,7 @@ TRITONS := $(PINNED_TRITON) $(OTHER_TRITONS)
 
 # The torch of constraints.txt, which `make lock` takes, and each that `make test-torch` runs under, with its Python: the lowest supported, one between, the pinned one, the newest.
 TORCH := 2.13.0
-TORCHES := 2.10.0-3.10 2.12.1-3.12 $(TORCH)-3.10 newest-3.12 newest-3.13
+TORCHES := 2.10.0-3.10 2.12.1-3.12 $(TORCH)-3.10 newest-3.12
 # The package whose source is the text of a run that names none.
 TEXT := $(shell sed -n 's/^\(sympy==[^ ;]*\).*/\1/p' constraints.txt)
 # The layer with every router against float64, compilation, FSDP2 and the trainer on two ranks, transformers, the codecs.

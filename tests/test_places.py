@@ -143,6 +143,7 @@ def test_only_these_places_may_be_missing() -> None:
         "python3.12",
         "python3.13",
         "stranger",
+        "walks",
     }
     assert needed | {"python3.14", "macos", "windows", "gpu"} == NAMES
     lowest = read_table(ROOT / "pyproject.toml")["project"]["optional-dependencies"]["train"]

@@ -37,11 +37,11 @@ MIXTRAL = "from transformers import MixtralConfig; MixtralConfig().save_pretrain
 def supposed(page: str, ground: Ground, folder: str) -> Iterator[Step]:
     """Yield the steps that make what a page's commands find in a reader's folder."""
     pages = ground.inside("moesaic/docs")
-    tiny = ground.inside("moesaic/lab/places/tiny_model.py")
+    scripts = ground.inside("moesaic/lab/places")
     made = {
         "corpus": ("python", "-c", CORPUS, pages),
         "config.json": ("python", "-c", MIXTRAL),
-        "tokenizer.json": ("python", tiny, "."),
+        "tokenizer.json": ("python", f"{scripts}/tiny_model.py", "."),
     }
     train = f"moesaic train --preset demo {SHORT} {SMALL} --steps 4 --out".split()
     for name in SUPPOSED.get(page, ()):

@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
@@ -180,7 +180,7 @@ def _usage(kind: Any) -> str:
         marks = getattr(hints[field.name], "__metadata__", ())
         named = next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None)
         name = named or field.name.upper()
-        if tyro.conf.Positional[str].__metadata__[0] in marks:
+        if get_args(tyro.conf.Positional[str])[1] in marks:
             words.append(name)
         elif field.default is MISSING and field.default_factory is MISSING:
             words.append(f"--{field.name.replace('_', '-')} {name}")
