@@ -9,6 +9,11 @@ USED := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 VERSION := $(shell $(USED) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 LOCK := $(if $(filter 3.10,$(VERSION)),constraints-3.10.txt,constraints.txt)
 PIP := -m pip install --quiet --disable-pip-version-check
+# Runs a command as on a stranger's machine: of its variables, only those that say how the network is reached (lab/places/ground.py).
+REACH := SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy
+CLEAN = env -i HOME="$$HOME" PATH="$$PATH" $(foreach each,$(REACH),$${$(each):+$(each)="$$$(each)"})
+# and pip there, whatever a file of this machine says
+OUTSIDE = $(CLEAN) PIP_CONFIG_FILE=/dev/null
 COMMA := ,
 PEERS := $(VENV)/.peers
 # A worker more than there are cores, since tests that wait for links or patience leave theirs idle: the files of these are for one
@@ -32,7 +37,7 @@ TEXT := $(shell sed -n 's/^\(sympy==[^ ;]*\).*/\1/p' constraints.txt)
 SMOKE := tests/test_layer.py tests/routing/test_injection.py tests/kernels/test_codecs.py tests/test_compile.py tests/test_fsdp_outputs.py \
 	tests/test_parallel.py tests/train/test_on_two_ranks.py tests/train/test_shards.py tests/test_deprecations.py tests/transformers/test_backend.py
 
-.PHONY: help setup whole-suite lock demo test test-ids test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site dist places clean
+.PHONY: help setup whole-suite lock demo test test-ids test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site dist places test-newest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -78,7 +83,7 @@ whole-suite:
 # Resolves with the default index and no setting of this machine; keeps what stands where it can. `make lock UPGRADE=--upgrade` takes
 # the newest, `UPGRADE="--upgrade-package rich"` one. DeepSpeed has no wheel. Our own packages are left out: pip refuses them there.
 UPGRADE ?=
-COMPILE = env -i HOME="$$HOME" PATH="$$PATH" $${SSL_CERT_FILE:+SSL_CERT_FILE="$$SSL_CERT_FILE"} \
+COMPILE = $(CLEAN) \
 	uv pip compile - --quiet --no-config --universal --fork-strategy fewest --only-binary :all: --no-binary deepspeed \
 	--no-header --no-annotate --no-emit-package moesaic --no-emit-package moesaic-lab $(UPGRADE)
 ON_3.10 := ; python_version < '3.11'
@@ -139,13 +144,16 @@ test-torch-%: build/torch/%/.current
 	OMP_NUM_THREADS=1 build/torch/$*/bin/python -m pytest -m "not slow and not random" \
 		$(if $(filter %-3.10,$*),$(filter-out tests/transformers/%,$(SMOKE)),$(SMOKE))
 
+test-newest: test-torch-newest-3.12  ## what pip gives a stranger today: the same parts, and every family of transformers
+	OMP_NUM_THREADS=1 build/torch/newest-3.12/bin/python -m pytest -m slow tests/transformers/test_backend.py
+
 .PRECIOUS: build/torch/%/.current
 # transformers 5.23 needs Python 3.11.
 build/torch/%/.current: pyproject.toml
 	@python$(lastword $(subst -, ,$*)) -c "" 2>/dev/null \
 		|| { echo "python$(lastword $(subst -, ,$*)) does not run: install it, or put it on PATH"; exit 1; }
 	python$(lastword $(subst -, ,$*)) -m venv build/torch/$*
-	build/torch/$*/bin/python $(PIP) --upgrade --only-binary zfpy \
+	$(OUTSIDE) build/torch/$*/bin/python $(PIP) --upgrade --only-binary zfpy \
 		-e ".[train,zfp$(if $(filter %-3.10,$*),,$(COMMA)transformers)]" pytest pytest-timeout hypothesis $(TEXT) \
 		$(patsubst newest,torch,$(patsubst 2%,torch==2%,$(firstword $(subst -, ,$*))))
 	touch $@
@@ -217,15 +225,19 @@ docs: $(STAMP)  ## what pages say of the committed results, and the pictures
 site: $(STAMP)  ## the documentation as a site, in build/site
 	$(BIN)/python -m mkdocs build --strict
 
-dist:  ## what is published, in dist: built, checked, installed in an empty environment, where a command and README's first block run
+dist:  ## both packages, in dist: built, checked, installed from the public index alone in an empty environment, where commands and README's first block run
 	$(PYTHON) -m venv --clear build/publish
-	build/publish/bin/python $(PIP) --upgrade pip build twine
+	$(OUTSIDE) build/publish/bin/python $(PIP) --upgrade pip build twine
 	rm -rf dist
-	build/publish/bin/python -m build --outdir dist .
+	for each in . lab; do $(OUTSIDE) build/publish/bin/python -m build --outdir dist $$each || exit 1; done
+	test "$$(ls dist/moesaic-*.whl dist/moesaic-*.tar.gz dist/moesaic_lab-*.whl dist/moesaic_lab-*.tar.gz | wc -l)" = 4
 	build/publish/bin/python -m twine check --strict dist/*
 	$(PYTHON) -m venv --clear build/empty
-	build/empty/bin/python $(PIP) --upgrade pip
-	build/empty/bin/python $(PIP) "$$(echo dist/*.whl)[transformers]"
+	$(OUTSIDE) build/empty/bin/python $(PIP) --upgrade pip
+	$(OUTSIDE) build/empty/bin/python $(PIP) dist/moesaic-*.tar.gz dist/moesaic_lab-*.tar.gz
+	cd build/empty && bin/moesaic testbed --help
+	$(OUTSIDE) build/empty/bin/python $(PIP) --force-reinstall --no-deps dist/*.whl
+	$(OUTSIDE) build/empty/bin/python $(PIP) "$$(echo dist/moesaic-*.whl)[transformers]"
 	sed -n '/^```python/,/^```$$/p; /^```$$/q' README.md | sed '/^```/d' > build/empty/readme.py
 	cd build/empty && bin/moesaic plan --model demo --cluster 25gbe && bin/python readme.py
 

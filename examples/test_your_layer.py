@@ -1,4 +1,5 @@
-"""Test your own expert-parallel layer on every small mesh: pytest examples/test_your_layer.py
+"""Test your own expert-parallel layer on every small mesh:
+pytest -p moesaic.testing.plugin examples/test_your_layer.py
 
 The layer is naive on purpose: top-1, experts sharded over ep, one all-to-all for dispatch and one
 for combine. Its training loop averages gradients over all ranks, but the experts' only over edp,

@@ -36,9 +36,8 @@ from moesaic.errors import InputError
 from moesaic.experts import EXPERTS
 from moesaic.kernels import pick
 from moesaic.kernels.activation import ACTIVATIONS
-from moesaic.kernels.codecs import codec_named
+from moesaic.kernels.codecs import codec_named, missing_codecs
 from moesaic.routing.routers import ROUTERS
-from moesaic.testing.cases import missing_codecs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that people train in."""

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from listed_tests import Collected
 
+pytest_plugins = "moesaic_testbed.plugin"
 settings.register_profile(
     "moesaic",
     deadline=None,

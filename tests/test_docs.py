@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from forked import Forked
-from moesaic.cli.main import COMMANDS, LABORATORY
+from moesaic.cli.main import COMMANDS, LABORATORY, main
 from moesaic.configfile import read_table
+from moesaic.planner.plan_files import write_plan
+from moesaic.program.plan import Plan
 from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic_lab import performance_page, timeline_picture
 from moesaic_lab.bench import BENCHMARKS, OTHERS
 from moesaic_lab.front import blocks_of
 from moesaic_testbed import refusal
+from places import pages as printed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -246,6 +252,105 @@ def test_every_python_block_of_a_page_runs_as_a_file_of_its_own(page, tmp_path, 
         command = Forked([*launcher, str(tmp_path / name)], {}, imports)
         out, err = command.communicate(timeout=300)
         assert command.returncode == 0, f"{name}:\n{code}\n{out}\n{err}"
+
+
+class ParsedError(BaseException):
+    """Raised in place of running a command whose words have been parsed."""
+
+
+def parse_only(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a command end after its words have been parsed."""
+    parse = module.parse
+
+    def stopping(*given: Any, **named: Any) -> None:
+        parse(*given, **named)
+        raise ParsedError
+
+    monkeypatch.setattr(module, "parse", stopping)
+
+
+OF_LAB = ("benchmark", "traces.command", "reproduce.command", "vision.train")
+"""Modules of the laboratory that parse words."""
+OF_A_READER = {("show", "--plan.all-to-all", "ring")}
+"""Commands that need the code which the page around them adds."""
+
+
+NO_SUCH = re.compile("unknown argument|did you mean")
+"""What is wrong with a command between backquotes, which may leave words out."""
+
+
+@pytest.fixture
+def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with the files that commands of pages read, in which no command runs."""
+    names = [f"moesaic.cli.{name.replace('-', '_')}" for name in COMMANDS]
+    names += [f"moesaic_lab.{name}" for name in OF_LAB]
+    for module in map(import_module, names):
+        parse_only(module, monkeypatch)
+    for name in ("my.toml", "runs/x/config.json", "runs/gpt/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}" if name.endswith("json") else "")
+    planning = printed.blocks((DOCS / "planning.md").read_text("utf-8"))
+    model = next(block.text for block in planning if block.language == "toml")
+    (tmp_path / "gpt.toml").write_text(model)
+    write_plan(Plan(), tmp_path / "plan.toml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_command_of_a_page_has_flags_and_values_that_there_are(page_folder, capsys):
+    """Of fenced and indented blocks, those of numbered lists too, and between backquotes, where
+    some only name a command or a flag."""
+    wrong = []
+    for block in (block for page in PAGES for block in printed.blocks(page.read_text("utf-8"))):
+        for words in printed.commands_in(block):
+            told = tuple(word for word in words if word != "...")
+            told = told[: told.index("--")] if "--" in told else told
+            ours = told[told.index("moesaic") + 1 :] if "moesaic" in told else ()
+            is_name = not ours or (block.language == "inline" and len(ours) < 3)
+            if is_name or ours[0] in ("testbed", "--help") or ours in OF_A_READER:
+                continue
+            try:
+                code = main(ours)
+            except ParsedError:
+                continue
+            said = capsys.readouterr().err
+            if code and (block.language != "inline" or NO_SUCH.search(said)):
+                wrong.append((ours, said))
+    assert wrong == [], "\n".join(map(str, wrong))
+
+
+def test_commands_are_found_in_every_kind_of_block() -> None:
+    page = """Look at `moesaic show --plan.chunks 2`.
+
+```bash
+pip install ".[train]"  # once
+```
+
+1. Search.
+
+        moesaic plan --model a \\
+            --cluster b
+
+    It prints:
+
+        speed: 1
+2. Train:
+
+        torchrun ... -m moesaic train
+
+```python
+moesaic = "no command"
+```
+
+    moesaic report RUN
+"""
+    assert [" ".join(words) for words in printed.commands(page)] == [
+        "moesaic show --plan.chunks 2",
+        "pip install .[train]",
+        "moesaic plan --model a --cluster b",
+        "torchrun ... -m moesaic train",
+        "moesaic report RUN",
+    ]
 
 
 def test_the_file_for_several_ranks_is_one_on_both_first_pages() -> None:

@@ -282,6 +282,33 @@ def test_make_lock_takes_no_setting_of_this_machine(tmp_path):
     assert all("--no-config" in line and "--universal" in line for line in called)
 
 
+def test_the_newest_is_what_a_stranger_gets(tmp_path):
+    """Environments of other torches, and what is published, are installed without a setting of this
+    machine, which may cap a version or offer another build."""
+    settings = {"PIP_CONSTRAINT": "capped.txt", "PIP_INDEX_URL": "index", "PYTHONPATH": "x"}
+    given = {**os.environ, **settings, "REQUESTS_CA_BUNDLE": "certificates.pem"}
+    rule = "outside: ; @$(OUTSIDE) env"
+    done = subprocess.run(
+        ["make", "-s", "-f", "-", "outside"],
+        cwd=ROOT,
+        env=given,
+        input=f"include Makefile\n{rule}\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert not set(settings) & set(seen)
+    assert seen["PIP_CONFIG_FILE"] == os.devnull
+    assert seen["REQUESTS_CA_BUNDLE"] == "certificates.pem"
+    for target in ("build/torch/newest-3.12/.current", "dist"):
+        words = ("make", "--dry-run", "--always-make", target)
+        printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+        lines = [line for line in printed.splitlines() if "-m pip install" in line]
+        assert lines
+        assert all(line.startswith("env -i ") for line in lines)
+
+
 @pytest.mark.slow  # the network and two minutes
 @pytest.mark.parametrize("whose", ["this machine's", "a stranger's"])
 def test_pip_solves_the_set_up(tmp_path, whose):

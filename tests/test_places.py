@@ -4,8 +4,10 @@ of resolution."""
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from places.place import PLACES, Kind, Place
 from places.resolution import Answer, Question
 from places.steps import Step, run
 from places.table import Judged, Outcome, Row, exit_code, render
+from places.walk import PAGES, QUICK, SHORT, SMALL, runs_here, walk
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "lab" / "places"
@@ -140,6 +143,7 @@ def test_only_these_places_may_be_missing() -> None:
         "python3.12",
         "python3.13",
         "stranger",
+        "walks",
     }
     assert needed | {"python3.14", "macos", "windows", "gpu"} == NAMES
     lowest = read_table(ROOT / "pyproject.toml")["project"]["optional-dependencies"]["train"]
@@ -373,6 +377,45 @@ def test_the_smoke_test_runs_what_the_pages_print(tmp_path: Path) -> None:
     assert '\npip install ".[finetune]"\n' in (ROOT / "docs/transformers.md").read_text("utf-8")
     assert "\n    make setup " in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     assert (ROOT / found["tiny model"].split()[1]).exists()
+
+
+def test_pages_are_walked_through_in_their_order_with_their_files(tmp_path: Path) -> None:
+    """Only trainings are made shorter, and measurements; what a reader completes, other machines
+    and forms in capitals are left out."""
+    here = cloned(tmp_path)
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in PAGES}
+    found = {name: [*walk(name, text, here)] for name, text in pages.items()}
+    commands = [" ".join(step.command) for step in found["planning"]]
+    search = "moesaic plan --model gpt.toml --cluster 8x4090-pcie --nodes 4 --write plan.toml"
+    shown = "moesaic show --plan-file plan.toml --gantt plan.html"
+    assert commands.index(search) < commands.index(shown)
+    assert "num_experts = 32" in (tmp_path / "walks/planning/gpt.toml").read_text("utf-8")
+    assert "corpus/**/*.txt" in (tmp_path / "walks/training/my.toml").read_text("utf-8")
+    assert [step.command for step in found["transformers"]][:2] == [
+        ("python", "block4.py"),
+        ("torchrun", "--nproc-per-node", "4", "ranks.py"),
+    ]
+    for step in itertools.chain(*found.values()):
+        assert not {"...", "--nnodes", "RUN"} & set(step.command), step
+        added = f"{SHORT} {SMALL} {QUICK}".split()
+        flags = {word for word in added if word.startswith("--")}
+        assert not flags & set(step.command) or {"train", "profile"} & set(step.command), step
+    assert sum(map(len, found.values())) > 25
+
+
+@pytest.mark.parametrize(
+    ("command", "runs"),
+    [
+        ("moesaic show --plan-file plan.toml", True),
+        ("torchrun --nproc-per-node 2 train.py", True),
+        ("torchrun ... -m moesaic train", False),
+        ("torchrun --nnodes 4 -m moesaic train", False),
+        ("moesaic convert RUN OUT --to hf", False),
+        ('pip install ".[data]"', False),
+    ],
+)
+def test_what_runs_in_a_place(command: str, runs: bool) -> None:
+    assert runs_here(tuple(shlex.split(command))) is runs
 
 
 def test_the_lowest_python_leaves_out_what_it_cannot_have(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,106 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+SPANS = {"a", "strong", "em", "sup", "sub", "abbr", "summary"}
+"""Elements whose text belongs to the line around it."""
+NO_TEXT = {"code", "pre", "script", "style", "svg"}
+"""Elements that show markup on purpose, or nothing."""
+NO_END = {"br", "hr", "img", "input", "link", "meta", "path", "source"}
+MARKUP = (
+    r"^\|.*\|",
+    r"^#+ ",
+    r"^[-*+] ",
+    r"(?<=[.:;]) [-*] ",
+    r"^\d+\. ",
+    r"(?<=[.:;]) \d+\. ",
+    r"\*\*|__|`",
+    r"\]\(",
+    r"^(moesaic|torchrun|python3?|pip) .*--?[a-z]",
+)
+"""What Markdown leaves where it has taken no table, heading, list, emphasis, code, link or command
+for one. A list or a command that follows on a line of its paragraph counts too."""
+CODE_COLUMNS = 88
+"""Columns of a block of code in a window of 1280 pixels."""
+
+
+class Shown(HTMLParser):
+    """The lines of a page that a reader sees outside of code, and its blocks of code."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        text = page.read_text("utf-8")
+        self.open: list[str] = []
+        self.text = ""
+        self.code = ""
+        self.feed(text[text.index("<article") : text.index("</article>")])
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        """Begin a new line at every element that is a block."""
+        if tag not in NO_END:
+            self.open.append(tag)
+        if tag == "pre":
+            self.code += "\n"
+        if tag not in SPANS | NO_TEXT:
+            self.text += "\n"
+        if tag == "code" and "pre" not in self.open:
+            self.text += "\N{OBJECT REPLACEMENT CHARACTER}"
+
+    def handle_endtag(self, tag: str) -> None:
+        """Leave an element."""
+        while self.open and self.open.pop() != tag:
+            pass
+        if tag not in SPANS | NO_TEXT:
+            self.text += "\n"
+
+    def handle_data(self, data: str) -> None:
+        """Add text to the lines or to the code."""
+        if "pre" in self.open:
+            self.code += data
+        elif not NO_TEXT & set(self.open):
+            self.text += data
+
+
+def shown(site: Path) -> dict[str, Shown]:
+    """Return what every page of the site shows."""
+    return {
+        page.parent.relative_to(site).as_posix(): Shown(page)
+        for page in sorted(site.rglob("index.html"))
+    }
+
+
+def test_no_page_shows_markup(site: Path) -> None:
+    found = [
+        (name, line.strip())
+        for name, page in shown(site).items()
+        for line in page.text.splitlines()
+        if any(re.search(markup, line.strip()) for markup in MARKUP)
+    ]
+    assert found == []
+
+
+def test_markup_that_was_not_taken_for_it_is_found(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(
+        "<article><p>Look at the plan:\n3. <strong>Train</strong>, with this</p>\n"
+        "<p>moesaic plan --model demo</p><p>so: - one</p><details>\n| a | b |\n</details>"
+        "<pre><code>| right |\n- here</code></pre><p>a <code>**</code> b</p></article>",
+        encoding="utf-8",
+    )
+    lines = [line.strip() for line in shown(tmp_path)["."].text.splitlines()]
+    found = [line for line in lines if any(re.search(markup, line) for markup in MARKUP)]
+    assert found == ["3. Train, with this", "moesaic plan --model demo", "so: - one", "| a | b |"]
+    assert shown(tmp_path)["."].code == "\n| right |\n- here"
+
+
+def test_no_line_of_code_is_cut_at_the_right(site: Path) -> None:
+    wide = [
+        (name, line)
+        for name, page in shown(site).items()
+        for line in page.code.splitlines()
+        if len(line) > CODE_COLUMNS
+    ]
+    assert wide == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

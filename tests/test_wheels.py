@@ -68,12 +68,22 @@ def test_the_metadata_is_ready_for_an_index() -> None:
         for line in project["classifiers"]
         if line.startswith("Programming Language")
     }
-    assert {"3.10", "3.11", "3.12"} <= named
+    assert {f"3.{minor}" for minor in range(10, 15)} <= named
     assert project["authors"] == [{"name": "Moesaic developers"}]
     assert all(address.startswith("https://") for address in project.get("urls", {}).values())
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {project['version']}\n" in citation
     assert f"\nlicense: {project['license']}\n" in citation
+
+
+def test_an_install_adds_nothing_to_anybodys_pytest() -> None:
+    """A plugin of an entry point would be imported by every session of pytest: ten modules of ours,
+    and sixteen of Python's, for whoever has both packages."""
+    for file in ("pyproject.toml", "lab/pyproject.toml"):
+        assert "pytest11" not in read_table(ROOT / file)["project"].get("entry-points", {})
+    for plugin in ("src/moesaic/testing/plugin.py", "lab/moesaic_testbed/plugin.py"):
+        module = ".".join(Path(plugin).with_suffix("").parts[1:])
+        assert f"`pytest -p {module}`" in (ROOT / plugin).read_text("utf-8")
 
 
 def test_public_ci_runs_what_everybody_can_run() -> None:
@@ -89,6 +99,27 @@ def test_public_ci_runs_what_everybody_can_run() -> None:
     forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
     assert all(yaml.safe_load(form.read_text("utf-8")) for form in forms)
     assert len(forms) == 4
+
+
+def test_a_release_waits_for_the_owners_word() -> None:
+    """It publishes what `make dist` has tried: both packages, for a tag alone."""
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+    release = yaml.safe_load(text)
+    assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads the word "on" as true
+    assert release["jobs"]["dist"]["if"] == "vars.PUBLISH == 'yes'"
+    assert {"run": "make dist"} in release["jobs"]["dist"]["steps"]
+    assert release["jobs"]["publish"]["needs"] == "dist"
+    words = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("\n## Publishing\n")[1]
+    assert "`PUBLISH`" in words
+    assert "`[project.urls]`" in words
+
+
+def test_the_newest_releases_are_resolved_and_run_every_month() -> None:
+    newest = yaml.safe_load((ROOT / ".github" / "workflows" / "newest.yml").read_text("utf-8"))
+    (schedule,) = newest[True]["schedule"]
+    assert schedule["cron"].split()[2:] == ["1", "*", "*"]
+    commands = [step["run"] for step in newest["jobs"]["newest"]["steps"] if "run" in step]
+    assert commands[:2] == ['make places PLACES="resolution"', "make test-newest"]
 
 
 def test_the_laboratory_has_a_wheel_of_its_own(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rich.table import Table
 from moesaic.cli.arguments import parse
 from moesaic.configfile import override, read_table
 from moesaic.errors import InputError, suggestion
+from moesaic.files import require_writable
 from moesaic_lab.claims import Claim, Measurement, write_whole
 from moesaic_lab.pictures import Panel, check_picture, write_picture
 from moesaic_lab.tables import Columns, Marks, claims_table, table, write_page
@@ -184,6 +185,8 @@ class Benchmark(Generic[O, C, F]):
         )
         if picture is not None:
             check_picture(picture)
+        if options.json != "-":
+            require_writable(options.json, "--json")
         cases = self.cases(options)
         with _progress() as told:
             results = self.measure(options, cases, told)

@@ -89,6 +89,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "glm4v_moe_text": {"head_dim": 128},
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
+    "hy_v4_vl_text": {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "lfm2_moe": {"layer_types": ["full_attention"] * 4},
     "mistral4": {"head_dim": 16, "qk_rope_head_dim": 8},
     "qwen4_exp_text": {

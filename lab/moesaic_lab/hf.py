@@ -125,7 +125,7 @@ def steps(device: str, cases: list[RankCase]) -> list[Step]:
     for case in cases:
         model = load(case)
         if case.recompute:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         ids = batch(dist.get_world_size() // case.tp)[dist.get_rank() // case.tp].unsqueeze(0)
         result = step(model, ids)
         if case.then:

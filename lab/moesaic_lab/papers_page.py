@@ -327,7 +327,7 @@ def rows_table(paper: str, rows: Sequence[Row], role: str) -> str:
 
 def folded(title: str, text: str) -> str:
     """Return a text that unfolds on a click."""
-    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+    return f"<details markdown='1'><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 if __name__ == "__main__":

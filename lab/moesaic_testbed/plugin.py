@@ -1,7 +1,7 @@
 """The pytest fixture `cluster`: an emulated cluster for a test, removed when the test ends.
 
-pytest loads this plugin by its entry point wherever Moesaic is installed. So the plugin imports the
-test bed only when a test uses it.
+`pytest -p moesaic_testbed.plugin` or `pytest_plugins = ["moesaic_testbed.plugin"]` of a conftest.py
+asks for it. It imports the test bed only when a test uses it.
 """
 
 from __future__ import annotations

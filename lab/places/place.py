@@ -28,6 +28,7 @@ class Kind(Enum):
     README = "README's install line, then the whole smoke test"
     MAKE = "make setup, then the whole smoke test"
     SMALL = "the planner, then the layer"
+    WALKS = "README's install line, then the walk-throughs of pages as printed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +184,12 @@ PLACES = (
         python=lambda: DISTRIBUTIONS_PYTHON,
         why_missing=no_debootstrap,
         make_ground=lambda folder: ground.debian(folder / "root", "trixie"),
+    ),
+    Place(
+        name="walks",
+        about="the walk-throughs of five pages, as printed, with the newest torch",
+        kind=Kind.WALKS,
+        python=lambda: interpreter("3.12"),
     ),
     Place(
         name="macos",

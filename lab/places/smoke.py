@@ -9,6 +9,7 @@ from pathlib import Path
 
 from places.ground import Ground
 from places.steps import Step
+from places.walk import PAGES, walk
 
 SMALL = "--batch-size 4 --model.seq-len 64 --evaluate.sequences 8"
 """Makes a step of the demo's training a matter of a second, on two cores too."""
@@ -150,6 +151,19 @@ def whole(
         *readme_as_written(ground, readme, without_transformers=without_transformers),
         *([] if without_transformers else fine_tune(ground, is_installed=has_finetune)),
         check(),
+    ]
+
+
+def walks(ground: Ground, python: str) -> list[Step]:
+    """Return README's install line, then the walk-throughs of pages as printed."""
+    docs = ground.here("moesaic") / "docs"
+    return [
+        *set_up_from_readme(ground, python, without_transformers=False, torch=None),
+        *(
+            step
+            for page in PAGES
+            for step in walk(page, (docs / f"{page}.md").read_text("utf-8"), ground)
+        ),
     ]
 
 

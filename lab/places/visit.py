@@ -128,6 +128,8 @@ def steps_of(place: Place, ground: Ground) -> list[Step]:
         return smoke.whole(
             ground, smoke.set_up_from_make(), without_transformers=False, has_finetune=True
         )
+    if place.kind is Kind.WALKS:
+        return smoke.walks(ground, python)
     without = place.without_transformers
     set_up = smoke.set_up_from_readme(
         ground, python, without_transformers=without, torch=place.torch

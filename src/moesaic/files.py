@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -300,6 +301,33 @@ def refuse_link(path: Path) -> None:
     """Raise InputError if a path is a link."""
     if kind_of(path) == "a symbolic link":
         raise _refused(path, "a symbolic link")
+
+
+def require_writable(path: str | Path | None, flag: str, *, makes_parents: bool = False) -> None:
+    """Raise InputError if nothing can be written to a path that a user typed: before the work whose
+    result goes there.
+
+    Args:
+        path: a file or a folder to write, which need not exist; None for none.
+        flag: what the message calls it.
+        makes_parents: whether missing folders above it are made.
+    """
+    if path is None:
+        return
+    target = Path(os.path.realpath(path))
+    if kind_of(target) in ("a device", "a named pipe"):
+        return
+    folder = target if target.is_dir() else target.parent
+    while makes_parents and not os.path.lexists(folder):
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = os.strerror(error.errno or errno.EIO)
+        raise InputError(
+            f"{flag} {path}: cannot be written ({reason}): choose another {flag}"
+        ) from error
 
 
 def require_place(path: Path, wanted: str = "a file") -> None:

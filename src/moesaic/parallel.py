@@ -6,9 +6,10 @@ Without FSDP2, call `prepare_ddp` next, or call `moesaic.average_gradients` befo
 each rank's loss be the mean over its own tokens. After the backward pass every gradient is that of
 the mean over all tokens:
 
-    dense part   averaged over dp; complete on every rank of a tp group, or split like its parameter
-    experts      summed over the tokens of one copy of the experts (ep x etp ranks), summed over
-                 edp, divided by dp
+    dense part  averaged over dp; complete on every rank of a tp group, or split like its
+                parameter
+    experts     summed over the tokens of one copy of the experts (ep x etp ranks), summed
+                over edp, divided by dp
 
 FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_norm_` refuses
 parameters of two meshes.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
+import tyro
 
 from helpers import refused
 from moesaic.cli.arguments import _one_line, parse
@@ -26,6 +27,8 @@ class Options:
 
     count: int = 1
     """How many."""
+    system: Literal["megatron", "torchtitan"] | None = None
+    """Whose flags."""
     inner: Inner = field(default_factory=Inner)
     """More."""
 
@@ -63,15 +66,41 @@ def test_flags_override_the_default():
             "Missing value for argument '--count'. Expected 1 values.",
         ),
         (["--count", "x"], "--count: not a whole number: 'x'"),
-        (
-            ["--inner.kind", "c"],
-            "invalid choice 'c' for argument '--inner.kind'. Expected one of ('a', 'b').",
-        ),
+        (["--inner.kind", "c"], "--inner.kind c: choose one of a, b"),
+        (["--system", "megatrom"], "--system megatrom: did you mean megatron?"),
+        (["--system", "x"], "--system x: choose one of megatron, torchtitan"),
         (["--count", "0"], f"count=0 in {'a' * 50} {'b' * 50} {'c' * 50}: must be at least 1"),
     ],
 )
 def test_refusals_are_one_line(words, message):
     assert refused(options, *words) == message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What to do."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """Where from."""
+    out: Annotated[str, tyro.conf.Positional]
+    """Where to."""
+    to: str
+    """Into what."""
+    top: int = 1
+    """How many."""
+
+
+@pytest.mark.parametrize("words", [[], ["a"], ["a", "b"], ["--to", "hf"], ["a", "--to", "hf"]])
+def test_a_line_that_lacks_something_is_told_the_usage(words):
+    usage = "SOURCE OUT --to TO"
+    assert refused(parse, Converted, words, prog="moesaic do", description="") == (
+        f"needs {usage}: moesaic do {usage}; --help lists all"
+    )
+
+
+def test_a_value_that_has_its_place_is_no_flag():
+    said = refused(parse, Converted, ["--source", "X"], prog="moesaic do", description="")
+    assert said.startswith("source is no flag, write it alone: moesaic do SOURCE OUT --to TO")
 
 
 def test_flags_that_the_command_has_read_before_are_suggested_too():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,16 @@ def test_an_impossible_number_of_ranks_is_refused(capsys):
 def test_a_failure_is_not_a_number():
     assert str(Certified("even", "experts", math.inf, None)) == "even: experts wrong, inf"
     assert system_named("testing.routed_ranks:Gathering").__name__ == "Gathering"
+
+
+def test_the_template_of_the_page_is_right(tmp_path, capsys, monkeypatch) -> None:
+    """Somebody who puts calls of their own in its place begins with a layer that passes."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "certificates.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(# python moe\.py\n.*?)```", page, re.DOTALL)
+    Path("moe.py").write_text(code, encoding="utf-8")
+    (command,) = re.findall(r"^    moesaic (certify moe\.py:\w+) --ranks 2 4", page, re.MULTILINE)
+    assert main([*command.split(), "--ranks", "2"]) == 0
+    assert re.search(
+        r"moe\.py:MyExperts on 2 ranks: [1-9]\d right, 0 wrong", capsys.readouterr().out
+    )

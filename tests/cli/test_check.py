@@ -10,9 +10,10 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
+from moesaic.kernels.codecs import missing_codecs
 from moesaic.kernels.codecs.zfp import Zfp
 from moesaic.testing import runner
-from moesaic.testing.cases import draw_case, missing_codecs
+from moesaic.testing.cases import draw_case
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.cli.output import WIDEST
 from moesaic.planner.answer import SPEED_RATIOS
 
 CONFIG = {
@@ -46,6 +47,7 @@ def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, c
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25
+    assert max(map(len, lines)) <= WIDEST
     assert sum("fastest" in line for line in lines) == 1
     text = "\n".join(lines)
     for words in (

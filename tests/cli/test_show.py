@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from moesaic.cli.main import main
+from moesaic.cli.output import WIDEST
 from moesaic.errors import InputError
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.plan_files import read_planned
+from moesaic.planner.plan_files import read_found, read_planned
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.policies import REPLICATION
@@ -105,7 +106,8 @@ def test_without_the_listing_it_prints_a_screen(
     printed = capsys.readouterr().out
     assert "slot" not in printed.replace("the slot that it writes", "")
     assert "…" not in printed
-    assert len(printed.splitlines()) <= 40
+    assert len(printed.splitlines()) <= 42
+    assert max(map(len, printed.splitlines())) <= WIDEST
     found = shown(capsys, *words)
     cells = [line.split() for line in printed.splitlines()]
     for name in ("forward", "backward"):
@@ -267,7 +269,7 @@ def test_its_times_are_the_simulators(schedule, all_to_all, capsys, tmp_path):
         assert main(["show", *flags]) == 2
         assert reason in capsys.readouterr().err
         return
-    found = shown(capsys, *flags, "--trace", str(trace))
+    found = shown(capsys, *flags, "--perfetto", str(trace))
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     simulator = Simulator(read_cluster("8x4090-pcie", nodes=4))
     for number, (name, program) in enumerate(
@@ -281,6 +283,34 @@ def test_its_times_are_the_simulators(schedule, all_to_all, capsys, tmp_path):
             if event["ph"] == "X" and event["pid"] == number
         }
         assert spans == pytest.approx({span.task: span.start for span in run.timeline.spans})
+
+
+def test_perfetto_opens_the_timelines(tmp_path: Path, capsys) -> None:
+    """By the format of Chrome's traces: every event has a phase, a process and a thread, a complete
+    one its start and length in microseconds, and every process and thread a name."""
+    path = tmp_path / "trace.json"
+    found = shown(capsys, "--plan.chunks", "2", *SMALL, "--perfetto", str(path))
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    assert set(trace) == {"traceEvents"}
+    named: dict[str, set[tuple[int, ...]]] = {"process_name": set(), "thread_name": set()}
+    ran = set()
+    for event in trace["traceEvents"]:
+        assert event["ph"] in ("M", "X")
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        place = (event["pid"], event["tid"])
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            ran.add(place)
+        elif event["name"] in named:
+            assert event["args"]["name"]
+            named[event["name"]].add(place[: 1 if event["name"] == "process_name" else 2])
+    assert ran == named["thread_name"]
+    assert named["process_name"] == {(pid,) for pid, _ in ran} == {(0,), (1,)}
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == sum(
+        found[name]["tasks"] for name in ("forward", "backward")
+    )
 
 
 def test_it_writes_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,6 +341,56 @@ def test_a_plan_that_was_written_is_shown_again(
     assert shown(capsys, "--plan-file", str(path), *SMALL, "--mesh.ep", "2") != shown(
         capsys, *flags, *SMALL, *asked
     )
+
+
+GPT = """batch_size = 8
+[model]
+dim = 64
+num_layers = 4
+num_heads = 2
+seq_len = 64
+[model.moe]
+num_experts = 4
+top_k = 1
+hidden = 128
+"""
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_plan_of_the_planner_is_shown_with_its_own_layer_and_machines(
+    pp: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its times are those that the planner simulated; flags override what the file says."""
+    monkeypatch.chdir(tmp_path)
+    Path("gpt.toml").write_text(GPT)
+    few = "--chunks 1 --schedules s1 --all-to-alls linear --orders fifo --ep 2 --tp 1 --etp 1"
+    search = f"plan --model gpt.toml --cluster 8x4090-pcie --gpus 4 --pp {pp} --write plan.toml"
+    assert main([*search.split(), *few.split()]) == 0
+    capsys.readouterr()
+    found = read_found(Path("plan.toml"))
+    assert found is not None
+    cluster = read_cluster("8x4090-pcie").of_devices(4)
+    grid = Grid(world=4 // pp, ep=2, ranks_per_node=4 // pp)
+    run = Simulator(cluster).run(
+        compile_plan(read_planned(Path("plan.toml"))[1], grid).forward, found.layer, grid
+    )
+    file = ("--plan-file", "plan.toml")
+    assert shown(capsys, *file)["forward"]["seconds"] == run.seconds
+    assert main(["show", *file, "--gantt", "plan.html"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.endswith(f"on 8x4090-pcie, 1 nodes of {4 // pp} ranks")
+    assert second.startswith("a layer of 4 experts, top 1, dim 64, hidden 128, for ")
+    stages = " in 2 stages, one of which is shown" if pp > 1 else ""
+    assert second.endswith(f": gpt.toml's on 4 ranks{stages}")
+    where = f"A layer of gpt.toml on 8x4090-pcie, 1 nodes of {4 // pp} ranks"
+    stage = "a stage of 2, " if pp > 1 else ""
+    title = f"<h1>{where}: {stage}tp 1, ep 2, etp 1</h1>"
+    assert title in Path("plan.html").read_text("utf-8")
+    assert main(["show", *file, "--layer.dim", "128"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "but for --layer.dim (64 and 128)" in said
+    assert main(["show", *file, "--cluster", "25gbe"]) == 0
+    assert "on 25gbe, 1 nodes of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -356,7 +436,7 @@ def test_a_plan_that_was_written_is_shown_again(
         ("--tokens 8", "unknown argument --tokens, did you mean --layer.tokens?"),
         ("--plan-file no/such.json", "no/such.json: no such file"),
         ("--write no/such.json", "plan no/such.json: cannot be written"),
-        ("--trace no/such.json", "--trace no/such.json: cannot be written"),
+        ("--perfetto no/such.json", "--perfetto no/such.json: cannot be written"),
     ],
 )
 def test_bad_input_is_one_line(flags, words, capsys, tmp_path, monkeypatch):

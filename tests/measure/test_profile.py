@@ -4,6 +4,9 @@ really measures."""
 from __future__ import annotations
 
 import functools
+import io
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +15,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
+from moesaic.cli.profile import table
+from moesaic.codecs import CODECS, is_coded
 from moesaic.comm.mesh import open_transport
 from moesaic.configfile import as_toml
 from moesaic.errors import InputError
+from moesaic.kernels.codecs import missing_codecs
 from moesaic.measure import compute as measured_compute
 from moesaic.measure import costs, host, links
 from moesaic.measure.costs import NO_TIME, START, fit_layers
 from moesaic.measure.host import Calibration, calibrations
-from moesaic.measure.profile import Profile, links_of, measure
+from moesaic.measure.profile import Profile, links_of, measure, source_of_here
 from moesaic.planner.cluster import ClusterSpec, CodecRate, Device, Host, Link, Tflops, read_cluster
 from moesaic.planner.fit import Fit
 from moesaic.planner.simulator import Simulator
@@ -107,6 +114,19 @@ def test_every_chunk_of_a_calibration_has_rows_for_every_expert(world: int) -> N
             // (calibration.workload.num_experts * origins)
         )
         assert rows >= calibration.compiled.plan.chunks, calibration.name
+
+
+def test_a_codec_that_is_not_installed_is_left_out_and_said(monkeypatch) -> None:
+    """As after README's install line, which brings no zfpy."""
+    monkeypatch.setitem(sys.modules, "zfpy", None)
+    assert missing_codecs() == ["zfp"]
+    rates = measured_compute.codecs(1, lambda: None)
+    assert set(rates) == {name for name in CODECS if is_coded(name)} - {"zfp"}
+    profile = replace(UNKNOWN, source=source_of_here())
+    assert "; without the codec zfp, not installed here" in as_toml(profile)
+    shown = io.StringIO()
+    Console(file=shown).print(table(Profile(cluster=profile, errors=np.zeros(1))))
+    assert re.search(r"codec zfp\W+not installed here", shown.getvalue())
 
 
 def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:

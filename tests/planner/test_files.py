@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from helpers import refused
-from moesaic.planner.plan_files import read_planned, write_plan, write_planned
+from moesaic.planner.plan_files import FoundFor, read_found, read_planned, write_plan, write_planned
 from moesaic.planner.rank_memory import Memory
 from moesaic.planner.search import PlannedStep
 from moesaic.planner.step import Estimate
+from moesaic.planner.workload import Workload
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -27,6 +28,16 @@ FOUND = PlannedStep(
     ),
     memory=Memory(weights=1, gradients=1, optimizer=2, activations=3, buffers=4),
     bound_seconds=0.4,
+)
+
+FOR = FoundFor(
+    model='gpt "1".toml',
+    cluster="25gbe",
+    nodes=2,
+    devices_per_node=8,
+    layer=Workload(
+        tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, dtype="fp32", visits=((2, 1.5),)
+    ),
 )
 
 
@@ -57,9 +68,10 @@ def test_a_plan_comes_back_as_it_was(ending: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["toml", "json"])
 def test_mesh_and_plan_come_back(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"plan.{ending}"
-    write_planned(FOUND, path, model='gpt "1".toml', cluster="25gbe")
+    write_planned(FOUND, path, FOR)
     assert read_planned(path) == ({"tp": 2, "ep": 4, "etp": 2, "innermost": "ep"}, FOUND.plan)
     assert "simulated_step_seconds" in path.read_text()
+    assert read_found(path) == FOR
 
 
 def test_fields_that_are_left_out_keep_their_defaults(tmp_path: Path) -> None:
@@ -97,8 +109,28 @@ def test_what_holds_no_plan_is_refused(table: object, words: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "write",
-    [partial(write_plan, FOUND.plan), partial(write_planned, FOUND, model="m", cluster="c")],
+    ("found", "words"),
+    [
+        ({"nodes": 0}, "found.nodes=0: must be a whole number of at least 1"),
+        ({"nodes": "2"}, "found.nodes must be a whole number, got '2'"),
+        ({"cluster": None}, "found.cluster must be text, got None"),
+        ({"layer": {"tokens": 8}}, "found.layer.num_experts is missing"),
+        ({"layer": []}, "found.layer must be a table"),
+    ],
+    ids=str,
+)
+def test_what_a_plan_was_found_for_is_refused_if_it_is_damaged(found, words, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    write_planned(FOUND, path, FOR)
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps(table | {"found": table["found"] | found}))
+    assert words in refused(read_found, path)
+    path.write_text(json.dumps(table | {"found": {"model": "earlier"}}))
+    assert read_found(path) is None
+
+
+@pytest.mark.parametrize(
+    "write", [partial(write_plan, FOUND.plan), partial(write_planned, FOUND, found=FOR)]
 )
 def test_what_could_not_be_read_back_is_not_written(write, tmp_path: Path) -> None:
     for name in ("plan", "plan.txt"):

@@ -15,14 +15,14 @@ from moesaic.planner.candidates import Pins, SearchSpace, layouts
 from moesaic.planner.cluster import ClusterSpec, Host
 from moesaic.planner.job import DataShape, Job
 from moesaic.planner.loads import memory_under_counts, memory_under_skew
-from moesaic.planner.plan_files import read_micro_batches, read_planned, write_planned
+from moesaic.planner.plan_files import FoundFor, read_micro_batches, read_planned, write_planned
 from moesaic.planner.search import Result, Settings, search
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import JobSplit, SplitCostModel, holdings, near_splits, split_choices
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.step_memory import step_memory
 from moesaic.planner.task_times import Simulated
-from moesaic.planner.workload import skewed_counts
+from moesaic.planner.workload import Workload, skewed_counts
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -192,12 +192,21 @@ def test_what_is_found_fits_the_memory() -> None:
     assert again.memory.total <= 1.2 * found.memory.total
 
 
+FOR = FoundFor(
+    model="demo",
+    cluster="slow",
+    nodes=2,
+    devices_per_node=2,
+    layer=Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32),
+)
+
+
 @pytest.mark.parametrize("ending", ["toml", "json"])
 def test_a_split_comes_back_from_a_plan_file(ending: str, tmp_path: Path) -> None:
     split = JobSplit(pp=2, parts=2, shard="node", hold="gradients", finer=4)
     found = replace(best_on(SLOW).best, split=split)
     path = tmp_path / f"plan.{ending}"
-    write_planned(found, path, model="demo", cluster="slow")
+    write_planned(found, path, FOR)
     mesh, _ = read_planned(path)
     assert mesh["pp"] == 2
     assert mesh["parts_per_stage"] == 2

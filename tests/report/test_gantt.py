@@ -60,6 +60,17 @@ def test_lanes_run_from_top_to_bottom_and_idle_ones_are_left_out() -> None:
     assert list(gantt(TIMELINE, 0.02).layout.xaxis.range) == [0, 20]
 
 
+def test_with_one_chunk_the_stages_have_colours_of_their_own() -> None:
+    """Every task works on all copies; dispatch, experts and combine are told apart."""
+    program = SCHEDULES["s2"]()
+    timeline = lay_out(program, {task.name: 1e-3 for task in program.tasks})
+    made = gantt(timeline)
+    assert [trace.name for trace in made.data] == ["dispatch", "expert", "combine"]
+    assert len({trace.marker.color for trace in made.data} - {WHOLE}) == 3
+    stages = {span.task: span.stage.value for span in timeline.spans}
+    assert {task: trace.name for trace in made.data for task in trace.text} == stages
+
+
 def test_hovering_shows_stage_and_end() -> None:
     (trace,) = (trace for trace in gantt(TIMELINE).data if trace.name == "chunk 0")
     assert [list(row) for row in trace.customdata] == [["dispatch", 5], ["expert", 8]]
@@ -131,6 +142,14 @@ def test_a_browser_draws_it_without_complaint(tmp_path: Path) -> None:
     assert complaints(log) == []
     assert dom.count("main-svg") >= 2
     assert dom.count('class="point"') == 19 + 20
+
+
+def test_the_page_has_the_title_that_is_given(tmp_path: Path) -> None:
+    title = "A layer of <gpt> on 25gbe: ep 4"
+    page = write_gantt({"forward": TIMELINE}, tmp_path / "gantt.html", title)
+    text = without_plotly(page.read_text(encoding="utf-8"))
+    assert "<h1>A layer of &lt;gpt&gt; on 25gbe: ep 4</h1>" in text
+    assert "<title>A layer of &lt;gpt&gt; on 25gbe: ep 4 · moesaic timeline</title>" in text
 
 
 def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ its experts' rate."""
 from __future__ import annotations
 
 import html
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -126,7 +127,9 @@ def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sour
     low, high = (f"{best.seconds / length * factor:.3g}" for factor in (0.8, 1.25))
     assert shown["Step time"][1].startswith(f"{low} ")
     assert f" to {high} {unit} " in shown["Step time"][1]
-    assert shown["Cost"][0] == "1,000,000"
+    assert shown["Cost in the currency of --price-per-hour"][0] == "1,000,000"
+    of_usual = {card.title: card.values for card in tiles(replace(answer, price=None))}
+    assert of_usual["Cost in US dollars"] == ("694,444",)
     assert shown["Bottleneck"][0] == best.estimate.bottleneck
     assert shown["Memory of a rank"] == (f"{best.memory.total / 2**30:.1f} GiB", "of 80 GiB")
     text = without_plotly(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def pytest_on(*paths: Path) -> subprocess.CompletedProcess:
-    found = any(entry.value == "moesaic.testing.plugin" for entry in entry_points(group="pytest11"))
-    plugin = [] if found else ["-p", "moesaic.testing.plugin"]
+    plugin = ["-p", "moesaic.testing.plugin"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *map(str, paths)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

@@ -115,7 +115,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def stepped(model: Any, ids: Tensor, *, recompute: bool = False) -> tuple[float, dict[str, Tensor]]:
     """Train one step; return the loss before it and the adapters after it, by PEFT's names."""
     if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     optimizer = torch.optim.SGD(trained(model), lr=1.0)
     loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss

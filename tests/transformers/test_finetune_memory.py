@@ -73,7 +73,7 @@ def peaks(folder: str, world: int) -> dict[str, int]:
             )
             model: Any = peft.get_peft_model(base, adapters)
             moesaic.transformers.adopt_adapters(model)
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
             optimizer = torch.optim.AdamW(
                 [each for each in model.train().parameters() if each.requires_grad]

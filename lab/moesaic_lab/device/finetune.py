@@ -85,7 +85,7 @@ def cost_of(device: str, folder: str, sizes: dict[str, Any], length: int) -> dic
     model = _model(given, sizes, world, device, shared=True)
     is_gpu = device != "cpu"
     held = torch.cuda.memory_allocated() / 2**30 if is_gpu else 0.0
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     ids = torch.randint(sizes["vocab_size"], (1, length), device=device)
     loss_in_parts(model, ids[:, :64])

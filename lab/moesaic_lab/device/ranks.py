@@ -25,6 +25,7 @@ from torch import Tensor
 from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
+from moesaic.kernels.codecs import missing_codecs
 from moesaic.layer import MoE
 from moesaic.policies import REPLICATION
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -32,7 +33,6 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.plan import Plan
-from moesaic.testing.cases import missing_codecs
 from moesaic.testing.runner import on_ranks
 from moesaic_lab.device.results import reason
 

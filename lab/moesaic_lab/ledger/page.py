@@ -343,7 +343,7 @@ def _kind(ledger: list[Entry], kind: str) -> str:
         )
     shown = "" if step == 1 else f", {len(selected)} of them shown, by ratio"
     figures = (
-        f"<details><summary>{len(ordered)} "
+        f"<details markdown='1'><summary>{len(ordered)} "
         f"figures{shown}</summary>\n\n{markdown_table(lines)}\n\n</details>"
     )
     return f"## {kind.capitalize()}\n\n{figures}"

@@ -6,13 +6,13 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar, get_type_hints
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, suggestion
 
 T = TypeVar("T")
 
@@ -62,7 +62,8 @@ def parse(
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise _refusal_of(stop) or InputError(_one_line(errors.getvalue())) from stop
+        said = _one_line(errors.getvalue())
+        raise _refusal_of(stop) or InputError(_with_advice(said, kind, prog)) from stop
     if unknown:
         nearest = _nearest(unknown[0], [*taken, *_flags(kind)])
         raise InputError(
@@ -70,6 +71,16 @@ def parse(
         )
     result: T = parsed
     return result
+
+
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
+    """Return the value that a command line gives to a flag, which `parse` will read too; None if it
+    has none."""
+    for word, following in zip(arguments, [*arguments[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            return value if equals else following or None
+    return None
 
 
 def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
@@ -143,6 +154,37 @@ def _flags(kind: Any, prefix: str = "--") -> list[str]:
             _flags(hints[field.name], f"{name}.") if is_dataclass(hints[field.name]) else [name]
         )
     return flags
+
+
+def _with_advice(said: str, kind: Any, prog: str) -> str:
+    """Return what tyro says of a command line, with the usage where something is missing, and with
+    the nearest choice where a value is none."""
+    if choice := re.match(r"invalid choice '(.*)' for argument '(.*?)'\. Expected one of \(", said):
+        value, flag = choice.groups()
+        known = re.findall(r"'([^']*)'", said[choice.end() :])
+        if "None" in known:  # of a set, in any order
+            known = sorted({*known} - {"None"})
+        return f"{flag} {value}{suggestion(value, known)}"
+    if said.startswith("Missing from "):
+        return f"needs {_usage(kind)}: {prog} {_usage(kind)}; --help lists all"
+    if of_place := re.match(r"Missing value for argument '(\w+)'", said):
+        return f"{of_place[1]} is no flag, write it alone: {prog} {_usage(kind)}; --help lists all"
+    return said
+
+
+def _usage(kind: Any) -> str:
+    """Return the words that a command line needs: values by their place, and required flags."""
+    words = []
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        marks = getattr(hints[field.name], "__metadata__", ())
+        named = next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None)
+        name = named or field.name.upper()
+        if get_args(tyro.conf.Positional[str])[1] in marks:
+            words.append(name)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            words.append(f"--{field.name.replace('_', '-')} {name}")
+    return " ".join(words)
 
 
 def _refusal_of(stop: SystemExit) -> InputError | None:

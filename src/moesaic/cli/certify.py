@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 300.0
 class CertifyOptions:
     """Options of `moesaic certify`."""
 
-    system: Annotated[str, tyro.conf.Positional]
+    system: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:CLASS")]
     """package.module:Class or path/to/file.py:Class, derived from AbstractRoutedExperts or
     AbstractMoELayer."""
     ranks: tuple[int, ...] = (2, 4)

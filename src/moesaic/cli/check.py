@@ -115,7 +115,7 @@ def gather(options: CheckOptions) -> Evidence:
 
 def as_dict(evidence: Evidence) -> dict[str, Any]:
     """Return the results as plain data, with the machine and the versions of the software."""
-    from moesaic.testing.cases import missing_codecs
+    from moesaic.kernels.codecs import missing_codecs
 
     return {
         "machine": machine(),
@@ -133,7 +133,7 @@ def as_dict(evidence: Evidence) -> dict[str, Any]:
 
 def _print(evidence: Evidence) -> None:
     """Print a table of the results, and each failed case with the command that repeats it."""
-    from moesaic.testing.cases import missing_codecs
+    from moesaic.kernels.codecs import missing_codecs
 
     console = Console()
     table = Table("check", "result", title="moesaic check")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
@@ -21,6 +22,20 @@ NUMBERS = "; metrics.jsonl in the folder of the run has the numbers"
 LASTING = {"train": NUMBERS, "demo": NUMBERS, "finetune": "", "tokenize": "", "convert": ""}
 """Commands that go on when their output cannot be written, since they write a folder, and where
 else the output is."""
+
+
+WIDEST = 160
+"""Most columns of a line that a command prints."""
+
+
+def folded(line: str) -> str:
+    """Return a line of at most `WIDEST` columns; what is left follows on indented lines."""
+    indent = line[: len(line) - len(line.lstrip())] + "    "
+    return "\n".join(
+        textwrap.wrap(
+            line, WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    )
 
 
 class LastingStream(io.TextIOBase):

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moesaic.cli.arguments import parse
+from moesaic.cli.output import WIDEST, folded
 from moesaic.cli.plan_finetune import print_finetune
 from moesaic.cli.plan_words import (
-    USUAL_PRICE,
     about_parameters,
     answer,
     as_others_shard,
@@ -30,6 +30,7 @@ from moesaic.cli.plan_words import (
     table_of,
 )
 from moesaic.errors import InputError, in_one_line
+from moesaic.files import require_writable
 from moesaic.planner.answer import SkewedStep, Speed, in_words, remedies, under_skew
 from moesaic.planner.candidates import Pins, SearchSpace, name_of
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
@@ -40,7 +41,7 @@ from moesaic.planner.hub import HubShape
 from moesaic.planner.job import Job
 from moesaic.planner.loads import typical_counts
 from moesaic.planner.other_systems import OthersLayout, best_layout, predict
-from moesaic.planner.plan_files import write_planned
+from moesaic.planner.plan_files import FoundFor, write_planned
 from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.search import (
     GIVE_UP,
@@ -66,8 +67,6 @@ if TYPE_CHECKING:
 else:
     EmitName = Literal[tuple(SYSTEMS)]
 """A key of `SYSTEMS`; the command line lists them as choices."""
-WIDTH = 180
-"""Columns of the printed table, so that no line of it is folded."""
 FINISHED = 2
 """`finished_eps` of `Settings`: the sizes of ep that the line "slower" gives."""
 FOR_FINETUNE = (
@@ -132,7 +131,8 @@ class PlanOptions:
     adapter_rank: int = 16
     """With --finetune: rank of the adapters, by default that of `moesaic finetune`."""
     price_per_hour: float | None = None
-    """Price of one device per hour, to print what training on a trillion tokens costs."""
+    """Price of one device per hour, in any currency, to print what training on a trillion tokens
+    costs in it."""
     emit: EmitName | None = None
     """Print only the flags with which this training system runs the best layout (or that of
     --explain). None prints the ranking."""
@@ -238,6 +238,8 @@ def run(arguments: Sequence[str]) -> int:
         )
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
+    require_writable(options.write, "--write")
+    require_writable(options.page, "--page", makes_parents=True)
     simulator = _simulator(options)
     if options.finetune is not None:
         return _finetune(options, options.finetune, simulator.cluster)
@@ -264,11 +266,23 @@ def run(arguments: Sequence[str]) -> int:
         return _print_without_layout(error, simulator.cluster, options)
     if options.write is not None:
         write_planned(
-            result.best, Path(options.write), model=options.model, cluster=simulator.cluster.name
+            result.best, Path(options.write), _found_for(job, result.best, simulator, options)
         )
     if options.emit is not None:
         return _emit(options.emit, job, layout_of(job, result.best), result.best)
     return _print(job, simulator, result, options)
+
+
+def _found_for(job: Job, best: PlannedStep, simulator: Simulator, options: PlanOptions) -> FoundFor:
+    """Return what a plan was found for, as its file says it."""
+    cluster = simulator.cluster
+    return FoundFor(
+        model=options.model,
+        cluster=options.cluster,
+        nodes=cluster.nodes,
+        devices_per_node=cluster.devices_per_node,
+        layer=best.split.of(job).step_model(cluster, best.grid.dp).layer,
+    )
 
 
 def _finetune(options: PlanOptions, method: Method, cluster: ClusterSpec) -> int:
@@ -304,8 +318,8 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
         described["reasons"] = lines
         print(json.dumps(described, indent=2))
         return 0
-    Console(width=WIDTH).print(table_of(result, cluster, options.model, skewed))
-    print(*lines, sep="\n")
+    Console(width=WIDEST).print(table_of(result, cluster, options.model, skewed))
+    print(*map(folded, lines), sep="\n")
     if options.write is not None:
         print(in_one_line(f"wrote {options.write}"))
     return 0
@@ -382,7 +396,7 @@ def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: P
     lines += [about_parameters(error.job, cluster), *_as_others(error.job, cluster, options, None)]
     if options.explain is None:
         raise InputError("; ".join(lines))
-    print(*lines, sep="\n")
+    print(*map(folded, lines), sep="\n")
     return 0
 
 
@@ -436,7 +450,7 @@ def _write_page(
         timelines={"forward": forward.timeline, "backward": backward.timeline},
         stages=cost_model.timed(forward, backward) if has_stages else None,
         flight=cost_model.flights(compiled, forward, backward)[0] if flies else None,
-        price=options.price_per_hour or USUAL_PRICE,
+        price=options.price_per_hour,
     )
     write_plan_page(title, found, Path(str(options.page)))
 

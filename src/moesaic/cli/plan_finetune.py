@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from moesaic.cli.output import folded
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.finetune import (
@@ -90,7 +91,7 @@ def print_finetune(
         }
         print(json.dumps({"model": model, "cluster": cluster.name, **sizes, **data}, indent=2))
         return 0
-    print(*_lines(model, cluster, found, changes, sizes), sep="\n")
+    print(*map(folded, _lines(model, cluster, found, changes, sizes)), sep="\n")
     return 0
 
 

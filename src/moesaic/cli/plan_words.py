@@ -8,7 +8,15 @@ from dataclasses import asdict
 from rich.table import Table
 
 from moesaic.planner.algorithm1 import choose
-from moesaic.planner.answer import SKEWED, SkewedStep, Speed, changes, speed_of, under_skew
+from moesaic.planner.answer import (
+    SKEWED,
+    USUAL_PRICE,
+    SkewedStep,
+    Speed,
+    changes,
+    speed_of,
+    under_skew,
+)
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
 from moesaic.planner.hub import HubShape
@@ -28,8 +36,6 @@ from moesaic.program.plan import plan_in_words
 
 OTHERS_STEPS = "fitted to steps of other systems (no step of this one on several GPUs was measured)"
 """What the line on the speed of our own plans says of its interval."""
-USUAL_PRICE = 2.5
-"""Price of a device per hour where none is given."""
 
 
 def table_of(
@@ -141,7 +147,10 @@ def answer(
     if not under_counts:
         yield from _about_skew(job, cluster, best, max_vio)
     if price is not None:
-        yield f"price: {speed.price(price):,.0f} for a trillion tokens at {price:g} an hour"
+        yield (
+            f"price: {speed.price(price):,.0f} for a trillion tokens, at {price:g} a device and "
+            "hour, in the currency of --price-per-hour"
+        )
 
 
 def _first_changes(job: Job, cluster: ClusterSpec, result: Result, reserve_gib: float) -> str:
@@ -175,10 +184,10 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
             f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"
         )
     if not has_price:
-        tokens = best_speed(job, cluster, best).price(USUAL_PRICE)
+        cost = best_speed(job, cluster, best).price(USUAL_PRICE)
         yield (
-            f"price: unknown without --price-per-hour; at {USUAL_PRICE} per device and hour a "
-            f"trillion tokens cost {tokens:,.0f}"
+            f"price: unknown without --price-per-hour; at {USUAL_PRICE:g} US dollars a device and "
+            f"hour a trillion tokens cost {cost:,.0f} US dollars"
         )
     yield what_was_measured(cluster)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from moesaic.cli.arguments import parse
 from moesaic.configfile import as_toml
 from moesaic.errors import InputError, in_one_line
-from moesaic.files import write
+from moesaic.files import require_writable, write
 
 if TYPE_CHECKING:
     from moesaic.measure.profile import Profile
@@ -59,6 +59,7 @@ class ProfileOptions:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(ProfileOptions, arguments, prog="moesaic profile", description=DESCRIPTION)
+    require_writable(options.out, "--out")
     import torch
 
     from moesaic.comm.mesh import Mesh
@@ -109,6 +110,8 @@ def _write(profile: Profile, path: Path) -> None:
 
 def table(profile: Profile) -> Table:
     """Return a profile as a table."""
+    from moesaic.kernels.codecs import missing_codecs
+
     cluster = profile.cluster
     figures = Table("what", "value", title=f"{cluster.name}: {cluster.description}")
     for link in cluster.links:
@@ -129,6 +132,8 @@ def table(profile: Profile) -> Table:
     figures.add_row("copies", f"{device.memory_gigabytes_per_second:.1f} GB/s")
     for codec in device.codecs:
         figures.add_row(f"codec {codec.name}", f"{codec.gigabytes_per_second:.2f} GB/s")
+    for name in missing_codecs():
+        figures.add_row(f"codec {name}", "not installed here")
     worst = float(abs(profile.errors).max())
     figures.add_row(
         "check: held-out layers, wall time", f"{profile.median_error:.1%} off (worst {worst:.1%})"

@@ -12,6 +12,7 @@ import tyro
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, in_one_line
+from moesaic.files import require_writable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ def run(arguments: Sequence[str]) -> int:
         raise InputError("name at least one run folder: moesaic report runs/demo/moe")
     if options.out == "":
         raise InputError("out: give a file name")
+    require_writable(options.out, "--out", makes_parents=True)
     from moesaic.report.summary import read_runs
 
     runs = read_runs([Path(folder) for folder in options.runs])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +16,16 @@ from rich.table import Table
 from moesaic.balance import check_replication
 from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.samples import Homes
-from moesaic.cli.arguments import parse
+from moesaic.cli.arguments import parse, value_of
+from moesaic.cli.output import folded
 from moesaic.codecs import is_coded
-from moesaic.errors import InputError
+from moesaic.configfile import differing_fields
+from moesaic.errors import InputError, in_one_line
 from moesaic.files import write
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
+from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec, Dtype, read_cluster
-from moesaic.planner.plan_files import read_planned, write_plan
+from moesaic.planner.plan_files import MESH, FoundFor, read_found, read_planned, write_plan
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.all_to_all.volume import traffic
@@ -44,7 +47,7 @@ class MeshOptions:
     """The mesh of `moesaic show`."""
 
     world: int = 8
-    """Number of ranks."""
+    """Number of ranks; of one stage, if the plan is for several pipeline stages."""
     tp: int = 2
     """Tensor parallelism: number of ranks that hold the same tokens and share the dense layers."""
     ep: int = 4
@@ -103,20 +106,25 @@ class ShowOptions:
     """Cluster for the simulated times: a preset, or a .toml file; docs/planning.md describes
     both."""
     plan_file: str | None = None
-    """Read the plan, and the mesh where no flag gives it, from this file of --write, instead of
-    from the --plan flags."""
+    """Take what no flag gives from this file of --write: the plan, and of moesaic plan --write the
+    mesh, the layer's sizes and the cluster too."""
     write: str | None = None
     """Write the plan to this file (.toml or .json)."""
     gantt: str | None = None
     """Write a Gantt chart of the programs to this HTML file."""
-    trace: str | None = None
-    """Write the timelines of the programs to this file, for chrome://tracing or ui.perfetto.dev."""
+    perfetto: str | None = None
+    """Write the timelines of the programs to this file, a Chrome trace in JSON, which
+    ui.perfetto.dev and chrome://tracing open."""
     listing: bool = False
     """Print every slot and task of the programs too."""
     json: bool = False
     """Print the figures as JSON, movement by movement."""
 
 
+DESCRIPTION = (
+    "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they "
+    "move, and memory."
+)
 NARROWEST = 120
 """Columns that the tables need."""
 WHAT = {Kind.LANE: "gates", Kind.WEIGHT: "weights", Kind.INDEX: "positions"}
@@ -125,25 +133,13 @@ WHAT = {Kind.LANE: "gates", Kind.WEIGHT: "weights", Kind.INDEX: "positions"}
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    description = (
-        "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they "
-        "move, and memory."
-    )
-    options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
-    of_file, plan = (
-        ({}, options.plan) if options.plan_file is None else read_planned(Path(options.plan_file))
-    )
-    if plan.crossing is Crossing.DEEPEP:
-        raise InputError(
-            "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: "
-            "choose multicast, which sends a token once per node"
-        )
-    if plan.replicates:
-        check_replication("plan.replication", plan.replication)
-    usual = vars(MeshOptions())
-    grid = Grid(**usual | of_file | dict(vars(options.mesh).items() - usual.items()))
-    cluster = _cluster(options)
-    layer = Workload(**vars(options.layer))
+    options, of_file = _parsed(arguments)
+    plan = options.plan
+    grid = Grid(**vars(options.mesh))
+    found = None if of_file is None else of_file.found
+    cluster = _cluster(options, found)
+    sizes_of_layer = vars(options.layer)
+    layer = Workload(**sizes_of_layer) if found is None else replace(found.layer, **sizes_of_layer)
     simulator = Simulator(cluster)
     unmoved = compile_plan(plan, grid)
     compiled = moving(unmoved) if options.samples else unmoved
@@ -162,27 +158,51 @@ def run(arguments: Sequence[str]) -> int:
     }
     if options.write is not None:
         write_plan(plan, Path(options.write))
-    _write_pictures(options, timelines)
+    title = _title(options, of_file, cluster, grid)
+    _write_pictures(options, timelines, title)
     memory = [] if options.samples else _memory_rows(compiled, layer)
     if options.json:
         print(json.dumps({**_as_data(programs, rows, timelines), "held": memory}, indent=2))
         return 0
-    per_node = grid.ranks_per_node or grid.world
     policy = f", policy {compiled.plan.replication}" if compiled.replicates else ""
-    print(
-        f"{compiled.forward.name}{policy} on {cluster.name}, {grid.world // per_node} nodes "
-        f"of {per_node} ranks"
-    )
+    print(in_one_line(f"{compiled.forward.name}{policy} on {_where(cluster, grid)}"))
+    print(folded(in_one_line(_whose(options, of_file))))
     console = Console(width=max(Console().width, NARROWEST))
     console.print(
         _stage_table(timelines), _byte_table(rows, replicates=compiled.replicates), sep="\n"
     )
     for row in memory:
-        print(_memory_line(row, plan.memory_budget))
-    print(NAMES)
+        print(folded(_memory_line(row, plan.memory_budget)))
+    print(folded(NAMES))
     if options.listing:
         print(*map(to_text, programs.values()), sep="\n", end="")
     return 0
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[ShowOptions, OfFile | None]:
+    """Return the options, and what a plan file gives of them.
+
+    Raises:
+        InputError: if there is no program to show.
+    """
+    file = value_of(arguments, "--plan-file")
+    of_file = None if file is None else _of_file(Path(file))
+    options = parse(
+        ShowOptions,
+        arguments,
+        prog="moesaic show",
+        description=DESCRIPTION,
+        default=None if of_file is None else of_file.options,
+    )
+    plan = options.plan
+    if plan.crossing is Crossing.DEEPEP:
+        raise InputError(
+            "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: "
+            "choose multicast, which sends a token once per node"
+        )
+    if plan.replicates:
+        check_replication("plan.replication", plan.replication)
+    return options, of_file
 
 
 def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
@@ -237,11 +257,78 @@ def _memory_line(row: dict[str, Any], budget: int | None) -> str:
     return f"{line}; within {budget / 1e6:,.2f} MB: {', '.join(measures)}"
 
 
-def _cluster(options: ShowOptions) -> ClusterSpec:
-    """Return the cluster, with more nodes of the same kind if the mesh has more nodes."""
-    cluster = read_cluster(options.cluster)
+@dataclass(frozen=True, kw_only=True)
+class OfFile:
+    """What a file of --plan-file gives."""
+
+    options: ShowOptions
+    """The options, where no flag gives others."""
+    found: FoundFor | None
+    """What the plan was found for; None if the file does not say."""
+    stages: int
+    """Pipeline stages, of which the mesh is one."""
+
+
+def _of_file(path: Path) -> OfFile:
+    """Return what a plan file gives."""
+    table, plan = read_planned(path)
+    found = read_found(path)
+    stages = table.get("pp", 1)
+    mesh = {name: table[name] for name in MESH if name in table}
+    if found is None:
+        options = ShowOptions(plan=plan, mesh=replace(MeshOptions(), **mesh))
+        return OfFile(options=options, found=None, stages=stages)
+    world = found.ranks // stages
+    mesh |= {"world": world, "ranks_per_node": min(found.devices_per_node, world)}
+    layer = {field.name: getattr(found.layer, field.name) for field in fields(LayerOptions)}
+    options = ShowOptions(
+        plan=plan, mesh=MeshOptions(**mesh), layer=LayerOptions(**layer), cluster=found.cluster
+    )
+    return OfFile(options=options, found=found, stages=stages)
+
+
+def _cluster(options: ShowOptions, found: FoundFor | None) -> ClusterSpec:
+    """Return the cluster: the one that the plan was found for, or one with more nodes of the same
+    kind if the mesh has more nodes."""
     nodes = options.mesh.world // options.mesh.ranks_per_node
-    return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
+    if found is None or options.cluster != found.cluster:
+        cluster = read_cluster(options.cluster)
+        return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
+    cluster = read_cluster(found.cluster, nodes=max(nodes, found.nodes))
+    return cluster if nodes > found.nodes else cluster.of_devices(found.ranks)
+
+
+def _where(cluster: ClusterSpec, grid: Grid) -> str:
+    """Return the cluster and the part of it that a mesh takes."""
+    per_node = grid.ranks_per_node or grid.world
+    return f"{cluster.name}, {grid.world // per_node} nodes of {per_node} ranks"
+
+
+def _whose(options: ShowOptions, of_file: OfFile | None) -> str:
+    """Return a line with the layer's sizes, and where they come from."""
+    layer = options.layer
+    sizes = (
+        f"a layer of {layer.num_experts} experts, top {layer.top_k}, dim {layer.dim:,}, hidden "
+        f"{layer.hidden:,}, for {layer.tokens:,} tokens in {layer.dtype}"
+    )
+    if of_file is None or of_file.found is None:
+        return f"{sizes}: by --layer"
+    found = of_file.found
+    flags = differing_fields(of_file.options.layer, layer, "--layer.")
+    others = f", but for {', '.join(flags)}" if flags else ""
+    stage = f" in {of_file.stages} stages, one of which is shown" if of_file.stages > 1 else ""
+    return f"{sizes}: {found.model}'s on {found.ranks} ranks{stage}{others}"
+
+
+def _title(options: ShowOptions, of_file: OfFile | None, cluster: ClusterSpec, grid: Grid) -> str:
+    """Return the title of pictures: model, cluster and mesh."""
+    layer = options.layer
+    model = f"{layer.num_experts} experts, dim {layer.dim:,}, hidden {layer.hidden:,}"
+    stages = ""
+    if of_file is not None and of_file.found is not None:
+        model = f"A layer of {of_file.found.model}"
+        stages = f"a stage of {of_file.stages}, " * (of_file.stages > 1)
+    return f"{model} on {_where(cluster, grid)}: {stages}{name_of(grid)}"
 
 
 def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) -> CallSizes:
@@ -307,20 +394,20 @@ def _as_data(
     return data
 
 
-def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> None:
+def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline], title: str) -> None:
     if options.gantt is not None:
         from moesaic.report.gantt import write_gantt
 
-        write_gantt(timelines, Path(options.gantt))
-    if options.trace is not None:
+        write_gantt(timelines, Path(options.gantt), title)
+    if options.perfetto is not None:
         events = []
         for number, timeline in enumerate(timelines.values()):
             events += [{**event, "pid": number} for event in to_trace(timeline)["traceEvents"]]
         try:
-            write(Path(options.trace), json.dumps({"traceEvents": events}), typed=True)
+            write(Path(options.perfetto), json.dumps({"traceEvents": events}), typed=True)
         except OSError as error:
             raise InputError(
-                f"--trace {options.trace}: cannot be written ({error.strerror}): choose "
+                f"--perfetto {options.perfetto}: cannot be written ({error.strerror}): choose "
                 "another path"
             ) from error
 

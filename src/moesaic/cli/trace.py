@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, in_one_line, suggestion
-from moesaic.files import writing
+from moesaic.files import require_writable, writing
 from moesaic.traces.formats import FORMATS, ReadOptions, TraceFormat
 from moesaic.traces.load import LayerLoad, faults, layer_loads
 from moesaic.traces.trace import Trace, TraceSegment, steps_in_words, write_segment
@@ -125,6 +125,7 @@ def _counts(arguments: Sequence[str]) -> int:
     path = Path(options.out)
     if path.suffix not in (".csv", ".npy"):
         raise InputError(f"--out {path}: choose a name that ends in .csv or .npy")
+    require_writable(path, "--out")
     trace = Trace.open(Path(options.file))
     step = trace.steps[-1] if options.step is None else options.step
     table = trace.counts(options.layer, step, options.micro, groups=options.groups)
@@ -169,6 +170,7 @@ def _convert(arguments: Sequence[str]) -> int:
         TraceConvertOptions, arguments, prog="moesaic trace convert", description=description
     )
     out = Path(options.out)
+    require_writable(out, "--out")
     if options.to is not None:
         write = _format(options.to).write
         try:

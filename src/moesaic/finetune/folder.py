@@ -33,6 +33,7 @@ from moesaic.files import (
     put,
     read_text,
     require_place,
+    require_writable,
     system_error,
     write,
 )
@@ -90,6 +91,7 @@ def require_folder(options: FinetuneOptions, world: int) -> None:
         InputError: it is in use, holds links, or no run of these options to resume.
     """
     folder = Path(options.out)
+    require_writable(folder, "--out", makes_parents=True)
     if options.merge and os.path.lexists(folder / MERGED):
         raise InputError(f"{folder / MERGED}: exists: delete it, or choose another --out")
     if not options.resume:

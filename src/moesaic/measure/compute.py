@@ -14,7 +14,7 @@ import torch
 from moesaic.codecs import CODECS, is_coded
 from moesaic.experts import EXPERTS
 from moesaic.experts.experts import ExpertCall
-from moesaic.kernels.codecs import AbstractCodec, codec_named
+from moesaic.kernels.codecs import AbstractCodec, codec_named, missing_codecs
 from moesaic.measure.together import gathered
 from moesaic.planner.cluster import CodecRate, Device, Tflops
 
@@ -80,12 +80,13 @@ def copy_bytes_per_second(repeats: int, barrier: Callable[[], object]) -> float:
 
 
 def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
-    """Return, by codec, the bytes of rows that are encoded and decoded per second of processor
-    time."""
+    """Return, by codec that is installed, the bytes of rows that are encoded and decoded per second
+    of processor time."""
     rows = torch.randn(COPIED_ROWS // 4, DIM, generator=torch.Generator().manual_seed(0))
     rates = {}
+    missing = missing_codecs()
     for name in CODECS:
-        if is_coded(name):
+        if is_coded(name) and name not in missing:
             rates[name] = rows.nbytes / median_seconds(
                 partial(_code, codec_named(name), rows), repeats, barrier
             )

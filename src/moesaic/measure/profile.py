@@ -10,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from moesaic.comm.mesh import open_transport
+from moesaic.kernels.codecs import missing_codecs
 from moesaic.measure.compute import device
 from moesaic.measure.costs import fit_layers
 from moesaic.measure.here import machine, versions
@@ -85,8 +86,7 @@ def measure(
     described = ClusterSpec(
         name="profile",
         description=f"{here['processor']}, {here['cores']} cores, {nodes} x {ranks_per_node} ranks",
-        source=f"moesaic profile, {datetime.datetime.now(datetime.timezone.utc):%F}, "
-        + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        source=source_of_here(),
         nodes=nodes,
         devices_per_node=ranks_per_node,
         device=measured_device,
@@ -108,6 +108,15 @@ def measure(
     )  # ranks share cores, and all would find the same
     cluster, errors = gathered([fitted])[0][0]
     return Profile(cluster=cluster, errors=errors)
+
+
+def source_of_here() -> str:
+    """Return where the numbers of a profile come from: today, these versions, and the codecs that
+    they lack."""
+    today = f"{datetime.datetime.now(datetime.timezone.utc):%F}"
+    software = ", ".join(f"{name} {version}" for name, version in versions().items())
+    lacking = [f"; without the codec {name}, not installed here" for name in missing_codecs()]
+    return f"moesaic profile, {today}, {software}{''.join(lacking)}"
 
 
 def links_of(lines: Mapping[str, Fit], nodes: int, ranks_per_node: int) -> tuple[Link, ...]:

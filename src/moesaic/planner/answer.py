@@ -29,6 +29,8 @@ SPEED_RATIOS = (0.76, 0.95, 1.13)
 in docs/ledger.md, each predicted without its own system in the fit (`moesaic_lab.ledger.held_out`).
 One for all machines: no class of machines has enough sources for its own."""
 
+USUAL_PRICE = 2.5
+"""US dollars for a device and hour, where no price is given."""
 SKEWED = 256
 """Largest number of ranks that share the experts under which skew is predicted, since each is
 simulated: 256 take 0.7 s of a processor, and twice as many four times as long."""

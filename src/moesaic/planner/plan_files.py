@@ -1,22 +1,23 @@
 """Reads and writes plan files: TOML or JSON with a version.
 
 A file with the result of a search also has a table `mesh` for `moesaic train`, and a table `found`
-with information for people about the search.
+about the search, for people and for `moesaic show`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from moesaic.configfile import override, read_table, to_toml
+from moesaic.configfile import build, override, read_table, to_toml
 from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.rank_memory import GIB
 from moesaic.planner.search import PlannedStep
 from moesaic.planner.split import WHOLE
+from moesaic.planner.workload import Workload
 from moesaic.program.plan import Plan
 
 VERSION = 1
@@ -31,6 +32,27 @@ FINER = "micro_batches_cut_in"
 """Field that says into how many each micro-batch of the run is cut."""
 IN_FLIGHT = "micro_batches_in_flight"
 """Field that says how many micro-batches are in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundFor:
+    """What a search found its plan for."""
+
+    model: str
+    """The model, as the command line names it."""
+    cluster: str
+    """The cluster, as the command line names it."""
+    nodes: int
+    """Number of nodes."""
+    devices_per_node: int
+    """Devices of a node that are used."""
+    layer: Workload
+    """An MoE layer of the model on the mesh that was found."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, those of all pipeline stages."""
+        return self.nodes * self.devices_per_node
 
 
 def mesh_table(planned: PlannedStep) -> dict[str, Any]:
@@ -101,18 +123,41 @@ def write_plan(plan: Plan, path: Path) -> None:
     _write({"version": VERSION, "plan": _fields_of(plan)}, path)
 
 
-def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str) -> None:
+def read_found(path: Path) -> FoundFor | None:
+    """Return what the plan in a file, which `read_planned` takes, was found for; None if it does
+    not say.
+
+    Raises:
+        InputError: if it says something else than `write_planned` writes.
+    """
+    table = read_table(path).get("found")
+    if not isinstance(table, dict) or "layer" not in table:
+        return None
+    names = {field.name for field in fields(FoundFor)}
+    given = {name: value for name, value in table.items() if name in names}
+    source = f"plan {path}"
+    found = build(FoundFor, given, source=source, prefix="found.")
+    for name in ("nodes", "devices_per_node"):
+        _whole_number(getattr(found, name), f"found.{name}", path)
+    return found
+
+
+def write_planned(planned: PlannedStep, path: Path, found: FoundFor) -> None:
     """Write the mesh and the plan of a search result to a file.
 
     Args:
         planned: the search result.
         path: the file, with the suffix .toml or .json.
-        model: name of the model, for people.
-        cluster: name of the cluster, for people.
+        found: what it was found for.
 
     Raises:
         InputError: if the file has another suffix or cannot be written.
     """
+    layer = {
+        field.name: getattr(found.layer, field.name)
+        for field in fields(Workload)
+        if getattr(found.layer, field.name) != field.default
+    }
     table: dict[str, Any] = {
         "version": VERSION,
         **({FINER: planned.split.finer} if planned.split.finer > 1 else {}),
@@ -120,12 +165,14 @@ def write_planned(planned: PlannedStep, path: Path, *, model: str, cluster: str)
         "mesh": mesh_table(planned),
         "plan": _fields_of(planned.plan),
         "found": {
-            "model": model,
-            "cluster": cluster,
-            "ranks": planned.grid.world * planned.split.pp,
+            "model": found.model,
+            "cluster": found.cluster,
+            "nodes": found.nodes,
+            "devices_per_node": found.devices_per_node,
             "simulated_step_seconds": planned.seconds,
             "bottleneck": planned.estimate.bottleneck,
             "memory_gib": round(planned.memory.total / GIB, 3),
+            "layer": layer,
         },
     }
     _write(table, path)

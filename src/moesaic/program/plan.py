@@ -160,6 +160,22 @@ class Plan(StaticPlan):
         super().__post_init__()
         check_budget("plan", self.memory_budget)
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the choices, and which of them are not the default."""
+        from moesaic.program.notebook import html_table
+
+        default = Plan()
+        values = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        rows = [
+            (name, value, "" if value == getattr(default, name) else "chosen")
+            for name, value in values
+        ]
+        return html_table(f"plan: {plan_in_words(self)}", ("choice", "value", ""), rows)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        """Return what a notebook shows, and what a terminal does."""
+        return {"text/plain": repr(self), "text/html": self._repr_html_()}
+
     @property
     def replicates(self) -> bool:
         """Whether copies may be computed on other ranks than the homes of their experts."""

@@ -278,6 +278,25 @@ class Program:
         ]
         return [task.group for task in rows] == [("ep", "etp")] * 2
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: a row per task, in the order of issue."""
+        from moesaic.program.notebook import html_table
+
+        heads = ("task", "op", "stage", "lane", "group", "reads", "codec")
+        rows = [
+            (
+                task.name,
+                task.op.value,
+                task.stage.value,
+                task.lane.value,
+                "+".join(task.group),
+                ", ".join(task.reads),
+                task.codec,
+            )
+            for task in self.tasks
+        ]
+        return html_table(f"program: {self.name}, {len(rows)} tasks", heads, rows)
+
     def slot(self, name: str) -> Slot:
         """Return the slot called `name`."""
         for slot in self.slots:

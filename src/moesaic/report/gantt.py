@@ -1,10 +1,10 @@
 """Draws Gantt charts of programs and of whole training steps, and writes a page with several of
 them.
 
-A program's chart has a row per lane and a bar per task, coloured by chunk. A step's chart has every
-block of the first micro-batch, forward and backward, then the rest of the step, in the order in
-which a rank runs them. An MoE layer's communication overlaps its computation as in its programs'
-timelines; parts without overlap follow each other.
+A program's chart has a row per lane and a bar per task, coloured by chunk or stage. A step's chart
+has every block of the first micro-batch, forward and backward, then the rest of the step, in the
+order in which a rank runs them. An MoE layer's communication overlaps its computation as in its
+programs' timelines; parts without overlap follow each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesaic.planner.in_flight import InFlight
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed
 from moesaic.planner.search import PlannedStep
-from moesaic.program.task import Lane
+from moesaic.program.task import Lane, Stage
 from moesaic.program.text import NAMES
 from moesaic.program.timeline import LANES, Timeline
 from moesaic.report.style import (
@@ -55,24 +55,49 @@ class Bar(NamedTuple):
     """Further description."""
 
 
+ALL = "all chunks"
+"""What tasks belong to that work on no chunk or on several."""
+STAGES = {
+    Stage.ROUTE: part_colour("routing"),
+    Stage.DISPATCH: part_colour("attention"),
+    Stage.EXPERT: part_colour("moe forward"),
+    Stage.COMBINE: part_colour("parameters"),
+}
+"""Colour of each stage of a layer, in timelines without chunks."""
+
+
+def _name_of(chunk: int | None) -> str:
+    return ALL if chunk is None else f"chunk {chunk}"
+
+
+def _parts_of(timeline: Timeline) -> list[str]:
+    """Return what each span belongs to: its chunk, or in a timeline without chunks its stage."""
+    if all(span.chunk is None for span in timeline.spans):
+        return [span.stage.value for span in timeline.spans]
+    return [_name_of(span.chunk) for span in timeline.spans]
+
+
 def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
-    """Draw a timeline: a row per lane, and a bar per task, coloured by chunk.
+    """Draw a timeline: a row per lane, and a bar per task, coloured by chunk; by stage if there is
+    one chunk only.
 
     Args:
         until: end of the time axis in seconds, to give several charts one scale; None for the
             timeline's end.
     """
-    chunks = sorted(
-        {span.chunk for span in timeline.spans}, key=lambda chunk: (chunk is not None, chunk or 0)
-    )
-    names = {chunk: "all chunks" if chunk is None else f"chunk {chunk}" for chunk in chunks}
+    parts = _parts_of(timeline)
     all_bars = [
-        Bar(span.lane.value, names[span.chunk], span.task, span.start, span.end, span.stage.value)
-        for span in timeline.spans
+        Bar(span.lane.value, part, span.task, span.start, span.end, span.stage.value)
+        for span, part in zip(timeline.spans, parts)
     ]
     rows = [lane.value for lane in LANES if timeline.on(lane)]
-    shades = iter(ordered_colours(sum(chunk is not None for chunk in chunks)))
-    colours = {names[chunk]: WHOLE if chunk is None else next(shades) for chunk in chunks}
+    chunks = sorted({span.chunk for span in timeline.spans if span.chunk is not None})
+    if chunks:
+        shades = zip(chunks, ordered_colours(len(chunks)))
+        colours = {_name_of(chunk): shade for chunk, shade in shades}
+        colours = {ALL: WHOLE, **colours} if ALL in parts else colours
+    else:
+        colours = {stage.value: STAGES[stage] for stage in Stage if stage.value in parts}
     end = until or timeline.makespan
     return _draw(all_bars, rows, colours, unit_of(end), end, textposition="inside")
 
@@ -127,7 +152,7 @@ def _draw(
     return chart
 
 
-def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
+def write_gantt(timelines: Mapping[str, Timeline], path: Path, title: str = "") -> Path:
     """Write a page with several charts, such as forward and backward, on one time scale, and return
     its path.
 
@@ -135,6 +160,7 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
 
     Args:
         timelines: the timelines by title, in the order in which to show them.
+        title: of the page, such as model, cluster and mesh; empty for the titles of the timelines.
 
     Raises:
         InputError: there is no timeline, or the file cannot be written.
@@ -146,7 +172,7 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
         Picture(title, in_words(timeline), gantt(timeline, until))
         for title, timeline in timelines.items()
     ]
-    return charts_page(path, "timeline", " and ".join(timelines), NAMES, charts)
+    return charts_page(path, "timeline", title or " and ".join(timelines), NAMES, charts)
 
 
 def unit_of(seconds: float) -> tuple[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import plotly.graph_objects as go
 
-from moesaic.planner.answer import Speed
+from moesaic.planner.answer import USUAL_PRICE, Speed
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.compute import rates_of
 from moesaic.planner.in_flight import InFlight
@@ -54,8 +54,9 @@ class PlanAnswer:
     cluster: ClusterSpec
     speed: Speed
     """The speed of the best plan."""
-    price: float
-    """Price of a device per hour."""
+    price: float | None
+    """Price of a device per hour, in a currency that nobody said; None for a usual one in US
+    dollars."""
     lines: Sequence[str]
     """The answer in sentences, as the terminal shows it."""
     timelines: Mapping[str, Timeline]
@@ -183,6 +184,8 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
     low, high = speed.interval
     name = best.estimate.bottleneck
+    price = answer.price or USUAL_PRICE
+    currency = "US dollars" if answer.price is None else "the currency of --price-per-hour"
     rows = [
         ("Step time", _time(best.seconds), f"{fast} to {slow} by the errors for published steps"),
         (
@@ -191,9 +194,9 @@ def tiles(answer: PlanAnswer) -> list[Card]:
             f"of {answer.cluster.device.memory_gib:g} GiB",
         ),
         (
-            "Cost",
-            f"{speed.price(answer.price):,.0f}",
-            f"a trillion tokens, at {answer.price:g} a device and hour",
+            f"Cost in {currency}",
+            f"{speed.price(price):,.0f}",
+            f"a trillion tokens, at {price:g} a device and hour",
         ),
         (
             "Bottleneck",

@@ -27,6 +27,7 @@ import numpy as np
 
 from moesaic.configfile import read_table
 from moesaic.errors import InputError
+from moesaic.program.notebook import html_table
 from moesaic.train.metrics import read_metrics
 
 LINES = 20
@@ -189,6 +190,11 @@ class RunSummary:
         coefficients."""
         known = (*_TRAIN_KEYS, "val_loss", "val_nats_per_byte", "val_seconds")
         return [name for name in self.numbers if name not in known]
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the headline cards of the report."""
+        rows = [(card.title, *card.values, card.note) for card in cards([self])]
+        return html_table(f"run {self.name}", ("figure", "value", "note"), rows)
 
     def headline(self) -> dict[str, Any]:
         """Return the headline numbers as data for JSON, with None for numbers that the run does not

@@ -8,10 +8,10 @@ the router and, on several ranks, reduced over ranks.
 T valid tokens, E experts, K top_k, p the router's probabilities, f_e the share of all token copies
 that chose e, before capacity, P_e the mean of p over tokens:
 
-    LoadBalance   E * sum_e f_e P_e                       1 when balanced; Switch, GShard 2.2
-    Importance    var_e(I_e) / mean_e(I_e)^2, I_e the     Shazeer et al. 2017, section 4
+    LoadBalance   E * sum_e f_e P_e                    1 when balanced; Switch, GShard 2.2
+    Importance    var_e(I_e) / mean_e(I_e)^2, I_e the  Shazeer et al. 2017, section 4
                   summed routing weights of e
-    ZLoss         mean_t logsumexp(logits_t)^2            ST-MoE (Zoph et al. 2022), section 3
+    ZLoss         mean_t logsumexp(logits_t)^2         ST-MoE (Zoph et al. 2022), section 3
 """
 
 from __future__ import annotations

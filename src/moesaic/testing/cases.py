@@ -207,18 +207,6 @@ def _with_levels(rng: random.Random, grid: Grid, plan: Plan) -> Grid:
     return replace(grid, ep=grid.world, etp=1, ranks_per_node=rng.choice([1, 2, 2, 2]))
 
 
-def missing_codecs() -> list[str]:
-    """Return the codecs that no case can use on this machine, because a package that they need is
-    not installed."""
-    missing = []
-    for codec in CODECS:
-        try:
-            codec_named(codec)
-        except InputError:
-            missing.append(codec)
-    return missing
-
-
 def draw_plan(rng: random.Random) -> Plan:
     """Draw every field of a plan independently; the combination may be illegal."""
     codec = rng.choice((*LOSSY, "zfp:16")) if rng.random() < 0.15 else "none"

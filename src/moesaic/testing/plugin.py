@@ -1,8 +1,9 @@
 """The pytest plugin: a test that uses the fixture `moe_mesh` runs on every small mesh; `moe_ranks`
 runs code on all ranks.
 
-pytest loads the plugin, by its entry point, wherever Moesaic is installed. It therefore imports
-torch only when a test uses one of its fixtures.
+`pytest -p moesaic.testing.plugin` or `pytest_plugins = ["moesaic.testing.plugin"]` of a conftest.py
+asks for it: to install Moesaic adds nothing to anybody's pytest. It imports torch only when a test
+uses one of its fixtures.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.errors import InputError, in_one_line
-from moesaic.files import kind_of, read_bytes, read_text
+from moesaic.files import kind_of, read_bytes, read_text, require_writable
 from moesaic.initial_values import SeededDraw, draw_nothing
 from moesaic.models.gpt import GPT, reset_weights
 from moesaic.parallel import Held
@@ -299,6 +299,8 @@ def _find_resume_point(
                 )
             if occupied:
                 claim.claim()
+            else:
+                require_writable(folder, "--out", makes_parents=True)
             saved = None
             if occupied and is_resuming and list_checkpoints(folder / CHECKPOINTS):
                 announce(f"{folder.name}: reading the newest checkpoint")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.files import write, writing
+from moesaic.files import require_writable, write, writing
 from moesaic.train.config import DataConfig
 from moesaic.train.data import find_files
 from moesaic.train.documents import read_documents
@@ -45,6 +45,7 @@ def pack(out: Path, paths: Sequence[str], data: DataConfig) -> Packed:
     Raises:
         InputError: for sources without text.
     """
+    require_writable(out, "--out")
     sources = [find_files((path,), "path") for path in paths]
     tokenizer = make_tokenizer(data, None)
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)

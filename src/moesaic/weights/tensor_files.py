@@ -37,7 +37,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from moesaic.errors import InputError
-from moesaic.files import kind_of, open_file, read_bytes, read_text, write, writing
+from moesaic.files import (
+    kind_of,
+    open_file,
+    read_bytes,
+    read_text,
+    require_writable,
+    write,
+    writing,
+)
 from moesaic.storage.shards import INDEX as SHARD_INDEX
 from moesaic.storage.shards import Entry, read_index, write_index
 from moesaic.storage.shards import Part as SharedPart
@@ -181,6 +189,7 @@ def require_room(target: Path) -> None:
         )
     if target.exists() and any(target.iterdir()):
         raise InputError(f"{target}: is not empty: choose another folder, or delete it")
+    require_writable(target, "out", makes_parents=True)
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from moesaic.codecs import codec_spec
+from moesaic.codecs import CODECS, codec_spec
+from moesaic.errors import InputError
 from moesaic.kernels.codecs.codec import AbstractCodec
 
-__all__ = ["AbstractCodec", "codec_named"]
+__all__ = ["AbstractCodec", "codec_named", "missing_codecs"]
 
 
 def codec_named(name: str) -> AbstractCodec:
@@ -24,3 +25,15 @@ def codec_named(name: str) -> AbstractCodec:
     codec: AbstractCodec = getattr(import_module(f"{__name__}.{file}"), leaf)(**spec.arguments)
     codec.check_available()
     return codec
+
+
+def missing_codecs() -> list[str]:
+    """Return the codecs that this machine lacks, because a package that they need is not
+    installed."""
+    missing = []
+    for codec in CODECS:
+        try:
+            codec_named(codec)
+        except InputError:
+            missing.append(codec)
+    return missing
