@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.planner.finetune import LOSS_TOKENS
 
 
-def loss_in_parts(model: Any, ids: Tensor, tokens: int = LOSS_TOKENS) -> Callable[[], None] | None:
+def loss_in_parts(
+    model: Any, ids: Tensor, loss_of: Callable[[Tensor], float], tokens: int = LOSS_TOKENS
+) -> Callable[[], None] | None:
     """Make a causal language model of transformers compute its loss in parts; its logits are hidden
     states from then on.
 
@@ -26,6 +28,7 @@ def loss_in_parts(model: Any, ids: Tensor, tokens: int = LOSS_TOKENS) -> Callabl
     Args:
         model: the model, under PEFT or not; all ranks call it together.
         ids: (1, length) a sequence to try it with, the same on all ranks.
+        loss_of: computes the model's loss of sequences; all ranks call it together.
 
     Returns:
         what makes the model compute logits again; None if it is left as it is.
@@ -53,7 +56,7 @@ def loss_in_parts(model: Any, ids: Tensor, tokens: int = LOSS_TOKENS) -> Callabl
 
     def tried() -> float:
         with torch.no_grad():
-            return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+            return loss_of(ids)
 
     def restore() -> None:
         head.forward = project

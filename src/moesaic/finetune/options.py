@@ -19,6 +19,7 @@ FREE = (
     "data",
     "out",
     "ranks",
+    "pp",
     "save_every",
     "merge",
     "logits",
@@ -28,6 +29,9 @@ FREE = (
 )
 """Options that may differ when a run is resumed. `ranks` is compared by the number of ranks
 themselves, `model` and `data` by their contents."""
+
+AT_LEAST_ONE = ("pp", "rank", "alpha", "length", "batch", "micro_batch", "epochs", "save_every")
+"""Options that are numbers of something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,9 @@ class FinetuneOptions:
     ranks: int | None = None
     """Processes on this machine, which share the experts; None: one for each GPU, or those that
     torchrun has started."""
+    pp: int = 1
+    """Stages of layers. The ranks of a stage share its experts; micro-batches flow through the
+    stages (1F1B)."""
     method: Literal["qlora", "qlora-double", "lora"] = "qlora"
     """qlora keeps the frozen experts in NF4, qlora-double also their scales in eight bits, lora in
     --dtype."""
@@ -88,7 +95,7 @@ class FinetuneOptions:
     """Seed of the adapters' first values and of the order of sequences."""
 
     def __post_init__(self) -> None:
-        for name in ("rank", "alpha", "length", "batch", "micro_batch", "epochs", "save_every"):
+        for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise InputError(
                     f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1"

@@ -1,22 +1,45 @@
-"""The file of a checkpoint that holds what a rank needs to go on with the same bits: optimizer,
-schedule, random numbers."""
+"""The files of a checkpoint that hold what a rank needs to go on with the same bits: optimizer,
+schedule, random numbers. Another split of the ranks goes on from them too."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
 from moesaic.errors import InputError
-from moesaic.resuming import DamagedError
+from moesaic.resuming import COMPLETE, DamagedError, sealed_sums
 from moesaic.storage.nested import read_nested, write_nested
+from moesaic.transformers.lora import factor_part, whole_factor
 
 PATTERN = "states-*-of-*.safetensors"
 """Names of such files in a checkpoint."""
+NAMES = "names"
+"""What a rank of several stages writes besides: the names of its adapters, as the optimizer counts
+them."""
 
 
 def states_name(rank: int, world: int) -> str:
     """Return the name of a rank's file."""
     return f"states-{rank}-of-{world}.safetensors"
+
+
+def saved_ranks(names: Iterable[str]) -> int:
+    """Return how many ranks wrote a checkpoint, from the names of its files.
+
+    Raises:
+        DamagedError: it has no states, or those of several runs.
+    """
+    matches = (re.fullmatch(r"states-[0-9]+-of-([0-9]{1,6})\.safetensors", each) for each in names)
+    found = {int(match[1]) for match in matches if match is not None}
+    if len(found) != 1:
+        raise DamagedError(f"{COMPLETE} lists the states of {len(found)} runs")
+    return found.pop()
 
 
 def write_states(path: Path, states: dict[str, Any]) -> None:
@@ -37,3 +60,69 @@ def read_states(path: Path) -> dict[str, Any]:
     if not (isinstance(states, dict) and states.keys() >= {"optimizer", "schedule", "random"}):
         raise DamagedError(f"{path.name} is damaged")
     return states
+
+
+def trained_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's adapters, as an optimizer counts them."""
+    return [name for name, each in model.named_parameters() if each.requires_grad]
+
+
+def states_of_split(
+    folder: Path, model: nn.Module, rank: int, world: int, all_names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the states with which a rank goes on, whatever split of ranks wrote them.
+
+    Args:
+        folder: the checkpoint.
+        model: this rank's model with adapters.
+        rank: this rank.
+        world: the number of ranks.
+        all_names: names of the adapters of all stages.
+
+    Raises:
+        DamagedError: a file cannot be read, or lacks an adapter.
+    """
+    own = trained_names(model)
+    saved = saved_ranks(sealed_sums(folder))
+    if saved == world:
+        states = read_states(folder / states_name(rank, world))
+        if states.pop(NAMES, all_names) == own:
+            return states
+    parts: dict[str, list[dict[str, Any]]] = {name: [] for name in own}
+    for other in range(saved):
+        states = read_states(folder / states_name(other, saved))
+        kept = states["optimizer"]["state"]
+        for number, name in enumerate(states.pop(NAMES, all_names)):
+            if name in parts and number in kept:
+                parts[name].append(kept[number])
+        if other == rank % saved:
+            result = states
+    lost = [name for name, found in parts.items() if not found]
+    if lost:
+        raise DamagedError(f"no states-*.safetensors has {lost[0]}")
+    group = {**result["optimizer"]["param_groups"][0], "params": list(range(len(own)))}
+    others = result["optimizer"]["param_groups"][1:]
+    state = {number: _joined(model, name, parts[name]) for number, name in enumerate(own)}
+    return result | {"optimizer": {"state": state, "param_groups": [group, *others]}}
+
+
+def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the optimizer's state of this rank's part of an adapter, from those of all ranks."""
+    path, factor, _, _ = name.rsplit(".", 3)
+    wrapper: Any = model.get_submodule(path)
+    parameter = model.get_parameter(name)
+    if not hasattr(wrapper, "parameter_name"):  # whole on every rank
+        return parts[0]
+    ranks, place = 1, 0
+    if isinstance(parameter, DTensor):
+        ranks, place = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    experts = wrapper.num_experts * ranks
+
+    def own(values: list[Any]) -> Any:
+        if not isinstance(values[0], Tensor) or not values[0].dim():
+            return values[0]
+        joined = torch.cat(values, int(factor == "lora_B"))
+        whole = whole_factor(factor, joined, experts, len(values))
+        return factor_part(factor, whole, experts, ranks, place).contiguous()
+
+    return {key: own([part[key] for part in parts]) for key in parts[0]}
