@@ -8,6 +8,8 @@ from pathlib import Path
 import peft
 import torch
 import torch.distributed as dist
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moesaic.train.ranks import Ranks
@@ -20,10 +22,13 @@ def save_adapters(model: peft.PeftModel, ranks: Ranks, folder: Path) -> None:
             str(folder), is_main_process=ranks.is_first, save_embedding_layers=False
         )
         return
-    own = {name: each for name, each in model.state_dict().items() if "lora_" in name}
+    state = {name: each for name, each in model.state_dict().items() if "lora_" in name}
+    own = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     whole = dict(on_first(own.items(), ranks))
     if ranks.is_first:
-        model.save_pretrained(str(folder), state_dict=whole, save_embedding_layers=False)
+        model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+        # PEFT leaves out what its own modules do not have
+        save_file(whole, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def on_first(own: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
