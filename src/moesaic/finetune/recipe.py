@@ -41,7 +41,7 @@ from moesaic.finetune.merge import write_merged
 from moesaic.finetune.options import MERGED, FinetuneOptions, require_data
 from moesaic.finetune.staged import StagedModel, StagedTrainer
 from moesaic.finetune.stages import StageCut, alone, ranks_in_stages
-from moesaic.finetune.states import states_of_split, trained_names
+from moesaic.finetune.states import Adapter, adapters_of, names_in, states_of_split
 from moesaic.finetune.targets import Targets
 from moesaic.finetune.trainer import AdapterTrainer, Keep, Show, write_own
 from moesaic.program.plan import Plan
@@ -247,10 +247,10 @@ class Run:
         options = self._options
         states: dict[str, Any] | None = None
         if start is not None:
-            named = self._ranks.gathered(trained_names(self._model))
             sharing = self._ranks.world // self._ranks.pp
+            adapters = self._ranks.gathered(adapters_of(self._model))[::sharing]
             with self._ranks.together():
-                states = self._loaded(start, [*chain(*named[::sharing])])
+                states = self._loaded(start, [*chain(*adapters)])
         steps = options.steps or options.epochs * len(rows) // options.batch
         done = 0 if start is None else CHECKPOINTS.step_of(start)
         loss = partial(_loss, self._model) if self.staged is None else self.staged.loss
@@ -289,15 +289,14 @@ class Run:
         if self._restore is not None:
             self._restore()
 
-    def _loaded(self, start: Path, all_names: list[str]) -> dict[str, Any]:
+    def _loaded(self, start: Path, of_all: list[Adapter]) -> dict[str, Any]:
         """Give the model the adapters of a checkpoint, and return this rank's other states of
         it."""
-        place = self._ranks.rank, self._ranks.world
         try:
-            states = states_of_split(start, self._model, *place, all_names)
+            states = states_of_split(start, self._model, self._ranks, of_all)
             adapters = load_file(start / ADAPTERS)
             if self._ranks.pp > 1:
-                own = {name.replace(".default", "") for name in trained_names(self._model)}
+                own = {each.name.replace(".default", "") for each in adapters_of(self._model)}
                 adapters = {name: each for name, each in adapters.items() if name in own}
             found: Any = peft.set_peft_model_state_dict(
                 self._model, adapters, adapter_name="default"
@@ -359,7 +358,7 @@ class Run:
             if self._ranks.is_first:
                 trainer.state.save_to_json(str(folder / TRAINER_STATE))
 
-        names = None if self._ranks.pp == 1 else trained_names(self._model)
+        names = None if self.staged is None else names_in(trainer.optimizer, self._model)
         own = partial(write_own, trainer.optimizer, trainer.lr_scheduler, names)
         self._folder.save(trainer.state.global_step, write_into, own)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from moesaic.errors import InputError
 from moesaic.resuming import COMPLETE, DamagedError, sealed_sums
 from moesaic.storage.nested import read_nested, write_nested
+from moesaic.train.ranks import Ranks
 from moesaic.transformers.lora import factor_part, whole_factor
 
 PATTERN = "states-*-of-*.safetensors"
@@ -62,48 +64,92 @@ def read_states(path: Path) -> dict[str, Any]:
     return states
 
 
-def trained_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's adapters, as an optimizer counts them."""
-    return [name for name, each in model.named_parameters() if each.requires_grad]
+@dataclass(frozen=True)
+class Adapter:
+    """A trained parameter of a model."""
+
+    name: str
+    """Its name."""
+    is_of_experts: bool
+    """Whether ranks that share experts have parts of it."""
+
+
+def adapters_of(model: nn.Module) -> list[Adapter]:
+    """Return the trained parameters of a model, or of a stage, in its order."""
+    return [
+        Adapter(name, hasattr(model.get_submodule(name.rsplit(".", 3)[0]), "parameter_name"))
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    ]
+
+
+def names_in(optimizer: Any, model: nn.Module) -> list[str]:
+    """Return the names of an optimizer's parameters, as it counts them."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    return [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
 
 
 def states_of_split(
-    folder: Path, model: nn.Module, rank: int, world: int, all_names: Sequence[str]
+    folder: Path, model: nn.Module, ranks: Ranks, all_adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
-    """Return the states with which a rank goes on, whatever split of ranks wrote them.
+    """Return the states with which this rank goes on, whatever split of ranks wrote them: those
+    that it wrote itself, or the optimizer's by name.
 
     Args:
         folder: the checkpoint.
         model: this rank's model with adapters.
-        rank: this rank.
-        world: the number of ranks.
-        all_names: names of the adapters of all stages.
+        ranks: the ranks.
+        all_adapters: the adapters of all stages.
 
     Raises:
         DamagedError: a file cannot be read, or lacks an adapter.
     """
-    own = trained_names(model)
+    own = [each.name for each in adapters_of(model)]
     saved = saved_ranks(sealed_sums(folder))
-    if saved == world:
-        states = read_states(folder / states_name(rank, world))
-        if states.pop(NAMES, all_names) == own:
+    unnamed = _as_counted(all_adapters, saved)
+    if saved == ranks.world:
+        states = read_states(folder / states_name(ranks.rank, saved))
+        if sorted(states.pop(NAMES, unnamed)) == sorted(own):
             return states
     parts: dict[str, list[dict[str, Any]]] = {name: [] for name in own}
     for other in range(saved):
         states = read_states(folder / states_name(other, saved))
         kept = states["optimizer"]["state"]
-        for number, name in enumerate(states.pop(NAMES, all_names)):
+        for number, name in enumerate(states.pop(NAMES, unnamed)):
             if name in parts and number in kept:
                 parts[name].append(kept[number])
-        if other == rank % saved:
+        if other == ranks.rank % saved:
             result = states
     lost = [name for name, found in parts.items() if not found]
     if lost:
         raise DamagedError(f"no states-*.safetensors has {lost[0]}")
-    group = {**result["optimizer"]["param_groups"][0], "params": list(range(len(own)))}
-    others = result["optimizer"]["param_groups"][1:]
-    state = {number: _joined(model, name, parts[name]) for number, name in enumerate(own)}
-    return result | {"optimizer": {"state": state, "param_groups": [group, *others]}}
+    options = result["optimizer"]["param_groups"][0]
+    named = {name: _joined(model, name, found) for name, found in parts.items()}
+    return result | {"optimizer": {"named": named, "options": options}}
+
+
+def numbered(states: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[str, Any]:
+    """Return an optimizer's states as `load_state_dict` takes them, from those of
+    `states_of_split`."""
+    if "named" not in states:
+        return states
+    own = optimizer.state_dict()
+    options = {name: each for name, each in states["options"].items() if name != "params"}
+    return {
+        "state": {
+            number: states["named"][name] for number, name in enumerate(names_in(optimizer, model))
+        },
+        "param_groups": [group | options for group in own["param_groups"]],
+    }
+
+
+def _as_counted(adapters: Sequence[Adapter], ranks: int) -> list[str]:
+    """Return the names of a model's adapters as the optimizer of a run without stages counts them:
+    on several ranks, those of experts apart from the others."""
+    if ranks == 1:
+        return [each.name for each in adapters]
+    kinds = dict.fromkeys(each.is_of_experts for each in adapters)
+    return [each.name for kind in kinds for each in adapters if each.is_of_experts == kind]
 
 
 def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from moesaic.errors import TrainingError
-from moesaic.finetune.states import NAMES, write_states
+from moesaic.finetune.states import NAMES, numbered, write_states
 from moesaic.train.progress import TrainingProgress
 from moesaic.train.ranks import Ranks
 
@@ -74,6 +74,7 @@ class Keep(transformers.TrainerCallback):
         args: Any,
         state: Any,
         control: Any,
+        model: Any = None,
         optimizer: Any = None,
         lr_scheduler: Any = None,
         **_: Any,
@@ -83,6 +84,7 @@ class Keep(transformers.TrainerCallback):
             return
         kept = self._states
         self._states = None
+        kept["optimizer"] = numbered(kept["optimizer"], optimizer, model)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for number, values in kept["optimizer"]["state"].items():
             parameter = parameters[number]
