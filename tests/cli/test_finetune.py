@@ -367,12 +367,8 @@ def test_a_run_is_resumed_with_its_own_options_only(place, finished, capsys):
         *FLAGS,
         "--resume",
     ]
-    for flags, line in (
-        (["--rank", "4"], "has --rank 16: give the same"),
-        ([], "has --ranks 2: give the same"),
-    ):
-        assert main(["finetune", *words, *flags]) == 2
-        assert line in capsys.readouterr().err
+    assert main(["finetune", *words, "--rank", "4"]) == 2
+    assert "has --rank 16: give the same" in capsys.readouterr().err
 
 
 def test_data_may_be_lines_of_json_with_texts_or_messages(tmp_path):
@@ -429,8 +425,8 @@ def test_a_merged_model_that_computes_something_else_is_not_kept(
 ):
     right = merge._merged
 
-    def wrong(module: Any, name: str, tensor: Any, wrapper: Any, dtype: Any) -> Any:
-        return right(module, name, tensor, None if name == "down_proj" else wrapper, dtype)
+    def wrong(module: Any, name: str, tensor: Any, wrapper: Any, *others: Any) -> Any:
+        return right(module, name, tensor, None if name == "down_proj" else wrapper, *others)
 
     monkeypatch.setattr(merge, "_merged", wrong)
     words = [

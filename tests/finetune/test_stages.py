@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,11 @@ pytest.importorskip("peft", reason="pip install peft")
 import torch
 from finetuned import FLAGS, RESULT, finetune, write_model, write_text
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from forked import Forked
-from moesaic.errors import InputError
-from moesaic.finetune.stages import StageCut, require_stages
 
 IMPORTS = ("transformers", "moesaic.finetune.recipe")
-MERGING = ("--merge",)
+METHOD = ("--method", "qlora", "--micro-batch", "2", "--batch", "8")
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +27,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stages")
     write_model(path / "model", num_hidden_layers=3)
     write_text(path / "text.txt")
-    assert finetune(path, path / "one", "--merge", "--method", "qlora") == 0
+    assert finetune(path, path / "one", "--merge", *METHOD) == 0
     return path
 
 
 def started(place: Path, out: str, ranks: int, *flags: str) -> Forked:
     words = [str(place / "model"), str(place / "text.txt"), "--out", str(place / out)]
-    words += [*FLAGS, "--method", "qlora", "--ranks", str(ranks)]
+    words += [*FLAGS, *METHOD, "--ranks", str(ranks)]
     return Forked(["-m", "moesaic", "finetune", *words, *flags], {}, IMPORTS)
 
 
@@ -54,7 +50,7 @@ def logged(out: Path, name: str = "loss") -> list[float]:
     return [entry[name] for entry in state["log_history"] if name in entry]
 
 
-def require_equal(one: Path, other: Path, tolerance: float = 1e-5) -> None:
+def require_equal(one: Path, other: Path, tolerance: float = 1e-4) -> None:
     """Compare losses, norms of gradients, adapters and merged models of two runs."""
     for name in ("loss", "grad_norm"):
         assert logged(other, name) == pytest.approx(logged(one, name), abs=1e-6)
@@ -73,7 +69,7 @@ def test_two_stages_train_and_merge_like_one_process_and_go_on_as_another_split(
     shutil.copytree(place / "two", place / "again")
     shutil.rmtree(place / "again" / "checkpoint-4")
     shutil.rmtree(place / "again" / "merged")
-    assert finetune(place, place / "again", "--merge", "--method", "qlora", "--resume") == 0
+    assert finetune(place, place / "again", "--merge", *METHOD, "--resume") == 0
     require_equal(place / "one", place / "again")
 
 
@@ -86,3 +82,11 @@ def test_four_ranks_share_experts_in_stages_and_go_on_as_another_split(place):
     shutil.rmtree(place / "spread" / "merged")
     on_ranks(place, "spread", 2, "--resume", "--merge")
     require_equal(place / "one", place / "spread")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_halves_of_a_micro_batch_in_flight_train_the_same(place, stages):
+    out = f"flying {stages}"
+    flags = ("--pp", str(stages), "--micro-batches-in-flight", "2", "--merge")
+    on_ranks(place, out, 2 * stages, *flags)
+    require_equal(place / "one", place / out)

@@ -76,7 +76,6 @@ def require_model(options: FinetuneOptions, world: int) -> None:
                 "stages"
             )
         require_stages(model, options.pp, options.model)
-        return
     _require_memory(options, world, folder)
 
 
@@ -95,6 +94,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
         memory = psutil.virtual_memory().available / world
 
     def predicted(length: int, ranks: int) -> FinetunePrediction:
+        at_once = max(ranks // options.pp, 1) * options.micro_batch
         return predict_finetune(
             shape,
             ranks=ranks,
@@ -104,6 +104,8 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
             method=options.method,
             rank=options.rank,
             logits=LOSS_TOKENS,
+            projections=4,
+            stages=(options.pp, max(options.batch // at_once, 1)),
         )
 
     found = predicted(options.length, world)

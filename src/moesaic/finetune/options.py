@@ -20,6 +20,7 @@ FREE = (
     "out",
     "ranks",
     "pp",
+    "micro_batches_in_flight",
     "save_every",
     "merge",
     "logits",
@@ -64,6 +65,8 @@ class FinetuneOptions:
     """Sequences of an optimizer step, over all ranks."""
     micro_batch: int = 1
     """Sequences that a rank processes at a time."""
+    micro_batches_in_flight: Literal[1, 2] = 1
+    """With 2, a micro-batch's two halves: one computes while the messages of the other travel."""
     epochs: int = 1
     """Passes over DATA."""
     steps: int | None = None
@@ -103,6 +106,11 @@ class FinetuneOptions:
         for name in ("ranks", "steps"):
             if (getattr(self, name) or 1) < 1:
                 raise InputError(f"--{name} {getattr(self, name)}: must be at least 1")
+        if self.micro_batches_in_flight == 2 and self.micro_batch % 2:
+            raise InputError(
+                f"--micro-batches-in-flight 2 halves micro-batches, and --micro-batch is "
+                f"{self.micro_batch}: choose an even one"
+            )
         if not 0 < self.learning_rate < 1:
             raise InputError(f"--learning-rate {self.learning_rate}: must be between 0 and 1")
 

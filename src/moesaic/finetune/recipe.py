@@ -43,7 +43,7 @@ from moesaic.finetune.staged import StagedModel, StagedTrainer
 from moesaic.finetune.stages import StageCut, alone, ranks_in_stages
 from moesaic.finetune.states import Adapter, adapters_of, names_in, states_of_split
 from moesaic.finetune.targets import Targets
-from moesaic.finetune.trainer import AdapterTrainer, Keep, Show, write_own
+from moesaic.finetune.trainer import AdapterTrainer, FlyingTrainer, Keep, Show, write_own
 from moesaic.program.plan import Plan
 from moesaic.resuming import DamagedError
 from moesaic.train.launch import stop_requests
@@ -231,7 +231,14 @@ class Run:
         if ranks.pp > 1:
             tokens = options.micro_batch, options.length
             base = model.get_base_model()
-            self.staged = StagedModel(base, ranks, tokens, self._accumulation, device)
+            self.staged = StagedModel(
+                base,
+                ranks,
+                tokens,
+                count=self._accumulation,
+                device=device,
+                flies=options.micro_batches_in_flight == 2,
+            )
 
     def train(self, rows: Tensor, start: Path | None) -> bool:
         """Train, from a checkpoint if one is given. Return whether the last step was taken; False
@@ -253,8 +260,11 @@ class Run:
                 states = self._loaded(start, [*chain(*adapters)])
         steps = options.steps or options.epochs * len(rows) // options.batch
         done = 0 if start is None else CHECKPOINTS.step_of(start)
-        loss = partial(_loss, self._model) if self.staged is None else self.staged.loss
-        self._restore = loss_in_parts(self._model, rows[:1, :64].to(self._device), loss)
+        self._restore = loss_in_parts(
+            self._model,
+            rows[:1, :64].to(self._device),
+            loss_of=None if self.staged is None else self.staged.loss,
+        )
         if done >= steps:
             return True
         with (
@@ -262,7 +272,7 @@ class Run:
             stop_requests() as asked,
         ):
             keep = Keep(states, asked, self._ranks)
-            trainer = (AdapterTrainer if self.staged is None else StagedTrainer)(
+            trainer = self._trainer_class()(
                 model=self._model,
                 args=self._arguments(),
                 train_dataset=[{"input_ids": row, "labels": row} for row in rows],
@@ -318,6 +328,11 @@ class Run:
             )
         return states
 
+    def _trainer_class(self) -> type[AdapterTrainer]:
+        if self.staged is not None:
+            return StagedTrainer
+        return AdapterTrainer if self._options.micro_batches_in_flight == 1 else FlyingTrainer
+
     @property
     def _accumulation(self) -> int:
         """Micro-batches of a step on this rank."""
@@ -361,8 +376,3 @@ class Run:
         names = None if self.staged is None else names_in(trainer.optimizer, self._model)
         own = partial(write_own, trainer.optimizer, trainer.lr_scheduler, names)
         self._folder.save(trainer.state.global_step, write_into, own)
-
-
-def _loss(model: Any, ids: Tensor) -> float:
-    """Return the loss of sequences, (sequences, length)."""
-    return float(model(input_ids=ids, labels=ids, use_cache=False).loss)

@@ -20,6 +20,7 @@ from moesaic.finetune.trainer import AdapterTrainer
 from moesaic.parallel import clip, gradient_norm
 from moesaic.train.ranks import Ranks
 from moesaic.train.schedule import Route, as_parts_raise
+from moesaic.transformers.in_flight import both
 
 
 class StagedModel:
@@ -32,15 +33,23 @@ class StagedModel:
         tokens: sequences of a micro-batch, and their length.
         count: micro-batches of a step.
         device: of the stage.
+        flies: whether a stage computes a micro-batch's halves in flight.
     """
 
     def __init__(
-        self, base: Any, ranks: Ranks, tokens: tuple[int, int], count: int, device: str
+        self,
+        base: Any,
+        ranks: Ranks,
+        tokens: tuple[int, int],
+        *,
+        count: int,
+        device: str,
+        flies: bool = False,
     ) -> None:
         assert ranks.stages is not None
         self._base = base
         self._ranks = ranks
-        self._part = _Part(base, reads_tokens=ranks.stage == 0)
+        self._part = _Part(base, reads_tokens=ranks.stage == 0, flies=flies)
         self._is_last = ranks.stage == ranks.pp - 1
         self._targets = count * tokens[0] * (tokens[1] - 1)
         self._zero = torch.zeros((), device=device)
@@ -129,13 +138,19 @@ class StagedModel:
 class _Part(nn.Module):
     """A stage as torch's schedules call it."""
 
-    def __init__(self, base: Any, *, reads_tokens: bool) -> None:
+    def __init__(self, base: Any, *, reads_tokens: bool, flies: bool) -> None:
         super().__init__()
+        self._flies = flies
         self._name = "input_ids" if reads_tokens else "inputs_embeds"
         self.base = base
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits, or what the next stage gets, (sequences, length, width)."""
+        if self._flies and torch.is_grad_enabled():
+            return torch.cat(both(self._run, x.chunk(2)))
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
         found: Tensor = self.base(**{self._name: x}, use_cache=False).logits
         return found
 

@@ -16,6 +16,7 @@ from moesaic.errors import TrainingError
 from moesaic.finetune.states import NAMES, numbered, write_states
 from moesaic.train.progress import TrainingProgress
 from moesaic.train.ranks import Ranks
+from moesaic.transformers.in_flight import InFlight
 
 
 class AdapterTrainer(transformers.Trainer):
@@ -29,6 +30,10 @@ class AdapterTrainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Do nothing: the adapters are loaded already."""
+
+
+class FlyingTrainer(InFlight, AdapterTrainer):
+    """The same with a micro-batch's halves in flight."""
 
 
 def write_own(optimizer: Any, schedule: Any, names: list[str] | None, path: Path) -> None:
