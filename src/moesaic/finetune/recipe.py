@@ -40,7 +40,7 @@ from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.merge import write_merged
 from moesaic.finetune.options import MERGED, FinetuneOptions, require_data
 from moesaic.finetune.staged import StagedModel, StagedTrainer
-from moesaic.finetune.stages import StageCut, alone, ranks_in_stages
+from moesaic.finetune.stages import StageCut, load_stage, ranks_in_stages
 from moesaic.finetune.states import Adapter, adapters_of, names_in, states_of_split
 from moesaic.finetune.targets import Targets
 from moesaic.finetune.trainer import AdapterTrainer, FlyingTrainer, Keep, Show, write_own
@@ -164,8 +164,7 @@ def adapted(
     if cut is None:
         return adapt(load_model(source, **loading(options, ranks.world, device)), options)
     of_stage = loading(options, ranks.world // ranks.pp, device)
-    of_stage.setdefault("distributed_config", alone())
-    base = load_model(source, class_of=cut.class_of, **of_stage)
+    base = load_stage(source, cut, **of_stage)
     whole = Architecture(read_config(source, None, LOADED)).model
     with cut.layers_on_meta(base, whole):
         return adapt(base, options, None if ranks.mesh is None else ranks.mesh.process_group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from moesaic.comm.mesh import DeviceType, Mesh
 from moesaic.comm.process_groups import keep_timeout
 from moesaic.errors import InputError
 from moesaic.train.ranks import Ranks
+from moesaic.weights.load import load_model
 
 
 class Absent(nn.Module):
@@ -123,9 +125,17 @@ def decoder_of(model: Any) -> Any:
     return getattr(model, model.base_model_prefix)
 
 
-def alone() -> DistributedConfig:
-    """Return the configuration of a stage of one rank."""
-    return DistributedConfig(fsdp_size=1)
+def load_stage(source: str | Path, cut: StageCut, **options: Any) -> Any:
+    """Return this rank's stage of a model, with its weights alone; all ranks call it together.
+
+    Args:
+        source: as for `load_model`.
+        cut: the stage.
+        options: as for `load_model`; `distributed_config` spreads experts over the ranks of a
+            stage, and only then may be given.
+    """
+    options.setdefault("distributed_config", DistributedConfig(fsdp_size=1))
+    return load_model(source, class_of=cut.class_of, **options)
 
 
 def require_stages(model: Any, count: int, name: str) -> None:
