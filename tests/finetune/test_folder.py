@@ -291,10 +291,12 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_command_reaches_its_ranks(place, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "stages"), [(signal.SIGTERM, "1"), (signal.SIGINT, "1"), (signal.SIGTERM, "2")]
+)
+def test_a_signal_to_the_command_reaches_its_ranks(place, tmp_path, kind, stages):
     words = [str(place / "model"), str(place / "text.txt"), "--out", str(tmp_path / "run"), *FLAGS]
-    words += ["--ranks", "2", "--steps", "400", "--save-every", "500"]
+    words += ["--ranks", "2", "--pp", stages, "--steps", "400", "--save-every", "500"]
     command = Forked(["-m", "moesaic", "finetune", *words], {}, IMPORTS)
     until = time.monotonic() + 400
     while "step 2, loss" not in command.said()[0]:

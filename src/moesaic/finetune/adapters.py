@@ -14,6 +14,8 @@ from torch import Tensor
 
 from moesaic.train.ranks import Ranks
 
+CPU = torch.device("cpu")
+
 
 def save_adapters(model: peft.PeftModel, ranks: Ranks, folder: Path) -> None:
     """Save the adapters of a model, or of all its stages; all ranks call it together."""
@@ -44,15 +46,15 @@ def on_first(own: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Iterator[tuple[
     sends = ranks.stage > 0 and ranks.rank % sharing == 0
     for name, tensor in own:
         if sends:
-            dist.send_object_list([(name, tensor.shape, tensor.dtype)], 0, device="cpu")
+            dist.send_object_list([(name, tensor.shape, tensor.dtype)], 0, device=CPU)
             dist.send(tensor.cpu().contiguous(), 0)
         yield name, tensor
     if sends:
-        dist.send_object_list([None], 0, device="cpu")
+        dist.send_object_list([None], 0, device=CPU)
     for stage in range(1, ranks.pp) if ranks.is_first else ():
         while True:
             said: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
-            dist.recv_object_list(said, stage * sharing, device="cpu")
+            dist.recv_object_list(said, stage * sharing, device=CPU)
             if said[0] is None:
                 break
             name, shape, dtype = said[0]

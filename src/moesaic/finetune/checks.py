@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from moesaic.comm.mesh import DeviceType
 from moesaic.errors import InputError
 from moesaic.finetune.options import FinetuneOptions
 from moesaic.finetune.stages import require_stages
@@ -124,7 +125,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
     )
 
 
-def device_of(options: FinetuneOptions) -> str:
+def device_of(options: FinetuneOptions) -> DeviceType:
     """Return the type of the device that ranks use.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -83,7 +83,7 @@ class StageCut:
         """Return a class of transformers whose `from_pretrained` loads this stage alone."""
         cut = self
 
-        class Stage(kind):  # type: ignore[misc]
+        class Stage(kind):
             @classmethod
             def prepare_distribute_model(
                 cls, distributed_config: Any, device_map: Any = None
@@ -155,7 +155,7 @@ def require_stages(model: Any, count: int, name: str) -> None:
 
 def _unlike_stages(model: Any) -> str | None:
     """Return why a model cannot be cut into stages, as a predicate; None if it can."""
-    decoder = getattr(model, model.base_model_prefix, None)
+    decoder: Any = getattr(model, model.base_model_prefix, None)
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return "has no list of layers"
