@@ -166,23 +166,20 @@ def stage_peak(folder: str, stages: int) -> int:
     return allocated.most
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.random)])
-def test_predicted_memory_of_each_stage_is_within_five_percent(tmp_path: Path, world: int) -> None:
+def test_predicted_memory_of_each_stage_is_within_five_percent(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**{**SIZES, **OURS})
     Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-    found = on_ranks(world, stage_peak, str(tmp_path), 2)
+    found = on_ranks(2, stage_peak, str(tmp_path), 2)
     shape = read_shape(json.loads((tmp_path / "config.json").read_text()), "", seq_len=LENGTH)
     job = FinetuneJob(
-        batch_size=world * TOKENS // LENGTH,
+        batch_size=2 * TOKENS // LENGTH,
         rank=RANK,
         logits=LOSS_TOKENS,
         projections=4,
         model=replace(shape, checkpoint_activations=True),
         data=DataShape(vocab_size=64),
     )
-    cluster = cluster_of(Machine(), Grid(world=world, ep=world))
+    cluster = cluster_of(Machine(), Grid(world=2, ep=2))
     for stage, parts in enumerate(stage_parts(job, cluster, 2, MICRO_BATCHES)):
-        of_stage = found[stage * world // 2 : (stage + 1) * world // 2]
-        mean = sum(of_stage) / len(of_stage)
-        assert sum(parts.values()) == pytest.approx(mean, rel=0.05), (stage, parts, found)
+        assert sum(parts.values()) == pytest.approx(found[stage], rel=0.05), (stage, parts, found)

@@ -16,7 +16,7 @@ from moesaic.errors import TrainingError
 from moesaic.finetune.states import NAMES, numbered, write_states
 from moesaic.train.progress import TrainingProgress
 from moesaic.train.ranks import Ranks
-from moesaic.transformers.in_flight import InFlight
+from moesaic.transformers.in_flight import both
 
 
 class AdapterTrainer(transformers.Trainer):
@@ -32,8 +32,27 @@ class AdapterTrainer(transformers.Trainer):
         """Do nothing: the adapters are loaded already."""
 
 
-class FlyingTrainer(InFlight, AdapterTrainer):
-    """The same with a micro-batch's halves in flight."""
+class FlyingTrainer(AdapterTrainer):
+    """The same with a micro-batch's halves in flight, up to the hidden states: FSDP2 would take the
+    head's weight away after one half's loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return this rank's part of the mean loss of a step, times the number of ranks, (); or
+        what `Trainer` returns if outputs are asked for."""
+        if return_outputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        ids = inputs["input_ids"].chunk(2)
+        hidden = torch.cat(both(lambda half: model(input_ids=half, use_cache=False).logits, ids))
+        base = model.get_base_model()
+        loss = base.loss_function(
+            logits=hidden,
+            labels=inputs["labels"],
+            vocab_size=base.config.get_text_config().vocab_size,
+            num_items_in_batch=num_items_in_batch,
+        )
+        return loss * self.accelerator.num_processes
 
 
 def write_own(optimizer: Any, schedule: Any, names: list[str] | None, path: Path) -> None:
