@@ -332,9 +332,13 @@ class FinetuneFolder:
 
     def _checked(self, path: Path) -> Path:
         """Return a checkpoint if all its files match their checksums; DamagedError if not."""
-        world = saved_ranks(sealed_sums(path))
-        of_ranks = (states_name(rank, world) for rank in range(world))
-        names = [ADAPTERS, TRAINER_STATE, RUN, *of_ranks]
+        number_of_ranks = saved_ranks(sealed_sums(path))
+        names = [
+            ADAPTERS,
+            TRAINER_STATE,
+            RUN,
+            *(states_name(rank, number_of_ranks) for rank in range(number_of_ranks)),
+        ]
         sums = sealed_sums(path, names)
         if strange := [name for name in sums if not CHECKPOINTS.is_own(name)]:
             raise DamagedError(f"{COMPLETE} lists {strange[0]!r:.100}, which no checkpoint has")

@@ -31,7 +31,18 @@ FREE = (
 """Options that may differ when a run is resumed. `ranks` is compared by the number of ranks
 themselves, `model` and `data` by their contents."""
 
-AT_LEAST_ONE = ("pp", "rank", "alpha", "length", "batch", "micro_batch", "epochs", "save_every")
+AT_LEAST_ONE = (
+    "ranks",
+    "pp",
+    "rank",
+    "alpha",
+    "length",
+    "batch",
+    "micro_batch",
+    "epochs",
+    "steps",
+    "save_every",
+)
 """Options that are numbers of something."""
 
 
@@ -99,13 +110,9 @@ class FinetuneOptions:
 
     def __post_init__(self) -> None:
         for name in AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1"
-                )
-        for name in ("ranks", "steps"):
-            if (getattr(self, name) or 1) < 1:
-                raise InputError(f"--{name} {getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.micro_batches_in_flight == 2 and self.micro_batch % 2:
             raise InputError(
                 f"--micro-batches-in-flight 2 halves micro-batches, and --micro-batch is "

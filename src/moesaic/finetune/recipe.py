@@ -87,7 +87,8 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
     """
     require(options, world)
     device = device_of(options)
-    ranks, cut = Ranks.of_world(), None
+    ranks = Ranks.of_world()
+    cut = None
     if options.pp > 1:
         ranks, cut = ranks_in_stages(options.pp, device)
     transformers.logging.set_verbosity_error()
@@ -279,7 +280,8 @@ class Run:
             )
             trainer.save_as = self._save
             if self.staged is not None and isinstance(trainer, StagedTrainer):
-                trainer.staged, trainer.ranks = self.staged, self._ranks
+                trainer.staged = self.staged
+                trainer.ranks = self._ranks
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
             step = trainer.state.global_step

@@ -111,7 +111,8 @@ class StageCut:
             model: the stage.
             whole: the model on the meta device, which is not used any more.
         """
-        layers, others = decoder_of(model).layers, decoder_of(whole).layers
+        layers = decoder_of(model).layers
+        others = decoder_of(whole).layers
         absent = {number: each for number, each in enumerate(layers) if isinstance(each, Absent)}
         for number in absent:
             layers[number] = others[number]

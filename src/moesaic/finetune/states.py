@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ def saved_ranks(names: Iterable[str]) -> int:
     Raises:
         DamagedError: it has no states, or those of several runs.
     """
-    matches = (re.fullmatch(r"states-[0-9]+-of-([0-9]{1,6})\.safetensors", each) for each in names)
-    found = {int(match[1]) for match in matches if match is not None}
+    found = set()
+    for each in names:
+        match = re.fullmatch(r"states-[0-9]+-of-([0-9]{1,6})\.safetensors", each)
+        if match is not None:
+            found.add(int(match[1]))
     if len(found) != 1:
         raise DamagedError(f"{COMPLETE} lists the states of {len(found)} runs")
     return found.pop()
@@ -76,17 +80,24 @@ class Adapter:
 
 def adapters_of(model: nn.Module) -> list[Adapter]:
     """Return the trained parameters of a model, or of a stage, in its order."""
-    return [
-        Adapter(name, hasattr(model.get_submodule(name.rsplit(".", 3)[0]), "parameter_name"))
-        for name, each in model.named_parameters()
-        if each.requires_grad
-    ]
+    found = []
+    for name, each in model.named_parameters():
+        if each.requires_grad:
+            path = name.rsplit(".", 3)[0]
+            wrapper = model.get_submodule(path)
+            adapter = Adapter(name, hasattr(wrapper, "parameter_name"))
+            found.append(adapter)
+    return found
 
 
 def names_in(optimizer: Any, model: nn.Module) -> list[str]:
     """Return the names of an optimizer's parameters, as it counts them."""
     names = {id(each): name for name, each in model.named_parameters()}
-    return [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
+    found = []
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            found.append(names[id(each)])
+    return found
 
 
 def states_of_split(
@@ -120,11 +131,12 @@ def states_of_split(
                 parts[name].append(kept[number])
         if other == ranks.rank % saved:
             result = states
-    lost = [name for name, found in parts.items() if not found]
-    if lost:
-        raise DamagedError(f"no states-*.safetensors has {lost[0]}")
+    named = {}
+    for name, found in parts.items():
+        if not found:
+            raise DamagedError(f"no states-*.safetensors has {name}")
+        named[name] = _joined(model, name, found)
     options = result["optimizer"]["param_groups"][0]
-    named = {name: _joined(model, name, found) for name, found in parts.items()}
     return result | {"optimizer": {"named": named, "options": options}}
 
 
@@ -134,13 +146,13 @@ def numbered(states: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[s
     if "named" not in states:
         return states
     own = optimizer.state_dict()
-    options = {name: each for name, each in states["options"].items() if name != "params"}
-    return {
-        "state": {
-            number: states["named"][name] for number, name in enumerate(names_in(optimizer, model))
-        },
-        "param_groups": [group | options for group in own["param_groups"]],
-    }
+    options = dict(states["options"])
+    del options["params"]
+    groups = [group | options for group in own["param_groups"]]
+    found = {}
+    for number, name in enumerate(names_in(optimizer, model)):
+        found[number] = states["named"][name]
+    return {"state": found, "param_groups": groups}
 
 
 def _as_counted(adapters: Sequence[Adapter], ranks: int) -> list[str]:
@@ -148,8 +160,11 @@ def _as_counted(adapters: Sequence[Adapter], ranks: int) -> list[str]:
     on several ranks, those of experts apart from the others."""
     if ranks == 1:
         return [each.name for each in adapters]
-    kinds = dict.fromkeys(each.is_of_experts for each in adapters)
-    return [each.name for kind in kinds for each in adapters if each.is_of_experts == kind]
+    kinds: dict[bool, list[str]] = {}
+    for each in adapters:
+        of_kind = kinds.setdefault(each.is_of_experts, [])
+        of_kind.append(each.name)
+    return [*chain(*kinds.values())]
 
 
 def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -159,9 +174,11 @@ def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[st
     parameter = model.get_parameter(name)
     if not hasattr(wrapper, "parameter_name"):  # whole on every rank
         return parts[0]
-    ranks, place = 1, 0
+    ranks = 1
+    place = 0
     if isinstance(parameter, DTensor):
-        ranks, place = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+        ranks = parameter.device_mesh.size()
+        place = parameter.device_mesh.get_local_rank()
     experts = wrapper.num_experts * ranks
 
     def own(values: list[Any]) -> Any:

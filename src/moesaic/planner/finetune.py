@@ -206,18 +206,14 @@ def predict_finetune(
         InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or
             the cluster.
     """
-    _check(
-        shape,
-        cluster,
-        {
-            "ranks": ranks,
-            "tokens": tokens,
-            "length": length,
-            "rank": rank,
-            "accumulation": accumulation,
-        },
-        stages[0],
-    )
+    sizes = {
+        "ranks": ranks,
+        "tokens": tokens,
+        "length": length,
+        "rank": rank,
+        "accumulation": accumulation,
+    }
+    _check(shape, cluster, sizes, stages[0])
     job = FinetuneJob(
         batch_size=ranks * tokens // length,
         accumulation=accumulation,
@@ -228,6 +224,21 @@ def predict_finetune(
         model=replace(shape, seq_len=length, checkpoint_activations=True),
         data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
     )
+    return _predicted(
+        job, cluster=cluster, memory_bytes=memory_bytes, codecs=codecs, stages=stages, ranks=ranks
+    )
+
+
+def _predicted(
+    job: FinetuneJob,
+    *,
+    ranks: int,
+    cluster: ClusterSpec | None,
+    memory_bytes: float | None,
+    codecs: tuple[Codec, ...],
+    stages: tuple[int, int],
+) -> FinetunePrediction:
+    """Return the memory that a fine-tune needs and, if the cluster is known, its speed."""
     per_node = None if cluster is None else cluster.devices_per_node
     grid = Grid(world=ranks, ep=ranks, ranks_per_node=per_node)
     machine = cluster or cluster_of(Machine(), grid)
@@ -397,7 +408,8 @@ def stage_parts(
     layout = _stages_layout(job, cluster.world, stages, count)
     sharing = layout.ep
     per_node = min(cluster.devices_per_node, sharing)
-    grid, simulator = Grid(world=sharing, ep=sharing, ranks_per_node=per_node), Simulator(cluster)
+    grid = Grid(world=sharing, ep=sharing, ranks_per_node=per_node)
+    simulator = Simulator(cluster)
     sequences = sharing * layout.micro_batch
     whole = replace(job, batch_size=sequences).step_model(cluster, sharing)
     activations = 2.0 * layout.micro_batch * job.model.seq_len * job.model.dim

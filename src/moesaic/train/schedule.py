@@ -86,7 +86,8 @@ class Route:
         Returns:
             what this rank's last part returns.
         """
-        sequences, number = len(x), self.stages * len(parts)
+        sequences = len(x)
+        number = self.stages * len(parts)
         for place, part in zip(range(self.stage, number, self.stages), parts):
             if place:
                 x = torch.empty(sequences, *self.sent, dtype=self.dtype, device=self.device)

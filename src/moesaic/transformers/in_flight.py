@@ -39,19 +39,23 @@ class InFlight:
 
 def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the two halves of a micro-batch, whose tensors have sequences as first dimension."""
-    rows = {len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()} or {0}
-    count = next(iter(rows))
-    if len(rows) > 1 or count < 2 or count % 2:
+    counts = []
+    for each in inputs.values():
+        if isinstance(each, Tensor) and each.dim():
+            counts.append(len(each))
+    count = max(counts, default=0)
+    if min(counts, default=0) != count or count < 2 or count % 2:
         raise InputError(
             f"two halves in flight: a micro-batch has {count} sequences: choose an even number"
         )
-    return [
-        {
-            name: each[part] if isinstance(each, Tensor) and each.dim() else each
-            for name, each in inputs.items()
-        }
-        for part in (slice(count // 2), slice(count // 2, None))
-    ]
+    found = []
+    for part in (slice(count // 2), slice(count // 2, None)):
+        half = {}
+        for name, each in inputs.items():
+            has_rows = isinstance(each, Tensor) and each.dim()
+            half[name] = each[part] if has_rows else each
+        found.append(half)
+    return found
 
 
 def both(compute: Any, parts: Sequence[Any]) -> list[Tensor]:
