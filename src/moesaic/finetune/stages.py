@@ -160,9 +160,9 @@ def _unlike_stages(model: Any) -> str | None:
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return "has no list of layers"
-    parts = {"embed_tokens": decoder, "norm": decoder}
-    if any(not isinstance(getattr(owner, part, None), nn.Module) for part, owner in parts.items()):
-        return "has no embedding before its layers, or no norm after them"
+    for part in ("embed_tokens", "norm"):
+        if not isinstance(getattr(decoder, part, None), nn.Module):
+            return "has no embedding before its layers, or no norm after them"
     known = {id(each) for each in (layers, decoder.embed_tokens, decoder.norm, decoder)}
     known.add(id(model.get_output_embeddings()))
     for owner in (model, decoder):

@@ -30,11 +30,13 @@ class InFlight:
         compute = super().compute_loss  # type: ignore[misc]
         if return_outputs or not model.training:
             return compute(model, inputs, return_outputs, num_items_in_batch)
-        is_mean = num_items_in_batch is None
         losses = both(
             lambda half: compute(model, half, num_items_in_batch=num_items_in_batch), halves(inputs)
         )
-        return torch.stack(losses).mean() if is_mean else torch.stack(losses).sum()
+        total = torch.stack(losses).sum()
+        if num_items_in_batch is None:
+            return total / len(losses)
+        return total
 
 
 def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
