@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from forked import Forked
 from moesaic.planner.cluster import read_cluster
@@ -73,7 +74,27 @@ def test_families_train() -> None:
 
 
 def test_every_script_is_run() -> None:
-    assert {path.stem for path in (EXAMPLES / "hf").glob("*.py")} == {*BY_TRL, *FAMILIES, "small"}
+    assert {path.stem for path in (EXAMPLES / "hf").glob("*.py")} == {
+        *BY_TRL,
+        *FAMILIES,
+        "small",
+        "stages",
+    }
+
+
+def test_a_script_of_at_most_60_lines_trains_stages_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    script = EXAMPLES / "hf" / "stages.py"
+    assert len(script.read_text().splitlines()) <= 60
+    words = ["--standalone", "--nproc-per-node", "2", str(script)]
+    command = Forked(["-m", "torch.distributed.run", *words], {}, ("peft", "transformers"))
+    out, err = command.communicate(timeout=300)
+    assert command.returncode == 0, err[-3000:]
+    found = [float(each) for each in re.findall(r"^loss ([\d.]+)$", out, re.MULTILINE)]
+    assert len(found) == 6
+    assert found[-1] < found[0] - 0.1
+    names = load_file(tmp_path / "runs" / "stages" / "adapter_model.safetensors")
+    assert {name.split(".layers.")[1][0] for name in names} == {"0", "1"}
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def write_model(folder: Path, **fields: Any) -> Path:
     """Write a small Qwen3-MoE with a tokenizer; return its folder."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        **SIZES, intermediate_size=64, moe_intermediate_size=64, num_experts=4, **fields
+        **(SIZES | fields), intermediate_size=64, moe_intermediate_size=64, num_experts=4
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     words_tokenizer().save_pretrained(folder)

@@ -22,7 +22,7 @@ from finetuned import FLAGS, RESULT, digest, finetune, write_model, write_text
 from safetensors.torch import load_file, save_file
 
 from forked import Forked
-from moesaic.finetune import recipe
+from moesaic.finetune import trainer
 from moesaic.finetune.folder import CHECKPOINTS
 from moesaic.resuming import COMPLETE
 from moesaic.train.run_folder import RunFolder
@@ -264,7 +264,7 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
         kind, signal.default_int_handler if kind == signal.SIGINT else signal.SIG_DFL
     )
     request.addfinalizer(lambda: signal.signal(kind, before))  # under nohup SIGHUP is ignored
-    show = recipe._Show.on_log
+    show = trainer.Show.on_log
 
     def interrupted(self: Any, args: Any, state: Any, *others: Any, **named: Any) -> None:
         show(self, args, state, *others, **named)
@@ -273,7 +273,7 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
 
     out = tmp_path / "run"
     with monkeypatch.context() as during:
-        during.setattr(recipe._Show, "on_log", interrupted)
+        during.setattr(trainer.Show, "on_log", interrupted)
         assert finetune(place, out, "--steps", "8", "--save-every", "100") == 0
     said, errors = capfd.readouterr()
     (line,) = [each for each in said.splitlines() if "stopped by" in each]
@@ -291,10 +291,12 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_command_reaches_its_ranks(place, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "stages"), [(signal.SIGTERM, "1"), (signal.SIGINT, "1"), (signal.SIGTERM, "2")]
+)
+def test_a_signal_to_the_command_reaches_its_ranks(place, tmp_path, kind, stages):
     words = [str(place / "model"), str(place / "text.txt"), "--out", str(tmp_path / "run"), *FLAGS]
-    words += ["--ranks", "2", "--steps", "400", "--save-every", "500"]
+    words += ["--ranks", "2", "--pp", stages, "--steps", "400", "--save-every", "500"]
     command = Forked(["-m", "moesaic", "finetune", *words], {}, IMPORTS)
     until = time.monotonic() + 400
     while "step 2, loss" not in command.said()[0]:

@@ -145,17 +145,21 @@ def supervised(models: Iterable[Any], out: str) -> list[list[float]]:
     return [losses(make(model=model)) for model in models]
 
 
-def train(folder: str, out: str) -> list[float]:
-    """Train with transformers' Trainer, with this rank's part of the experts, and return the
-    losses."""
+def train(folder: str, out: str, flies: bool = False) -> list[float]:
+    """Train with transformers' Trainer, with this rank's part of the experts, in one line more with
+    halves of micro-batches in flight, and return the losses."""
     from transformers import Trainer, TrainingArguments
+
+    class FlyingTrainer(moesaic.transformers.InFlight, Trainer):
+        pass
 
     as_launched()
     model = load(RankCase(folder, ep=dist.get_world_size()))
     options = TrainingArguments(
         **arguments(out, per_device_train_batch_size=4 // dist.get_world_size())
     )
-    return losses(Trainer(model=model, args=options, train_dataset=Sequences()))
+    kind = FlyingTrainer if flies else Trainer
+    return losses(kind(model=model, args=options, train_dataset=Sequences()))
 
 
 def clipped(folder: str, out: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,24 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import moesaic.transformers
 from allocated import Allocated
-from moesaic.planner.finetune import Method, predict_finetune
+from moesaic.balance.machine import Machine
+from moesaic.finetune.loss import loss_in_parts
+from moesaic.finetune.options import FinetuneOptions
+from moesaic.finetune.recipe import adapted
+from moesaic.finetune.staged import StagedModel
+from moesaic.finetune.stages import ranks_in_stages
+from moesaic.planner.finetune import LOSS_TOKENS, FinetuneJob, Method, predict_finetune, stage_parts
 from moesaic.planner.hub import read_shape
+from moesaic.planner.job import DataShape
+from moesaic.planner.policy_rates import cluster_of
+from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from worlds import on_ranks
 
 TOKENS = 1024
 LENGTH = 128
 RANK = 8
+MICRO_BATCHES = 6
 OURS = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -116,3 +127,59 @@ def test_predicted_memory_is_within_five_percent_of_the_peak(tmp_path: Path) -> 
             # Ranks get unequal numbers of rows; the prediction is of even routing.
             mean = sum(found[name] for found in of_ranks) / world
             assert predicted.bytes == pytest.approx(mean, rel=0.05), (world, name, mean)
+
+
+def stage_peak(folder: str, stages: int) -> int:
+    """Return the bytes at the peak of a step of this rank's stage, as `moesaic finetune` runs
+    it."""
+    from moesaic_lab.hf import as_launched
+
+    as_launched()
+    options = FinetuneOptions(
+        model=folder,
+        data="",
+        pp=stages,
+        rank=RANK,
+        length=LENGTH,
+        micro_batch=TOKENS // LENGTH,
+        device="cpu",
+    )
+    ranks, cut = ranks_in_stages(stages, "cpu")
+    with Allocated() as allocated:
+        model: Any = adapted(Path(folder), options, "cpu", ranks, cut)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        tokens = options.micro_batch, LENGTH
+        base = model.get_base_model()
+        staged = StagedModel(base, ranks, tokens, count=MICRO_BATCHES, device="cpu")
+        torch.manual_seed(2)  # the most uneven of several micro-batches would set the peak
+        ids = torch.randint(64, (options.micro_batch, LENGTH)).repeat(MICRO_BATCHES, 1)
+        loss_in_parts(model, ids[:1], loss_of=staged.loss)
+        optimizer = torch.optim.AdamW(
+            [each for each in model.train().parameters() if each.requires_grad]
+        )
+        staged.step(ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        allocated.most = allocated.now
+        staged.step(ids)
+    return allocated.most
+
+
+def test_predicted_memory_of_each_stage_is_within_five_percent(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**{**SIZES, **OURS})
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    found = on_ranks(2, stage_peak, str(tmp_path), 2)
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text()), "", seq_len=LENGTH)
+    job = FinetuneJob(
+        batch_size=2 * TOKENS // LENGTH,
+        rank=RANK,
+        logits=LOSS_TOKENS,
+        projections=4,
+        model=replace(shape, checkpoint_activations=True),
+        data=DataShape(vocab_size=64),
+    )
+    cluster = cluster_of(Machine(), Grid(world=2, ep=2))
+    for stage, parts in enumerate(stage_parts(job, cluster, 2, MICRO_BATCHES)):
+        assert sum(parts.values()) == pytest.approx(found[stage], rel=0.05), (stage, parts, found)

@@ -22,6 +22,8 @@ from transformers import (
 )
 
 import moesaic.transformers
+from moesaic.errors import InputError
+from moesaic.transformers.in_flight import halves
 from moesaic_lab.hf import batch
 from worlds import on_ranks
 
@@ -70,10 +72,16 @@ def test_the_trainer_learns_as_over_the_familys_own_loop(folder: str, tmp_path: 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_trainer_learns_alike_on_two_ranks(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flies", [False, True])
+def test_the_trainer_learns_alike_on_two_ranks(folder: str, tmp_path: Path, flies: bool) -> None:
     expected = losses_of_trainer(folder, "eager", tmp_path)
-    for found in on_ranks(2, train, folder, str(tmp_path)):
+    for found in on_ranks(2, train, folder, str(tmp_path), flies):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_odd_micro_batch_has_no_halves() -> None:
+    with pytest.raises(InputError, match="a micro-batch has 3 sequences: choose an even number"):
+        halves({"input_ids": torch.zeros(3, 4)})
 
 
 def test_the_trainer_clips_experts_on_two_ranks_like_all_else(folder: str, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ help most."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from moesaic.cli.output import folded
@@ -75,6 +77,7 @@ def print_finetune(
         "rank": rank,
         "accumulation": accumulation,
         "logits": LOSS_TOKENS,
+        "projections": 4,
     }
     found = predict_finetune(job.model, cluster=cluster, **sizes)
     if not any(split.fits for split in found.splits.values()):
@@ -87,6 +90,7 @@ def print_finetune(
             **asdict(found),
             "bytes": found.bytes,
             "fastest": found.fastest,
+            "command": _command(model, cluster, found, sizes),
             "changes": [*map(asdict, changes)],
         }
         print(json.dumps({"model": model, "cluster": cluster.name, **sizes, **data}, indent=2))
@@ -128,6 +132,7 @@ def _lines(
             f"{found.seconds:.2f}; busy: {busy}"
         )
         yield f"  plan: {plan_in_words(found.plan)}"
+    yield f"run: {_command(model, cluster, found, sizes)}"
     yield "what would change most, each predicted again:"
     for change in changes[:6]:
         needs = (
@@ -135,6 +140,34 @@ def _lines(
             f"spread{'' if change.fits else ', does not fit'}"
         )
         yield f"  {change.what}: {change.speedup:.2f} times the tokens/s; {needs}"
+
+
+def _command(
+    model: str, cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]
+) -> str:
+    """Return the command of the fastest split that fits, of those that `moesaic finetune` has."""
+    best = found.recommended
+    if best is None:
+        return "none of moesaic finetune's splits fits"
+    path = Path(model)
+    folder = path if path.is_dir() else path.parent if path.is_file() else "MODEL"
+    starts = "moesaic"
+    if cluster.nodes > 1:
+        starts = (
+            f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m moesaic"
+        )
+    flags = {
+        "ranks": sizes["ranks"] if cluster.nodes == 1 else None,
+        "pp": best.stages if best.stages != 1 else None,
+        "method": sizes["method"],
+        "rank": sizes["rank"],
+        "length": sizes["length"],
+        "micro-batch": sizes["tokens"] // sizes["length"],
+        "batch": sizes["ranks"] * sizes["accumulation"] * sizes["tokens"] // sizes["length"],
+    }
+    given = [f"--{name} {value}" for name, value in flags.items() if value is not None]
+    return " ".join([f"{starts} finetune {shlex.quote(str(folder))} DATA", *given])
 
 
 def _reserved(num_bytes: float) -> float:

@@ -8,8 +8,10 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from moesaic.comm.mesh import DeviceType
 from moesaic.errors import InputError
 from moesaic.finetune.options import FinetuneOptions
+from moesaic.finetune.stages import require_stages
 from moesaic.finetune.targets import Targets
 from moesaic.kernels import nf4
 from moesaic.planner.finetune import LOSS_TOKENS, FinetunePrediction, predict_finetune
@@ -27,10 +29,16 @@ def require_model(options: FinetuneOptions, world: int) -> None:
         InputError: the model cannot be read, has no experts, or does not fit the ranks or their
             memory.
     """
-    if options.batch % (world * options.micro_batch):
+    if world % options.pp:
         raise InputError(
-            f"--batch {options.batch} is no multiple of {world} ranks times --micro-batch "
-            f"{options.micro_batch}: choose one that is"
+            f"--pp {options.pp}: {options.pp} stages do not divide {world} ranks: choose a divisor"
+        )
+    sharing = world // options.pp
+    if options.batch % (sharing * options.micro_batch):
+        of_stage = " of a stage" if options.pp > 1 else ""
+        raise InputError(
+            f"--batch {options.batch} is no multiple of {sharing} ranks{of_stage} times "
+            f"--micro-batch {options.micro_batch}: choose one that is"
         )
     folder = source_folder(options.model, WORDS)
     if not (folder / CONFIG).exists():
@@ -47,9 +55,9 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             "choose an MoE model"
         )
     number = next(iter(experts.values())).num_experts
-    if number % world:
+    if number % sharing:
         raise InputError(
-            f"{options.model}: {world} ranks do not divide its {number} experts: choose "
+            f"{options.model}: {sharing} ranks do not divide its {number} experts: choose "
             "--ranks that divide them"
         )
     for module in experts.values() if options.method != "lora" else ():
@@ -61,6 +69,14 @@ def require_model(options: FinetuneOptions, world: int) -> None:
                     f"{options.model}: {name} reads {width} inputs, no multiple of "
                     f"{nf4.BLOCK} as NF4 needs: give --method lora"
                 )
+    if options.pp > 1:
+        layers = config.get_text_config().num_hidden_layers
+        if layers < options.pp:
+            raise InputError(
+                f"--pp {options.pp}: {options.model} has {layers} layers: choose at most as many "
+                "stages"
+            )
+        require_stages(model, options.pp, options.model)
     _require_memory(options, world, folder)
 
 
@@ -79,6 +95,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
         memory = psutil.virtual_memory().available / world
 
     def predicted(length: int, ranks: int) -> FinetunePrediction:
+        at_once = max(ranks // options.pp, 1) * options.micro_batch
         return predict_finetune(
             shape,
             ranks=ranks,
@@ -88,6 +105,8 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
             method=options.method,
             rank=options.rank,
             logits=LOSS_TOKENS,
+            projections=4,
+            stages=(options.pp, max(options.batch // at_once, 1)),
         )
 
     found = predicted(options.length, world)
@@ -106,7 +125,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
     )
 
 
-def device_of(options: FinetuneOptions) -> str:
+def device_of(options: FinetuneOptions) -> DeviceType:
     """Return the type of the device that ranks use.
 
     Raises:

@@ -38,7 +38,7 @@ from moesaic.files import (
     write,
 )
 from moesaic.finetune.options import MERGED, RUN, FinetuneOptions
-from moesaic.finetune.states import PATTERN, states_name
+from moesaic.finetune.states import PATTERN, saved_ranks, states_name
 from moesaic.resuming import COMPLETE, Checkpoints, DamagedError, checksum, flush, seal, sealed_sums
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import LOCK, RunFolder, unwritable
@@ -149,7 +149,7 @@ def read_run(options: FinetuneOptions, world: int) -> dict[str, Any]:
             f"--resume: {folder / RUN} is missing or damaged: start anew without --resume"
         )
     for name, value in kept.items():
-        if found[name] != value:
+        if name != "ranks" and found[name] != value:
             flag = f"--{name.replace('_', '-')} {found[name]}"
             raise InputError(
                 f"--resume: the run in {folder} has {flag}: give the same, or start in "
@@ -334,11 +334,12 @@ class FinetuneFolder:
 
     def _checked(self, path: Path) -> Path:
         """Return a checkpoint if all its files match their checksums; DamagedError if not."""
+        number_of_ranks = saved_ranks(sealed_sums(path))
         names = [
             ADAPTERS,
             TRAINER_STATE,
             RUN,
-            *(states_name(rank, self._ranks.world) for rank in range(self._ranks.world)),
+            *(states_name(rank, number_of_ranks) for rank in range(number_of_ranks)),
         ]
         sums = sealed_sums(path, names)
         if strange := [name for name in sums if not CHECKPOINTS.is_own(name)]:

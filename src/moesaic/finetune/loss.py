@@ -17,7 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from moesaic.planner.finetune import LOSS_TOKENS
 
 
-def loss_in_parts(model: Any, ids: Tensor, tokens: int = LOSS_TOKENS) -> Callable[[], None] | None:
+def loss_in_parts(
+    model: Any,
+    ids: Tensor,
+    tokens: int = LOSS_TOKENS,
+    loss_of: Callable[[Tensor], float] | None = None,
+) -> Callable[[], None] | None:
     """Make a causal language model of transformers compute its loss in parts; its logits are hidden
     states from then on.
 
@@ -26,6 +31,7 @@ def loss_in_parts(model: Any, ids: Tensor, tokens: int = LOSS_TOKENS) -> Callabl
     Args:
         model: the model, under PEFT or not; all ranks call it together.
         ids: (1, length) a sequence to try it with, the same on all ranks.
+        loss_of: computes the loss of sequences, all ranks together; None if `model` does.
 
     Returns:
         what makes the model compute logits again; None if it is left as it is.
@@ -53,6 +59,8 @@ def loss_in_parts(model: Any, ids: Tensor, tokens: int = LOSS_TOKENS) -> Callabl
 
     def tried() -> float:
         with torch.no_grad():
+            if loss_of is not None:
+                return loss_of(ids)
             return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
 
     def restore() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from moesaic.errors import InputError
 from moesaic.files import write
+from moesaic.finetune.adapters import on_first
+from moesaic.train.ranks import Ranks
 from moesaic.transformers.lora import added, groups_name, is_four_bit, local_part, scales_name
 from moesaic.transformers.nf4 import dequantized
 from moesaic.weights.checkpoint import open_checkpoint
@@ -46,6 +48,8 @@ def write_merged(
     tokenizer: Any,
     *,
     compares: bool | None = None,
+    ranks: Ranks | None = None,
+    logits_of: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Write the merged model into a new folder, and compare it with the adapted one; all ranks call
     it together.
@@ -56,17 +60,23 @@ def write_merged(
             untied if the loaded one is.
         folder: must not exist, or be empty.
         compares: whether to compare logits; None to do so for models of at most 2 GiB.
+        ranks: the ranks; None for those of the world, without stages.
+        logits_of: computes the logits of tokens, (1, tokens), which the first rank gets; None for
+            those that `model` returns.
 
     Raises:
         InputError: a tensor of the model has no place in the output, or the merged model computes
             something else. Nothing of the output stays.
     """
-    architecture = _architecture(model.get_base_model(), Path(source), dtype)
-    _require_places(model.get_base_model(), architecture)
+    ranks = ranks or Ranks.of_world()
+    base = model.get_base_model()
+    architecture = _architecture(base, Path(source), dtype, ranks)
+    own = _own_places(base, architecture, ranks)
     size = sum(math.prod(shape) for shape in architecture.shapes.values()) * dtype.itemsize
-    adapted = _logits(model) if compares_logits(size, compares) else None
-    weights = _weights(model, architecture, dtype)
-    if dist.is_initialized() and dist.get_rank():
+    adapted = _logits(model, logits_of) if compares_logits(size, compares) else None
+    group = None if ranks.mesh is None else ranks.mesh.process_group
+    weights = on_first(_weights(model, own, dtype, group), ranks)
+    if not ranks.is_first:
         for _ in weights:
             pass
         return
@@ -80,27 +90,29 @@ def write_merged(
         _require_same(folder, architecture, adapted, dtype)
 
 
-def _architecture(base: Any, source: Path, dtype: torch.dtype) -> Architecture:
+def _architecture(base: Any, source: Path, dtype: torch.dtype, ranks: Ranks) -> Architecture:
     """Return what the output holds: the source's model, untied if a weight differs from the one
     that it is tied to."""
     config = read_config(source, None, LOADED)
     config.dtype = dtype
     architecture = Architecture(config)
     pairs = [
-        (_parameter(base, name), _parameter(base, twin)) for name, twin in architecture.tied.items()
+        (one, other)
+        for name, twin in architecture.tied.items()
+        if (one := _parameter(base, name)) is not None
+        and (other := _parameter(base, twin)) is not None
     ]
-    if all(one is other or torch.equal(_whole(one), _whole(other)) for one, other in pairs):
-        return architecture
-    return architecture.untied()
+    same = all(one is other or torch.equal(_whole(one), _whole(other)) for one, other in pairs)
+    return architecture if all(ranks.gathered(same)) else architecture.untied()
 
 
-def _parameter(base: nn.Module, name: str) -> Tensor:
-    """Return a parameter by the name that it has without adapters."""
+def _parameter(base: nn.Module, name: str) -> Tensor | None:
+    """Return a parameter by the name that it has without adapters; None if another stage has it."""
     path, _, last = name.rpartition(".")
     module: Any = base.get_submodule(path)
     while hasattr(module, "base_layer"):
         module = module.base_layer
-    found: Tensor = getattr(module, last)
+    found: Tensor | None = getattr(module, last, None)
     return found
 
 
@@ -109,10 +121,14 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _require_places(base: nn.Module, architecture: Architecture) -> None:
-    """Raise InputError if a tensor of the model has no place in the output, or the output one that
-    the model does not fill."""
-    found = {name for name, _, _, _ in _tensors(base)}
+def _own_places(base: nn.Module, architecture: Architecture, ranks: Ranks) -> set[str]:
+    """Return the tensors of the output that this rank's stage fills.
+
+    Raises:
+        InputError: a tensor of the model has no place in the output, or no stage fills one.
+    """
+    of_all = ranks.gathered([name for name, _, _, _ in _tensors(base)])
+    found = {name for of_rank in of_all for name in of_rank}
     helpers = {
         made(name) for name in found for made in (scales_name, groups_name)
     } - architecture.shapes.keys()
@@ -126,6 +142,9 @@ def _require_places(base: nn.Module, architecture: Architecture) -> None:
         raise InputError(
             f"--merge: the model has no {first_names(empty)} to merge: the adapters are saved"
         )
+    earlier = of_all[: ranks.stage * (ranks.world // ranks.pp)]  # a tied embedding is in two stages
+    others = {name for of_rank in earlier for name in of_rank}
+    return {name for name in of_all[ranks.rank] if name in architecture.shapes} - others
 
 
 def _tensors(base: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -144,13 +163,16 @@ def _tensors(base: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
             yield f"{path}.{name}".replace(".base_layer", ""), module, name, tensor
 
 
-def _logits(model: Any) -> Tensor:
+def _logits(model: Any, logits_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Return a model's logits of the fixed text, (1, tokens, vocabulary), float32, on the CPU; all
-    ranks call it together."""
+    ranks call it together, and without stages all get them."""
     was_training = model.training
     ids = fixed_text(model.config.get_text_config().vocab_size).to(next(model.parameters()).device)
     try:
-        found: Tensor = model.eval()(input_ids=ids, use_cache=False).logits.float().cpu()
+        model.eval()
+        if logits_of is not None:
+            return logits_of(ids).float().cpu()
+        found: Tensor = model(input_ids=ids, use_cache=False).logits.float().cpu()
         return found
     finally:
         model.train(was_training)
@@ -216,40 +238,48 @@ def _write(folder: Path, shard: dict[str, Tensor], file_of: dict[str, str]) -> N
 
 
 def _weights(
-    model: Any, architecture: Architecture, dtype: torch.dtype
+    model: Any, own: set[str], dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each stored weight of the model under its plain name; on other ranks than the first,
-    the value may be a part."""
+    """Yield each of its `own` weights of the model under its plain name; on other ranks than the
+    first of the group, the value may be a part."""
     wrappers = {
         (id(each.get_base_layer()), getattr(each, "parameter_name", "weight")): each
         for each in model.modules()
         if hasattr(each, "lora_A")
     }
     for plain, module, name, tensor in _tensors(model.get_base_model()):
-        if plain in architecture.shapes:
-            yield plain, _merged(module, name, tensor, wrappers.get((id(module), name)), dtype)
+        if plain in own:
+            wrapper = wrappers.get((id(module), name))
+            yield plain, _merged(module, name, tensor, wrapper, dtype, group)
 
 
 def _merged(
-    module: nn.Module, name: str, tensor: Tensor, wrapper: Any, dtype: torch.dtype
+    module: nn.Module,
+    name: str,
+    tensor: Tensor,
+    wrapper: Any,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return a weight with what its adapter adds, if it has one; whole on the first rank."""
+    """Return a weight with what its adapter adds, if it has one; whole on the group's first
+    rank."""
     if wrapper is None:
         return _whole(tensor)
     if not hasattr(wrapper, "parameter_name"):
         return (_whole(tensor).float() + wrapper.get_delta_weight("default").float()).to(dtype)
     part = dequantized(module, name) if is_four_bit(module) else local_part(tensor).float()
     part = (part + added(wrapper, module, "default").float()).to(dtype).contiguous()
-    return _gathered(part) if isinstance(tensor, DTensor) else part
+    return _gathered(part, group) if isinstance(tensor, DTensor) else part
 
 
-def _gathered(part: Tensor) -> Tensor:
-    """Return the parts of all ranks on the first rank, on the CPU; elsewhere the part."""
+def _gathered(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the parts of all ranks of a group on its first rank, on the CPU; elsewhere the
+    part."""
     own = part.cpu()
     parts = (
-        [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        if dist.get_rank() == 0
+        [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        if dist.get_rank(group) == 0
         else None
     )
-    dist.gather(own, parts)
+    dist.gather(own, parts, group=group, group_dst=0)
     return own if parts is None else torch.cat(parts)

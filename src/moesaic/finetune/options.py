@@ -19,6 +19,8 @@ FREE = (
     "data",
     "out",
     "ranks",
+    "pp",
+    "micro_batches_in_flight",
     "save_every",
     "merge",
     "logits",
@@ -28,6 +30,20 @@ FREE = (
 )
 """Options that may differ when a run is resumed. `ranks` is compared by the number of ranks
 themselves, `model` and `data` by their contents."""
+
+AT_LEAST_ONE = (
+    "ranks",
+    "pp",
+    "rank",
+    "alpha",
+    "length",
+    "batch",
+    "micro_batch",
+    "epochs",
+    "steps",
+    "save_every",
+)
+"""Options that are numbers of something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +60,9 @@ class FinetuneOptions:
     ranks: int | None = None
     """Processes on this machine, which share the experts; None: one for each GPU, or those that
     torchrun has started."""
+    pp: int = 1
+    """Stages of layers. The ranks of a stage share its experts; micro-batches flow through the
+    stages (1F1B)."""
     method: Literal["qlora", "qlora-double", "lora"] = "qlora"
     """qlora keeps the frozen experts in NF4, qlora-double also their scales in eight bits, lora in
     --dtype."""
@@ -57,6 +76,8 @@ class FinetuneOptions:
     """Sequences of an optimizer step, over all ranks."""
     micro_batch: int = 1
     """Sequences that a rank processes at a time."""
+    micro_batches_in_flight: Literal[1, 2] = 1
+    """With 2, a micro-batch's two halves: one computes while the messages of the other travel."""
     epochs: int = 1
     """Passes over DATA."""
     steps: int | None = None
@@ -88,14 +109,15 @@ class FinetuneOptions:
     """Seed of the adapters' first values and of the order of sequences."""
 
     def __post_init__(self) -> None:
-        for name in ("rank", "alpha", "length", "batch", "micro_batch", "epochs", "save_every"):
-            if getattr(self, name) < 1:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1"
-                )
-        for name in ("ranks", "steps"):
-            if (getattr(self, name) or 1) < 1:
-                raise InputError(f"--{name} {getattr(self, name)}: must be at least 1")
+        for name in AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.micro_batches_in_flight == 2 and self.micro_batch % 2:
+            raise InputError(
+                f"--micro-batches-in-flight 2 halves micro-batches, and --micro-batch is "
+                f"{self.micro_batch}: choose an even one"
+            )
         if not 0 < self.learning_rate < 1:
             raise InputError(f"--learning-rate {self.learning_rate}: must be between 0 and 1")
 

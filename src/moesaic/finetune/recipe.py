@@ -11,20 +11,21 @@ from __future__ import annotations
 import hashlib
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from moesaic.errors import InputError, TrainingError, in_one_line
+from moesaic.errors import InputError, in_one_line
+from moesaic.finetune.adapters import save_adapters
 from moesaic.finetune.checks import device_of, require_model
 from moesaic.finetune.data import sequences
 from moesaic.finetune.folder import (
@@ -38,8 +39,11 @@ from moesaic.finetune.folder import (
 from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.merge import write_merged
 from moesaic.finetune.options import MERGED, FinetuneOptions, require_data
-from moesaic.finetune.states import read_states, states_name, write_states
+from moesaic.finetune.staged import StagedModel, StagedTrainer
+from moesaic.finetune.stages import StageCut, load_stage, ranks_in_stages
+from moesaic.finetune.states import Adapter, adapters_of, names_in, states_of_split
 from moesaic.finetune.targets import Targets
+from moesaic.finetune.trainer import AdapterTrainer, FlyingTrainer, Keep, Show, write_own
 from moesaic.program.plan import Plan
 from moesaic.resuming import DamagedError
 from moesaic.train.launch import stop_requests
@@ -54,7 +58,9 @@ from moesaic.transformers import (
 from moesaic.weights.contents import contents_of
 from moesaic.weights.layout import first_names
 from moesaic.weights.load import load_model
-from moesaic.weights.source import read_tokenizer, source_folder
+from moesaic.weights.model_tensors import Architecture
+from moesaic.weights.quantized import LOADED
+from moesaic.weights.source import read_config, read_tokenizer, source_folder
 
 COMPARES = {"auto": None, "yes": True, "no": False}
 """Whether --merge compares logits, by --logits; None if the size decides."""
@@ -80,8 +86,11 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
         TrainingError: the loss is no longer finite.
     """
     require(options, world)
-    ranks = Ranks.of_world()
     device = device_of(options)
+    ranks = Ranks.of_world()
+    cut = None
+    if options.pp > 1:
+        ranks, cut = ranks_in_stages(options.pp, device)
     transformers.logging.set_verbosity_error()
     if not ranks.is_first:
         transformers.logging.disable_progress_bar()
@@ -96,7 +105,7 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
     try:
         start = folder.claim(say)
         folder.require_places([*OF_PEFT, *tokenizer_files(tokenizer)])
-        model = adapt(load_model(source, **loading(options, world, device)), options)
+        model = adapted(source, options, device, ranks, cut)
         model.peft_config["default"].base_model_name_or_path = options.model
         folder.begin()  # only now, so that a run that cannot load leaves nothing
         run = Run(options, model, folder, ranks, device)
@@ -107,7 +116,14 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
             run.restore_logits()
             dtype, compares = getattr(torch, options.dtype), COMPARES[options.logits]
             merge = partial(
-                write_merged, model, source, dtype=dtype, tokenizer=tokenizer, compares=compares
+                write_merged,
+                model,
+                source,
+                dtype=dtype,
+                tokenizer=tokenizer,
+                compares=compares,
+                ranks=ranks,
+                logits_of=None if run.staged is None else run.staged.logits_on_first,
             )
             folder.place("merged", merge, within=MERGED)
         return True
@@ -137,30 +153,47 @@ def tokenizer_files(tokenizer: Any) -> list[str]:
 
 def _save_results(model: peft.PeftModel, tokenizer: Any, ranks: Ranks, folder: Path) -> None:
     """Save adapters and tokenizer into a new folder."""
-    model.save_pretrained(str(folder), is_main_process=ranks.is_first, save_embedding_layers=False)
+    save_adapters(model, ranks, folder)
     if ranks.is_first:
         tokenizer.save_pretrained(folder)
 
 
-def loading(options: FinetuneOptions, world: int, device: str) -> dict[str, Any]:
-    """Return the arguments with which `from_pretrained` loads a rank's part of the frozen model."""
+def adapted(
+    source: Path, options: FinetuneOptions, device: str, ranks: Ranks, cut: StageCut | None
+) -> peft.PeftModel:
+    """Return this rank's part of a frozen model, or of its stage, with new adapters."""
+    if cut is None:
+        return adapt(load_model(source, **loading(options, ranks.world, device)), options)
+    of_stage = loading(options, ranks.world // ranks.pp, device)
+    base = load_stage(source, cut, **of_stage)
+    whole = Architecture(read_config(source, None, LOADED)).model
+    with cut.layers_on_meta(base, whole):
+        return adapt(base, options, None if ranks.mesh is None else ranks.mesh.process_group)
+
+
+def loading(options: FinetuneOptions, sharing: int, device: str) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` loads a rank's part of the frozen model,
+    whose experts `sharing` ranks share."""
     found: dict[str, Any] = {
         "dtype": getattr(torch, options.dtype),
         "experts_implementation": "moesaic",
     }
     if options.method != "lora":
         found["quantization_config"] = FourBitExpertsConfig(double=options.method == "qlora-double")
-    if world == 1:
+    if sharing == 1:
         return found | {"device_map": device}
+    spread = partial(distributed_config, sharing, fsdp_size=sharing)
     if options.plan == "auto":
-        return found | {"distributed_config": distributed_config(world)}
+        return found | {"distributed_config": spread()}
     register_plan(FIXED, Plan())
-    return found | {"distributed_config": distributed_config(world, ep_implementation=FIXED)}
+    return found | {"distributed_config": spread(ep_implementation=FIXED)}
 
 
-def adapt(base: Any, options: FinetuneOptions) -> peft.PeftModel:
-    """Return a loaded model with new adapters, of which each rank keeps those of its own
-    experts."""
+def adapt(
+    base: Any, options: FinetuneOptions, group: dist.ProcessGroup | None = None
+) -> peft.PeftModel:
+    """Return a loaded model with new adapters, of which each rank of the group keeps those of its
+    own experts."""
     targets = Targets(base)
     torch.manual_seed(options.seed)
     config = peft.LoraConfig(
@@ -171,7 +204,7 @@ def adapt(base: Any, options: FinetuneOptions) -> peft.PeftModel:
         task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(base, config, low_cpu_mem_usage=True)
-    adopt_adapters(model)
+    adopt_adapters(model, group)
     return model
 
 
@@ -193,6 +226,19 @@ class Run:
         self._ranks = ranks
         self._device = device
         self._restore: Callable[[], None] | None = None
+        self.staged: StagedModel | None = None
+        """The model in stages, if it has some."""
+        if ranks.pp > 1:
+            tokens = options.micro_batch, options.length
+            base = model.get_base_model()
+            self.staged = StagedModel(
+                base,
+                ranks,
+                tokens,
+                count=self._accumulation,
+                device=device,
+                flies=options.micro_batches_in_flight == 2,
+            )
 
     def train(self, rows: Tensor, start: Path | None) -> bool:
         """Train, from a checkpoint if one is given. Return whether the last step was taken; False
@@ -208,25 +254,34 @@ class Run:
         options = self._options
         states: dict[str, Any] | None = None
         if start is not None:
+            sharing = self._ranks.world // self._ranks.pp
+            adapters = self._ranks.gathered(adapters_of(self._model))[::sharing]
             with self._ranks.together():
-                states = self._loaded(start)
-        self._restore = loss_in_parts(self._model, rows[:1, :64].to(self._device))
+                states = self._loaded(start, [*chain(*adapters)])
         steps = options.steps or options.epochs * len(rows) // options.batch
         done = 0 if start is None else CHECKPOINTS.step_of(start)
+        self._restore = loss_in_parts(
+            self._model,
+            rows[:1, :64].to(self._device),
+            loss_of=None if self.staged is None else self.staged.loss,
+        )
         if done >= steps:
             return True
         with (
             TrainingProgress(steps, done, label="fine-tuning") as progress,
             stop_requests() as asked,
         ):
-            keep = _Keep(states, asked, self._ranks)
-            trainer = _Trainer(
+            keep = Keep(states, asked, self._ranks)
+            trainer = self._trainer_class()(
                 model=self._model,
                 args=self._arguments(),
                 train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-                callbacks=[keep, _Show(progress, options.batch * options.length)],
+                callbacks=[keep, Show(progress, options.batch * options.length)],
             )
             trainer.save_as = self._save
+            if self.staged is not None and isinstance(trainer, StagedTrainer):
+                trainer.staged = self.staged
+                trainer.ranks = self._ranks
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
             step = trainer.state.global_step
@@ -245,12 +300,15 @@ class Run:
         if self._restore is not None:
             self._restore()
 
-    def _loaded(self, start: Path) -> dict[str, Any]:
+    def _loaded(self, start: Path, of_all: list[Adapter]) -> dict[str, Any]:
         """Give the model the adapters of a checkpoint, and return this rank's other states of
         it."""
         try:
-            states = read_states(start / states_name(self._ranks.rank, self._ranks.world))
+            states = states_of_split(start, self._model, self._ranks, of_all)
             adapters = load_file(start / ADAPTERS)
+            if self._ranks.pp > 1:
+                own = {each.name.replace(".default", "") for each in adapters_of(self._model)}
+                adapters = {name: each for name, each in adapters.items() if name in own}
             found: Any = peft.set_peft_model_state_dict(
                 self._model, adapters, adapter_name="default"
             )
@@ -271,13 +329,25 @@ class Run:
             )
         return states
 
+    def _trainer_class(self) -> type[AdapterTrainer]:
+        if self.staged is not None:
+            return StagedTrainer
+        return AdapterTrainer if self._options.micro_batches_in_flight == 1 else FlyingTrainer
+
+    @property
+    def _accumulation(self) -> int:
+        """Micro-batches of a step on this rank."""
+        options = self._options
+        return options.batch // (self._ranks.world // options.pp * options.micro_batch)
+
     def _arguments(self) -> transformers.TrainingArguments:
         """Return the settings of transformers' Trainer, which saves nothing by itself."""
         options = self._options
+        at_once = 1 if options.pp == 1 else self._accumulation  # stages get all micro-batches
         return transformers.TrainingArguments(
             output_dir=options.out,
-            per_device_train_batch_size=options.micro_batch,
-            gradient_accumulation_steps=options.batch // (self._ranks.world * options.micro_batch),
+            per_device_train_batch_size=options.micro_batch * at_once,
+            gradient_accumulation_steps=self._accumulation // at_once,
             max_steps=options.steps or -1,
             num_train_epochs=options.epochs,
             learning_rate=options.learning_rate,
@@ -300,124 +370,10 @@ class Run:
         """Write a checkpoint."""
 
         def write_into(folder: Path) -> None:
-            self._model.save_pretrained(
-                str(folder), is_main_process=self._ranks.is_first, save_embedding_layers=False
-            )
+            save_adapters(self._model, self._ranks, folder)
             if self._ranks.is_first:
                 trainer.state.save_to_json(str(folder / TRAINER_STATE))
 
-        own = partial(_write_own, trainer.optimizer, trainer.lr_scheduler)
+        names = None if self.staged is None else names_in(trainer.optimizer, self._model)
+        own = partial(write_own, trainer.optimizer, trainer.lr_scheduler, names)
         self._folder.save(trainer.state.global_step, write_into, own)
-
-
-class _Trainer(transformers.Trainer):
-    """transformers' Trainer with checkpoints of ours: it writes no file, and reads the trainer's
-    state alone."""
-
-    save_as: Callable[[Any], None]
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.save_as(self)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing: the adapters are loaded already."""
-
-
-def _write_own(optimizer: Any, schedule: Any, path: Path) -> None:
-    """Write a rank's states of the training."""
-    own = optimizer.state_dict()
-    own["state"] = {
-        number: {
-            name: value.to_local() if isinstance(value, DTensor) else value
-            for name, value in each.items()
-        }
-        for number, each in own["state"].items()
-    }
-    random = [
-        torch.get_rng_state(),
-        *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
-    ]
-    write_states(path, {"optimizer": own, "schedule": schedule.state_dict(), "random": random})
-
-
-class _Keep(transformers.TrainerCallback):
-    """Gives the first step the states of a checkpoint, and saves and ends a run that a signal asks
-    to.
-
-    Args:
-        states: this rank's states of the checkpoint to go on from.
-        asked: gets the names of signals that this rank received.
-    """
-
-    def __init__(self, states: dict[str, Any] | None, asked: list[str], ranks: Ranks) -> None:
-        self._states: dict[str, Any] | None = states
-        self._asked = asked
-        self._ranks = ranks
-        self.stopped_by: str | None = None
-        """The signal that ended the run."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save as often as this command says, not as that which wrote the checkpoint did."""
-        state.save_steps = args.save_steps
-
-    def on_step_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **_: Any,
-    ) -> None:
-        """Load this rank's states before the first step."""
-        if self._states is None:
-            return
-        kept = self._states
-        self._states = None
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        for number, values in kept["optimizer"]["state"].items():
-            parameter = parameters[number]
-            for name, value in values.items() if isinstance(parameter, DTensor) else ():
-                if value.dim():
-                    local = value.to(parameter.device)
-                    values[name] = DTensor.from_local(
-                        local, parameter.device_mesh, parameter.placements, run_check=False
-                    )
-        optimizer.load_state_dict(kept["optimizer"])
-        lr_scheduler.load_state_dict(kept["schedule"])
-        torch.set_rng_state(kept["random"][0])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(kept["random"][1:])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save and end if any rank received a signal."""
-        self.stopped_by = self._ranks.agree(self._asked)[0]
-        if self.stopped_by is not None:
-            control.should_save = True
-            control.should_training_stop = True
-
-
-class _Show(transformers.TrainerCallback):
-    """Shows losses and tokens per second, and ends a run whose loss is not finite."""
-
-    def __init__(self, progress: TrainingProgress, tokens: int) -> None:
-        self._progress = progress
-        self._tokens = tokens
-        self._before = time.perf_counter()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Show a step."""
-        if "loss" not in logs:
-            return
-        now = time.perf_counter()
-        speed = self._tokens / (now - self._before)
-        self._before = now
-        if not abs(logs["loss"]) < float("inf"):
-            raise TrainingError(
-                f"the loss of step {state.global_step} is {logs['loss']}: go on from the newest "
-                "checkpoint with a lower --learning-rate, in another --out"
-            )
-        if state.is_world_process_zero:
-            self._progress.advance(
-                state.global_step, f"loss {logs['loss']:.4f}  {speed:,.0f} tokens/s"
-            )

@@ -1,22 +1,51 @@
-"""The file of a checkpoint that holds what a rank needs to go on with the same bits: optimizer,
-schedule, random numbers."""
+"""The files of a checkpoint that hold what a rank needs to go on with the same bits: optimizer,
+schedule, random numbers. Another split of the ranks goes on from them too."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
 from moesaic.errors import InputError
-from moesaic.resuming import DamagedError
+from moesaic.resuming import COMPLETE, DamagedError, sealed_sums
 from moesaic.storage.nested import read_nested, write_nested
+from moesaic.train.ranks import Ranks
+from moesaic.transformers.lora import factor_part, whole_factor
 
 PATTERN = "states-*-of-*.safetensors"
 """Names of such files in a checkpoint."""
+NAMES = "names"
+"""What a rank of several stages writes besides: the names of its adapters, as the optimizer counts
+them."""
 
 
 def states_name(rank: int, world: int) -> str:
     """Return the name of a rank's file."""
     return f"states-{rank}-of-{world}.safetensors"
+
+
+def saved_ranks(names: Iterable[str]) -> int:
+    """Return how many ranks wrote a checkpoint, from the names of its files.
+
+    Raises:
+        DamagedError: it has no states, or those of several runs.
+    """
+    found = set()
+    for each in names:
+        match = re.fullmatch(r"states-[0-9]+-of-([0-9]{1,6})\.safetensors", each)
+        if match is not None:
+            found.add(int(match[1]))
+    if len(found) != 1:
+        raise DamagedError(f"{COMPLETE} lists the states of {len(found)} runs")
+    return found.pop()
 
 
 def write_states(path: Path, states: dict[str, Any]) -> None:
@@ -37,3 +66,126 @@ def read_states(path: Path) -> dict[str, Any]:
     if not (isinstance(states, dict) and states.keys() >= {"optimizer", "schedule", "random"}):
         raise DamagedError(f"{path.name} is damaged")
     return states
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A trained parameter of a model."""
+
+    name: str
+    """Its name."""
+    is_of_experts: bool
+    """Whether ranks that share experts have parts of it."""
+
+
+def adapters_of(model: nn.Module) -> list[Adapter]:
+    """Return the trained parameters of a model, or of a stage, in its order."""
+    found = []
+    for name, each in model.named_parameters():
+        if each.requires_grad:
+            path = name.rsplit(".", 3)[0]
+            wrapper = model.get_submodule(path)
+            adapter = Adapter(name, hasattr(wrapper, "parameter_name"))
+            found.append(adapter)
+    return found
+
+
+def names_in(optimizer: Any, model: nn.Module) -> list[str]:
+    """Return the names of an optimizer's parameters, as it counts them."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    found = []
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            found.append(names[id(each)])
+    return found
+
+
+def states_of_split(
+    folder: Path, model: nn.Module, ranks: Ranks, all_adapters: Sequence[Adapter]
+) -> dict[str, Any]:
+    """Return the states with which this rank goes on, whatever split of ranks wrote them: those
+    that it wrote itself, or the optimizer's by name.
+
+    Args:
+        folder: the checkpoint.
+        model: this rank's model with adapters.
+        ranks: the ranks.
+        all_adapters: the adapters of all stages.
+
+    Raises:
+        DamagedError: a file cannot be read, or lacks an adapter.
+    """
+    own = [each.name for each in adapters_of(model)]
+    saved = saved_ranks(sealed_sums(folder))
+    unnamed = _as_counted(all_adapters, saved)
+    if saved == ranks.world:
+        states = read_states(folder / states_name(ranks.rank, saved))
+        if sorted(states.pop(NAMES, unnamed)) == sorted(own):
+            return states
+    parts: dict[str, list[dict[str, Any]]] = {name: [] for name in own}
+    for other in range(saved):
+        states = read_states(folder / states_name(other, saved))
+        kept = states["optimizer"]["state"]
+        for number, name in enumerate(states.pop(NAMES, unnamed)):
+            if name in parts and number in kept:
+                parts[name].append(kept[number])
+        if other == ranks.rank % saved:
+            result = states
+    named = {}
+    for name, found in parts.items():
+        if not found:
+            raise DamagedError(f"no states-*.safetensors has {name}")
+        named[name] = _joined(model, name, found)
+    options = result["optimizer"]["param_groups"][0]
+    return result | {"optimizer": {"named": named, "options": options}}
+
+
+def numbered(states: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[str, Any]:
+    """Return an optimizer's states as `load_state_dict` takes them, from those of
+    `states_of_split`."""
+    if "named" not in states:
+        return states
+    own = optimizer.state_dict()
+    options = dict(states["options"])
+    del options["params"]
+    groups = [group | options for group in own["param_groups"]]
+    found = {}
+    for number, name in enumerate(names_in(optimizer, model)):
+        found[number] = states["named"][name]
+    return {"state": found, "param_groups": groups}
+
+
+def _as_counted(adapters: Sequence[Adapter], ranks: int) -> list[str]:
+    """Return the names of a model's adapters as the optimizer of a run without stages counts them:
+    on several ranks, those of experts apart from the others."""
+    if ranks == 1:
+        return [each.name for each in adapters]
+    kinds: dict[bool, list[str]] = {}
+    for each in adapters:
+        of_kind = kinds.setdefault(each.is_of_experts, [])
+        of_kind.append(each.name)
+    return [*chain(*kinds.values())]
+
+
+def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the optimizer's state of this rank's part of an adapter, from those of all ranks."""
+    path, factor, _, _ = name.rsplit(".", 3)
+    wrapper: Any = model.get_submodule(path)
+    parameter = model.get_parameter(name)
+    if not hasattr(wrapper, "parameter_name"):  # whole on every rank
+        return parts[0]
+    ranks = 1
+    place = 0
+    if isinstance(parameter, DTensor):
+        ranks = parameter.device_mesh.size()
+        place = parameter.device_mesh.get_local_rank()
+    experts = wrapper.num_experts * ranks
+
+    def own(values: list[Any]) -> Any:
+        if not isinstance(values[0], Tensor) or not values[0].dim():
+            return values[0]
+        joined = torch.cat(values, int(factor == "lora_B"))
+        whole = whole_factor(factor, joined, experts, len(values))
+        return factor_part(factor, whole, experts, ranks, place).contiguous()
+
+    return {key: own([part[key] for part in parts]) for key in parts[0]}

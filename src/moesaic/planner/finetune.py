@@ -3,8 +3,9 @@
 
 It runs as `moesaic.transformers` does: blocks are recomputed, experts are spread over all ranks,
 FSDP2 shards the rest, and adapters are float32. Frozen parameters have neither gradients nor
-states. Steps are those of `step.py`; beside expert parallelism stand two splits of the layers over
-the ranks, in a pipeline, and one rank at a time as with `device_map`.
+states. Steps are those of `step.py`; beside expert parallelism stand splits of the layers over the
+ranks: into stages whose ranks share experts, one rank each, and one rank at a time as with
+`device_map`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Codec, Plan
 from moesaic.shapes import ModelShape
 
+Projections = Literal[2, 4]
 Method = Literal["qlora", "qlora-double", "lora"]
 """Whether frozen experts are in NF4, in NF4 with scales in 8 bits, or in 16 bits."""
 WEIGHT_BYTES: dict[Method, float] = {
@@ -82,6 +84,8 @@ class FinetuneJob(Job):
     """Rank of the adapters."""
     logits: int | None = None
     """Tokens whose logits exist at once; None for those of a micro-batch."""
+    projections: Projections = 2
+    """Linear layers of attention with adapters: 2 for queries and values, 4 for all."""
 
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
         """Return the model of a step in which adapters alone are trained; those of experts are
@@ -89,7 +93,7 @@ class FinetuneJob(Job):
         whole = super().step_model(cluster, dp)
         of_call: Method = "lora" if self.method == "lora" else "qlora"
         frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[of_call], adapters=True)
-        attention, experts = _adapters(whole, self.rank)
+        attention, experts = _adapters(whole, self)
         return replace(
             whole,
             layer=frozen,
@@ -103,6 +107,8 @@ class FinetuneJob(Job):
 class SplitPrediction:
     """A way to split a model over ranks."""
 
+    stages: int | None
+    """`--pp` of `moesaic finetune`; None if it has no such split."""
     tokens_per_second: float
     """Of all ranks together."""
     bytes: float
@@ -137,8 +143,8 @@ class FinetunePrediction:
     plan: Plan | None = None
     """The fastest plan of the MoE layers."""
     splits: dict[str, SplitPrediction] = field(default_factory=dict)
-    """Ways to split the model: over experts, over layers as a pipeline of micro-batches, over
-    layers one rank at a time."""
+    """Ways to split the model: over experts, over layers in stages that share experts, over layers
+    as a pipeline of micro-batches, over layers one rank at a time."""
 
     @property
     def bytes(self) -> float:
@@ -152,6 +158,13 @@ class FinetunePrediction:
             self.splits,
             key=lambda name: (self.splits[name].fits, self.splits[name].tokens_per_second),
         )
+
+    @property
+    def recommended(self) -> SplitPrediction | None:
+        """The fastest split of those that fit and that `moesaic finetune` has; None if none
+        fits."""
+        found = [each for each in self.splits.values() if each.fits and each.stages]
+        return max(found, key=lambda each: each.tokens_per_second, default=None)
 
 
 def predict_finetune(
@@ -167,9 +180,10 @@ def predict_finetune(
     logits: int | None = None,
     accumulation: int = 4,
     codecs: tuple[Codec, ...] = ("none",),
+    stages: tuple[int, int] = (1, 1),
+    projections: Projections = 2,
 ) -> FinetunePrediction:
-    """Predict a fine-tune with gradient checkpointing, of adapters on every expert and on queries
-    and values.
+    """Predict a fine-tune with gradient checkpointing, of adapters on experts and on attention.
 
     Args:
         shape: from `read_job` or `read_shape`.
@@ -184,32 +198,35 @@ def predict_finetune(
             transformers.
         accumulation: micro-batches of a rank per optimizer step.
         codecs: codecs of messages that the plan may use.
+        stages: the number of stages, of whose layers `parts` tells the bytes, and the micro-batches
+            that a rank of one gets per optimizer step. Other splits do not depend on it.
+        projections: linear layers of attention with adapters: 2 for queries and values, 4 for all.
 
     Raises:
         InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or
             the cluster.
     """
-    _check(
-        shape,
-        cluster,
-        {
-            "ranks": ranks,
-            "tokens": tokens,
-            "length": length,
-            "rank": rank,
-            "accumulation": accumulation,
-        },
-    )
+    sizes = {
+        "ranks": ranks,
+        "tokens": tokens,
+        "length": length,
+        "rank": rank,
+        "accumulation": accumulation,
+    }
+    _check(shape, cluster, sizes, stages[0])
     job = FinetuneJob(
         batch_size=ranks * tokens // length,
         accumulation=accumulation,
         method=method,
         rank=rank,
         logits=logits,
+        projections=projections,
         model=replace(shape, seq_len=length, checkpoint_activations=True),
         data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
     )
-    return _predicted(job, ranks=ranks, cluster=cluster, memory_bytes=memory_bytes, codecs=codecs)
+    return _predicted(
+        job, cluster=cluster, memory_bytes=memory_bytes, codecs=codecs, stages=stages, ranks=ranks
+    )
 
 
 def _predicted(
@@ -219,6 +236,7 @@ def _predicted(
     cluster: ClusterSpec | None,
     memory_bytes: float | None,
     codecs: tuple[Codec, ...],
+    stages: tuple[int, int],
 ) -> FinetunePrediction:
     """Return the memory that a fine-tune needs and, if the cluster is known, its speed."""
     per_node = None if cluster is None else cluster.devices_per_node
@@ -226,7 +244,11 @@ def _predicted(
     machine = cluster or cluster_of(Machine(), grid)
     if memory_bytes is None and cluster is not None:
         memory_bytes = cluster.device.memory_gib * GIB
-    parts = _memory(StepCostModel(job.step_model(machine, grid.dp), grid, Simulator(machine)), job)
+    if stages[0] == 1:
+        whole = StepCostModel(job.step_model(machine, grid.dp), grid, Simulator(machine))
+        parts = _memory(whole, job)
+    else:
+        parts = max(stage_parts(job, machine, *stages), key=lambda each: sum(each.values()))
     fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
     found = FinetunePrediction(parts=parts, fits=fits)
     if cluster is None:
@@ -247,6 +269,7 @@ def _with_speed(
     best = spread_experts(job, cluster, codecs)
     speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * job.accumulation)
     of_experts = SplitPrediction(
+        stages=1,
         tokens_per_second=ranks * speed.tokens_per_second,
         bytes=found.bytes,
         fits=bool(found.fits),
@@ -264,7 +287,9 @@ def _with_speed(
     )
 
 
-def _check(shape: ModelShape, cluster: ClusterSpec | None, sizes: Mapping[str, int]) -> None:
+def _check(
+    shape: ModelShape, cluster: ClusterSpec | None, sizes: Mapping[str, int], stages: int
+) -> None:
     """Raise InputError if the sizes of a fine-tune do not fit each other."""
     ranks = sizes["ranks"]
     tokens = sizes["tokens"]
@@ -280,9 +305,10 @@ def _check(shape: ModelShape, cluster: ClusterSpec | None, sizes: Mapping[str, i
         raise InputError(
             f"tokens={tokens} are not whole sequences of length={length}: choose a multiple"
         )
-    if shape.moe.num_experts % ranks:
+    if ranks % stages or shape.moe.num_experts % (ranks // stages):
         raise InputError(
-            f"{shape.moe.num_experts} experts do not split over {ranks} ranks: choose a divisor"
+            f"{shape.moe.num_experts} experts do not split over {ranks} ranks in {stages} stages: "
+            "choose a divisor"
         )
     if cluster is not None and cluster.world != ranks:
         raise InputError(
@@ -318,51 +344,101 @@ def layer_splits(
         memory_bytes: memory of a device.
     """
     ranks = cluster.world
-    if not 1 < ranks <= job.model.num_layers:
-        return {}
-    sequences = job.batch_size // ranks
     splits = {}
-    tokens = sequences * job.model.seq_len
-    for name, count in (
-        ("layers, micro-batches", ranks * job.accumulation),
-        ("layers, one rank at a time", 1),
-    ):
-        layout = OthersLayout(
-            pp=ranks,
-            micro_batch=sequences,
-            global_batch=count * sequences,
-            recompute=("block",),
-            sharded="parameters",
-            stepwise=(*STEPWISE, "loss"),
-        )
-        step: PlannedStep = predict(job, cluster, layout)
-        alone, simulator = Grid(world=1, ranks_per_node=1), Simulator(cluster)
-        whole = replace(job, batch_size=sequences).step_model(cluster, 1)
-        needed = max(
-            sum(_memory(StepCostModel(stage, alone, simulator), job).values())
-            for stage in rank_models(job, whole, layout, count)
-        )
-        splits[name] = SplitPrediction(
-            tokens_per_second=count * tokens / step.seconds,
-            bytes=needed,
-            fits=_fits(needed, memory_bytes),
-            bottleneck=step.estimate.bottleneck,
-        )
+    for stages in range(2, ranks + 1):
+        if ranks % stages or stages > job.model.num_layers or _is_uneven(job, ranks // stages):
+            continue
+        sharing = ranks // stages
+        name = "layers, micro-batches" if sharing == 1 else f"{stages} stages of {sharing} ranks"
+        count = stages * job.accumulation
+        splits[name] = _of_stages(job, cluster, (stages, count), memory_bytes)
+    if "layers, micro-batches" in splits:
+        one_by_one = _of_stages(job, cluster, (ranks, 1), memory_bytes)
+        splits["layers, one rank at a time"] = replace(one_by_one, stages=None)
     return splits
+
+
+def _is_uneven(job: FinetuneJob, sharing: int) -> bool:
+    """Whether ranks cannot share the experts evenly."""
+    return job.model.moe.num_experts % sharing != 0
+
+
+def _of_stages(
+    job: FinetuneJob, cluster: ClusterSpec, stages: tuple[int, int], memory_bytes: float
+) -> SplitPrediction:
+    """Return a split into stages; `stages` is their number and that of a rank's micro-batches."""
+    layout = _stages_layout(job, cluster.world, *stages)
+    step: PlannedStep = predict(job, cluster, layout)
+    needed = max(sum(each.values()) for each in stage_parts(job, cluster, *stages))
+    return SplitPrediction(
+        stages=stages[0],
+        tokens_per_second=layout.global_batch * job.model.seq_len / step.seconds,
+        bytes=needed,
+        fits=_fits(needed, memory_bytes),
+        bottleneck=step.estimate.bottleneck,
+    )
+
+
+def _stages_layout(job: FinetuneJob, ranks: int, stages: int, count: int) -> OthersLayout:
+    """Return the layout of stages whose ranks share experts, for a number of micro-batches of each
+    rank."""
+    sequences = job.batch_size // ranks
+    return OthersLayout(
+        pp=stages,
+        ep=ranks // stages,
+        micro_batch=sequences,
+        global_batch=ranks // stages * count * sequences,
+        recompute=("block",),
+        sharded="parameters",
+        stepwise=(*STEPWISE, "loss"),
+    )
+
+
+def stage_parts(
+    job: FinetuneJob, cluster: ClusterSpec, stages: int, count: int
+) -> list[dict[str, float]]:
+    """Return the bytes of a rank of each stage by part, without repeating equal ones.
+
+    Args:
+        job: the fine-tune; a micro-batch has the sequences of a rank's micro-batch.
+        cluster: the cluster.
+        stages: number of stages, which divides the ranks.
+        count: micro-batches of a rank per optimizer step.
+    """
+    layout = _stages_layout(job, cluster.world, stages, count)
+    sharing = layout.ep
+    per_node = min(cluster.devices_per_node, sharing)
+    grid = Grid(world=sharing, ep=sharing, ranks_per_node=per_node)
+    simulator = Simulator(cluster)
+    sequences = sharing * layout.micro_batch
+    whole = replace(job, batch_size=sequences).step_model(cluster, sharing)
+    activations = 2.0 * layout.micro_batch * job.model.seq_len * job.model.dim
+    found = []
+    for stage in rank_models(job, whole, layout, count):
+        parts = _memory(StepCostModel(stage, grid, simulator), job)
+        # torch's schedules keep what comes for every micro-batch of a step: in all stages but the
+        # first activations and, once computed, their gradients; in all but the last gradients, and
+        # what was sent until it is backward's turn
+        is_first = stage.vocab > 0 and not stage.outputs
+        kept = 0.0 if is_first else 2.0 * count - 1
+        kept += 0.0 if stage.outputs else count + stage.alive
+        found.append(parts | {"messages of stages": kept * activations})
+    return found
 
 
 def _fits(num_bytes: float, memory_bytes: float) -> bool:
     return num_bytes * FRAGMENTED + RESERVED <= memory_bytes
 
 
-def _adapters(model: StepModel, rank: int) -> tuple[float, float]:
-    """Return the parameters of all blocks' adapters: those of queries and values, and those of all
+def _adapters(model: StepModel, job: FinetuneJob) -> tuple[float, float]:
+    """Return the parameters of all blocks' adapters: those of attention, and those of all
     experts."""
     layer = model.layer
+    rank = job.rank
     queries = model.attention_result or layer.dim
     values = (model.key_values or 2 * layer.dim) / 2
     of_expert = (layer.dim + (layer.matrices - 1) * layer.hidden) + (layer.hidden + layer.dim)
-    attention = rank * (2 * layer.dim + queries + values)
+    attention = rank * (2 * layer.dim + queries + values) * job.projections / 2
     return model.num_layers * attention, model.moe_layers * layer.num_experts * rank * of_expert
 
 
@@ -371,7 +447,7 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     model = cost_model.model
     grid = cost_model.grid
     layer = cost_model.model.layer
-    attention, experts = _adapters(model, job.rank)
+    attention, experts = _adapters(model, job)
     adapters = attention + experts / grid.ep
     is_sharded = grid.dp > 1
     logits = (
@@ -379,7 +455,7 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     ) * model.vocab * LOGIT_BYTES + is_sharded * model.vocab * layer.dim * 2.0
     blocks = grid.ep * max(model.moe_layers, 1)
     block = (
-        _peak_block_bytes(cost_model, experts / blocks)
+        _peak_block_bytes(cost_model, experts / blocks, job.projections)
         + is_sharded * 4 * cost_model.block_parameters[0]
     )
     if job.method == "qlora-double":
@@ -397,12 +473,15 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     }
 
 
-def _peak_block_bytes(cost_model: StepCostModel, adapters: float) -> float:
+def _peak_block_bytes(
+    cost_model: StepCostModel, adapters: float, projections: Projections
+) -> float:
     """Return the bytes of a block's recomputed activations where its backward pass needs most.
 
     Args:
         cost_model: of the fine-tune's step.
         adapters: parameters of the experts' adapters of one block on this rank.
+        projections: linear layers of attention with adapters.
     """
     half = 2  # bytes of a value in 16 bits
     with_gradient = 2  # a value and its gradient
@@ -415,6 +494,8 @@ def _peak_block_bytes(cost_model: StepCostModel, adapters: float) -> float:
     # Frozen projections do not keep the input of attention. Its adapters do, in float32, which
     # `TOKEN_BYTES` counts. Norms of queries and keys keep them in float32, 16 bits more.
     attention = half * (model.attention_kept - layer.dim + model.attention_normed)
+    if projections == 4:  # further copies in float32: the inputs of keys and of the output
+        attention += 4 * (layer.dim + (model.attention_result or layer.dim))
     shared = half * with_gradient * layer.matrices * model.shared_hidden
     has_dense = model.moe_layers < model.num_layers
     dense = has_dense * half * with_gradient * layer.matrices * model.inner * layer.tokens

@@ -19,12 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
 from torch.distributed.tensor import DTensor
 
 from moesaic.comm.mesh import Mesh
@@ -40,6 +34,7 @@ from moesaic.train.config import TrainConfig
 from moesaic.train.launch import is_of_lost_message
 from moesaic.train.machine import autocast
 from moesaic.train.ranks import Ranks
+from moesaic.train.schedule import Route, as_parts_raise
 
 Observe = Callable[[int], AbstractContextManager[object]]
 """Returns the context of a micro-batch's forward pass, from the micro-batch's number."""
@@ -203,40 +198,24 @@ class PipelinedGPT(nn.Module):
         self.num_sparse = len(sparse)
         """Number of MoE layers of the full model."""
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
-        self._activation_shape = length, config.model.dim
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
-        self._sent = self.parts[0].sent or self._zero.dtype
         # apart from all other messages; tied embeddings and evaluations pass through it too
         self._group = stages["pp"].get_group()
-        count = self.pp * config.mesh.parts_per_stage
-        places = [(number, count) for number in range(self.stage, count, self.pp)]
-        self._schedule = self._make_schedule(config, places, config.batch_size // dp)
-
-    def _make_schedule(
-        self, config: TrainConfig, places: Sequence[tuple[int, int]], rows: int
-    ) -> ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B:
-        tokens = torch.empty(rows, config.model.seq_len, dtype=torch.int64, device="meta")
-        x = torch.empty(
-            rows, *self._activation_shape, dtype=self._sent, device="meta", requires_grad=True
+        self._route = Route(
+            stage=self.stage,
+            stages=self.pp,
+            group=self._group,
+            device=self._zero.device,
+            sent=(length, config.model.dim),
+            dtype=self.parts[0].sent or self._zero.dtype,
         )
-        device = self._zero.device
-        group = self._group
-        pipeline_stages = [
-            PipelineStage(part, *place, device, tokens if part.is_first else x, x, group=group)
-            for place, part in zip(places, self.parts)
-        ]
         micro = config.accumulation
+        tokens = config.batch_size // dp, config.model.seq_len
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
             return token_loss(logits, targets) / micro
 
-        if len(pipeline_stages) > 1:
-            return ScheduleInterleaved1F1B(
-                list(pipeline_stages), micro, loss_fn=loss_of, scale_grads=False
-            )
-        # 1F1B asks for a micro-batch per stage; with fewer, GPipe keeps the same activations
-        schedule = Schedule1F1B if micro >= self.pp else ScheduleGPipe
-        return schedule(pipeline_stages[0], micro, loss_fn=loss_of, scale_grads=False)
+        self._schedule = self._route.schedule(self.parts, tokens, micro, loss_of)
 
     def run_step(
         self, batches: Sequence[tuple[Tensor, Tensor]], observe: Observe | None = None
@@ -266,16 +245,15 @@ class PipelinedGPT(nn.Module):
         try:
             inputs = (tokens,) if self.stage == 0 else ()
             # torch's schedules reduce the gradients of FSDP2 once a step
-            with step_switches(self.parts, keeps=self.hold == "parameters") as switches:
+            with (
+                as_parts_raise(),
+                step_switches(self.parts, keeps=self.hold == "parameters") as switches,
+            ):
                 for replicas in switches.replicas:
                     replicas.averages = False
                 self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **ends)
             for replicas in switches.replicas:
                 replicas.average()
-        except RuntimeError as error:  # torch wraps what a stage raises
-            if isinstance(error.__cause__, InputError):
-                raise error.__cause__ from error
-            raise
         finally:
             for part in self.parts:
                 part.observe = _unobserved
@@ -315,18 +293,7 @@ class PipelinedGPT(nn.Module):
                 layers.
         """
         self._clear_routings()
-        group = self._group
-        x = tokens
-        for part in self.parts:
-            if not part.is_first:
-                x = torch.empty(
-                    len(tokens), *self._activation_shape, dtype=self._sent, device=tokens.device
-                )
-                if x.numel():
-                    dist.recv(x, group=group, group_src=(self.stage - 1) % self.pp)
-            x = part(x, tokens)
-            if not part.is_last and x.numel():
-                dist.send(x.contiguous(), group=group, group_dst=(self.stage + 1) % self.pp)
+        x = self._route.forward(self.parts, tokens, lambda part, x: part(x, tokens))
         routings = [routing for part in self.parts for routing in part.routings[0]]
         if not self.parts[-1].is_last:
             return GPTOutput(x.new_empty(0), None if targets is None else self._zero, routings)

@@ -5,7 +5,8 @@ both of its registries.
 (`experts_backend.py`). `quantization_config=FourBitExpertsConfig()` keeps them in four bits
 (`nf4.py`), with PEFT's adapters of experts (`lora.py`). `distributed_config(ep_size=...)` runs them
 expert-parallel with Moesaic's programs (`expert_parallel.py`). `Resumable` makes a trainer's
-checkpoints whole, on any number of ranks (`resume.py`).
+checkpoints whole, on any number of ranks (`resume.py`), `InFlight` computes a micro-batch's halves
+in flight (`in_flight.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from moesaic.transformers.expert_parallel import (
     register_plan,
     use_plan,
 )
+from moesaic.transformers.in_flight import InFlight
 from moesaic.transformers.lora import adopt_adapters, experts_forward
 from moesaic.transformers.nf4 import FourBitExpertsConfig
 from moesaic.transformers.resume import Resumable
@@ -36,6 +38,7 @@ EPImplementationInterface.register("moesaic", MoesaicEP)
 
 __all__ = [
     "FourBitExpertsConfig",
+    "InFlight",
     "MoesaicEP",
     "Resumable",
     "adopt_adapters",

@@ -214,7 +214,7 @@ def adopt_at_first_call(experts: nn.Module) -> None:
     weakref.finalize(experts, handle.remove)
 
 
-def adopt_adapters(model: nn.Module) -> None:
+def adopt_adapters(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Let experts that are in NF4 or on several ranks run with the adapters that PEFT gave them.
     All ranks call it together.
 
@@ -225,7 +225,8 @@ def adopt_adapters(model: nn.Module) -> None:
     FSDP2's are.
 
     Args:
-        model: a model from `peft.get_peft_model`.
+        model: a model from `peft.get_peft_model`. Adapters of layers on the meta device stay there.
+        group: the ranks that share the model, or this stage of it; None for all.
 
     Raises:
         InputError: experts are on several ranks, and tensor or pipeline parallelism is on too.
@@ -247,7 +248,7 @@ def adopt_adapters(model: nn.Module) -> None:
             spread.append((wrapper, implementation))
         _replace_merging(wrapper, module)
     if spread:
-        _average(model, [wrapper for wrapper, _ in spread], spread[0][1])
+        _average(model, [wrapper for wrapper, _ in spread], spread[0][1], group)
         for part in model.modules():
             if getattr(part, "_tp_size", None) == 1:
                 # else PEFT gathers the whole model to save an adapter
@@ -293,18 +294,39 @@ def _draw(layer: Any, configs: dict[str, Any]) -> None:
                 each.to(next(layer.get_base_layer().parameters()).device)
 
 
+def factor_part(name: str, tensor: Tensor, experts: int, ranks: int, place: int) -> Tensor:
+    """Return a rank's part of a factor of all experts, as PEFT keeps it.
+
+    Args:
+        name: "lora_A", (E r, in), or "lora_B", (out, r E), in which experts count fastest.
+        tensor: the factor.
+        experts: E.
+        ranks: ranks that share the experts.
+        place: the rank's place among them.
+    """
+    own = slice(place * experts // ranks, (place + 1) * experts // ranks)
+    if name == "lora_A":
+        return tensor.view(experts, -1, tensor.shape[1])[own].flatten(0, 1)
+    return tensor.view(len(tensor), -1, experts)[:, :, own].flatten(1)
+
+
+def whole_factor(name: str, joined: Tensor, experts: int, ranks: int) -> Tensor:
+    """Return a factor of all experts, as PEFT keeps it, from the ranks' parts side by side;
+    arguments as for `factor_part`."""
+    if name == "lora_A":
+        return joined
+    parts = joined.view(len(joined), ranks, -1, experts // ranks)
+    return parts.transpose(1, 2).reshape(len(joined), -1)
+
+
 def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
     """Keep only the factors of this rank's experts in a wrapper."""
     ranks = mesh.size()
     place = mesh.get_local_rank()
     whole = wrapper.num_experts
-    own = slice(place * whole // ranks, (place + 1) * whole // ranks)
 
     def part_of(name: str, tensor: Tensor) -> Tensor:
-        if name == "lora_A":
-            part = tensor.view(whole, -1, tensor.shape[1])[own].flatten(0, 1)
-        else:
-            part = tensor.view(len(tensor), -1, whole)[:, :, own].flatten(1)
+        part = factor_part(name, tensor, whole, ranks, place)
         part = part.to(wrapper.get_param().device, copy=True)
         return DTensor.from_local(part, mesh, [Shard(name == "lora_B")], run_check=False)
 
@@ -313,13 +335,8 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             (key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state
         ]:
             joined = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            # ranks lie side by side, where PEFT counts experts fastest
-            if ".lora_B." in key[len(prefix) - 1 :]:
-                joined = (
-                    joined.view(len(joined), ranks, -1, whole // ranks)
-                    .transpose(1, 2)
-                    .reshape(len(joined), -1)
-                )
+            name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"
+            joined = whole_factor(name, joined, whole, ranks)
             state[key] = joined
 
     def cut(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
@@ -444,10 +461,12 @@ class _Mean:
             gradient.copy_(mean.view(gradient.shape))
 
 
-def _average(model: nn.Module, wrappers: Sequence[Any], implementation: Any) -> None:
+def _average(
+    model: nn.Module, wrappers: Sequence[Any], implementation: Any, group: dist.ProcessGroup | None
+) -> None:
     """Make the gradients of all adapters those of the mean of the ranks' losses, and whole adapters
-    those of the first rank."""
-    world = dist.get_world_size()
+    those of the first rank of the group."""
+    world = dist.get_world_size(group)
     mesh = implementation.ep_mesh
     if implementation.tp_mesh.size() > 1 or world % mesh.size():
         raise InputError(
@@ -465,6 +484,7 @@ def _average(model: nn.Module, wrappers: Sequence[Any], implementation: Any) -> 
     for weight in of_experts:
         weight.register_hook(lambda gradient: gradient * (copies / world))
     if copies > 1 and of_experts:
+        assert group is None, "experts of a part of the ranks have no copies within it"
         places: list[int] = [0] * world
         dist.all_gather_object(places, mesh.get_local_rank())
         alike = [
@@ -475,9 +495,12 @@ def _average(model: nn.Module, wrappers: Sequence[Any], implementation: Any) -> 
     others = [
         each
         for each in model.parameters()
-        if each.requires_grad and id(each) not in known and not isinstance(each, DTensor)
+        if each.requires_grad
+        and id(each) not in known
+        and not isinstance(each, DTensor)
+        and not each.is_meta
     ]
     for each in others:
-        dist.broadcast(each.data, 0)
+        dist.broadcast(each.data, group=group, group_src=0)
     if others:
-        _Mean(others, None)
+        _Mean(others, group)

@@ -7,7 +7,7 @@ there is a tensor of another kind, or an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from moesaic.weights.source import OF_HUB, read_config, read_generation, source_
 from moesaic.weights.tensor_files import read_safetensors
 
 
-def load_model(source: str | Path, **options: Any) -> Any:
+def load_model(
+    source: str | Path, *, class_of: Callable[[Any], Any] = lambda kind: kind, **options: Any
+) -> Any:
     """Return what `from_pretrained` does: a causal language model of transformers with the weights
     of a checkpoint.
 
@@ -37,6 +39,7 @@ def load_model(source: str | Path, **options: Any) -> Any:
 
     Args:
         source: folder of the checkpoint, or its name on the hub.
+        class_of: returns the class whose `from_pretrained` is called, from the model's own.
         options: those of `from_pretrained`, such as `dtype`, `device_map`, `distributed_config`,
             `experts_implementation`, `revision` and `token`. A `dtype` of "auto" is the
             checkpoint's.
@@ -63,7 +66,7 @@ def load_model(source: str | Path, **options: Any) -> Any:
     if generation is not None:
         options.setdefault("generation_config", generation)
     says = options.pop("output_loading_info", False)
-    model, found = type(architecture.model).from_pretrained(
+    model, found = class_of(type(architecture.model)).from_pretrained(
         None, config=architecture.config, state_dict=state, output_loading_info=True, **options
     )
     if is_named_as_stored:

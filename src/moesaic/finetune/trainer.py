@@ -1,0 +1,158 @@
+"""transformers' Trainer as fine-tuning runs use it: checkpoints are ours, a signal saves, and a
+loss that is not finite ends the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+
+from moesaic.errors import TrainingError
+from moesaic.finetune.states import NAMES, numbered, write_states
+from moesaic.train.progress import TrainingProgress
+from moesaic.train.ranks import Ranks
+from moesaic.transformers.in_flight import both
+
+
+class AdapterTrainer(transformers.Trainer):
+    """transformers' Trainer with checkpoints of ours: it writes no file, and reads the trainer's
+    state alone."""
+
+    save_as: Callable[[Any], None]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.save_as(self)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Do nothing: the adapters are loaded already."""
+
+
+class FlyingTrainer(AdapterTrainer):
+    """The same with a micro-batch's halves in flight, up to the hidden states: FSDP2 would take the
+    head's weight away after one half's loss."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return this rank's part of the mean loss of a step, times the number of ranks, (); or
+        what `Trainer` returns if outputs are asked for."""
+        if return_outputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        ids = inputs["input_ids"].chunk(2)
+        hidden = torch.cat(both(lambda half: model(input_ids=half, use_cache=False).logits, ids))
+        base = model.get_base_model()
+        loss = base.loss_function(
+            logits=hidden,
+            labels=inputs["labels"],
+            vocab_size=base.config.get_text_config().vocab_size,
+            num_items_in_batch=num_items_in_batch,
+        )
+        return loss * self.accelerator.num_processes
+
+
+def write_own(optimizer: Any, schedule: Any, names: list[str] | None, path: Path) -> None:
+    """Write a rank's states of the training, with the names of its adapters if it has a stage."""
+    own = optimizer.state_dict()
+    own["state"] = {
+        number: {
+            name: value.to_local() if isinstance(value, DTensor) else value
+            for name, value in each.items()
+        }
+        for number, each in own["state"].items()
+    }
+    random = [
+        torch.get_rng_state(),
+        *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
+    ]
+    states = {"optimizer": own, "schedule": schedule.state_dict(), "random": random}
+    write_states(path, states if names is None else states | {NAMES: names})
+
+
+class Keep(transformers.TrainerCallback):
+    """Gives the first step the states of a checkpoint, and saves and ends a run that a signal asks
+    to.
+
+    Args:
+        states: this rank's states of the checkpoint to go on from.
+        asked: gets the names of signals that this rank received.
+    """
+
+    def __init__(self, states: dict[str, Any] | None, asked: list[str], ranks: Ranks) -> None:
+        self._states: dict[str, Any] | None = states
+        self._asked = asked
+        self._ranks = ranks
+        self.stopped_by: str | None = None
+        """The signal that ended the run."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save as often as this command says, not as that which wrote the checkpoint did."""
+        state.save_steps = args.save_steps
+
+    def on_step_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
+    ) -> None:
+        """Load this rank's states before the first step."""
+        if self._states is None:
+            return
+        kept = self._states
+        self._states = None
+        kept["optimizer"] = numbered(kept["optimizer"], optimizer, model)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        for number, values in kept["optimizer"]["state"].items():
+            parameter = parameters[number]
+            for name, value in values.items() if isinstance(parameter, DTensor) else ():
+                if value.dim():
+                    local = value.to(parameter.device)
+                    values[name] = DTensor.from_local(
+                        local, parameter.device_mesh, parameter.placements, run_check=False
+                    )
+        optimizer.load_state_dict(kept["optimizer"])
+        lr_scheduler.load_state_dict(kept["schedule"])
+        torch.set_rng_state(kept["random"][0])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(kept["random"][1:])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save and end if any rank received a signal."""
+        self.stopped_by = self._ranks.agree(self._asked)[0]
+        if self.stopped_by is not None:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+class Show(transformers.TrainerCallback):
+    """Shows losses and tokens per second, and ends a run whose loss is not finite."""
+
+    def __init__(self, progress: TrainingProgress, tokens: int) -> None:
+        self._progress = progress
+        self._tokens = tokens
+        self._before = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Show a step."""
+        if "loss" not in logs:
+            return
+        now = time.perf_counter()
+        speed = self._tokens / (now - self._before)
+        self._before = now
+        if not abs(logs["loss"]) < float("inf"):
+            raise TrainingError(
+                f"the loss of step {state.global_step} is {logs['loss']}: go on from the newest "
+                "checkpoint with a lower --learning-rate, in another --out"
+            )
+        if state.is_world_process_zero:
+            self._progress.advance(
+                state.global_step, f"loss {logs['loss']:.4f}  {speed:,.0f} tokens/s"
+            )

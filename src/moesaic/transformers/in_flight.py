@@ -1,0 +1,65 @@
+"""Two halves of a micro-batch in flight in transformers' `Trainer`: the one computes while the
+messages of the other travel (`moesaic.in_flight`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.interleaved import in_flight
+
+
+class InFlight:
+    """Makes a trainer compute a micro-batch's two halves in flight.
+
+    Put it before a trainer's class: `class FlyingTrainer(InFlight, Trainer): pass`. Backward of
+    checkpointed layers computes them again without taking turns.
+
+    Raises:
+        InputError: a micro-batch has an odd number of sequences.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss as `Trainer.compute_loss` does; of two halves while the model trains."""
+        compute = super().compute_loss  # type: ignore[misc]
+        if return_outputs or not model.training:
+            return compute(model, inputs, return_outputs, num_items_in_batch)
+        losses = both(
+            lambda half: compute(model, half, num_items_in_batch=num_items_in_batch), halves(inputs)
+        )
+        total = torch.stack(losses).sum()
+        if num_items_in_batch is None:
+            return total / len(losses)
+        return total
+
+
+def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the two halves of a micro-batch, whose tensors have sequences as first dimension."""
+    counts = []
+    for each in inputs.values():
+        if isinstance(each, Tensor) and each.dim():
+            counts.append(len(each))
+    count = max(counts, default=0)
+    if min(counts, default=0) != count or count < 2 or count % 2:
+        raise InputError(
+            f"two halves in flight: a micro-batch has {count} sequences: choose an even number"
+        )
+    found = []
+    for part in (slice(count // 2), slice(count // 2, None)):
+        half = {}
+        for name, each in inputs.items():
+            has_rows = isinstance(each, Tensor) and each.dim()
+            half[name] = each[part] if has_rows else each
+        found.append(half)
+    return found
+
+
+def both(compute: Any, parts: Sequence[Any]) -> list[Tensor]:
+    """Return what `compute` returns for each part, a tensor, computed in flight."""
+    return [each for pair in in_flight(compute, parts) for each in pair]
