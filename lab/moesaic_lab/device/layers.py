@@ -237,8 +237,15 @@ def layer_of(inputs: Inputs) -> Implementation:
     num_experts, _, hidden, dim = inputs.w13.shape
     top_k = inputs.expert.shape[1]
     experts = partial(GatedExperts, clamp=inputs.clamp, bias=True) if inputs.biases else "swiglu"
-    place = {"device": inputs.x.device, "dtype": inputs.x.dtype}  # the host draws for minutes
-    layer = MoE(dim, hidden, num_experts, top_k, experts=experts, **place)
+    layer = MoE(
+        dim,
+        hidden,
+        num_experts,
+        top_k,
+        experts=experts,
+        device=inputs.x.device,  # the host draws for minutes
+        dtype=inputs.x.dtype,
+    )
     values = {"w13": inputs.w13, "w2": inputs.w2, **dict(zip(("b13", "b2"), inputs.biases))}
     with torch.no_grad():
         for name, value in values.items():

@@ -358,15 +358,7 @@ class ExpertParallel:
         }
         sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
-            own_slice = share_of(len(x_TD), self._tp_place, self.grid.tp)
-            batch = replace(
-                batch,
-                valid_T=None if batch.valid_T is None else batch.valid_T[own_slice],
-                token_ids=None if batch.token_ids is None else batch.token_ids[own_slice],
-                noise=None if batch.noise is None else batch.noise[own_slice],
-                first_token=own_slice.start,
-                sequence_length=max(len(x_TD) // batch.num_sequences, 1),
-            )
+            batch = self._slice_of(batch, len(x_TD))
             x_TD = slice_rows(self.transport, self._tensor_group, x_TD)
             sharing = parameters_as(router, self._shared)
         with sharing:
@@ -380,6 +372,18 @@ class ExpertParallel:
                 replay=replay,
                 peers=self.peers,
             )
+
+    def _slice_of(self, batch: TokenInfo, num_tokens: int) -> TokenInfo:
+        """Return what is known of this rank's slice of the tensor-parallel group's tokens."""
+        own = share_of(num_tokens, self._tp_place, self.grid.tp)
+        return replace(
+            batch,
+            valid_T=None if batch.valid_T is None else batch.valid_T[own],
+            token_ids=None if batch.token_ids is None else batch.token_ids[own],
+            noise=None if batch.noise is None else batch.noise[own],
+            first_token=own.start,
+            sequence_length=max(num_tokens // batch.num_sequences, 1),
+        )
 
     def _enter(self, settings: dict[str, object], earlier: Gathered | None = None) -> None:
         """Note what this rank calls, and with which settings, by name; `earlier` is what ranks
