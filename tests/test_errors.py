@@ -125,7 +125,7 @@ CASES: dict[str, Case] = {
     ),
     "wrong choice of a flag": (
         lambda f: base(f, "--plan.all-to-all", "best"),
-        ["--plan.all-to-all", "'best'", "linear", "hier2d"],
+        ["--plan.all-to-all", "best: choose one of", "linear", "hier2d"],
     ),
     "wrong choice in a word": (
         lambda f: base(f, "--model.moe.router", "best"),
