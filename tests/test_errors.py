@@ -125,7 +125,7 @@ CASES: dict[str, Case] = {
     ),
     "wrong choice of a flag": (
         lambda f: base(f, "--plan.all-to-all", "best"),
-        ["--plan.all-to-all", "'best'", "linear", "hier2d"],
+        ["--plan.all-to-all", "best: choose one of", "linear", "hier2d"],
     ),
     "wrong choice in a word": (
         lambda f: base(f, "--model.moe.router", "best"),
@@ -263,7 +263,7 @@ CASES: dict[str, Case] = {
         ["step-00000002", "format 99", "reads 4", "use the version"],
     ),
     # Sampling
-    "sample nothing": (lambda f: ["sample"], ["Run folder", "required"]),
+    "sample nothing": (lambda f: ["sample"], ["needs RUN: moesaic sample RUN"]),
     "sample no run": (
         lambda f: ["sample", str(f)],
         ["config.json: no such file", "name the folder that moesaic train wrote"],

@@ -60,14 +60,14 @@ def walk(page: str, text: str, ground: Ground) -> Iterator[Step]:
     folder = f"walks/{page}"
     ground.here(folder).mkdir(parents=True, exist_ok=True)
     yield from supposed(page, ground, folder)
-    names = iter(_names(text))
-    for number, block in enumerate(blocks(text)):
+    printed = blocks(text)
+    files = [block for block in printed if block.language == "toml"]
+    for name, block in zip(_names(text), files):
+        ground.here(f"{folder}/{name}").write_text(block.text + "\n", encoding="utf-8")
+    for number, block in enumerate(printed):
         if block.language == "inline" or block.text.startswith("git clone "):
             continue
-        if block.language == "toml":
-            name = next(names, f"file{number}.toml")
-            ground.here(f"{folder}/{name}").write_text(block.text + "\n", encoding="utf-8")
-        elif block.language == "python":
+        if block.language == "python":
             yield from _python(page, number, block, ground, folder)
         else:
             for words in commands_in(block):
