@@ -56,16 +56,25 @@ class Race:
         return {plan: self._median(plan) for plan in self.seconds if self.seconds[plan][0]}
 
     def _median(self, plan: int) -> float:
-        return median_low([seconds for of_round in self.seconds[plan] for seconds in of_round])
+        times: list[float] = []
+        for of_round in self.seconds[plan]:
+            times += of_round
+        return median_low(times)
+
+    def _has_drifted(self) -> bool:
+        """Return whether this round's times differ from those of the round before."""
+        ratios = []
+        for plan in self.left:
+            before = median_low(self.seconds[plan][-2])
+            now = median_low(self.seconds[plan][-1])
+            ratios.append(now / before)
+        drift = abs(math.log(median(ratios)))
+        return drift > math.log1p(self._drift)
 
     def _end_round(self) -> None:
         """Drop the slower half of the plans, or find that step times drifted."""
         if self._round:
-            ratios = [
-                median_low(self.seconds[plan][-1]) / median_low(self.seconds[plan][-2])
-                for plan in self.left
-            ]
-            self.is_void = abs(math.log(median(ratios))) > math.log1p(self._drift)
+            self.is_void = self._has_drifted()
         ranked = sorted(self.left, key=lambda plan: (self._median(plan), self.left.index(plan)))
         self.left = ranked[: max(len(ranked) // 2, 1)]
         self._round += 1
@@ -109,4 +118,6 @@ class Pairs:
         """The plan to run."""
         pairs = zip(self.seconds[self._winner], self.seconds[self._first])
         won = sum(winner < first for winner, first in pairs)
-        return self._winner if 2 * won > PAIRS else self._first
+        if 2 * won > PAIRS:
+            return self._winner
+        return self._first

@@ -49,7 +49,9 @@ def about_slow_link(config: TrainConfig, world: int, per_node: int, most_stages:
     if stage <= per_node or max(mesh.ep * mesh.etp, mesh.tp) <= per_node:
         return None
     gbps = outside_gbps(open_transport(name=mesh.transport), per_node)
-    if gbps >= SLOW_GBPS or dist.get_rank() != 0:
+    if gbps >= SLOW_GBPS:
+        return None
+    if dist.get_rank() != 0:
         return None
     grid = Grid(world=world, ranks_per_node=per_node)
     cluster = assumed_cluster(grid, gbps, on_cpu=True)
@@ -68,13 +70,14 @@ def _line(gbps: float, configured: PlannedStep, best: PlannedStep) -> str | None
     """Return the line about a split that is faster than the configured one with its best plan; None
     if it is not worth it."""
     times = configured.seconds / best.seconds
-    if times < WORTH:
-        return None
-    return (
+    line = (
         f"tokens cross a link between machines that carries {gbps:.2g} Gbit/s, and {best.layout} "
         f"is predicted to be {times:.1f} times as fast as {configured.layout} with its best plan: "
         "--planner.plan search takes it"
     )
+    if times < WORTH:
+        return None
+    return line
 
 
 def outside_gbps(
@@ -96,6 +99,8 @@ def outside_gbps(
         all_to_all(transport, peers, rows)
         own.append(clock() - start)
     # ranks enter the first one at different moments
-    seconds = min(max(of_ranks) for of_ranks in list(zip(*gathered(own)))[1:])
-    sent = per_node * rows.nbytes * (len(peers) - 1) / len(peers)
+    slowest = [max(of_ranks) for of_ranks in zip(*gathered(own))]
+    seconds = min(slowest[1:])
+    leaves = (len(peers) - 1) / len(peers)
+    sent = per_node * rows.nbytes * leaves
     return 8e-9 * sent / max(seconds, 1e-9)
