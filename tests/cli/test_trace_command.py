@@ -88,7 +88,7 @@ def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
     ("words", "message"),
     [
         (["draw"], "unknown word draw: write show, counts, check, convert"),
-        (["show"], "Missing from moesaic trace show"),
+        (["show"], "moesaic trace: needs FILE: moesaic trace show FILE"),
         (["show", "nowhere"], "trace nowhere: no such file: name a trace"),
         (["show", "a.npz", "--pictur", "1"], "unknown argument --pictur; --help lists all"),
         (

@@ -68,6 +68,7 @@ ELSEWHERE = {
     ): "is handed text, by tests/train/test_run_folder.py of every kind",
     ("train/state.py", "_write_tokenizer"): "compares what it is about to write",
     ("measure/here.py", "_processor"): "reads /proc",
+    ("measure/together.py", "started_machine"): "reads /proc",
     ("kernels/triton/rows/measured.py", "_tiles"): "reads a file of the package",
     (
         "kernels/products.py",

@@ -112,6 +112,7 @@ def test_it_is_found_under_capacities(capacity: object) -> None:
     assert set(map(bool, refused(Grid(world=4, ep=2), by_one_bit, capacity=capacity))) == {True}
 
 
+@pytest.mark.filterwarnings("ignore:moesaic. experts in torch.float32 on this cuda device")
 def test_gpus_that_wait_for_no_counts_compare_in_some_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

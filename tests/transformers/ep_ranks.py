@@ -78,7 +78,7 @@ def find_plan(folder: str) -> dict[str, Any]:
         )  # as under LoRA: no layer's parameter is trained
     optimizer = torch.optim.SGD(head, lr=0.01)
     ids = batch(dist.get_world_size())[dist.get_rank()].unsqueeze(0)
-    for _ in range(60):
+    for _ in range(80):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

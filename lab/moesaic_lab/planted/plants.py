@@ -266,8 +266,8 @@ RUN_EXPERTS = (expert_parallel.ExpertParallel, "run_experts")
 
 input_gradient_summed_over_tp = around(
     *RUN_EXPERTS,
-    lambda run, self, experts, x_TD, *rest: run(
-        self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest
+    lambda run, self, experts, x_TD, *rest, **options: run(
+        self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest, **options
     ),
 )
 """The experts' gradient of the input is summed over the tensor-parallel group a second time."""
@@ -282,7 +282,13 @@ router."""
 
 
 def _with_local_weights(
-    run: Callable[..., Tensor], self: Any, experts: Any, x_TD: Tensor, routed: Any, *rest: Any
+    run: Callable[..., Tensor],
+    self: Any,
+    experts: Any,
+    x_TD: Tensor,
+    routed: Any,
+    *rest: Any,
+    **options: Any,
 ) -> Tensor:
     """Run with gradients of this rank's routing weights only."""
     routing = routed.routing
@@ -290,7 +296,8 @@ def _with_local_weights(
         self.rank, "ep"
     )
     weight = torch.where(local, routing.weight, routing.weight.detach())
-    return run(self, experts, x_TD, routed._replace(routing=replace(routing, weight=weight)), *rest)
+    changed = routed._replace(routing=replace(routing, weight=weight))
+    return run(self, experts, x_TD, changed, *rest, **options)
 
 
 weights_of_local_experts = around(*RUN_EXPERTS, _with_local_weights)

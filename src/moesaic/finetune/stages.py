@@ -200,10 +200,18 @@ def ranks_in_stages(stages: int, device_type: DeviceType) -> tuple[Ranks, StageC
 def _meshes(device_type: str, stages: int, ranks: int) -> TransformersDeviceMesh:
     """Return all ranks as transformers' meshes: stages of some ranks that share experts."""
     return TransformersDeviceMesh(
-        init_device_mesh(
-            device_type, (stages, 1, ranks, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+        keep_timeout(
+            init_device_mesh(
+                device_type,
+                (stages, 1, ranks, 1),
+                mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+            )
         ),
-        init_device_mesh(
-            device_type, (stages, 1, 1, ranks), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
+        keep_timeout(
+            init_device_mesh(
+                device_type,
+                (stages, 1, 1, ranks),
+                mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
+            )
         ),
     )

@@ -73,7 +73,7 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
     Raises:
         InputError: `mesh` is no `Mesh`; an optimizer was made before the experts were spread, so
             that it would train none; in the first call with a module, on every rank, if ranks
-            froze different parameters.
+            froze different dense parameters.
     """
     if not isinstance(mesh, Mesh):
         raise InputError(
@@ -89,14 +89,16 @@ class _Compared(weakref.WeakSet[nn.Module]):
 
 
 def _check_frozen(module: nn.Module, mesh: Mesh) -> None:
-    """Raise InputError on every rank if ranks froze different parameters, once for a module: their
-    messages would differ in size, or mix parameters."""
+    """Raise InputError on every rank if ranks froze different dense parameters, once for a module:
+    their messages would differ in size, or mix parameters. Ranks hold different experts."""
     compared: _Compared = mesh.shared.setdefault(_Compared, _Compared())
     if module in compared:
         return
+    expert_ids = {id(parameter) for parameter in expert_parameters(module)}
     names = {
         f"requires_grad of {name}": parameter.requires_grad
         for name, parameter in module.named_parameters()
+        if id(parameter) not in expert_ids
     }
     advice = dict.fromkeys(names, "freeze the same parameters on every rank")
     mesh.transport.doing = "average_gradients"

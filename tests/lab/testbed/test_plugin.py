@@ -36,7 +36,16 @@ TESTS = """
 
 def run_pytest(folder, **environment):
     (folder / "test_mine.py").write_text(textwrap.dedent(TESTS))
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(folder)]
+    options = [
+        "-q",
+        "-rs",
+        "-p",
+        "moesaic_testbed.plugin",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(folder),
+    ]
     words = [sys.executable, "-m", "pytest", *options, "test_mine.py"]
     done = subprocess.run(
         words,
