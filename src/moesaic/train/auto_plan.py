@@ -85,7 +85,9 @@ def name_better_split(config: TrainConfig, say: Callable[[str], None]) -> None:
     plan or a cluster of its own cross one. All ranks call it together."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
-    if world == 1 or not on_cpu or config.planner.plan:
+    mesh = config.mesh
+    is_split = max(mesh.ep, mesh.etp, mesh.tp) > 1
+    if world == 1 or not is_split or not on_cpu or config.planner.plan:
         return
     per_node = ranks_of_a_node(config.mesh.ranks_per_node)
     most_stages = MOST_STAGES if _can_have_stages(config) else 1

@@ -16,6 +16,10 @@ from moesaic.routing.router import LinearRouter, chosen, token_choice
 from moesaic.routing.routing import Choice, Scores
 
 
+DECIMALS = 9
+"""Decimals of the scores that are assigned."""
+
+
 class BalancedAssignment(LinearRouter):
     """A router that sends each token to one expert, with weight `sigmoid(score)`.
 
@@ -68,7 +72,8 @@ def balanced_assignment(scores: np.ndarray) -> np.ndarray:
     `ceil(rows / experts)` rows.
 
     A row that contains NaN or an infinity counts as all zeros, and gets a seat that the other rows
-    leave free.
+    leave free. Scores are rounded to `DECIMALS`, so that rows which are equal but for the order of
+    sums (a token at the start of two sequences) get the same seats on every processor and mesh.
 
     Args:
         scores: (rows, experts) float64.
@@ -82,6 +87,7 @@ def balanced_assignment(scores: np.ndarray) -> np.ndarray:
     if rows == 0:
         return np.zeros(0, dtype=np.int64)
     seats = -(-rows // experts)
-    scores = np.where(np.isfinite(scores).all(axis=1, keepdims=True), scores, 0.0)
+    is_finite = np.isfinite(scores).all(axis=1, keepdims=True)
+    scores = np.where(is_finite, scores, 0.0).round(DECIMALS)
     _, columns = linear_sum_assignment(np.repeat(scores, seats, axis=1), maximize=True)
     return columns.astype(np.int64) // seats
