@@ -83,7 +83,7 @@ class Race:
             self.seconds[plan].append([])
 
 
-class Pairs:
+class PairedSteps:
     """The winner of a race beside the first plan, in turn: what slows the machine down for a while
     slows both.
 

@@ -24,7 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic.planner.plan_race import ROUNDS, Pairs, Race
+from moesaic.planner.plan_race import ROUNDS, PairedSteps, Race
 from moesaic.program.plan import Codec, Plan
 
 VERSION = 2
@@ -139,7 +139,7 @@ class PlanTable:
         self.races = 0
         """Number of races so far; more than one if step times drifted."""
         self.running: int | None = None
-        self.race: Race | Pairs | None = None
+        self.race: Race | PairedSteps | None = None
         self.timed: dict[int, float] = {}
         """Seconds of a step under each plan that the last finished race timed."""
         self._loads: deque[float] = deque([load], maxlen=LOADS)
@@ -159,7 +159,7 @@ class PlanTable:
             self._start_race()
         elif self.race is None and self._is_slower_than_the_first():
             assert self.running is not None
-            self.race = Pairs(self.running, self.allowed[0])
+            self.race = PairedSteps(self.running, self.allowed[0])
         if self.race is not None:
             if not self._trial_left:
                 self._next_trial(self.race)
@@ -215,7 +215,7 @@ class PlanTable:
         self.race = Race(sorted(starters, key=lambda plan: predicted[plan]), self.settings.drift)
         self._trial_left = 0
 
-    def _next_trial(self, race: Race | Pairs) -> None:
+    def _next_trial(self, race: Race | PairedSteps) -> None:
         """Run the next plan of the race; the winner beside the first plan if the race is over, and
         then the faster of both."""
         plan = race.next()
@@ -227,7 +227,7 @@ class PlanTable:
             self._trial_left = race.steps + (plan != self.running)
             return self._run(plan, "trial")
         self._recent.clear()
-        if isinstance(race, Pairs):
+        if isinstance(race, PairedSteps):
             self._settle(race)
             self.race = None
             return self._run(race.faster, "fastest")
@@ -237,10 +237,10 @@ class PlanTable:
         if winner == first or not self._pairs:
             self.race = None
             return self._run(winner, "fastest")
-        self.race = Pairs(winner, first)
+        self.race = PairedSteps(winner, first)
         return self._next_trial(self.race)
 
-    def _settle(self, pairs: Pairs) -> None:
+    def _settle(self, pairs: PairedSteps) -> None:
         """Replace what both plans of the pairs took by what they took in turn; the others' times
         follow the change of the winner's."""
         winner = next(iter(pairs.seconds))

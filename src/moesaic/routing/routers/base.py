@@ -15,7 +15,6 @@ from moesaic.kernels.top_k import top_k_indices
 from moesaic.routing.router import LinearRouter, chosen, token_choice
 from moesaic.routing.routing import Choice, Scores
 
-
 DECIMALS = 9
 """Decimals of the scores that are assigned."""
 
