@@ -6,8 +6,6 @@ import json
 import re
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -21,6 +19,7 @@ from moesaic_lab import performance_page, timeline_picture
 from moesaic_lab.bench import BENCHMARKS, OTHERS
 from moesaic_lab.front import blocks_of
 from moesaic_testbed import refusal
+from parsing import ParsedError, parse_only
 from places import pages as printed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -252,21 +251,6 @@ def test_every_python_block_of_a_page_runs_as_a_file_of_its_own(page, tmp_path, 
         command = Forked([*launcher, str(tmp_path / name)], {}, imports)
         out, err = command.communicate(timeout=300)
         assert command.returncode == 0, f"{name}:\n{code}\n{out}\n{err}"
-
-
-class ParsedError(BaseException):
-    """Raised in place of running a command whose words have been parsed."""
-
-
-def parse_only(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a command end after its words have been parsed."""
-    parse = module.parse
-
-    def stopping(*given: Any, **named: Any) -> None:
-        parse(*given, **named)
-        raise ParsedError
-
-    monkeypatch.setattr(module, "parse", stopping)
 
 
 OF_LAB = ("benchmark", "traces.command", "reproduce.command", "vision.train")

@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from moesaic.errors import InputError
 from moesaic_lab.fuzz import examples
 from moesaic_lab.fuzz.examples import EXAMPLES, GOES_ON, named_examples, require_examples
 from moesaic_lab.fuzz.places import Place
+from parsing import ParsedError, parse_only
 
 INPUTS = {
     f"{name}: {word}": (name, word)
@@ -41,6 +43,17 @@ def test_an_example_of_another_command_is_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(examples, "EXAMPLES", lost | {"convert": EXAMPLES["report"]})
     with pytest.raises(InputError, match="report"):
         require_examples()
+
+
+@pytest.mark.parametrize("name", named_examples())
+def test_every_flag_of_an_example_is_one_of_its_command(
+    name: str, made_bases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = named_examples()[name]
+    parse_only(import_module(f"moesaic.cli.{example.command.replace('-', '_')}"), monkeypatch)
+    monkeypatch.chdir(Place(made_bases, example).made())
+    with pytest.raises(ParsedError):
+        main(example.words)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "empty", "other"])

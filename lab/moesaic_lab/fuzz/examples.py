@@ -218,7 +218,7 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
             folders=("one",),
             words=(
                 *("show", "--plan-file", "one/plan.json", "--write", "shown.toml"),
-                *("--gantt", "gantt.html", "--trace", "timeline.json"),
+                *("--gantt", "gantt.html", "--perfetto", "timeline.json"),
             ),
             out=("shown.toml", "gantt.html", "timeline.json"),
         ),
