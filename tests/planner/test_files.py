@@ -13,7 +13,7 @@ import pytest
 from helpers import refused
 from moesaic.planner.plan_files import FoundFor, read_found, read_planned, write_plan, write_planned
 from moesaic.planner.rank_memory import Memory
-from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.step import Estimate
 from moesaic.planner.workload import Workload
 from moesaic.program.build import SCHEDULES

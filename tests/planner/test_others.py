@@ -26,7 +26,8 @@ from moesaic.planner.other_systems import (
 )
 from moesaic.planner.presets import read_job
 from moesaic.planner.rank_memory import GIB, usable_bytes
-from moesaic.planner.search import PlannedStep, Settings, search
+from moesaic.planner.search import Settings, search
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import LAUNCHES, LayerPass, StepCostModel, reduce_seconds
 from moesaic.program.grid import Grid

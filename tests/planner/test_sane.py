@@ -22,7 +22,8 @@ from moesaic.planner.job import Job
 from moesaic.planner.other_systems import OthersLayout, predict
 from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.rank_memory import usable_bytes
-from moesaic.planner.search import LOSSLESS, PlannedStep, Settings, search
+from moesaic.planner.search import LOSSLESS, Settings, search
+from moesaic.planner.simulated_plans import PlannedStep
 
 LAYOUTS: dict[str, Callable[[int], OthersLayout]] = {
     "ep": lambda world: OthersLayout(ep=min(8, world), global_batch=4 * world),

@@ -144,10 +144,10 @@ def test_no_plan_is_faster_than_its_floor(pp: int, parts: int) -> None:
 
 def test_the_first_stage_keeps_a_micro_batch_for_each_stage_ahead() -> None:
     model = SplitCostModel(JOB, grid_of(2), JobSplit(pp=4), Simulator(FAST))
-    assert [rank.model.alive for rank in model.ranks] == [4.0, 3.0, 2.0, 1.0]
+    assert [rank.alive for rank in model.ranks] == [4.0, 3.0, 2.0, 1.0]
     few = replace(JOB, accumulation=2)
     model = SplitCostModel(few, grid_of(2), JobSplit(pp=4), Simulator(FAST))
-    assert [rank.model.alive for rank in model.ranks] == [2.0] * 4
+    assert [rank.alive for rank in model.ranks] == [2.0] * 4
 
 
 def test_cut_micro_batches_keep_the_sequences_of_a_step() -> None:

@@ -23,7 +23,7 @@ from moesaic.planner.hub import read_shape
 from moesaic.planner.job import DataShape, Job
 from moesaic.planner.other_systems import OthersLayout, predict
 from moesaic.planner.rank_memory import GIB
-from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import LAUNCHES, all_reduce_seconds
 from moesaic.planner.topology import Topology

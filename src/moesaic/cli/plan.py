@@ -48,12 +48,12 @@ from moesaic.planner.search import (
     LOSSLESS,
     LOSSY,
     REFINED,
-    PlannedStep,
     Result,
     Settings,
     TooLargeError,
     search,
 )
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import SplitCostModel
 from moesaic.planner.workload import largest_max_vio, read_counts

@@ -29,7 +29,8 @@ from moesaic.planner.other_systems import (
     without_what_we_lack,
 )
 from moesaic.planner.rank_memory import GIB, Memory, about_fragments, what_is_missing
-from moesaic.planner.search import PlannedStep, Result
+from moesaic.planner.search import Result
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import largest_max_vio
 from moesaic.program.plan import plan_in_words

@@ -18,7 +18,8 @@ from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.job import Job
 from moesaic.planner.loads import memory_under_counts, on_replica, simulate_counts
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
-from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layout
+from moesaic.planner.search import Result, Settings, smallest_layout
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import WHOLE, SplitCostModel
 from moesaic.planner.workload import largest_max_vio, skewed_counts

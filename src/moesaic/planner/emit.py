@@ -17,7 +17,7 @@ from moesaic.planner.harmless_flags import HARMLESS, HARMLESS_VALUES
 from moesaic.planner.job import Job
 from moesaic.planner.other_systems import Offers, OthersLayout
 from moesaic.planner.plan_files import mesh_table
-from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.step import PARTS, Part, Schedule, Sharded
 from moesaic.program.plan import Crossing, Plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moesaic.errors import InputError
-from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulated_plans import PlannedStep
 
 MOST_RANKS = 16
 """Larger clusters are not asked: a search for each part of them would take seconds."""

@@ -25,7 +25,8 @@ from moesaic.planner.other_systems import OthersLayout, predict, rank_models
 from moesaic.planner.policy_rates import cluster_of
 from moesaic.planner.predicted_plans import ENDLESS_GIB
 from moesaic.planner.rank_memory import FRAGMENTED, GIB
-from moesaic.planner.search import LOSSLESS, PlannedStep, Settings, search
+from moesaic.planner.search import LOSSLESS, Settings, search
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel, StepModel
 from moesaic.program.grid import Grid
@@ -468,7 +469,7 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
         "adapters": 4 * adapters,
         "gradients": 4 * adapters,
         "optimizer": 8 * adapters,
-        "blocks' inputs": model.alive * model.num_layers * layer.tokens * layer.dim * 2.0,
+        "blocks' inputs": cost_model.alive * model.num_layers * layer.tokens * layer.dim * 2.0,
         largest: peaks[largest],
     }
 

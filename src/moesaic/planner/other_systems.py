@@ -21,7 +21,7 @@ from moesaic.errors import InputError
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, ScoreKernel
 from moesaic.planner.job import Job
 from moesaic.planner.rank_memory import Memory, layer_memory, usable_bytes
-from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import (
     LAUNCHES,

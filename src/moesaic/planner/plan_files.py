@@ -15,7 +15,7 @@ from moesaic.configfile import build, override, read_table, to_toml
 from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.rank_memory import GIB
-from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.split import WHOLE
 from moesaic.planner.workload import Workload
 from moesaic.program.plan import Plan

@@ -19,7 +19,8 @@ from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic.planner.job import Job, job_of
 from moesaic.planner.loads import simulate_counts, simulate_even
 from moesaic.planner.policy_rates import simulator_of
-from moesaic.planner.search import GIVE_UP, LOSSLESS, REFINED, PlannedStep, Settings, search
+from moesaic.planner.search import GIVE_UP, LOSSLESS, REFINED, Settings, search
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.workload import Workload

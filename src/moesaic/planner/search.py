@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -34,6 +34,15 @@ from moesaic.planner.loads import (
 )
 from moesaic.planner.movement import coded_bytes
 from moesaic.planner.rank_memory import FRAGMENTED, GIB, Memory, usable_bytes
+from moesaic.planner.simulated_plans import (
+    PlannedStep,
+    SimulatedPlan,
+    by_seconds,
+    cheapest,
+    fastest,
+    in_order,
+    planned_step,
+)
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.split import (
     WHOLE,
@@ -44,8 +53,7 @@ from moesaic.planner.split import (
     near_splits,
     split_choices,
 )
-from moesaic.planner.step import Estimate, StepModel, mean_of
-from moesaic.planner.step_memory import layer_bytes
+from moesaic.planner.step import StepModel, mean_of
 from moesaic.planner.task_times import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
@@ -77,32 +85,6 @@ PAIRED = 2
 PAIRED_SHARE = 0.2
 """The share of `Settings.give_up` beyond 1 by which a choice may slow a plan and still be combined
 with a second one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedStep:
-    """A plan on a layout, with its predicted step time and memory."""
-
-    plan: Plan
-    grid: Grid
-    """The mesh, with etp not factored."""
-    estimate: Estimate
-    memory: Memory
-    bound_seconds: float
-    """Step time of a perfect plan on this layout: the time of its computing or of its busiest link,
-    whichever is longer."""
-    split: JobSplit = WHOLE
-    """How the job is split beyond the layout, which is that of a stage."""
-
-    @property
-    def layout(self) -> str:
-        """The layout and the split in words."""
-        return layout_in_words(self.grid, self.split)
-
-    @property
-    def seconds(self) -> float:
-        """The predicted step time."""
-        return self.estimate.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +300,7 @@ class _Search:
         self.step_models: dict[int, StepModel] = {}
         self.floors: dict[SplitCostModel, float] = {}
         self.cluster = simulator.cluster
-        self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
+        self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
         self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
         self.loaded: dict[tuple[Grid, JobSplit, bytes], Memory] = {}
         self.refusal = ""
@@ -353,29 +335,36 @@ class _Search:
             ranking = sorted(found, key=lambda each: each.seconds)
         if not ranking:
             needs = [(memory.total, grid) for (grid, *_), memory in self.loaded.items()]
-            needs = needs or [
-                (each.memory.total, each.grid) for each in self.tried.values() if each is not None
-            ]
+            needs = needs or [(each.step.memory.total, each.grid) for each in self._simulated()]
             num_bytes, smallest = min(needs, key=lambda need: need[0])
             raise self._too_large(smallest, num_bytes)
         return Result(
             ranking=tuple(ranking[: self.settings.keep]),
-            by_ep=self._by_ep(cost_models, ranking, searched),
+            by_ep=self._by_ep(cost_models, ranking, searched, has_counts=bool(counts)),
             bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
             num_layouts=len(cost_models),
             num_left_out=len(cost_models) - len({grid for grid, _ in self.tried}),
-            num_simulated=sum(found is not None for found in self.tried.values()),
+            num_simulated=len(self._simulated()),
             too_large=self._too_large_and_faster(),
         )
+
+    def _simulated(self, grids: Container[Grid] | None = None) -> list[SimulatedPlan]:
+        """Return the simulated plans on some layouts; None: on all."""
+        return [
+            plan
+            for (grid, _), plan in self.tried.items()
+            if plan is not None and (grids is None or grid in grids)
+        ]
+
+    def _of_ep(self, ep: int) -> list[SimulatedPlan]:
+        """Return the simulated plans with a size of ep."""
+        return [plan for plan in self._simulated() if plan.grid.ep == ep]
 
     def _finish_eps(self, fitting: list[SplitCostModel]) -> set[int]:
         """Search the best sizes of ep as if each was pinned, on its two best layouts; returns these
         sizes."""
-        best: dict[int, tuple[bool, float]] = {}
-        for planned in filter(None, self.tried.values()):
-            best[planned.grid.ep] = min(
-                self._cost(planned), best.get(planned.grid.ep, (True, math.inf))
-            )
+        tried = dict.fromkeys(plan.grid.ep for plan in self._simulated())
+        best = {ep: cheapest(self._of_ep(ep)).cost for ep in tried}
         sizes = sorted(best, key=lambda ep: best[ep])[: 1 + self.settings.finished_eps]
         for ep in sizes[1:]:
             started = self._promising_layouts([each for each in fitting if each.grid.ep == ep])
@@ -384,36 +373,33 @@ class _Search:
         return set(sizes)
 
     def _by_ep(
-        self, cost_models: list[SplitCostModel], ranking: list[PlannedStep], searched: set[int]
+        self,
+        cost_models: list[SplitCostModel],
+        ranking: list[PlannedStep],
+        searched: set[int],
+        *,
+        has_counts: bool,
     ) -> dict[int, EpResults]:
         results = {}
         for ep in sorted({each.grid.ep for each in cost_models}):
             of_ep = [each for each in cost_models if each.grid.ep == ep]
-            floors = [self._floor(each) for each in of_ep]
-            best = min(
-                (plan for plan in ranking if plan.grid.ep == ep),
-                key=lambda plan: plan.seconds,
-                default=None,
-            )
-            simulated = [
-                plan for (grid, _), plan in self.tried.items() if grid.ep == ep and plan is not None
-            ]
+            simulated = self._of_ep(ep)
+            best = next((step for step in ranking if step.grid.ep == ep), None)
+            if best is None and not has_counts:
+                best = next(self._that_fit(simulated), None)
             fits = any(each.least_bytes <= self._usable_bytes for each in of_ep)
-            is_too_large = not fits or (
-                bool(simulated) and all(self._cost(plan)[0] for plan in simulated)
-            )
             results[ep] = EpResults(
-                floor_seconds=min(floors),
+                floor_seconds=min(map(self._floor, of_ep)),
                 best=best,
-                is_too_large=is_too_large,
+                is_too_large=not fits or (bool(simulated) and not cheapest(simulated).fits),
                 is_searched=ep in searched,
             )
         return results
 
     def _too_large_and_faster(self) -> PlannedStep | None:
         """Return the fastest simulated plan if it does not fit the memory, else None."""
-        best = min(filter(None, self.tried.values()), key=lambda planned: planned.seconds)
-        return best if self._cost(best)[0] else None
+        best = fastest(self._simulated())
+        return None if best.fits else best.step
 
     @property
     def _usable_bytes(self) -> float:
@@ -423,7 +409,7 @@ class _Search:
         """Simulate a few plans on every layout with a floor below the best step so far; returns
         these layouts, best first."""
         best = self.best
-        judged: list[tuple[tuple[bool, float], int, SplitCostModel]] = []
+        judged: list[tuple[SimulatedPlan, SplitCostModel]] = []
         for number, cost_model in enumerate(sorted(cost_models, key=self._floor)):
             self.progress("judging layouts", number, len(cost_models))
             # Layouts with whole experts on every rank are always simulated, since users ask when
@@ -433,23 +419,19 @@ class _Search:
                 continue
             plans = list(self._simulate_starts(cost_model, best))
             if plans:
-                judged.append((min(map(self._cost, plans)), len(judged), cost_model))
-                best = min(
-                    [
-                        best,
-                        *(one.seconds for one in plans if one.memory.total <= self._usable_bytes),
-                    ]
-                )
-        return [cost_model for _, _, cost_model in sorted(judged, key=lambda item: item[:2])]
+                judged.append((cheapest(plans), cost_model))
+                found = judged[-1][0]
+                best = min(best, found.seconds) if found.fits else best
+        return [cost_model for _, cost_model in sorted(judged, key=lambda item: item[0].cost)]
 
-    def _simulate_starts(self, cost_model: SplitCostModel, best: float) -> Iterator[PlannedStep]:
+    def _simulate_starts(self, cost_model: SplitCostModel, best: float) -> Iterator[SimulatedPlan]:
         """Simulate the starting plans of a layout; stops after a plan that is hopeless compared
         with the best step so far."""
         for plan in self._starting_plans(cost_model.grid):
-            planned = self._simulate(cost_model, plan)
-            if planned is not None:
-                yield planned
-                if planned.seconds > self.settings.give_up * best:
+            simulated = self._simulate(cost_model, plan)
+            if simulated is not None:
+                yield simulated
+                if simulated.is_slower_than(self.settings.give_up * best):
                     return
 
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
@@ -469,7 +451,7 @@ class _Search:
 
     def _refine(self, layouts: list[SplitCostModel]) -> None:
         """Simulate more plans on the most promising layouts, by changed choices or exhaustively."""
-        best: list[tuple[PlannedStep, SplitCostModel]] = []
+        best: list[tuple[SimulatedPlan, SplitCostModel]] = []
         for number, cost_model in enumerate(layouts):
             if self.settings.exhaustive:
                 plans = list(self.settings.space.plans(cost_model.grid))
@@ -481,36 +463,30 @@ class _Search:
                 continue
             self.progress("changing choices", number, len(layouts))
             best.append((self._climb_from_starts(cost_model), cost_model))
-        best.sort(key=lambda item: self._cost(item[0]))
+        best.sort(key=lambda item: item[0].cost)
         near = [
             item
             for item in best[: self.settings.paired]
             if item[0].seconds <= self.settings.give_up * best[0][0].seconds
         ]
-        for number, (planned, cost_model) in enumerate(near):
+        for number, (found, cost_model) in enumerate(near):
             self.progress("changing pairs of choices", number, len(near))
-            self._climb(cost_model, planned, choices=2)
+            self._climb(cost_model, found, choices=2)
 
-    def _climb_from_starts(self, cost_model: SplitCostModel) -> PlannedStep:
+    def _climb_from_starts(self, cost_model: SplitCostModel) -> SimulatedPlan:
         """Return the best plan that single changes reach from the best plan of each schedule on a
         layout."""
-        starts: dict[str, PlannedStep] = {}
-        simulated = (
-            each
-            for (grid, _), each in self.tried.items()
-            if grid == cost_model.grid and each is not None
-        )
-        for planned in sorted(simulated, key=self._cost):
-            if (
-                not starts
-                or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds
-            ):
-                starts.setdefault(planned.plan.schedule, planned)
-        return min((self._climb(cost_model, start) for start in starts.values()), key=self._cost)
+        by_schedule: dict[str, list[SimulatedPlan]] = {}
+        for simulated in self._simulated([cost_model.grid]):
+            by_schedule.setdefault(simulated.plan.schedule, []).append(simulated)
+        starts = [cheapest(plans) for plans in by_schedule.values()]
+        hopeless = self.settings.give_up * cheapest(starts).seconds
+        near = [start for start in starts if not start.is_slower_than(hopeless)]
+        return cheapest([self._climb(cost_model, start) for start in near])
 
     def _climb(
-        self, cost_model: SplitCostModel, best: PlannedStep, *, choices: int = 1
-    ) -> PlannedStep:
+        self, cost_model: SplitCostModel, best: SimulatedPlan, *, choices: int = 1
+    ) -> SimulatedPlan:
         """Return the plan that steepest descent reaches from `best`; each step changes at most
         `choices` choices.
 
@@ -529,9 +505,13 @@ class _Search:
             )
             neighbourhood = neighbours(best.plan, self.settings.space, grid, changed, keep=keep)
             found = list(filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood)))
-            step = min([best, *found], key=self._cost)
-            if self._cost(step) < self._cost(best):
-                slow = [each.plan for each in found if each.seconds > near] if changed == 1 else []
+            step = cheapest([best, *found])
+            if step is not best:
+                slow = (
+                    [each.plan for each in found if each.is_slower_than(near)]
+                    if changed == 1
+                    else []
+                )
                 avoided.update(
                     (name, getattr(plan, name))
                     for plan in slow
@@ -548,46 +528,24 @@ class _Search:
     def _may_pair(self, grid: Grid, near: float, plan: Plan, name: str, value: Any) -> bool:
         """Return whether a plan with another choice is near enough, or unknown, to change a second
         one."""
-        planned = self.tried.get((grid, replace(plan, **{name: value})))
-        return planned is None or planned.seconds <= near
+        simulated = self.tried.get((grid, replace(plan, **{name: value})))
+        return simulated is None or not simulated.is_slower_than(near)
 
-    def _cost(self, planned: PlannedStep) -> tuple[bool, float]:
-        return planned.memory.total > self._usable_bytes, planned.seconds
-
-    def _simulate(self, cost_model: SplitCostModel, plan: Plan) -> PlannedStep | None:
+    def _simulate(self, cost_model: SplitCostModel, plan: Plan) -> SimulatedPlan | None:
         """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit
         the layout."""
         key = (cost_model.grid, plan)
         if key not in self.tried:
             try:
                 compiled = compile_plan(plan, cost_model.grid)
-                forward, backward = self._run(cost_model, compiled)
+                passes = self._run(cost_model, compiled)
             except InputError as error:
                 self.refusal = str(error)
                 self.tried[key] = None
                 return None
-            cost_model, memory = self._held(cost_model.grid, compiled, plan)
-            self.tried[key] = _step(compiled, cost_model, (forward, backward), memory)
+            options = self._options(cost_model.grid)
+            self.tried[key] = SimulatedPlan(compiled, passes, options, self._usable_bytes)
         return self.tried[key]
-
-    def _held(self, grid: Grid, compiled: Compiled, plan: Plan) -> tuple[SplitCostModel, Memory]:
-        """Return the way of holding the model that sends least among those that fit the memory with
-        a plan, and that memory; the leanest way if none fits."""
-        options = self._options(grid)
-        of_layer = layer_bytes(
-            self.simulator,
-            options[0].model.layer,
-            compiled.forward,
-            compiled.backward,
-            compiled.grid,
-            memory_budget=plan.memory_budget,
-        )
-        found: list[tuple[SplitCostModel, Memory]] = []
-        for cost_model in options:
-            found.append((cost_model, cost_model.rank_memory(*of_layer)))
-            if self._fits(found[-1][1]):
-                return found[-1]
-        return min(found, key=lambda each: each[1].total)
 
     def _options(self, grid: Grid) -> list[SplitCostModel]:
         """Return the ways of holding the model on a layout, from the one that sends least to the
@@ -630,22 +588,16 @@ class _Search:
         return passes
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
-        """Return all plans that fit the memory, best first; with counts, only the best under even
+        """Return the best plans that fit the memory, best first; with counts, the best under even
         routing, ranked again."""
-        fitting = [
-            planned
-            for planned in self.tried.values()
-            if planned is not None and self._cost(planned)[0] is False
-        ]
-        fitting.sort(key=lambda planned: planned.seconds)
-        fitting = _without_duplicates(fitting)
         if not counts:
-            return fitting if self.settings.max_vio == 0 else list(self._that_fit_skew(fitting))
+            return list(itertools.islice(self._that_fit(self._simulated()), self.settings.keep))
         if self.cluster.world > MAX_RANKS_APART:
             raise InputError(
                 f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without "
                 f"them, or use at most {MAX_RANKS_APART} ranks"
             )
+        fitting = _distinct(by_seconds(self._simulated()))
         loaded = filter(None, (self._under_load(each, counts) for each in fitting))
         best = list(itertools.islice(loaded, 3 * self.settings.keep))
         reranked = []
@@ -662,21 +614,17 @@ class _Search:
             reranked.append(replace(planned, estimate=estimate))
         return sorted(reranked, key=lambda planned: planned.seconds)
 
-    def _that_fit_skew(self, ranking: list[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yield the plans that fit under the MaxVio of the settings; only the best, and the best of
-        each ep, are examined."""
-        kept = 0
-        sizes_of_ep = set[int]()
-        for planned in ranking:
-            if kept < self.settings.keep or planned.grid.ep not in sizes_of_ep:
-                loaded = self._under_load(planned, ())
-                if loaded is None:
-                    continue
-                kept += 1
-                sizes_of_ep.add(planned.grid.ep)
-                yield loaded
-            else:
-                yield planned
+    def _that_fit(self, plans: Iterable[SimulatedPlan]) -> Iterator[PlannedStep]:
+        """Yield the plans that fit the memory, best first, also under the MaxVio of the
+        settings."""
+        fitting = _distinct(by_seconds(plans))
+        if self.settings.max_vio == 0:
+            return fitting
+        return in_order(
+            fitting,
+            bound=lambda step: step.seconds,
+            step_of=lambda step: self._under_load(step, ()),
+        )
 
     def _under_load(self, planned: PlannedStep, counts: Sequence[np.ndarray]) -> PlannedStep | None:
         """Return a planned step held so that it fits under a load, with its memory under counts if
@@ -691,7 +639,7 @@ class _Search:
             if cost_model.split != planned.split:
                 passes = self._run(cost_model, compiled)
                 memory = self._memory(cost_model, compiled)
-                planned = _step(compiled, cost_model, passes, memory)
+                planned = planned_step(compiled, cost_model, passes, memory)
             return replace(planned, memory=loaded) if counts else planned
         return None
 
@@ -784,7 +732,7 @@ class _Search:
         passes = self.simulator.passes(
             compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
         )
-        return _step(compiled, cost_model, passes, memory)
+        return planned_step(compiled, cost_model, passes, memory)
 
     def _model_of(self, planned: PlannedStep) -> SplitCostModel:
         """Return the cost model of the way in which a planned step holds the model."""
@@ -816,23 +764,6 @@ def _leanest_first(cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
     if len(cost_models) == 1:
         return cost_models
     return sorted(cost_models, key=lambda each: each.least_bytes)
-
-
-def _step(
-    compiled: Compiled,
-    cost_model: SplitCostModel,
-    passes: tuple[Simulated, Simulated],
-    memory: Memory,
-) -> PlannedStep:
-    """Return the planned step of a plan under a layout and split, from its simulated passes."""
-    return PlannedStep(
-        plan=compiled.plan,
-        grid=cost_model.grid,
-        estimate=cost_model.estimate_of(compiled, *passes),
-        memory=memory,
-        bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
-        split=cost_model.split,
-    )
 
 
 def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]:
@@ -901,15 +832,16 @@ def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
     return space.schedules
 
 
-def _without_duplicates(ranking: list[PlannedStep]) -> list[PlannedStep]:
-    """Return the ranking with one plan per layout and step time: the plan with the fewest choices
-    that are not the default."""
-    plainest: dict[tuple[Grid, str], PlannedStep] = {}
-    for planned in ranking:
-        key = (planned.grid, f"{planned.seconds:.6g}")
-        if key not in plainest or _num_choices(planned.plan) < _num_choices(plainest[key].plan):
-            plainest[key] = planned
-    return sorted(plainest.values(), key=lambda planned: planned.seconds)
+def _distinct(steps: Iterable[PlannedStep]) -> Iterator[PlannedStep]:
+    """Yield one plan per layout and step time, the plan with the fewest choices that are not the
+    default; the steps are given the shortest first."""
+    for _, alike in itertools.groupby(steps, lambda step: f"{step.seconds:.6g}"):
+        plainest: dict[Grid, PlannedStep] = {}
+        for step in alike:
+            known = plainest.get(step.grid)
+            if known is None or _num_choices(step.plan) < _num_choices(known.plan):
+                plainest[step.grid] = step
+        yield from sorted(plainest.values(), key=lambda step: step.seconds)
 
 
 def _num_choices(plan: Plan) -> int:

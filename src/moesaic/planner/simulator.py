@@ -18,7 +18,7 @@ from moesaic.planner.even import MAX_RANKS_APART, AbstractEvenLayers, EvenLayers
 from moesaic.planner.movement import RANKS_APART, AbstractVolumes, Counted, movements_of
 from moesaic.planner.symmetry import UnlikeError
 from moesaic.planner.task_times import Simulated, timed
-from moesaic.planner.topology import Topology
+from moesaic.planner.topology import Topology, one_node
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.grid import Grid
@@ -46,6 +46,10 @@ class Simulator:
         self.cluster = cluster
         self._even = even or EvenLayers(cluster)
         self._topology = cache(partial(Topology, cluster))
+        self.one_node = cache(partial(one_node, cluster))
+        """Function of the same name for this cluster, whose results are kept."""
+        self.rates_of = cache(partial(rates_of, cluster))
+        """Function of the same name for this cluster, whose results are kept."""
         self._legs = cache(legs_by_hop)
         self._shapes = cache(LayoutIndex)
         self.level_of = cache(partial(level_of, cluster))
@@ -114,7 +118,7 @@ class Simulator:
         """
         volumes = self.volumes(program, workload, grid, sizes=sizes)
         slots = {slot.name: slot for slot in program.slots}
-        rates = rates_of(self.cluster, workload.products or workload.dtype)
+        rates = self.rates_of(workload.products or workload.dtype)
         return {
             task.name: float(compute_seconds(task, slots, volumes, rates).max())
             + max((movement.load.alone for movement in movements), default=0.0)

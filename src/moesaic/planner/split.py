@@ -413,15 +413,7 @@ def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:
     if split.pp == 1:
         return [_Blocks(whole.num_layers, whole.moe_layers, has_table=True, is_last=True)]
     sparse = tuple(job.model.is_sparse(block) for block in range(whole.num_layers))
-    anywhere = replace(
-        whole,
-        layer=replace(whole.layer, tokens=whole.seq_len),
-        held="nothing",
-        replicas=1,
-        expert_replicas=0,
-        micro_batches=1,
-    )  # the cut does not depend on the layout
-    cuts = _cuts(anywhere, sparse, split.pp * split.parts)
+    cuts = _cuts(*_operations_and_parameters(whole, sparse), count=split.pp * split.parts)
     last = len(cuts) - 1
     return [
         _Blocks(
@@ -434,27 +426,40 @@ def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:
     ]
 
 
-@lru_cache(maxsize=64)
-def _cuts(whole: StepModel, sparse: tuple[bool, ...], count: int) -> list[range]:
-    """Return which blocks each part has, by the operations and the parameters of each block."""
+class _Loads(NamedTuple):
+    """Operations or parameters of a model."""
+
+    blocks: tuple[float, ...]
+    """Of each block."""
+    ends: tuple[float, float]
+    """Of the embedding, and of the output."""
+
+
+def _operations_and_parameters(whole: StepModel, sparse: Sequence[bool]) -> tuple[_Loads, _Loads]:
+    """Return the operations per token and the parameters of a whole model; they do not depend on
+    the layout."""
     layer = whole.layer
     expert = layer.matrices * layer.dim * layer.hidden
     shared = layer.matrices * layer.dim * whole.shared_hidden
     router = layer.dim * layer.num_experts
     dense = layer.matrices * layer.dim * whole.inner
     fixed = whole.attention
-    used = [fixed + (router + shared + layer.top_k * expert if each else dense) for each in sparse]
-    held = [
+    used = (fixed + (router + shared + layer.top_k * expert if each else dense) for each in sparse)
+    held = (
         fixed + (router + shared + layer.num_experts * expert if each else dense) for each in sparse
-    ]
-    table = whole.vocab * layer.dim
-    return cut(
-        [2.0 * each + whole.scores for each in used],
-        held,
-        count,
-        (0.0, 2.0 * table * whole.outputs),
-        (table, table),
     )
+    table = whole.vocab * layer.dim
+    operations = _Loads(
+        blocks=tuple(2.0 * each + whole.scores for each in used),
+        ends=(0.0, 2.0 * table * whole.outputs),
+    )
+    return operations, _Loads(blocks=tuple(held), ends=(table, table))
+
+
+@lru_cache(maxsize=64)
+def _cuts(operations: _Loads, parameters: _Loads, count: int) -> list[range]:
+    """Return which blocks each part has, by the operations and the parameters of each block."""
+    return cut(operations.blocks, parameters.blocks, count, operations.ends, parameters.ends)
 
 
 def split_choices(

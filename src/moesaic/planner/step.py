@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -24,7 +24,7 @@ from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, Link, ScoreKerne
 from moesaic.planner.compute import frozen_seconds, rates_of
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.task_times import Simulated
-from moesaic.planner.topology import Load, check_fit, one_node
+from moesaic.planner.topology import Topology, check_fit, one_node
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 
@@ -455,7 +455,9 @@ class StepCostModel:
                 f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel "
                 f"groups and {grid.edp} replicas of the experts: choose a divisor of both"
             )
-        self._rates = rates_of(self.cluster, model.layer.dtype)
+        self.alive = model.alive
+        """Micro-batches whose activations the rank keeps at once."""
+        self._rates = simulator.rates_of(model.layer.dtype)
         self.routing = self.cluster.host.layer_us * 1e-6
         """Seconds of an MoE layer outside its programs, forward and backward, if measured. A
         recomputed forward pass replays its routing, which counts nothing."""
@@ -466,8 +468,13 @@ class StepCostModel:
     def keeping(self, alive: float) -> StepCostModel:
         """Return this cost model of a rank that keeps so many micro-batches' activations."""
         kept = copy(self)
-        kept.model = replace(self.model, alive=alive)
+        kept.alive = alive
         return kept
+
+    @cached_property
+    def _node(self) -> Topology:
+        """The links of one node, which stands for all nodes."""
+        return self.simulator.one_node(self.grid.world, self.grid.ranks_per_node)
 
     @property
     def forward_passes(self) -> float:
@@ -741,14 +748,14 @@ class StepCostModel:
         """Return the seconds of summing a layer's results over tp, or of half of it where each rank
         keeps its part of the sequence."""
         if self.model.sequence_parallel:
-            return reduce_seconds(self.cluster, self.grid, num_bytes, 1, self.grid.tp)
+            return self._node.all_reduce_seconds(num_bytes, 1, self.grid.tp)
         return all_reduce_seconds(self.cluster, self.grid, num_bytes, self.grid.tp)
 
     def _product_seconds(self, weights: float, num_parts: int, read: float) -> float:
         """Return the seconds of a micro-batch's products with some parameters; `read` values of
         each row are cast if products are narrower."""
         layer = self.model.layer
-        rates = rates_of(self.cluster, layer.products or layer.dtype)
+        rates = self.simulator.rates_of(layer.products or layer.dtype)
         rows = np.array([float(layer.tokens)])
         seconds = rates.product_seconds(
             rows, 2 * weights / num_parts, weights * layer.element_bytes / num_parts
@@ -767,7 +774,7 @@ class StepCostModel:
         scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
         width = model.key_values or 2 * layer.dim
         passed = layer.tokens * width * layer.element_bytes * model.shares_sequence / tp
-        passing = reduce_seconds(self.cluster, self.grid, passed, tp, model.shares_sequence)
+        passing = self._node.all_reduce_seconds(passed, tp, model.shares_sequence)
         return max(scores, passing / 2)
 
     def _output_seconds(self) -> tuple[float, float]:
@@ -800,14 +807,12 @@ class StepCostModel:
         (dense, experts) = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         root = self.root_parameters * self._gradient_bytes
-        ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self.num_shards[0]) / 2
+        ends = self._node.all_reduce_seconds(root, self.grid.tp, self.num_shards[0]) / 2
         count = model.micro_batches
         gathered = self._gather_ratio
         is_trained = not model.is_frozen
         if model.gathers_per_block:
-            adapters = reduce_seconds(
-                self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world
-            )
+            adapters = self._node.all_reduce_seconds(4 * model.adapters[0], 1, self.grid.world)
             scattered = is_trained * (units + self._copy_seconds)
             if model.held != "nothing":
                 return self._held_movements(units, ends, scattered)
@@ -847,7 +852,7 @@ class StepCostModel:
         (copies, _) = self.replicas
         (shards, _) = self.num_shards
         root = self.root_parameters * self._gradient_bytes / shards
-        between = reduce_seconds(self.cluster, self.grid, root, self.grid.tp * shards, copies)
+        between = self._node.all_reduce_seconds(root, self.grid.tp * shards, copies)
         reduced_ends = Moving(1, (ends + between) * (not self.model.is_frozen), "nothing")
         if self.model.held == "parameters":
             return (
@@ -875,14 +880,14 @@ class StepCostModel:
             (self.model.moe_layers, experts, self._strides[1], self.num_shards[1]),
             (1, root, self._strides[0], self.num_shards[0]),
         ]
-        names = one_node(self.cluster, self.grid.world, self.grid.ranks_per_node).names
+        names = self._node.names
         busy: dict[str, float] = {}
         total = 0.0
         for count, parameters, stride, shards in moved:
             if shards == 1 or not count * parameters:
                 continue
             num_bytes = parameters * self._gradient_bytes
-            load = _reduce_load(self.cluster, self.grid, num_bytes, stride, shards)
+            load = self._node.all_reduce_load(num_bytes, stride, shards)
             total += count * load.alone / 2
             slowest: dict[str, float] = {}
             for link, seconds in zip(load.links, load.seconds):
@@ -1093,8 +1098,7 @@ class StepCostModel:
     def _unit_seconds(self) -> tuple[float, float]:
         """Seconds of scattering a block's dense gradients over dp, and its experts' over edp."""
         dense, experts = (
-            reduce_seconds(self.cluster, self.grid, count * self._gradient_bytes, stride, shards)
-            / 2
+            self._node.all_reduce_seconds(count * self._gradient_bytes, stride, shards) / 2
             for count, stride, shards in zip(self.block_parameters, self._strides, self.num_shards)
         )
         return dense, experts
@@ -1104,12 +1108,8 @@ class StepCostModel:
         """Seconds in which the replicas of shards all-reduce the gradients of all blocks."""
         model = self.model
         dense, experts = (
-            reduce_seconds(
-                self.cluster,
-                self.grid,
-                count * self._gradient_bytes / shards,
-                stride * shards,
-                copies,
+            self._node.all_reduce_seconds(
+                count * self._gradient_bytes / shards, stride * shards, copies
             )
             for count, stride, shards, copies in zip(
                 self.block_parameters, self._strides, self.num_shards, self.replicas
@@ -1124,7 +1124,7 @@ class StepCostModel:
         grid = self.grid
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
-        rates = rates_of(self.cluster, layer.products or layer.dtype)
+        rates = self.simulator.rates_of(layer.products or layer.dtype)
         seconds = rates.product_seconds(rows, 2.0 * work, work * layer.weight_bytes, grouped=True)
         return float(seconds[0]) * layer.num_experts / grid.ep
 
@@ -1237,56 +1237,13 @@ def _all_to_all(
     }, load.latency
 
 
-@lru_cache(maxsize=4096)
 def reduce_seconds(
     cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int
 ) -> float:
     """Return the seconds of an all-reduce in every group of ranks that are `stride` apart, all
-    groups at once.
-
-    It consists of a reduce-scatter inside nodes, an all-reduce between ranks of equal place, and an
-    all-gather inside nodes, all three overlapping.
-
-    Args:
-        cluster: gives the links.
-        grid: the mesh.
-        num_bytes: bytes of one rank's gradients.
-        stride: distance from one rank of a group to the next.
-        ranks: ranks of a group.
-    """
-    if ranks == 1 or num_bytes == 0:
-        return 0.0
-    return _reduce_load(cluster, grid, num_bytes, stride, ranks).alone
-
-
-@lru_cache(maxsize=4096)
-def _reduce_load(
-    cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int
-) -> Load:
-    """Return the load on the links of the all-reduces of `reduce_seconds`; at least two ranks."""
-    per_node = grid.ranks_per_node or grid.world
+    groups at once, on a cluster's links (`Topology.all_reduce_load`)."""
     topology = one_node(cluster, grid.world, grid.ranks_per_node)
-    inside = min(ranks, max(1, per_node // stride))
-    nodes = ranks // inside
-    devices = np.arange(per_node)
-    mates = devices // (stride * inside) * (stride * inside) + (devices + stride) % (
-        stride * inside
-    )
-    rings = [
-        (target, 2 * (count - 1) / count * num_bytes / parts, 2.0 * (count - 1))
-        for target, count, parts in (
-            (mates, inside, 1),
-            (devices + max(per_node, stride), nodes, inside),
-        )
-        if count > 1
-    ]
-    targets, sent, messages = zip(*rings)
-    return topology.loads(
-        np.tile(devices, len(rings)),
-        np.concatenate(targets),
-        np.repeat(sent, per_node),
-        np.repeat(messages, per_node),
-    )
+    return topology.all_reduce_seconds(num_bytes, stride, ranks)
 
 
 def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks: int) -> float:

@@ -208,12 +208,12 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, flo
     )
     block = blocks / model.num_layers
     if "block" not in recomputed:
-        return model.alive * blocks, block, moe_bytes * ("moe" in recomputed)
+        return cost_model.alive * blocks, block, moe_bytes * ("moe" in recomputed)
     share = model.recomputed_share
     together = model.recomputed_together
     inputs = share * model.num_layers / together * dim * row
     again = together * (around + max(sparse, dense))
-    return model.alive * (inputs + (1 - share) * blocks), dim * row, again
+    return cost_model.alive * (inputs + (1 - share) * blocks), dim * row, again
 
 
 def _multiplied_parameters(cost_model: StepCostModel) -> float:

@@ -185,6 +185,7 @@ class Topology:
                     ]
                     seconds_per_byte += [0.0, 0.0]
         self.seconds_per_byte = np.array(seconds_per_byte)
+        self._all_reduces: dict[tuple[float, int, int], Load] = {}
         self.arrives = np.isin(np.arange(len(self.names)), list(inbound))
         """(links,) bool: whether messages arrive over the link, after leaving over others."""
 
@@ -222,6 +223,54 @@ class Topology:
                 on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)
         return Load(links, seconds[links], on_link[links], float(route.latency.max()))
+
+    def all_reduce_seconds(self, num_bytes: float, stride: int, ranks: int) -> float:
+        """Return the seconds of the all-reduces of `all_reduce_load`; 0 for a single rank."""
+        if ranks == 1 or num_bytes == 0:
+            return 0.0
+        return self.all_reduce_load(num_bytes, stride, ranks).alone
+
+    def all_reduce_load(self, num_bytes: float, stride: int, ranks: int) -> Load:
+        """Return the load of an all-reduce in every group of ranks that are `stride` apart, all
+        groups at once.
+
+        It consists of a reduce-scatter inside nodes, an all-reduce between ranks of equal place,
+        and an all-gather inside nodes, all three overlapping.
+
+        Args:
+            num_bytes: bytes of one rank's gradients.
+            stride: distance from one rank of a group to the next.
+            ranks: ranks of a group, at least two.
+        """
+        key = (num_bytes, stride, ranks)
+        if key not in self._all_reduces:
+            self._all_reduces[key] = self._load_of_rings(num_bytes, stride, ranks)
+        return self._all_reduces[key]
+
+    def _load_of_rings(self, num_bytes: float, stride: int, ranks: int) -> Load:
+        """Return the load of `all_reduce_load`."""
+        per_node = self.ranks_per_node
+        inside = min(ranks, max(1, per_node // stride))
+        nodes = ranks // inside
+        devices = np.arange(per_node)
+        mates = devices // (stride * inside) * (stride * inside) + (devices + stride) % (
+            stride * inside
+        )
+        rings = [
+            (target, 2 * (count - 1) / count * num_bytes / parts, 2.0 * (count - 1))
+            for target, count, parts in (
+                (mates, inside, 1),
+                (devices + max(per_node, stride), nodes, inside),
+            )
+            if count > 1
+        ]
+        targets, sent, messages = zip(*rings)
+        return self.loads(
+            np.tile(devices, len(rings)),
+            np.concatenate(targets),
+            np.repeat(sent, per_node),
+            np.repeat(messages, per_node),
+        )
 
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray

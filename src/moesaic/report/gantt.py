@@ -21,7 +21,7 @@ from moesaic.errors import InputError
 from moesaic.planner.in_flight import InFlight
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed
-from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.program.task import Lane, Stage
 from moesaic.program.text import NAMES
 from moesaic.program.timeline import LANES, Timeline

@@ -17,7 +17,8 @@ from moesaic.planner.in_flight import InFlight
 from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed
 from moesaic.planner.rank_memory import GIB
-from moesaic.planner.search import PlannedStep, Result
+from moesaic.planner.search import Result
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.planner.workload import Workload
 from moesaic.program.plan import plan_in_words
 from moesaic.program.text import NAMES

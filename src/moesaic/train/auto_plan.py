@@ -30,7 +30,7 @@ from moesaic.planner.fewer_machines import fewer_machines
 from moesaic.planner.plan_files import MESH, SPLIT, mesh_table, read_micro_batches, read_planned
 from moesaic.planner.plan_table import TableSettings
 from moesaic.planner.predicted_plans import Predictor, find_layouts
-from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.program.plan import Crossing, Plan, plan_in_words
 from moesaic.train.balance import known_cluster
 from moesaic.train.better_split import about_slow_link, outside_gbps

@@ -17,7 +17,8 @@ from moesaic.measure.together import gathered
 from moesaic.planner.candidates import Pins, SearchSpace
 from moesaic.planner.job import job_of
 from moesaic.planner.predicted_plans import assumed_cluster
-from moesaic.planner.search import GIVE_UP, PlannedStep, Settings, search
+from moesaic.planner.search import GIVE_UP, Settings, search
+from moesaic.planner.simulated_plans import PlannedStep
 from moesaic.program.grid import Grid
 from moesaic.train.config import TrainConfig
 

@@ -1,0 +1,198 @@
+"""Simulated plans of a search. How a plan holds the model, and its memory, are computed when they
+are asked for: most plans are slower than the best one in every way of holding it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from moesaic.planner.rank_memory import Memory
+from moesaic.planner.split import WHOLE, JobSplit, SplitCostModel, layout_in_words
+from moesaic.planner.step import Estimate
+from moesaic.planner.step_memory import layer_bytes
+from moesaic.planner.task_times import Simulated
+from moesaic.program.compile import Compiled
+from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A plan on a layout, with its predicted step time and memory."""
+
+    plan: Plan
+    grid: Grid
+    """The mesh, with etp not factored."""
+    estimate: Estimate
+    memory: Memory
+    bound_seconds: float
+    """Step time of a perfect plan on this layout: the time of its computing or of its busiest link,
+    whichever is longer."""
+    split: JobSplit = WHOLE
+    """How the job is split beyond the layout, which is that of a stage."""
+
+    @property
+    def layout(self) -> str:
+        """The layout and the split in words."""
+        return layout_in_words(self.grid, self.split)
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step time."""
+        return self.estimate.seconds
+
+
+def planned_step(
+    compiled: Compiled,
+    cost_model: SplitCostModel,
+    passes: tuple[Simulated, Simulated],
+    memory: Memory,
+) -> PlannedStep:
+    """Return the planned step of a plan under a layout and split, from its simulated passes."""
+    return PlannedStep(
+        plan=compiled.plan,
+        grid=cost_model.grid,
+        estimate=cost_model.estimate_of(compiled, *passes),
+        memory=memory,
+        bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
+        split=cost_model.split,
+    )
+
+
+class SimulatedPlan:
+    """A plan on a layout whose passes have been simulated.
+
+    Args:
+        compiled: the plan.
+        passes: its simulated forward and backward passes.
+        options: the ways of holding the model, from the one that sends least to the one that holds
+            least.
+        usable_bytes: of a device.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        passes: tuple[Simulated, Simulated],
+        options: list[SplitCostModel],
+        usable_bytes: float,
+    ) -> None:
+        self.plan = compiled.plan
+        self.grid = options[0].grid
+        self._compiled = compiled
+        self._passes = passes
+        self._options = options
+        self._usable_bytes = usable_bytes
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Lower bound on `seconds`: the step time under the way of holding that sends least."""
+        return self._options[0].estimate_of(self._compiled, *self._passes).seconds
+
+    @cached_property
+    def step(self) -> PlannedStep:
+        """The step under the way of holding that sends least among those that fit the memory; under
+        the leanest if none fits."""
+        compiled = self._compiled
+        first = self._options[0]
+        of_layer = layer_bytes(
+            first.simulator,
+            first.model.layer,
+            compiled.forward,
+            compiled.backward,
+            compiled.grid,
+            memory_budget=compiled.plan.memory_budget,
+        )
+        found: list[tuple[SplitCostModel, Memory]] = []
+        for cost_model in self._options:
+            memory = cost_model.rank_memory(*of_layer)
+            found.append((cost_model, memory))
+            if memory.total <= self._usable_bytes:
+                return planned_step(compiled, cost_model, self._passes, memory)
+        leanest, memory = min(found, key=lambda each: each[1].total)
+        return planned_step(compiled, leanest, self._passes, memory)
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step time."""
+        return self.step.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether some way of holding the model fits the memory."""
+        return self.step.memory.total <= self._usable_bytes
+
+    @property
+    def cost(self) -> tuple[bool, float]:
+        """What a search makes small: plans that fit come first, then those with short steps."""
+        return not self.fits, self.seconds
+
+    def is_slower_than(self, seconds: float) -> bool:
+        """Return whether the step takes longer than some seconds."""
+        return self.least_seconds > seconds or self.seconds > seconds
+
+
+def cheapest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
+    """Return the plan with the smallest cost, the first of equal ones; at least one plan is
+    given."""
+    return _smallest(plans, lambda plan: plan.cost, lambda plan: (False, plan.least_seconds))
+
+
+def fastest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
+    """Return the plan with the shortest step, whether it fits the memory or not; at least one plan
+    is given."""
+    return _smallest(plans, lambda plan: plan.seconds, lambda plan: plan.least_seconds)
+
+
+def _smallest(
+    plans: Iterable[SimulatedPlan],
+    key: Callable[[SimulatedPlan], Any],
+    bound: Callable[[SimulatedPlan], Any],
+) -> SimulatedPlan:
+    """Return the first plan with the smallest key, given a lower bound on keys."""
+    best: tuple[Any, int, SimulatedPlan] | None = None
+    for number, plan in sorted(enumerate(plans), key=lambda item: bound(item[1])):
+        if best is not None and bound(plan) > best[0]:
+            break
+        found = (key(plan), number, plan)
+        best = found if best is None else min(best, found, key=lambda each: each[:2])
+    assert best is not None, "no plan is given"
+    return best[2]
+
+
+def by_seconds(plans: Iterable[SimulatedPlan]) -> Iterator[PlannedStep]:
+    """Yield the steps that fit the memory, the shortest first."""
+    return in_order(
+        sorted(plans, key=lambda plan: plan.least_seconds),
+        bound=lambda plan: plan.least_seconds,
+        step_of=lambda plan: plan.step if plan.fits else None,
+    )
+
+
+def in_order(
+    items: Iterable[Item],
+    bound: Callable[[Item], float],
+    step_of: Callable[[Item], PlannedStep | None],
+) -> Iterator[PlannedStep]:
+    """Yield the steps of items, the shortest first; no more are computed than are asked for.
+
+    Args:
+        items: with rising bounds.
+        bound: returns a lower bound on the seconds of an item's step.
+        step_of: returns an item's step; None leaves it out.
+    """
+    waiting: list[tuple[float, int, PlannedStep]] = []
+    for number, item in enumerate(items):
+        while waiting and waiting[0][0] < bound(item):
+            yield heapq.heappop(waiting)[2]
+        step = step_of(item)
+        if step is not None:
+            heapq.heappush(waiting, (step.seconds, number, step))
+    while waiting:
+        yield heapq.heappop(waiting)[2]
