@@ -431,7 +431,7 @@ class _Search:
             simulated = self._simulate(cost_model, plan)
             if simulated is not None:
                 yield simulated
-                if simulated.is_slower_than(self.settings.give_up * best):
+                if simulated.least_seconds > self.settings.give_up * best:
                     return
 
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
@@ -481,7 +481,7 @@ class _Search:
             by_schedule.setdefault(simulated.plan.schedule, []).append(simulated)
         starts = [cheapest(plans) for plans in by_schedule.values()]
         hopeless = self.settings.give_up * cheapest(starts).seconds
-        near = [start for start in starts if not start.is_slower_than(hopeless)]
+        near = [start for start in starts if start.least_seconds <= hopeless]
         return cheapest([self._climb(cost_model, start) for start in near])
 
     def _climb(
@@ -507,16 +507,13 @@ class _Search:
             found = list(filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood)))
             step = cheapest([best, *found])
             if step is not best:
-                slow = (
-                    [each.plan for each in found if each.is_slower_than(near)]
-                    if changed == 1
-                    else []
-                )
-                avoided.update(
-                    (name, getattr(plan, name))
-                    for plan in slow
-                    for name in changes_of(plan, best.plan)
-                )
+                slow = [each.plan for each in found if each.least_seconds > near]
+                if changed == 1:
+                    avoided.update(
+                        (name, getattr(plan, name))
+                        for plan in slow
+                        for name in changes_of(plan, best.plan)
+                    )
                 best = step
                 changed = 1
             elif avoided and choices > 1:
@@ -529,7 +526,7 @@ class _Search:
         """Return whether a plan with another choice is near enough, or unknown, to change a second
         one."""
         simulated = self.tried.get((grid, replace(plan, **{name: value})))
-        return simulated is None or not simulated.is_slower_than(near)
+        return simulated is None or simulated.least_seconds <= near
 
     def _simulate(self, cost_model: SplitCostModel, plan: Plan) -> SimulatedPlan | None:
         """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit

@@ -133,10 +133,6 @@ class SimulatedPlan:
         """What a search makes small: plans that fit come first, then those with short steps."""
         return not self.fits, self.seconds
 
-    def is_slower_than(self, seconds: float) -> bool:
-        """Return whether the step takes longer than some seconds."""
-        return self.least_seconds > seconds or self.seconds > seconds
-
 
 def cheapest(plans: Iterable[SimulatedPlan]) -> SimulatedPlan:
     """Return the plan with the smallest cost, the first of equal ones; at least one plan is
