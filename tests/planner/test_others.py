@@ -3,6 +3,7 @@ words of others."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from helpers import refused
 from moesaic.errors import InputError
+from moesaic.planner import other_systems
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.emit import SYSTEMS, from_flags, layout_of, unread_flags
@@ -1074,6 +1076,12 @@ def test_no_layout_of_a_search_is_slower_than_its_neighbours_and_all_is_offered(
     assert step.seconds == predict(SMALL, NODE, layout).seconds
     assert (layout.schedule, layout.virtual_pp) in offers.schedules
     assert layout.recompute in offers.recompute
+    near = []
+    for each in other_systems._neighbours(layout, offers):
+        with suppress(InputError):  # it does not split
+            near.append(predict(SMALL, NODE, each))
+    fitting = [each for each in near if each.memory.total <= usable_bytes(NODE, 1.0)]
+    assert step.seconds <= min(each.seconds for each in fitting)
     for ep, tp in ((1, 1), (4, 1), (8, 2), (8, 1)):
         for more in (
             {},

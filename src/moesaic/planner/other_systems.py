@@ -28,6 +28,7 @@ from moesaic.planner.step import (
     PARTS,
     SCHEDULES,
     STEPWISE,
+    Estimate,
     Part,
     Schedule,
     Sharded,
@@ -246,18 +247,29 @@ class _Ranks:
         memories = [rank_memory(rank, *of_layer) for rank in self.ranks]
         return max(memories, key=lambda memory: memory.total)
 
-    def step(self) -> PlannedStep:
-        """Return the step of the busiest rank."""
+    @cached_property
+    def _slowest(self) -> tuple[StepCostModel, Estimate]:
+        """The busiest rank, and its predicted time."""
         first = self.ranks[0]
         passes = layer_passes(
             first.cluster, self.grid, first.model.layer, deepep=self.layout.by_deepep
         )
         busy = [rank.busy_seconds(*passes) for rank in self.ranks]
         slowest = self.ranks[busy.index(max(busy))]
+        return slowest, slowest.estimate(*passes, mean_busy=sum(busy) / len(busy))
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step time."""
+        return self._slowest[1].seconds
+
+    def step(self) -> PlannedStep:
+        """Return the step of the busiest rank."""
+        slowest, estimate = self._slowest
         return PlannedStep(
             plan=self.compiled.plan,
             grid=self.grid,
-            estimate=slowest.estimate(*passes, mean_busy=sum(busy) / len(busy)),
+            estimate=estimate,
             memory=self.memory,
             bound_seconds=max(slowest.compute_bound, slowest.link_bound),
         )
@@ -498,9 +510,12 @@ def best_layout(
     most = usable_bytes(cluster, reserve_gib)
     simulator = Simulator(cluster)
 
-    def tried(layout: OthersLayout) -> Tried | None:
+    def tried(layout: OthersLayout, best: Tried | None) -> Tried | None:
+        """Return a layout with its step; None unless it fits and is faster than the best one."""
         try:
             ranks = _Ranks(job, simulator, layout)
+            if best is not None and ranks.seconds >= best[1].seconds:
+                return None
             fits = ranks.least_bytes <= most and ranks.memory.total <= most
             return (layout, ranks.step()) if fits else None
         except InputError:
@@ -508,20 +523,19 @@ def best_layout(
 
     starts: dict[int, Tried] = {}
     for layout in _starts(job, cluster, offers, stages):
-        found = next(
-            filter(None, (tried(replace(layout, recompute=parts)) for parts in ((), ("block",)))),
-            None,
-        )
-        if found and (layout.pp not in starts or found[1].seconds < starts[layout.pp][1].seconds):
-            starts[layout.pp] = found
+        for parts in ((), ("block",)):
+            found = tried(replace(layout, recompute=parts), starts.get(layout.pp))
+            if found is not None:
+                starts[layout.pp] = found
+                break
     climbed = []
     for best in starts.values():
         better: Tried | None = best
         while better is not None:
-            best, found_all = better, filter(None, map(tried, _neighbours(best[0], offers)))
-            better = min(found_all, key=lambda each: each[1].seconds, default=None)
-            if better is not None and better[1].seconds >= best[1].seconds:
-                better = None
+            best = better
+            better = None
+            for layout in _neighbours(best[0], offers):
+                better = tried(layout, better or best) or better
         climbed.append(best)
     return min(climbed, key=lambda each: each[1].seconds, default=None)
 
