@@ -143,7 +143,7 @@ def _average(
         else torch.cat([each.flatten() for each in gradients])
     )
     sent = joined if dtype is None else joined.to(dtype)
-    mesh.transport.doing = "average_gradients"
+    mesh.transport.doing = f"average_gradients of {joined.numel():,} values of {joined.dtype}"
     summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), sent)
     mesh.transport.doing = ""
     averages = summed.to(joined.dtype) / mesh.grid.dp
