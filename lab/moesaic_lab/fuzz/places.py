@@ -66,8 +66,8 @@ class Place:
         """Return whether a path is of a temporary file. Where one cannot be written, tempfile looks
         for another place, at last in the current folder, by a file with a random name."""
         if path.startswith(f"{self._made}/"):
-            is_probe = Path(path).parent == self.folder and PROBE.fullmatch(Path(path).name)
-            return path.startswith(f"{self._made}/tmp/") or is_probe is not None
+            is_probe = bool(PROBE.fullmatch(Path(path).name)) and Path(path).parent == self.folder
+            return is_probe or path.startswith(f"{self._made}/tmp/")
         return path.startswith(("/tmp/", "/var/tmp/", "/usr/tmp/"))
 
     def remove(self) -> None:
