@@ -182,7 +182,14 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
         )
     tensors = {name: stored[stored_name] for stored_name, name in weights.items()}
     checkpoint = Checkpoint(model, layout, {None: tensors}, left_behind=others)
+    integers = {n for n, each in model.model.state_dict().items() if not each.is_floating_point()}
     for stored_name, name in weights.items():
+        dtype = tensors[name].dtype
+        if not dtype.is_floating_point and name not in integers:
+            raise InputError(
+                f"{folder}: {stored_name} holds {str(dtype).removeprefix('torch.')}, and no scales "
+                "of a known form: convert the checkpoint that it was quantized from"
+            )
         _check_shape(checkpoint, name, f"{folder}: {stored_name}")
     extra = stored.keys() - weights.keys()
     extra -= _states(checkpoint, format, stored)
