@@ -387,3 +387,13 @@ def test_a_file_of_the_model_that_the_index_lacks_is_refused(name: str, tmp_path
     assert f"{name} is not in the index: two checkpoints are mixed" in refused(
         read_safetensors, tmp_path
     )
+
+
+def test_a_configuration_of_a_model_that_no_memory_holds_is_refused(tmp_path: Path) -> None:
+    build("Mixtral").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps(table | {"num_local_experts": 10**9}))
+    said = refused(open_checkpoint, tmp_path, "hf", Architecture(read_config(tmp_path, None)))
+    assert "the configuration makes 9,280,000," in said
+    assert "use the model's own configuration, or fetch all files" in said
