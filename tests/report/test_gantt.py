@@ -135,7 +135,7 @@ def test_the_page_holds_both_charts_below_each_other_on_one_axis(tmp_path: Path)
     assert not re.search(r"https?://|\ssrc=|\shref=|url\(", text)
 
 
-@pytest.mark.parametrize("chunks", [1, 16])
+@pytest.mark.parametrize("chunks", [1, 32])
 def test_the_page_is_readable_on_a_telephone(chunks: int, tmp_path: Path) -> None:
     """At 390 pixels: charts take the width of the page, and no legend takes the place of a row."""
     forward = split_capacity(SCHEDULES["s1"](), chunks)
