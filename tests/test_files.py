@@ -26,6 +26,7 @@ from moesaic.files import (
     open_to_append,
     read_bytes,
     read_text,
+    require_writable,
     system_error,
     write,
     writing,
@@ -203,6 +204,20 @@ def test_a_pipe_is_written_to_its_reader_and_waited_for_no_longer(
         assert os.read(reader, 100) == b"text"
     finally:
         os.close(reader)
+
+
+@pytest.mark.parametrize("named", ["/dev/fd/{}", "{folder}/link"])
+def test_a_pipe_without_a_name_is_written(named: str, tmp_path: Path) -> None:
+    """As of the shell's `>(command)`."""
+    reader, writer = os.pipe()
+    path = Path(named.format(writer, folder=tmp_path))
+    if path.name == "link":
+        path.symlink_to(f"/dev/fd/{writer}")
+    require_writable(path, "--out")
+    write(path, b"text", typed=True)
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    os.close(writer)
 
 
 def test_folders_below_are_made_and_are_no_links(tmp_path: Path) -> None:

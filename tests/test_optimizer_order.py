@@ -4,7 +4,7 @@ in one line."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -55,7 +55,62 @@ SPREADS: dict[str, Callable[[nn.Sequential], None]] = {
     "fsdp": spread_with_fsdp,
     "fsdp alone": shard_experts_only,
 }
+
+
+class GroupsOfOnesOwn:
+    """No torch optimizer, with parameter groups as apex's have them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": 0.1}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad)
+
+
+class ListOfOnesOwn:
+    """An optimizer with a plain list and slots."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.held = tuple(parameters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.held:
+            if parameter.grad is not None:
+                parameter.sub_(0.1 * parameter.grad)
+
+
+class StateOfOnesOwn(ListOfOnesOwn):
+    """An optimizer with a state by parameter and no list."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.state = {parameter: {"momentum": 0.0} for parameter in parameters}
+
+    def __getattr__(self, name: str) -> Any:
+        return tuple(self.state)
+
+
+class Wrapped:
+    """An optimizer around another one, as of mixed precision."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._inner = GroupsOfOnesOwn(parameters)
+
+    def step(self) -> None:
+        self._inner.step()
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "groups of one's own": lambda model: GroupsOfOnesOwn(model.parameters()),
+    "list of one's own": lambda model: ListOfOnesOwn(model.parameters()),
+    "state of one's own": lambda model: StateOfOnesOwn(model.parameters()),
+    "wrapped": lambda model: Wrapped(model.parameters()),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
     "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True),
@@ -140,6 +195,21 @@ def with_wrappers() -> dict[str, str]:
     return found
 
 
+@torch.no_grad()
+def take_a_step(parameter: Tensor) -> None:
+    parameter.sub_(0.1 * parameter.grad)
+
+
+def by_hooks() -> str:
+    """Return how many parameters of the experts hooks move that were registered before."""
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+        parameter.register_post_accumulate_grad_hook(take_a_step)
+    spread_model(model)
+    return outcome(model, lambda: backward(model))
+
+
 def in_calls() -> dict[str, str]:
     """Return which calls refuse by themselves, and the number of moved parameters where the
     optimizer came after."""
@@ -158,8 +228,16 @@ def in_calls() -> dict[str, str]:
     balance_on_step(optimizer, model)
     found["made again"] = outcome(model, lambda: plainly(optimizer, model))
     kept = torch.optim.SGD(list(make_model().parameters()), lr=0.1)  # of another model
+    other = GroupsOfOnesOwn(make_model().parameters())
     found["beside another model's"] = outcome(model, lambda: plainly(optimizer, model))
-    return found | {"kept": type(kept).__name__}
+
+    model = make_model()
+    spread_model(model)
+    own = GroupsOfOnesOwn(
+        parameter for group in parameter_groups(model) for parameter in group["params"]
+    )
+    found["of one's own, after"] = outcome(model, lambda: plainly(own, model))
+    return found | {"kept": type(kept).__name__, "other": type(other).__name__}
 
 
 def from_an_early_list(late: bool) -> str:
@@ -219,6 +297,7 @@ def everything() -> dict[str, Any]:
         "early": early(),
         "wrapped": with_wrappers(),
         "calls": in_calls(),
+        "hooks": by_hooks(),
         "an early list": [from_an_early_list(late) for late in (False, True)],
         "old and new": with_old_and_new(),
         "modules": with_modules(),
@@ -255,9 +334,14 @@ def test_experts_that_are_unfrozen_later_are_refused_then(found):
         assert REFUSED in unfrozen
 
 
+def test_hooks_of_a_parameter_that_was_replaced_run(found):
+    assert [rank["hooks"] for rank in found] == ["2", "2"]
+
+
 def test_an_optimizer_made_after_trains_the_experts(found):
     for rank in found:
         assert rank["calls"]["made again"] == rank["calls"]["beside another model's"] == "2"
+        assert rank["calls"]["of one's own, after"] == "2"
         assert rank["an early list"][0] == "2"
         assert REFUSED in rank["an early list"][1]
         assert rank["old and new"] == "2"

@@ -110,20 +110,21 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
     over the name.
 
     Args:
-        typed: whether the user typed this path, which may then be a link, or a device such as
-            /dev/stdout.
+        typed: whether the user typed this path, which may then be a link, or lead to a pipe or a
+            device, such as /dev/stdout and the shell's `>(command)`.
 
     Raises:
         InputError: `path` is a link, a folder or anything else but a file.
         OSError: it cannot be written; an earlier file at `path` is kept.
     """
-    path = Path(os.path.realpath(path)) if typed else path
-    kind = kind_of(path)
-    if typed and kind in ("a device", "a named pipe"):
-        is_pipe = kind == "a named pipe"
+    stream = _stream_at(path) if typed else None
+    if stream is not None:
+        is_pipe = stream == "a named pipe"
         with os.fdopen(_opened_pipe(path), "wb") if is_pipe else path.open("wb") as file:
             yield file
         return
+    path = Path(os.path.realpath(path)) if typed else path
+    kind = kind_of(path)
     if kind not in (None, "a file"):
         raise _refused(path, str(kind))
     aside = path.with_name(f"{WRITING}{secrets.token_hex(4)}-{path.name}"[:255])
@@ -143,6 +144,16 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
             raise
         # the name that a reader of the message knows
         raise OSError(found.errno, found.strerror, str(path)) from error
+
+
+def _stream_at(path: str | Path) -> str | None:
+    """Return the kind of a pipe or a device that a path leads to, "a named pipe" or "a device";
+    None if it leads to neither. /dev/fd/3 leads to a pipe that has no other name."""
+    try:
+        kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+    except OSError:
+        return None
+    return kind if kind in ("a device", "a named pipe") else None
 
 
 def _opened_pipe(path: Path) -> int:
@@ -314,9 +325,9 @@ def require_writable(path: str | Path | None, flag: str, *, makes_parents: bool 
     """
     if path is None:
         return
-    target = Path(os.path.realpath(path))
-    if kind_of(target) in ("a device", "a named pipe"):
+    if _stream_at(path) is not None:
         return
+    target = Path(os.path.realpath(path))
     folder = target if target.is_dir() else target.parent
     while makes_parents and not os.path.lexists(folder):
         folder = folder.parent

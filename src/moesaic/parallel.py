@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from moesaic.comm import waits
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import StackedExperts
@@ -598,10 +599,11 @@ def gradient_norm(
         )
     if math.isinf(norm_type):
         total = total.nan_to_num(nan=math.inf)  # a maximum over ranks may drop NaN
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-        return total
-    dist.all_reduce(total, group=group)
-    return total.pow(1 / norm_type)
+    with waits.said(group, "the norm of all gradients"):
+        dist.all_reduce(
+            total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group
+        )
+    return total if math.isinf(norm_type) else total.pow(1 / norm_type)
 
 
 @torch.no_grad()

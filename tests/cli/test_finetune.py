@@ -334,6 +334,10 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
     shutil.copytree(place / "model", tmp_path / "mute")
     (tmp_path / "mute" / "tokenizer.json").write_text("{")
     shutil.copytree(place / "model", tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
+    shutil.copytree(place / "model", tmp_path / "greedy")
+    table = json.loads((tmp_path / "greedy" / "config.json").read_text())
+    greedy = json.dumps(table | {"num_experts_per_tok": 9})
+    (tmp_path / "greedy" / "config.json").write_text(greedy)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine.txt").write_text("mine")
@@ -348,6 +352,7 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
         ([str(tmp_path / "\x1b]52;model"), text], "\\x1b]52;model: is neither a folder nor a name"),
         ([str(tmp_path / "mute"), text], "mute: has no tokenizer that transformers can load"),
         ([str(tmp_path / "bare"), text], "bare: has no tokenizer that transformers can load"),
+        ([str(tmp_path / "greedy"), text], "num_experts_per_tok=9, but the model has 4 experts"),
         ([model, str(tmp_path / "no.txt")], "no.txt: no such file"),
         ([model, str(tmp_path / "empty.txt")], "empty.txt: is empty"),
         (

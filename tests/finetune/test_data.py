@@ -98,14 +98,76 @@ def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path, name):
         ("data.json", '[{"text": "w5"}, ', "cannot be read as a list of JSON or JSON lines"),
         (
             "data.jsonl",
-            '{"text": "w5"}\n{"messages": [{"role": 7}]}',
-            "line 2: the chat template refuses its messages",
+            '{"text": "w5"}\n{"messages": [{"role": "user", "content": "w5"}]}',
+            "line 2: the chat template refuses its messages (no)",
         ),
+        ("data.jsonl", '{"text": "w5"}\n{"text": "w6", "text": "w7"}', "the key 'text' twice"),
+        ("data.json", '[{"text": "w5"}, {"messages": [{"a": 1, "a": 2}]}]', "the key 'a' twice"),
+        ("data.txt", "w5 w6\0", "data.txt: cannot be read as text (it has zero bytes)"),
+        ("data.parquet", "PAR1", "data.parquet: datasets cannot load its split train"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, name, text, line):
-    template = "{{ messages[0]['content']['nothing'] }}"
+    template = "{{ raise_exception('no') }}"
     assert line in refused(rows, tmp_path / name, text, 2, template)
+
+
+CALL = {"type": "function", "function": {"name": "w7", "arguments": {}}}
+ROLES = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }} "
+    "{% elif message['role'] == 'assistant' %}w3 {{ message['content'].split('</think>')[-1] }} "
+    "{% elif message['role'] == 'tool' %}w4 {% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ({"role": "human", "content": "w5"}, "message 2, of role 'human', is not as it stands"),
+        ({"role": "system", "content": "w5"}, "message 2, of role 'system', is not as it stands"),
+        ({"role": "user"}, "message 2 has no \"role\" and \"content\" ({'role': 'user'})"),
+        ({"role": "user", "content": None}, 'message 2 has no "role" and "content"'),
+        ({"role": 7, "content": "w5"}, 'message 2 has no "role" and "content"'),
+        ({"from": "human", "value": "w5"}, 'message 2 has no "role" and "content"'),
+        ("w5", 'message 2 has no "role" and "content" (\'w5\')'),
+        ({"role": "user", "content": [{"type": "text", "text": "w5"}]}, "message 2, of role"),
+        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "message 2, of role"),
+    ],
+)
+def test_a_message_that_the_template_would_lose_is_named(tmp_path, message, line):
+    text = json.dumps({"messages": [*CHAT, message]})
+    said = refused(rows, tmp_path / "data.jsonl", text, 2, ROLES)
+    assert f"data.jsonl: line 1: {line}" in said
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "<think>\nw9\n</think>\n\n w5"},
+        {"role": "assistant", "content": " w5\n", "tool_calls": None},
+        {"role": "assistant", "content": "w5", "tool_calls": ["odd", {"function": "w9"}]},
+    ],
+)
+def test_earlier_reasoning_and_spaces_may_be_left_out(tmp_path, message):
+    text = json.dumps({"messages": [message, {"role": "tool", "content": "w6"}]})
+    assert rows(tmp_path / "data.jsonl", text, 4, ROLES) == [[3, 5, 4, 2]]
+
+
+@pytest.mark.parametrize("name", ["data.JSONL", "data.ndjson", "data.Json"])
+def test_the_suffix_says_what_a_file_holds_in_any_case(tmp_path, name):
+    assert rows(tmp_path / name, '{"text": "w5"}\n{"text": "w6"}', 4) == [[5, 2, 6, 2]]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    assert rows(tmp_path / "data.txt", "\ufeffw5 w6", 3) == [[5, 6, 2]]
+
+
+def test_a_table_is_no_text(tmp_path):
+    pytest.importorskip("datasets", reason="pip install datasets")
+    assert rows(tmp_path / "data.csv", "number,text\n1,w5 w6\n2,w7 w8\n", 3) == [
+        [5, 6, 2],
+        [7, 8, 2],
+    ]
 
 
 def test_a_bad_row_of_a_dataset_is_named(tmp_path):

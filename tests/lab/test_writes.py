@@ -91,6 +91,14 @@ def test_a_bad_end_is_noticed(place: Place, how: writes.Ended, said: str) -> Non
     assert writes.problem_of(place, how, failed, ({}, {}, None)).startswith(said)
 
 
+def test_temporary_files_are_not_outside(place: Place) -> None:
+    made = place.folder.parent
+    for given in ("/tmp/a/b", "/var/tmp/h2_b4x9a", f"{made}/tmp/a", f"{place.folder}/h2_b4x9a"):
+        assert place.is_given(given), given
+    for strange in ("/root/a", f"{made}/home/a", f"{place.folder}/h2.b4x9a", f"{made}/h2_b4x9a"):
+        assert not place.is_given(strange), strange
+
+
 def test_what_is_half_written_or_left_over_is_noticed(place: Place) -> None:
     file = place.folder / "out" / "packed.bin"
     file.write_bytes(b"half")

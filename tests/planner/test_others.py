@@ -219,6 +219,32 @@ def test_a_flag_that_nobody_called_harmless_is_named_once(flag: str) -> None:
     assert unread_flags(flags, QWEN) == [flag.split()[0], "--optimizer_"]
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--bf16 false",
+        "--sequence-parallel=False",
+        "--use_flash_attn no",
+        "--moe-grouped-gemm=0",
+        "--moe-permute-fusion off",
+        "--no-sequence-parallel",
+        "--num-attention-heads $HEADS",
+    ],
+)
+def test_a_flag_that_takes_back_what_is_assumed_is_named(flag: str) -> None:
+    name = flag.replace("=", " ").split()[0]
+    assert unread_flags(f"--expert-model-parallel-size 8 {flag}", QWEN) == [name]
+
+
+def test_variables_that_change_what_libraries_do_are_named() -> None:
+    flags = (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 NVTE_FLASH_ATTN=0 TP=2 NCCL_ALGO=Ring torchrun train.py "
+        "--expert-model-parallel-size 8 --swiglu"
+    )
+    assert unread_flags(flags, QWEN) == ["NVTE_FLASH_ATTN=0", "NCCL_ALGO=Ring"]
+    assert from_flags(flags).ep == 8
+
+
 def test_flags_that_say_what_is_assumed_are_not_named() -> None:
     flags = (
         "--expert-model-parallel-size=8 --optimizer adam --transformer-impl=transformer_engine "
@@ -299,6 +325,11 @@ def test_the_order_of_flags_changes_nothing(flags: tuple[str, str], field: str, 
         ("--overlap-grad-reduce false", "--overlap-grad-reduce takes no value, got 'false'"),
         ("--use-distributed-optimizer $MORE", "takes no value, got '$MORE'"),
         ("--micro-batch-size 1 2", "--micro-batch-size takes one value, got '1', '2'"),
+        ("--fp8-format none", "--fp8-format='none': choose one of e4m3, hybrid"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 2",
+            "say the same in two ways: give one",
+        ),
     ],
 )
 def test_a_word_that_nobody_would_read_is_one_line(flags: str, words: str) -> None:

@@ -72,17 +72,17 @@ def test_the_winner_of_a_race_runs_in_turn_with_the_first_plan():
     assert made.timed[0] == 1.2
 
 
-def test_a_plan_that_becomes_slower_than_the_first_was_is_checked_again():
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_plan_that_becomes_slower_than_the_first_was_is_checked_again(resumes):
     made = table()
     moment = LIMIT + 20
-
-    def seconds(step, plan):
-        if plan == 5:
-            return 1.0 if step < moment else 1.12
-        return 1.05 + 0.05 * plan
-
-    ran = drive(made, seconds, moment + 60)
-    assert ran[moment - 1] == 5
+    assert drive(made, lambda _, plan: 1.0 if plan == 5 else 1.05 + 0.05 * plan, moment)[-1] == 5
+    if resumes:
+        state = json.loads(json.dumps(made.state()))
+        made = table()
+        made.restore(state)
+    ran = drive(made, lambda _, plan: 1.12 if plan == 5 else 1.05 + 0.05 * plan, 60)
+    assert ran[0] == 5
     assert ran[-1] == 0
     assert made.races == 1, "only the two are timed again"
 

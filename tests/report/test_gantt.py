@@ -135,6 +135,29 @@ def test_the_page_holds_both_charts_below_each_other_on_one_axis(tmp_path: Path)
     assert not re.search(r"https?://|\ssrc=|\shref=|url\(", text)
 
 
+@pytest.mark.parametrize("chunks", [1, 32])
+def test_the_page_is_readable_on_a_telephone(chunks: int, tmp_path: Path) -> None:
+    """At 390 pixels: charts take the width of the page, and no legend takes the place of a row."""
+    forward = split_capacity(SCHEDULES["s1"](), chunks)
+    timeline = lay_out(forward, dict.fromkeys((task.name for task in forward.tasks), 1e-3))
+    page = write_gantt({"forward": timeline}, tmp_path / "gantt.html")
+    text = without_plotly(page.read_text(encoding="utf-8"))
+    assert "<meta name='viewport' content='width=device-width, initial-scale=1'>" in text
+    assert "{responsive: true" in text
+    assert "overflow-x:auto" in text
+    charts = json.loads(re.search(r"const charts = (\{.*?\n\});", text, re.S)[1])
+    for chart in charts.values():
+        layout = chart["layout"]
+        assert "width" not in layout
+        assert layout["yaxis"]["categoryarray"]
+        rows = len(layout["yaxis"]["categoryarray"])
+        entries = sum(trace["showlegend"] for trace in chart["data"])
+        assert all(len(trace["name"]) <= 10 for trace in chart["data"])
+        lines = -(-entries * 80 // (390 - 56 - 18 - 28))
+        left = layout["height"] - 12 - 44 - 20 * lines
+        assert left >= 32 * rows, f"{entries} entries, {rows} rows of {layout['height']} pixels"
+
+
 @needs_browser
 def test_a_browser_draws_it_without_complaint(tmp_path: Path) -> None:
     assert BROWSER

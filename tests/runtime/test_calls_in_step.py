@@ -9,8 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from moesaic import Mesh, MoE, Plan, average_gradients
+from moesaic import Mesh, MoE, Plan, average_gradients, clip_grad_norm_, in_flight
 from moesaic.comm import waits
 from worlds import on_ranks, refusal
 
@@ -65,6 +66,55 @@ def no_backward_but_averages(odd: bool) -> None:
     average_gradients(first, mesh)
 
 
+def one_more_on_the_mesh(odd: bool) -> None:
+    """One rank spreads a second layer while the other calls the first."""
+    mesh, first, _ = pair_of_layers()
+    if odd:
+        MoE(dim=4, hidden=8, num_experts=4, top_k=2).double().parallelize(mesh, Plan())
+    first(torch.randn(6, 4, dtype=torch.float64))
+
+
+def refused_alone(odd: bool) -> None:
+    """One rank may not spread a layer, whose settings the other compares."""
+    mesh, _, _ = pair_of_layers()
+    MoE(dim=4, hidden=8, num_experts=4, top_k=1 if odd else 2).parallelize(mesh)
+
+
+def one_micro_batch_more(odd: bool) -> None:
+    """One rank runs a micro-batch more before it averages gradients."""
+    mesh, first, _ = pair_of_layers()
+    for _ in range(3 if odd else 2):
+        first(torch.randn(6, 4, dtype=torch.float64)).sum().backward()
+    average_gradients(first, mesh)
+
+
+def two_more_in_flight(odd: bool) -> None:
+    """The same with two micro-batches in flight."""
+    mesh, first, _ = pair_of_layers()
+    tokens = [torch.randn(6, 4, dtype=torch.float64) for _ in range(4 if odd else 2)]
+    for losses in in_flight(lambda x: first(x).sum(), tokens):
+        torch.stack(losses).sum().backward()
+    average_gradients(first, mesh)
+
+
+def one_micro_batch_more_before_clipping(odd: bool) -> None:
+    """One rank clips while the other runs a micro-batch more."""
+    mesh, first, _ = pair_of_layers()
+    for _ in range(3 if odd else 2):
+        first(torch.randn(6, 4, dtype=torch.float64)).sum().backward()
+    clip_grad_norm_(first, 1.0, mesh=mesh)
+
+
+def frozen_later(odd: bool) -> None:
+    """One rank freezes dense parameters after the first step."""
+    mesh, first, _ = pair_of_layers()
+    model = nn.Sequential(nn.Linear(4, 4).double(), first)
+    for frozen in (False, odd):
+        model[0].requires_grad_(not frozen)
+        model(torch.randn(6, 4, dtype=torch.float64)).sum().backward()
+        average_gradients(model, mesh)
+
+
 def leaves(odd: bool) -> None:
     """One rank runs no backward pass, and calls nothing more while the other waits."""
     _, first, _ = pair_of_layers()
@@ -91,13 +141,37 @@ CASES: dict[str, tuple[Callable[[bool], None], str]] = {
         no_backward_but_averages,
         "rank 0 waits in the backward pass of layer 0; rank 1 waits in average_gradients",
     ),
+    "one more on the mesh": (
+        one_more_on_the_mesh,
+        "rank 0 waits in the forward pass of layer 0; rank 1 waits in parallelize",
+    ),
+    "one micro-batch more": (
+        one_micro_batch_more,
+        "rank 0 waits in average_gradients; rank 1 waits in the forward pass of layer 0",
+    ),
+    "two more in flight": (
+        two_more_in_flight,
+        "rank 0 waits in average_gradients; rank 1 waits in the forward pass of layer 0 in "
+        "micro-batch 2",
+    ),
+    "one more before clipping": (
+        one_micro_batch_more_before_clipping,
+        "rank 0 waits in the norm of all gradients; rank 1 waits in the forward pass of layer 0",
+    ),
+    "frozen later": (
+        frozen_later,
+        "rank 0 waits in average_gradients of 36 values of torch.float64; rank 1 waits in "
+        "average_gradients of 16 values of torch.float64",
+    ),
 }
 
 
 def refusals() -> dict[str, str]:
     odd = dist.get_rank() == 1
     found = {name: refusal(case, odd) for name, (case, _) in CASES.items()}
-    found["leaves"] = refusal(leaves, odd)
+    for case in (leaves, refused_alone):  # in which one rank waits alone
+        found[case.__name__] = refusal(case, odd)
+        dist.barrier()
     return found
 
 
@@ -121,6 +195,15 @@ def test_a_rank_that_is_left_alone_names_itself_and_the_other(
     assert results[0]["leaves"] == (
         "LostMessageError: rank 0 waited in the backward pass of layer 0 for rank 1, which waits "
         f"in no call of a layer, or has ended: {waits.ADVICE}"
+    )
+
+
+def test_a_rank_whose_neighbour_may_not_spread_a_layer_names_it(
+    results: list[dict[str, str]],
+) -> None:
+    assert results[1]["refused_alone"].startswith("InputError: top_k=1 with ")
+    assert results[0]["refused_alone"].startswith(
+        "LostMessageError: rank 0 waited in parallelize for rank 1, which waits in no call"
     )
 
 

@@ -99,7 +99,8 @@ def test_gradients_without_a_mesh_are_refused() -> None:
         average_gradients(nn.Linear(1, 1), None)  # type: ignore[arg-type]
 
 
-def test_ranks_that_froze_different_parameters_are_told_which() -> None:
+@pytest.mark.parametrize("name", ["dense", "experts.w13"])
+def test_ranks_that_froze_different_parameters_are_told_which(name: str) -> None:
     grid = Grid(world=2, ep=2)
 
     def rank(transport: AbstractTransport) -> str:
@@ -107,10 +108,10 @@ def test_ranks_that_froze_different_parameters_are_told_which() -> None:
         mesh = Mesh(grid, transport)
         average_gradients(module, mesh)
         other = Holder(grid, transport.rank)
-        other.dense.requires_grad_(transport.rank == 0)
+        other.get_parameter(name).requires_grad_(transport.rank == 0)
         return refusal(average_gradients, other, mesh)
 
     for said in run_ranks(2, rank):
         assert said.startswith(
-            "InputError: requires_grad of dense differs: True on rank 0, False on rank 1: freeze"
+            f"InputError: requires_grad of {name} differs: True on rank 0, False on rank 1: freeze"
         )

@@ -39,6 +39,11 @@ def test_json_lines_give_their_texts(tmp_path, content):
     assert read_documents(text(tmp_path / "a.jsonl", content), "text") == TEXTS
 
 
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.JSON"])
+def test_the_suffix_counts_in_any_case(tmp_path, name):
+    assert read_documents(text(tmp_path / name, LINES), "text") == TEXTS
+
+
 def test_another_field_may_hold_the_text(tmp_path):
     path = text(tmp_path / "a.jsonl", LINES.replace('"text"', '"content"'))
     assert read_documents(path, "content") == TEXTS
@@ -56,6 +61,7 @@ def test_another_field_may_hold_the_text(tmp_path):
         "[1]",
         '{"id": 1}',
         '{"text": null}',
+        '{"text": "a", "text": "b"}',
         '{"text": {"words": 1}}',
         "[" * 100_000,
     ],

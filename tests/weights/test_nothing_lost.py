@@ -363,3 +363,37 @@ def test_a_configuration_that_cannot_be_is_refused_in_one_line(tmp_path: Path, c
         (line,) = capsys.readouterr().err.splitlines()
         assert "Traceback" not in line
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int64, torch.bool])
+def test_integers_in_place_of_weights_are_refused(kind: torch.dtype, tmp_path: Path) -> None:
+    build("Mixtral").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    tensors["model.norm.weight"] = torch.ones_like(tensors["model.norm.weight"], dtype=kind)
+    save_file(tensors, tmp_path / FILE, {"format": "pt"})
+    said = refused(open_checkpoint, tmp_path, "hf", Architecture(read_config(tmp_path, None)))
+    name = str(kind).removeprefix("torch.")
+    assert f"model.norm.weight holds {name}, and no scales of a known form" in said
+
+
+@pytest.mark.parametrize("name", [FILE, "model-00009-of-00009.safetensors"])
+def test_a_file_of_the_model_that_the_index_lacks_is_refused(name: str, tmp_path: Path) -> None:
+    """transformers would read the first in place of the index, and leave out the second."""
+    build("Mixtral").save_pretrained(tmp_path, max_shard_size="20KB")
+    tensors = read_safetensors(tmp_path)
+    save_file({"consolidated": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    assert read_safetensors(tmp_path).keys() == tensors.keys()
+    save_file({"model.norm.weight": torch.zeros(16)}, tmp_path / name)
+    assert f"{name} is not in the index: two checkpoints are mixed" in refused(
+        read_safetensors, tmp_path
+    )
+
+
+def test_a_configuration_of_a_model_that_no_memory_holds_is_refused(tmp_path: Path) -> None:
+    build("Mixtral").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps(table | {"num_local_experts": 10**9}))
+    said = refused(open_checkpoint, tmp_path, "hf", Architecture(read_config(tmp_path, None)))
+    assert "the configuration makes 9,280,000," in said
+    assert "use the model's own configuration, or fetch all files" in said

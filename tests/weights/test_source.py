@@ -26,6 +26,8 @@ from moesaic.weights.source import companions, read_config, read_generation, rea
 
 EVIL = "kernels-community/evil@abc"
 CHOICES: list[dict[str, Any]] = [
+    {"output_attentions": True, "output_hidden_states": True},
+    {"return_dict": False},
     {"attn_implementation": EVIL},
     {"_attn_implementation": EVIL},
     {"_attn_implementation_internal": EVIL},

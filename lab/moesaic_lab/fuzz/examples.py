@@ -212,7 +212,13 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
         Example(folders=("run",), words=("sample", "run", "--tokens", "2", "--prompt", "one")),
     ),
     "why-hung": (Example(folders=("run",), words=("why-hung", "run")),),
-    "report": (Example(folders=("run",), words=("report", "run"), out=("run/report.html",)),),
+    "report": (
+        Example(
+            folders=("run",),
+            words=("report", "run", "--perfetto", "timeline.json"),
+            out=("run/report.html", "timeline.json"),
+        ),
+    ),
     "show": (
         Example(
             folders=("one",),

@@ -4,6 +4,7 @@ paths it may write."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -32,6 +33,10 @@ PRELOAD = (
 """Imported once, by the process from which all others are forked."""
 
 
+PROBE = re.compile("[a-z0-9_]{8}")
+"""The names of the files by which tempfile tries a folder."""
+
+
 class Place:
     """A folder that is made anew for each try.
 
@@ -57,6 +62,14 @@ class Place:
             copied(self._bases / name, self.folder / name)
         return self.folder
 
+    def _is_temporary(self, path: str) -> bool:
+        """Return whether a path is of a temporary file. Where one cannot be written, tempfile looks
+        for another place, at last in the current folder, by a file with a random name."""
+        if path.startswith(f"{self._made}/"):
+            is_probe = bool(PROBE.fullmatch(Path(path).name)) and Path(path).parent == self.folder
+            return is_probe or path.startswith(f"{self._made}/tmp/")
+        return path.startswith(("/tmp/", "/var/tmp/", "/usr/tmp/"))
+
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self._made, ignore_errors=True)
@@ -64,8 +77,7 @@ class Place:
     def is_given(self, path: str) -> bool:
         """Return whether the command may write a path: what it was given, unfinished files beside
         that, temporary files."""
-        # where that cannot be written, tempfile looks for another place
-        if path.startswith(f"{self._made}/tmp") or Path(path).parent == Path("/tmp"):
+        if self._is_temporary(path):
             return True
         for out in self.example.out:
             given = self.folder / out

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from moesaic.comm.transport import AbstractTransport, Handle, Lane, Transfer, as_bytes
+from moesaic.comm.transport import TAG_LIMIT, AbstractTransport, Handle, Lane, Transfer, as_bytes
 
 
 def timeout_of(*groups: dist.ProcessGroup) -> timedelta | None:
@@ -121,12 +121,22 @@ class Gloo(AbstractTransport):
             for peer, buffer in transfer.receives.items():
                 if buffer.numel():
                     handle.works.append(
-                        dist.irecv(buffer, group=self._group, group_src=peer, tag=transfer.tag)
+                        dist.irecv(
+                            buffer,
+                            group=self._group,
+                            group_src=peer,
+                            tag=_sized_tag(transfer.tag, buffer.nbytes),
+                        )
                     )
             for peer, tensor in transfer.sends.items():
                 if tensor.numel():
                     handle.works.append(
-                        dist.isend(tensor, group=self._group, group_dst=peer, tag=transfer.tag)
+                        dist.isend(
+                            tensor,
+                            group=self._group,
+                            group_dst=peer,
+                            tag=_sized_tag(transfer.tag, tensor.nbytes),
+                        )
                     )
         except RuntimeError as error:  # the connection is broken already
             raise self._lost(peer, error) from error
@@ -157,6 +167,22 @@ class Gloo(AbstractTransport):
 
     def note_wait(self, transfer: Transfer, seconds: float) -> None:
         """Do nothing: `wait` has counted the time for each message."""
+
+
+def _sized_tag(tag: int, num_bytes: int) -> int:
+    """Return the tag of a message, which depends on its size too.
+
+    Gloo aborts the process if a message is larger than its buffer. Ranks that do different things
+    wait for each other instead, and then say what.
+    """
+    return tag % _TAGS * _SIZES + (num_bytes * _ODD >> 16) % _SIZES
+
+
+_TAGS = 2**20
+"""Tags that a message in flight is told from."""
+_SIZES = TAG_LIMIT // _TAGS
+_ODD = 2654435761
+"""2**32 divided by the golden ratio: Knuth's multiplicative hash."""
 
 
 def _let_threads_end() -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ _KEY = "moesaic/waits/{}"
 """The key of a rank's words in the store."""
 ADVICE = (
     "call the same layers in the same order on every rank, forward and backward, also where a rank "
-    "has no tokens"
+    "has no tokens, and freeze the same parameters"
 )
 
 
@@ -58,6 +58,22 @@ def lost_message(
         f"rank {rank} waited in {doing} for rank {peer}, which waits in no call of a layer, or has "
         f"ended: {ADVICE}"
     )
+
+
+@contextmanager
+def said(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
+    """Raise the error of `lost_message` where a collective in the block fails.
+
+    Args:
+        group: its process group; None for the default group.
+        doing: what this rank does, in words.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        own = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+        assert own is not None
+        raise lost_message(own, None, doing, error) from error
 
 
 def take_back(group: dist.ProcessGroup) -> None:

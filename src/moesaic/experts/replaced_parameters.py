@@ -5,7 +5,9 @@ that was made before would go on with the old ones, which have no gradients: not
 and the loss of a model would fall all the same. The old object cannot become the new one: a DTensor
 has slots that a parameter lacks, so `torch.utils.swap_tensors` refuses, and FSDP2 keeps its own.
 Such an optimizer is therefore refused, in the next forward pass for training at the latest, unless
-another optimizer holds the new parameters.
+another optimizer holds the new parameters. An optimizer is any object with a method `step` that
+holds parameters in lists and dicts of its own, of torch or not; a function that steps parameters by
+itself is not found. Hooks of a parameter move to the one that took its place.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
 
 from torch import nn
-from torch.optim import Optimizer
 
 from moesaic.errors import InputError
 from moesaic.initial_values import is_dtensor
@@ -72,7 +74,9 @@ class ReplacedParameters:
         self._references: list[tuple[int, bool]] = []
 
     def note(self, old: OwnedParameter, new: nn.Parameter) -> None:
-        """Note that `new` took the place of `old`, and of those whose place that had taken."""
+        """Note that `new` took the place of `old`, and of those whose place that had taken. It gets
+        the hooks."""
+        _move_hooks(old.parameter(), new)
         earlier = [
             replace(each, new=id(new)) if each.new == old.number else each for each in self._held
         ]
@@ -97,7 +101,7 @@ class ReplacedParameters:
             self.refuse(_optimizers())
         self._references = references
 
-    def refuse(self, optimizers: Iterable[Optimizer]) -> None:
+    def refuse(self, optimizers: Iterable[object]) -> None:
         """Raise InputError if one of these optimizers holds a replaced parameter, and none what
         took its place."""
         optimizers = list(optimizers)
@@ -112,7 +116,7 @@ class ReplacedParameters:
             "train them: make the optimizer after parallelize"
         )
 
-    def _stale(self, optimizers: Iterable[Optimizer]) -> list[Succession]:
+    def _stale(self, optimizers: Iterable[object]) -> list[Succession]:
         stepped = set[int]().union(*map(_ids, optimizers))
         return [
             each
@@ -127,15 +131,46 @@ class ReplacedParameters:
         return ReplacedParameters, ()
 
 
-def _optimizers() -> list[Optimizer]:
-    """Return all optimizers of this process."""
-    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+DEPTH = 6
+"""An optimizer holds a parameter through at most so many containers: its attributes, groups, a
+group, the group's list."""
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_NO_OPTIMIZERS = (nn.Module, type, ModuleType, FunctionType)
 
 
-def _ids(optimizer: Optimizer) -> set[int]:
-    """Return the `id`s of the parameters that an optimizer steps."""
-    groups = getattr(optimizer, "param_groups", ())
-    return {id(parameter) for group in groups for parameter in group["params"]}
+def _optimizers() -> list[object]:
+    """Return all objects of this process that have a method `step` and are no modules."""
+    kinds: dict[type, bool] = {}
+    found = []
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind not in kinds:
+            steps = any(callable(vars(base).get("step")) for base in kind.__mro__)
+            kinds[kind] = steps and not issubclass(kind, _NO_OPTIMIZERS)
+        if kinds[kind]:
+            found.append(each)
+    return found
+
+
+def _ids(optimizer: object) -> set[int]:
+    """Return the `id`s of what an optimizer holds, itself or in its containers: parameters too."""
+    found: set[int] = set()
+    level = [optimizer]
+    for _ in range(DEPTH):
+        held = [each for each in gc.get_referents(*level) if id(each) not in found]
+        found.update(map(id, held))
+        level = [each for each in held if issubclass(type(each), _CONTAINERS)]
+    return found
+
+
+def _move_hooks(old: nn.Parameter | None, new: nn.Parameter) -> None:
+    """Register the hooks of a parameter with the one that takes its place."""
+    if old is None or not new.requires_grad:
+        return
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
 
 
 def owned_parameters(module: nn.Module) -> list[OwnedParameter]:

@@ -55,6 +55,12 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             "choose an MoE model"
         )
     number = next(iter(experts.values())).num_experts
+    top_k = getattr(config.get_text_config(), "num_experts_per_tok", 1)
+    if isinstance(top_k, int) and not 1 <= top_k <= number:
+        raise InputError(
+            f"{options.model}: num_experts_per_tok={top_k}, but the model has {number} experts: "
+            f"use the model's own {CONFIG}"
+        )
     if number % sharing:
         raise InputError(
             f"{options.model}: {sharing} ranks do not divide its {number} experts: choose "

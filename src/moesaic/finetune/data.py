@@ -13,11 +13,13 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.files import open_file, read_bytes
-from moesaic.train.documents import LINES, LIST
+from moesaic.train.documents import LINES, LIST, TABLES, parsed, suffix_of
 
 BOM = b"\xef\xbb\xbf"
 SPACE = BOM + b" \t\r\n"
 """What may precede JSON."""
+TOOL_ROLES = ("tool", "function", "ipython")
+END_OF_REASONING = "</think>"
 AT_ONCE = 1000
 """Documents that are tokenized together."""
 
@@ -76,10 +78,13 @@ def _text(document: Any, where: str, tokenizer: Any) -> str:
             '"text" instead'
         )
     tools = _tools(document.get("tools"), where)
+    messages = document["messages"]
+    for number, message in enumerate(messages, 1):
+        _require_message(message, f"{where}: message {number}")
     try:
-        text = str(tokenizer.apply_chat_template(document["messages"], tools=tools, tokenize=False))
+        text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
         is_read = tools is None or text != str(
-            tokenizer.apply_chat_template(document["messages"], tokenize=False)
+            tokenizer.apply_chat_template(messages, tokenize=False)
         )
     except Exception as error:  # a template may raise anything
         reason = " ".join(str(error).split())
@@ -90,7 +95,43 @@ def _text(document: Any, where: str, tokenizer: Any) -> str:
         raise InputError(
             f'{where}: has "tools", which the model\'s chat template does not write: leave them out'
         )
+    for number, message in enumerate(messages, 1):
+        if not _is_written(message, text):
+            raise InputError(
+                f"{where}: message {number}, of role {message['role']!r}, is not as it stands in "
+                "what the model's chat template writes: correct its role, or leave it out"
+            )
     return text
+
+
+def _require_message(message: Any, where: str) -> None:
+    """Raise InputError if a template would find no role or no content in a message."""
+    is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+    if is_message and (isinstance(message.get("content"), str | list) or message.get("tool_calls")):
+        return
+    raise InputError(
+        f'{where} has no "role" and "content" ({message!r:.60}): give it both, or leave it out'
+    )
+
+
+def _is_written(message: dict[str, Any], text: str) -> bool:
+    """Return whether a message stands in the text that a template made of it. Templates may leave
+    out earlier reasoning, and write what a tool returned in a form of their own."""
+    if message["role"] in TOOL_ROLES:
+        return True
+    content = message.get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    said = [part.get("text") or "" for part in parts if isinstance(part, dict)]
+    said = [each.rpartition(END_OF_REASONING)[2].strip() for each in said]
+    names = [
+        function["name"]
+        for call in message.get("tool_calls") or []
+        if isinstance(call, dict)
+        and isinstance(function := call.get("function", call), dict)
+        and isinstance(function.get("name"), str)
+    ]
+    is_plain = isinstance(content, str) or repr(content) not in text
+    return is_plain and all(each in text for each in (*said, *names))
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
@@ -113,30 +154,33 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
 def _documents(data: str) -> Iterator[tuple[str, Any]]:
     """Yield each document of DATA, after the words that name its place."""
     path = Path(data)
+    suffix = suffix_of(path)
     where = ""
     try:
-        if path.is_file() and path.suffix not in (LINES, LIST):
-            yield "the text", {"text": read_bytes(path).decode()}
-        elif path.is_file() and path.suffix == LIST and _is_list(path):
+        if not path.is_file() or suffix in TABLES:
+            yield from ((f"row {number}", each) for number, each in enumerate(_dataset(data), 1))
+        elif suffix not in (LINES, LIST):
+            text = read_bytes(path).decode("utf-8-sig")
+            if "\0" in text:
+                raise ValueError("it has zero bytes")
+            yield "the text", {"text": text}
+        elif suffix == LIST and _is_list(path):
             yield from (
-                (f"entry {number}", each)
-                for number, each in enumerate(json.loads(read_bytes(path)), 1)
+                (f"entry {number}", each) for number, each in enumerate(parsed(read_bytes(path)), 1)
             )
-        elif path.is_file():
+        else:
             with open_file(path) as file:
                 for number, line in enumerate(file, 1):
                     where = f" line {number}:"
                     if line.strip(SPACE):
                         yield (
                             f"line {number}",
-                            json.loads(line.removeprefix(BOM) if number == 1 else line),
+                            parsed(line.removeprefix(BOM) if number == 1 else line),
                         )
-        else:
-            yield from ((f"row {number}", each) for number, each in enumerate(_dataset(data), 1))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        kind = {LINES: "JSON lines", LIST: "a list of JSON or JSON lines"}.get(path.suffix, "text")
+        kind = {LINES: "JSON lines", LIST: "a list of JSON or JSON lines"}.get(suffix, "text")
         raise InputError(
             f"{data}:{where} cannot be read as {kind} ({error}): correct it"
         ) from error
@@ -151,13 +195,16 @@ def _is_list(path: Path) -> bool:
 
 
 def _dataset(data: str) -> Any:
-    """Return the split "train" of a dataset of `datasets`."""
+    """Return the split "train" of a dataset of `datasets`, or the rows of a table."""
     import datasets
 
     try:
         if Path(data, "state.json").exists() or Path(data, "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(data)
             return loaded["train"] if isinstance(loaded, dict) else loaded
+        if Path(data).is_file():
+            builder = TABLES[suffix_of(Path(data))]
+            return datasets.load_dataset(builder, data_files=data, split="train")
         return datasets.load_dataset(data, split="train")
     except Exception as error:  # of the hub, of a file, of a builder
         reason = " ".join(str(error).split())

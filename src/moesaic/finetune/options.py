@@ -53,8 +53,8 @@ class FinetuneOptions:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a model of transformers, or its name on the hub."""
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A text, a .jsonl or .json file with "text" or "messages" in each line or entry, or a folder
-    or name that datasets loads (split train)."""
+    """A text; a .jsonl, .json, .parquet or .csv file with "text" (which is taken) or "messages" in
+    each line, entry or row; or a folder or name that datasets loads (split train)."""
     out: str = "runs/finetune"
     """Folder for checkpoints, adapters and the merged model."""
     ranks: int | None = None

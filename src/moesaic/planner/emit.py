@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from moesaic.errors import InputError, suggestion
-from moesaic.planner.harmless_flags import HARMLESS, HARMLESS_VALUES
+from moesaic.planner.harmless_flags import ASSUMED, HARMLESS, HARMLESS_VALUES
 from moesaic.planner.job import Job
 from moesaic.planner.other_systems import Offers, OthersLayout
 from moesaic.planner.plan_files import mesh_table
@@ -85,7 +85,7 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "cross-entropy-loss-fusion": ("fused_loss", Alone(True)),
     "moe-enable-deepep": ("all_to_all", Alone("deepep", yields=True)),
     "moe-token-dispatcher-type": ("all_to_all", {"alltoall": "linear", "flex": "deepep"}),
-    "fp8-format": ("narrow", bool),
+    "fp8-format": ("narrow", dict.fromkeys(("e4m3", "hybrid"), True)),
     "fp8-recipe": ("precision", RECIPES),
 }
 """Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each
@@ -153,7 +153,7 @@ def from_flags(flags: str) -> OthersLayout:
             field: value for field, value in values.items() if field not in dict(WHOLE_BLOCKS)
         }
     if not values:
-        first = next((flag.name for flag in given), "")
+        first = next((flag.name for flag in given if flag.name != flag.word), "")
         only = (f"--{first}" if first else "nothing") + suggestion(first, list(known))
         raise InputError(
             f"--explain: found no flag of Megatron or torchtitan that splits a model, only {only}"
@@ -178,6 +178,11 @@ def _settled(values: dict[str, Any]) -> dict[str, Any]:
     """Return fields where parts to recompute take the place of what mode selective recomputes, and
     a recipe for scaling that of a bare format, in whatever order the flags were given."""
     modules = values.pop("modules", ())
+    if "virtual_pp" in values and "virtual_layers" in values:
+        raise InputError(
+            "--explain: --num-virtual-stages-per-pipeline-rank and "
+            "--num-layers-per-virtual-pipeline-stage say the same in two ways: give one"
+        )
     if modules and "block" not in values.get("recompute", ()):
         values["recompute"] = modules
     if values.pop("narrow", False):
@@ -194,6 +199,10 @@ DASHED = re.compile(r"[-\u2010-\u2015\u2212]+(?=[A-Za-z])")
 letter after them."""
 LIST = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]")
 """A list of flags of a shell, which only the shell knows."""
+VARIABLE = re.compile(r"(CUBLAS|CUDA|NCCL|NVTE|NVSHMEM|PYTORCH|TORCH|TRITON|UCX)_?[A-Z0-9_]*=.*")
+"""A variable of the environment that may change how libraries compute or send."""
+NEGATIVE = ("false", "0", "no", "off", "none", "null")
+"""Values, in lower case, that take a flag without a value back."""
 
 
 def _words(flags: str) -> list[str]:
@@ -222,20 +231,22 @@ class Given(NamedTuple):
 
 def _given(words: list[str]) -> list[Given]:
     """Return the flags among words, in their order; one that is given twice appears twice. A list
-    of a shell is a flag of that name.
+    of a shell is a flag of that name, and so is a variable of the environment before all flags.
 
     Raises:
         InputError: if a flag that would be read has no two hyphens.
     """
     given: list[Given] = []
+    given_flags = False
     for word in words:
         dashes = DASHED.match(word)
         if dashes:
+            given_flags = True
             name = word[dashes.end() :].replace("_", "-")
             if dashes[0] != "--" and name in {*MEGATRON, *TORCHTITAN, *SIZES}:
                 raise InputError(f"--explain: {word!r} is no flag: write two hyphens, --{name}")
             given.append(Given(word, name, []))
-        elif LIST.fullmatch(word):
+        elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not given_flags):
             given.append(Given(word, word, []))
         elif given:
             given[-1].values.append(word)
@@ -252,6 +263,7 @@ SIZES: dict[str, Callable[[Job], int]] = {
     "training.seq-len": lambda job: job.model.seq_len,
     "num-layers": lambda job: job.model.num_layers,
     "hidden-size": lambda job: job.model.dim,
+    "num-attention-heads": lambda job: job.model.num_heads,
     "num-experts": lambda job: job.model.moe.num_experts,
     "moe-router-topk": lambda job: job.model.moe.top_k,
     "moe-ffn-hidden-size": lambda job: job.model.moe.hidden,
@@ -282,16 +294,17 @@ def unread_flags(flags: str, job: Job) -> list[str]:
                 f"them agree{option}"
             )
     known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS, *(GRAPHS if _is_one_graph(given) else ())}
-    unread = (
-        flag.word
-        for flag in given
-        if (
-            flag.name not in known
-            and not (flag.values and flag.values[0] in HARMLESS_VALUES.get(flag.name, ()))
-        )
-        or (flag.name in SIZES and not next(iter(flag.values), "").isdecimal())
-    )
-    return list(dict.fromkeys(unread))
+    return list(dict.fromkeys(flag.word for flag in given if _is_unread(flag, known)))
+
+
+def _is_unread(flag: Given, known: set[str]) -> bool:
+    """Return whether a flag may matter and no prediction reads it."""
+    value = next(iter(flag.values), "")
+    if flag.name in SIZES:
+        return not value.isdecimal()
+    if flag.name in ASSUMED.split():
+        return value.lower() in NEGATIVE
+    return flag.name not in known and value not in HARMLESS_VALUES.get(flag.name, ())
 
 
 def _check_single(flag: Given, most: int) -> None:

@@ -15,7 +15,7 @@ MODEL = (
     "moe-router-group-topk moe-router-num-groups moe-router-pre-softmax "
     "moe-router-score-function moe-router-topk-scaling-factor "
     "moe-shared-expert-intermediate-size mscale mscale-all-dim multi-latent-attention "
-    "no-position-embedding norm-epsilon normalization num-attention-heads num-query-groups "
+    "no-position-embedding norm-epsilon normalization num-query-groups "
     "original-max-position-embeddings padded-vocab-size position-embedding-type q-lora-rank "
     "qk-head-dim qk-layernorm qk-pos-emb-head-dim rope-scaling-factor rope-type rotary-base "
     "rotary-percent rotary-scaling-factor rotary-seq-len-interpolation-factor swiglu "
@@ -93,9 +93,13 @@ ASSUMED = (
     "training.disable-cuda-graphs use-flash-attn use-megatron-fsdp"
 )
 """What predictions assume: 16-bit and grouped products, fused attention and permutation, sequence
-parallelism beside tp, and launches one by one."""
+parallelism beside tp, and launches one by one. With a value such as "false" these are named."""
+VARIABLES = "CUDA_DEVICE_MAX_CONNECTIONS=1 CUDA_DEVICE_MAX_CONNECTIONS=32"
+"""Variables of the environment."""
 HARMLESS = frozenset(
-    " ".join((MODEL, OPTIMIZATION, DATA, CHECKPOINTS, WATCHING, RUNNING, ASSUMED)).split()
+    " ".join(
+        (MODEL, OPTIMIZATION, DATA, CHECKPOINTS, WATCHING, RUNNING, ASSUMED, VARIABLES)
+    ).split()
 )
 """Flags that are harmless whatever their values."""
 HARMLESS_VALUES: dict[str, tuple[str, ...]] = {

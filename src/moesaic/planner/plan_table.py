@@ -310,6 +310,7 @@ class PlanTable:
                 str(bucket): [each.measured for each in entries]
                 for bucket, entries in self.entries.items()
             },
+            "timed": {str(plan): seconds for plan, seconds in self.timed.items()},
             "loads": list(self._loads),
             "counts": [
                 self.steps,
@@ -341,6 +342,10 @@ class PlanTable:
             for bucket, measured in state["measured"].items():
                 for entry, seconds in zip(self._entries_of(_whole(bucket)), measured, strict=True):
                     entry.measured = _numbers(seconds, least=math.ulp(0.0))[:KEPT]
+            timed = state.get("timed", {})  # earlier states lack it
+            numbers = [self.allowed.index(_whole(plan)) for plan in timed]
+            times = _numbers(list(timed.values()), least=math.ulp(0.0))
+            self.timed = {self.allowed[at]: each for at, each in zip(numbers, times)}
             self._loads.extend(_numbers(state["loads"], least=0.0))
             self.steps, self.explored, self.switches, self.races = map(_whole, state["counts"])
         except (

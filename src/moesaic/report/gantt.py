@@ -38,6 +38,9 @@ from moesaic.report.style import (
 
 _ROW = 58
 """Height of a lane, in pixels."""
+_LEGEND = 20
+_NARROW = 4
+"""The height of a line of the legend in pixels, and the entries of a line on a telephone."""
 
 
 class Bar(NamedTuple):
@@ -115,7 +118,7 @@ def _draw(
     chart = figure(
         f"time ({name})",
         "",
-        height=96 + _ROW * max(len(rows), 1),
+        height=96 + _ROW * max(len(rows), 1) + _LEGEND * ((len(colours) - 1) // _NARROW),
         legend=True,
         categoryorder="array",
     )

@@ -42,7 +42,7 @@ links."""
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Return a phrase for each slow rank, late rank and slow link."""
-    tables = [line["ranks"] for line in lines if _is_sound(line.get("ranks"))]
+    tables = [line["ranks"] for line in lines if has_rank_times(line.get("ranks"))]
     tables = [table for table in tables if len(table["compute"]) == len(tables[-1]["compute"])][
         -LINES:
     ]
@@ -100,7 +100,7 @@ def _phrases(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[st
     return phrases
 
 
-def _is_sound(ranks: Any) -> bool:
+def has_rank_times(ranks: Any) -> bool:
     """Whether the times in a line are numbers, for the same number of ranks each."""
     try:
         shapes = [

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from moesaic.comm.collectives import all_reduce_sum, check_same
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts import AbstractExperts
+from moesaic.experts import AbstractExperts, ModuleExperts
 from moesaic.initial_values import is_dtensor
 from moesaic.program.grid import Axis
 
@@ -73,7 +73,7 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
     Raises:
         InputError: `mesh` is no `Mesh`; an optimizer was made before the experts were spread, so
             that it would train none; in the first call with a module, on every rank, if ranks
-            froze different dense parameters.
+            froze different parameters.
     """
     if not isinstance(mesh, Mesh):
         raise InputError(
@@ -89,16 +89,21 @@ class _Compared(weakref.WeakSet[nn.Module]):
 
 
 def _check_frozen(module: nn.Module, mesh: Mesh) -> None:
-    """Raise InputError on every rank if ranks froze different dense parameters, once for a module:
-    their messages would differ in size, or mix parameters. Ranks hold different experts."""
+    """Raise InputError on every rank if ranks froze different parameters, once for a module: their
+    messages would differ in size, or mix parameters. Experts that are modules may differ."""
     compared: _Compared = mesh.shared.setdefault(_Compared, _Compared())
     if module in compared:
         return
-    expert_ids = {id(parameter) for parameter in expert_parameters(module)}
+    own = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, ModuleExperts)
+        for parameter in part.parameters()
+    }
     names = {
         f"requires_grad of {name}": parameter.requires_grad
         for name, parameter in module.named_parameters()
-        if id(parameter) not in expert_ids
+        if id(parameter) not in own
     }
     advice = dict.fromkeys(names, "freeze the same parameters on every rank")
     mesh.transport.doing = "average_gradients"
@@ -143,7 +148,7 @@ def _average(
         else torch.cat([each.flatten() for each in gradients])
     )
     sent = joined if dtype is None else joined.to(dtype)
-    mesh.transport.doing = "average_gradients"
+    mesh.transport.doing = f"average_gradients of {joined.numel():,} values of {joined.dtype}"
     summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), sent)
     mesh.transport.doing = ""
     averages = summed.to(joined.dtype) / mesh.grid.dp

@@ -63,11 +63,13 @@ def fitting(
     if choices.crossing is Crossing.DEEPEP:
         fields["why deepep cannot run"] = deepep.missing()
     of_weights = {f"weights.{name}": value for name, value in (weights or {}).items()}
+    transport.doing = "parallelize"
     check_same(
         transport,
         {**fields, **(settings or {}), **of_weights},
         advice=dict.fromkeys(of_weights, ADVICE),
     )
+    transport.doing = ""
     if fields.get("why deepep cannot run"):
         raise InputError(
             f"plan.all_to_all=deepep: {deepep.missing()}: choose multicast, which sends a "

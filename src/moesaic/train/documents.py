@@ -11,19 +11,40 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from moesaic.errors import InputError, to_install
 from moesaic.files import read_bytes
 
 LINES = ".jsonl"
 LIST = ".json"
-"""The suffixes of JSON lines, and of a JSON list or JSON lines."""
+"""The suffixes of JSON lines (also ".ndjson"), and of a JSON list or JSON lines."""
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 """The builder of datasets for each suffix of a table."""
 SAVED = "dataset_info.json"
 SPLITS = "dataset_dict.json"
 """Files in a folder that `datasets.save_to_disk` wrote, for a dataset and for several splits of
 one."""
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file in lower case, by which its kind is known."""
+    suffix = path.suffix.lower()
+    return LINES if suffix == ".ndjson" else suffix
+
+
+def parsed(data: bytes) -> Any:
+    """Return the value of JSON; raises ValueError if it is none, or names a key twice."""
+    return json.loads(data, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {twice!r} twice")
+    return found
 
 
 def read_documents(path: Path, field: str) -> list[bytes]:
@@ -36,7 +57,8 @@ def read_documents(path: Path, field: str) -> list[bytes]:
     Raises:
         InputError: if the file cannot be read, is not text, or lacks the field.
     """
-    if path.is_dir() or path.suffix in TABLES:
+    suffix = suffix_of(path)
+    if path.is_dir() or suffix in TABLES:
         documents = list(_rows(path, field))
     else:
         try:
@@ -52,20 +74,20 @@ def read_documents(path: Path, field: str) -> list[bytes]:
                 f"data: {path} is not text, it has zero bytes: leave it out, convert it to UTF-8, "
                 "or name it .bin if it holds raw tokens"
             )
-        documents = list(_json_texts(data, path, field)) if path.suffix in (LINES, LIST) else [data]
+        documents = list(_json_texts(data, path, field)) if suffix in (LINES, LIST) else [data]
     return [document for document in documents if document]
 
 
 def _json_texts(data: bytes, path: Path, field: str) -> Iterator[bytes]:
     """Yield the texts of JSON lines, or of the rows of a JSON list, which may be without one."""
-    is_list = path.suffix != LINES and data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    is_list = suffix_of(path) != LINES and data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     number = 1
     part = data
     try:
         # the error names it
-        for number, part in enumerate(json.loads(data) if is_list else data.splitlines(), start=1):  # noqa: B007
+        for number, part in enumerate(parsed(data) if is_list else data.splitlines(), start=1):  # noqa: B007
             if is_list or part.strip():
-                text = (part if is_list else json.loads(part))[field]
+                text = (part if is_list else parsed(part))[field]
                 if text is not None or not is_list:
                     yield text.encode("utf-8", errors="surrogatepass")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
@@ -91,7 +113,7 @@ def _rows(path: Path, field: str) -> Iterator[bytes]:
             datasets.load_from_disk(str(path))
             if path.is_dir()
             else datasets.load_dataset(
-                TABLES[path.suffix], data_files=str(path), split="train", streaming=True
+                TABLES[suffix_of(path)], data_files=str(path), split="train", streaming=True
             )
         ):
             if row[field] is not None:

@@ -4,6 +4,7 @@ optimizer states."""
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -139,6 +140,12 @@ def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
     return running
 
 
+MOST_MISSING = 100
+SMALL = 10**7
+"""A checkpoint whose model has more elements than so many times its own, and so many more, is not
+of this model. Of others missing tensors are named."""
+
+
 def format_of(folder: Path) -> str:
     """Return the name of the format of the checkpoint in a folder.
 
@@ -171,6 +178,7 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     """
     format = FORMATS[format_name]
     stored, others = format.read(folder)
+    _check_size(folder, model, stored)
     model, stored, copies = _without_copies(format, model, stored)
     others += copies
     layout = Layout(format.blocks(model, stored), model.shapes, format.title)
@@ -182,7 +190,14 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
         )
     tensors = {name: stored[stored_name] for stored_name, name in weights.items()}
     checkpoint = Checkpoint(model, layout, {None: tensors}, left_behind=others)
+    integers = {n for n, each in model.model.state_dict().items() if not each.is_floating_point()}
     for stored_name, name in weights.items():
+        dtype = tensors[name].dtype
+        if not dtype.is_floating_point and name not in integers:
+            raise InputError(
+                f"{folder}: {stored_name} holds {str(dtype).removeprefix('torch.')}, and no scales "
+                "of a known form: convert the checkpoint that it was quantized from"
+            )
         _check_shape(checkpoint, name, f"{folder}: {stored_name}")
     extra = stored.keys() - weights.keys()
     extra -= _states(checkpoint, format, stored)
@@ -276,6 +291,18 @@ def _equal(one: Readable, other: Readable) -> bool:
             for region in pieces(one.shape, one.dtype.itemsize)
         )
     )
+
+
+def _check_size(folder: Path, model: Architecture, stored: Mapping[str, Readable]) -> None:
+    """Raise InputError if a model has far more elements than a checkpoint holds: a million experts
+    would have more names than memory holds."""
+    wanted = sum(map(math.prod, model.shapes.values()))
+    held = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if wanted > MOST_MISSING * held + SMALL:
+        raise InputError(
+            f"{folder}: the configuration makes {wanted:,} parameters, and the files hold "
+            f"{held:,}: use the model's own configuration, or fetch all files"
+        )
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:

@@ -50,6 +50,8 @@ CLASS = re.compile(
 )
 """Entries that would replace what the class of a configuration says, through which an entry could
 take another's place."""
+RETURNS = re.compile(r"output_(attentions|hidden_states)|(use_)?return_dict|torchscript")
+"""Entries that change what a call of the model returns."""
 PATHS = re.compile(r"\w+_file")
 """Entries of a tokenizer's configuration that name files to read."""
 
@@ -146,9 +148,9 @@ def _choiceless(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chooses(name: str) -> bool:
-    """Whether an entry of a configuration chooses code, or would replace a method or a rule of the
-    configuration's class."""
-    if CODE.fullmatch(name) or CLASS.fullmatch(name):
+    """Whether an entry of a configuration chooses code or what a call returns, or would replace a
+    method or a rule of the configuration's class."""
+    if any(pattern.fullmatch(name) for pattern in (CODE, CLASS, RETURNS)):
         return True
     kinds = (transformers.PreTrainedConfig, transformers.GenerationConfig)
     return any(callable(getattr(kind, name, None)) for kind in kinds)

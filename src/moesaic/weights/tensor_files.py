@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
@@ -78,6 +79,8 @@ CODES = {
 }
 """Safetensors' name of a dtype -> the dtype."""
 INDEX = "model.safetensors.index.json"
+OF_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+"""The names of a model's files on the hub."""
 DCP_FILE = "__0_0.distcp"
 CLAIM = "writing"
 """The file that lies in an output while it is written."""
@@ -249,6 +252,12 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
     paths = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).exists():
         listed = _index(folder / INDEX)
+        others = [each.name for each in paths if OF_MODEL.fullmatch(each.name)]
+        if others := sorted(set(others) - set(listed.values())):
+            raise InputError(
+                f"{folder / others[0]} is not in the index: two checkpoints are mixed: take away "
+                "one of them"
+            )
         paths = [folder / name for name in sorted(set(listed.values()))]
     elif len(paths) > 1:
         raise InputError(
