@@ -15,6 +15,7 @@ from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event, Thread
 from typing import Any, Generic, Protocol, TypeVar
 
 from rich.console import Console
@@ -33,6 +34,8 @@ from moesaic_testbed.cluster import Cluster, Launcher
 
 Told = Callable[[str], object]
 """Called with a description of the case that is about to be measured, to show progress."""
+WATCH_SECONDS = 0.5
+"""Time between two looks at the files that other processes write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,6 +420,31 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@contextmanager
+def told_of_files(folder: Path, told: Told) -> Iterator[None]:
+    """Report each JSON file that other processes write into the folder inside the block, by its
+    name."""
+    ended = Event()
+    seen = set(folder.glob("*.json"))
+
+    def watch() -> None:
+        is_over = False
+        while not is_over:
+            is_over = ended.wait(WATCH_SECONDS)
+            new = set(folder.glob("*.json")) - seen
+            seen.update(new)
+            for path in sorted(new):
+                told(f"{path.stem} is measured")
+
+    thread = Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def each_kept(
     keep: str | Path | None, runs: Mapping[str, Callable[[], Any]], told: Told
 ) -> Iterator[tuple[str, Any]]:
@@ -430,11 +458,19 @@ def each_kept(
 
 @contextmanager
 def _progress() -> Iterator[Told]:
-    """Show on standard error what is being measured and, at the end, how long everything took."""
+    """Show on standard error what is being measured and, at the end, how long everything took. A
+    terminal shows one line that changes; a file gets a line for each case."""
     console = Console(stderr=True)
     start = time.monotonic()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda what: bar.update(task, description=what)
+
+    def line(what: str) -> None:
+        console.print(f"{time.monotonic() - start:5.0f} s  {what}", highlight=False, soft_wrap=True)
+
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting", total=None)
+            yield lambda what: bar.update(task, description=what)
+    else:
+        yield line
     console.print(f"measured in {time.monotonic() - start:.0f} s")

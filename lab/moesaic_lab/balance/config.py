@@ -3,6 +3,7 @@ rates are fixed beforehand."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -358,8 +359,8 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
             if not self.only or {case.place.name, case.label} & set(self.only)
         ]
 
-    def cases(self) -> list[SkewedCase]:
-        """Return the selected cases, with their routing.
+    def cases(self, labels: Collection[str] | None = None) -> list[SkewedCase]:
+        """Return the selected cases, or those of them with these labels, with their routing.
 
         Raises:
             InputError: if no routing has the requested load.
@@ -367,6 +368,7 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
         return [
             replace(case, routes=case.place.routes(case, self.seed, self.folder))
             for case in self.selected
+            if labels is None or case.label in labels
         ]
 
     def narrowed(
