@@ -464,15 +464,14 @@ def test_the_committed_file_covers_what_the_claims_need() -> None:
     assert set(config.shares.ratios) == {0.05, 0.14, 0.5, 1.0, 5.0}
     assert not config.narrowed(only=("memory",)).has("shares")
     costs = labels["4x2-2"].place.costs
-    machine = costs.machine
-    assert (machine.intra_gbps, machine.intra_ranks, machine.inter_gbps, machine.inter_ranks) == (
+    assert (costs.intra_gbps, costs.intra_ranks, costs.inter_gbps, costs.inter_ranks) == (
         0.5,
         2,
         0.04,
         2,
     )
-    assert machine.tflops == pytest.approx(1e-4)
-    assert (machine.inter_latency_us, costs.expert_us, costs.part_us) == (500, 2500, 2000)
+    assert costs.tflops == pytest.approx(1e-4)
+    assert (costs.inter_latency_us, costs.expert_us, costs.part_us) == (500, 2500, 2000)
     assert (costs.element_bytes, costs.matrices) == (4, 2)
 
 

@@ -29,12 +29,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from moesaic.balance.machine import Machine
 from moesaic.balance.samples import TwoStage, Weighed
 from moesaic.planner.cluster import Device, Tflops
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.traces.load import locality
 from moesaic.traces.trace import Trace
 from moesaic_lab.beds import BedCell, Place, joined
@@ -85,7 +85,7 @@ METHODS: dict[str, Method] = {
     "plain": None,
     "nobody moves": Stay(),
     "two_stage": TwoStage(**ALWAYS),
-    "weighed": Weighed(Machine(intra_gbps=UNSHAPED_GBPS, inter_gbps=INTER_GBPS), **ALWAYS),
+    "weighed": Weighed(Rates(intra_gbps=UNSHAPED_GBPS, inter_gbps=INTER_GBPS), **ALWAYS),
 }
 BED_TOKENS = 512
 """Tokens of a rank on the emulated clusters."""
