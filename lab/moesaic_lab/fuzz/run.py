@@ -401,7 +401,7 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(errors),
-                mock.patch("moesaic.cli.plan.search", side_effect=_ParsedError),
+                mock.patch("moesaic.cli.plan_search.search", side_effect=_ParsedError),
                 mock.patch("moesaic_lab.device.steps.run", side_effect=_ParsedError),
             ):
                 code = main.main([name, *words])
