@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import groupby
@@ -27,10 +27,11 @@ from moesaic.configfile import override, read_table
 from moesaic.errors import InputError, suggestion
 from moesaic.files import require_writable
 from moesaic_lab.claims import Claim, Measurement, write_whole
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.pictures import Panel, check_picture, write_picture
 from moesaic_lab.tables import Columns, Marks, claims_table, table, write_page
 from moesaic_testbed.bed import Bed
-from moesaic_testbed.cluster import Cluster, Launcher
+from moesaic_testbed.cluster import Launcher
 
 Told = Callable[[str], object]
 """Called with a description of the case that is about to be measured, to show progress."""
@@ -72,7 +73,7 @@ class PagedOptions(BenchmarkOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmulatedOptions(DrawnOptions):
+class EmulatedOptions(DrawnOptions, KeptOptions):
     """Options of benchmarks on emulated clusters."""
 
     config: str | None = None
@@ -326,7 +327,7 @@ def read_parts(
 def emulated(
     *,
     read_config: Callable[..., Narrowed],
-    run: Callable[[Narrowed, Told], F],
+    run: Callable[[Narrowed, Told, str | None], F],
     needs_cluster: Callable[[Narrowed], bool] = lambda config: True,
     **fields: Any,
 ) -> Benchmark[EmulatedOptions, Narrowed, F]:
@@ -334,8 +335,8 @@ def emulated(
 
     Args:
         read_config: reads a configuration from a file, by default from the one in the repository.
-        run: measures the narrowed configuration on clusters that it starts one after another, and
-            reports its progress.
+        run: measures the narrowed configuration on clusters that it starts one after another,
+            reports its progress, and keeps what is measured in a folder, if one is given.
         needs_cluster: whether a narrowed configuration needs a cluster at all.
         fields: the remaining fields of `Benchmark`.
     """
@@ -350,7 +351,7 @@ def emulated(
     return Benchmark(
         options=EmulatedOptions,
         cases=cases,
-        measure=lambda options, config, told: run(config, told),
+        measure=lambda options, config, told: run(config, told, options.keep),
         **fields,
     )
 
@@ -374,11 +375,12 @@ def on_beds(
     jobs: Iterable[J],
     bed_of: Callable[[J], Bed],
     about: Callable[[J], str],
-    measure: Callable[[Cluster, J], F],
+    measure: Callable[[KeptRanks, J], F],
     told: Told,
+    keep: str | Path | None = None,
 ) -> list[F]:
     """Measure jobs on emulated clusters, one after another. Consecutive jobs of the same bed share
-    one cluster.
+    one cluster, which starts unless all that they measure is kept.
 
     Args:
         jobs: the jobs; a generator may make each one lazily.
@@ -386,6 +388,7 @@ def on_beds(
         about: describes a job in words.
         measure: measures a job on a running cluster.
         told: called before each job with the number of finished jobs and the job's description.
+        keep: folder that keeps what the ranks measured, job by job.
 
     Returns:
         the results of `measure`, in the order of the jobs.
@@ -393,9 +396,10 @@ def on_beds(
     results: list[F] = []
     with Launcher() as launcher:
         for bed, of_bed in groupby(jobs, key=bed_of):
-            with launcher.open(bed) as ranks:
+            with closing(KeptRanks(launcher, bed, Path(keep) if keep else None)) as ranks:
                 for job in of_bed:
-                    told(f"{len(results)} done; {about(job)}")
+                    ranks.label = about(job)
+                    told(f"{len(results)} done; {ranks.label}")
                     results.append(measure(ranks, job))
     return results
 

@@ -51,7 +51,6 @@ from moesaic_lab.balance.tracked_memory import BudgetHeld, budgets_held
 from moesaic_lab.benchmark import (
     Benchmark,
     EmulatedOptions,
-    KeptOptions,
     Told,
     keeping,
     kept,
@@ -68,7 +67,7 @@ SPEEDUP = "plain ep / method, virtual compute"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceOptions(KeptOptions, EmulatedOptions):
+class BalanceOptions(EmulatedOptions):
     """Command-line options of the benchmark."""
 
     only: str | None = None

@@ -37,6 +37,7 @@ from moesaic_lab.beds import BedCell, joined
 from moesaic_lab.benchmark import Told, on_beds, told_of_files
 from moesaic_lab.bounds import Limit
 from moesaic_lab.claims import write_whole
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measure import Timing
 from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.bed import Bed
@@ -90,9 +91,9 @@ def run(config: BalanceBenchConfig, told: Told, keep: Path) -> list[BalanceCell]
     def about(jobs: list[BalanceJob]) -> str:
         return ", ".join(job.case.label for job in jobs)
 
-    def measure_and_keep(ranks: Cluster, jobs: Sequence[BalanceJob]) -> None:
+    def measure_and_keep(ranks: KeptRanks, jobs: Sequence[BalanceJob]) -> None:
         with told_of_files(keep, told):
-            ranks.run(_measure, jobs, keep)
+            ranks.cluster().run(_measure, jobs, keep)
 
     if by_layer:
         on_beds(

@@ -50,6 +50,7 @@ from moesaic_lab.benchmark import (
 )
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.emulated import UNSHAPED_GBPS, emulated
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measure import Timing, spread
 from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
@@ -67,7 +68,6 @@ from moesaic_lab.netmoe.setting import (
 )
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.policies.stay import Stay
-from moesaic_testbed.cluster import Cluster
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
 INTER = "200mbit"
@@ -218,7 +218,7 @@ def on_bed(
     device = Device(tflops=Tflops(fp32=GFLOPS / 1000), memory_gib=8, memory_gigabytes_per_second=5)
     costs = Costs(setting, emulated(bed, device=device))
 
-    def measure(ranks: Cluster, load: tuple[dict[str, Any], Trace]) -> Rows:
+    def measure(ranks: KeptRanks, load: tuple[dict[str, Any], Trace]) -> Rows:
         about, trace = load
         of_ranks = ranks.run(measure_steps, job_of(setting, trace, METHODS, repeats=repeats))
         cell = BedCell(**joined(of_ranks, bed))
