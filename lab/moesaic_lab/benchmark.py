@@ -26,8 +26,9 @@ from moesaic.cli.arguments import parse
 from moesaic.configfile import override, read_table
 from moesaic.errors import InputError, suggestion
 from moesaic.files import require_writable
-from moesaic_lab.claims import Claim, Measurement, write_whole
+from moesaic_lab.claims import RESULTS, Claim, Measurement, write_whole
 from moesaic_lab.kept_ranks import KeptRanks
+from moesaic_lab.measured import machine_in_words
 from moesaic_lab.pictures import Panel, check_picture, write_picture
 from moesaic_lab.tables import Columns, Marks, claims_table, table, write_page
 from moesaic_testbed.bed import Bed
@@ -183,7 +184,8 @@ class Benchmark(Generic[O, C, F]):
         """Measure, print the tables, write the files that the options name, and return the exit
         code."""
         prog = f"moesaic {self.name}" if self.is_command else f"moesaic bench {self.name}"
-        options = parse(self.options, arguments, prog=prog, description=self.description)
+        description = f"{self.description}{self._took_last()}"
+        options = parse(self.options, arguments, prog=prog, description=description)
         picture = (
             Path(options.picture) if isinstance(options, DrawnOptions) and options.picture else None
         )
@@ -192,9 +194,12 @@ class Benchmark(Generic[O, C, F]):
         if options.json != "-":
             require_writable(options.json, "--json")
         cases = self.cases(options)
+        keep = getattr(options, "keep", None)
+        goes_on = keep is not None and any(Path(keep).glob("*.json"))
+        started = time.monotonic()
         with _progress() as told:
             results = self.measure(options, cases, told)
-        self.show(results, options)
+        self.show(results, options, None if goes_on else time.monotonic() - started)
         if picture is not None and self.panels is not None:
             write_picture(
                 picture,
@@ -211,8 +216,24 @@ class Benchmark(Generic[O, C, F]):
             else 0
         )
 
-    def show(self, results: F, options: BenchmarkOptions) -> None:
-        """Print the tables and the claims, and write the JSON."""
+    def _took_last(self) -> str:
+        """Return a sentence that says how long the run of the committed results took; "" if they do
+        not."""
+        path = RESULTS / f"{self.name}.json"
+        result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if "seconds" not in result:
+            return ""
+        minutes = max(1, round(result["seconds"] / 60))
+        return (
+            f" The last committed run took {minutes} min on {machine_in_words(result['machine'])}."
+        )
+
+    def show(self, results: F, options: BenchmarkOptions, seconds: float | None) -> None:
+        """Print the tables and the claims, and write the JSON.
+
+        Args:
+            seconds: as in `Measurement`.
+        """
         console = Console(stderr=options.json == "-")
         rows = self.rows(results)
         tables = (
@@ -223,16 +244,14 @@ class Benchmark(Generic[O, C, F]):
         for each in (*tables, claims_table(self.claims(results))):
             console.print(each)
         if options.json:
-            self.measurement(results).write(options.json)
-
-    def measurement(self, results: F) -> Measurement:
-        """Return the results as rows and claims, with notes and packages."""
-        return Measurement(
-            rows=self.rows(results),
-            claims=self.claims(results),
-            notes=self.notes_on(results),
-            packages=self.packages,
-        )
+            measured = Measurement(
+                rows=rows,
+                claims=self.claims(results),
+                notes=self.notes_on(results),
+                packages=self.packages,
+                seconds=seconds,
+            )
+            measured.write(options.json)
 
     def notes_on(self, results: F) -> str:
         """Return what a reader must know to judge these results."""

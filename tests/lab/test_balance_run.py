@@ -4,6 +4,7 @@ small run on a bed."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -519,13 +520,17 @@ def test_a_machine_without_rights_can_still_simulate(
     output = capsys.readouterr()
     assert "s  dgx-h100, 8 ranks, weights 0.14 of the rows, made up 2\n" in output.err
     told = json.loads(output.out)
+    assert told["seconds"] >= 0
+    assert re.fullmatch(r"[0-9a-f]{10,}\+?", told["commit"])
     assert {row["part"] for row in told["rows"]} == {"shares"}
     results = tmp_path / "found.json"
     results.write_text(json.dumps(told))
     monkeypatch.setattr("moesaic_lab.balance.shares.Larger", None)
     flags = ["--config", str(config), "--json", str(results), "--keep", str(keep)]
     assert main(["bench", "balance", "--only", "shares", *flags]) == 0
-    assert json.loads(results.read_text())["rows"] == told["rows"], "kept, and not simulated again"
+    again = json.loads(results.read_text())
+    assert again["rows"] == told["rows"], "kept, and not simulated again"
+    assert "seconds" not in again, "a part of a run says nothing about the whole"
     capsys.readouterr()
     results.write_text("[]")
     assert main(["bench", "balance", "--only", "shares", *flags]) == 2
