@@ -20,4 +20,6 @@ def parse_only(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         parse(*given, **named)
         raise ParsedError
 
-    monkeypatch.setattr(module, "parse", stopping)
+    for each in (module, *vars(module).values()):  # its subcommands are modules that it imports
+        if getattr(each, "parse", None) is parse:
+            monkeypatch.setattr(each, "parse", stopping)

@@ -28,7 +28,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import plan_in_words
 from moesaic_lab.benchmark import (
     Benchmark,
-    BenchmarkOptions,
+    KeptOptions,
     Shown,
     Told,
     notes_of,
@@ -55,7 +55,7 @@ PREDICTED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoOptions(BenchmarkOptions):
+class AutoOptions(KeptOptions):
     """Beds and repeats."""
 
     repeats: int = 30
@@ -140,7 +140,8 @@ def measure(options: AutoOptions, selected: list[AutoCase], told: Told) -> list[
         bed_of,
         lambda case: case.name,
         lambda ranks, case: row_of(case, ranks.run(on_rank, case)),
-        told,
+        told=told,
+        keep=options.keep,
     )
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event, Thread
 from typing import Any, Generic, Protocol, TypeVar
 
 from rich.console import Console
@@ -25,14 +26,18 @@ from moesaic.cli.arguments import parse
 from moesaic.configfile import override, read_table
 from moesaic.errors import InputError, suggestion
 from moesaic.files import require_writable
-from moesaic_lab.claims import Claim, Measurement, write_whole
+from moesaic_lab.claims import RESULTS, Claim, Measurement, write_whole
+from moesaic_lab.kept_ranks import KeptRanks
+from moesaic_lab.measured import machine_in_words
 from moesaic_lab.pictures import Panel, check_picture, write_picture
 from moesaic_lab.tables import Columns, Marks, claims_table, table, write_page
 from moesaic_testbed.bed import Bed
-from moesaic_testbed.cluster import Cluster, Launcher
+from moesaic_testbed.cluster import Launcher
 
 Told = Callable[[str], object]
 """Called with a description of the case that is about to be measured, to show progress."""
+WATCH_SECONDS = 0.5
+"""Time between two looks at the files that other processes write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,7 @@ class PagedOptions(BenchmarkOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmulatedOptions(DrawnOptions):
+class EmulatedOptions(DrawnOptions, KeptOptions):
     """Options of benchmarks on emulated clusters."""
 
     config: str | None = None
@@ -179,7 +184,8 @@ class Benchmark(Generic[O, C, F]):
         """Measure, print the tables, write the files that the options name, and return the exit
         code."""
         prog = f"moesaic {self.name}" if self.is_command else f"moesaic bench {self.name}"
-        options = parse(self.options, arguments, prog=prog, description=self.description)
+        description = f"{self.description}{self._took_last()}"
+        options = parse(self.options, arguments, prog=prog, description=description)
         picture = (
             Path(options.picture) if isinstance(options, DrawnOptions) and options.picture else None
         )
@@ -188,9 +194,12 @@ class Benchmark(Generic[O, C, F]):
         if options.json != "-":
             require_writable(options.json, "--json")
         cases = self.cases(options)
+        keep = getattr(options, "keep", None)
+        goes_on = keep is not None and any(Path(keep).glob("*.json"))
+        started = time.monotonic()
         with _progress() as told:
             results = self.measure(options, cases, told)
-        self.show(results, options)
+        self.show(results, options, None if goes_on else time.monotonic() - started)
         if picture is not None and self.panels is not None:
             write_picture(
                 picture,
@@ -207,8 +216,24 @@ class Benchmark(Generic[O, C, F]):
             else 0
         )
 
-    def show(self, results: F, options: BenchmarkOptions) -> None:
-        """Print the tables and the claims, and write the JSON."""
+    def _took_last(self) -> str:
+        """Return a sentence that says how long the run of the committed results took; "" if they do
+        not."""
+        path = RESULTS / f"{self.name}.json"
+        result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if "seconds" not in result:
+            return ""
+        minutes = max(1, round(result["seconds"] / 60))
+        return (
+            f" The last committed run took {minutes} min on {machine_in_words(result['machine'])}."
+        )
+
+    def show(self, results: F, options: BenchmarkOptions, seconds: float | None) -> None:
+        """Print the tables and the claims, and write the JSON.
+
+        Args:
+            seconds: as in `Measurement`.
+        """
         console = Console(stderr=options.json == "-")
         rows = self.rows(results)
         tables = (
@@ -219,16 +244,14 @@ class Benchmark(Generic[O, C, F]):
         for each in (*tables, claims_table(self.claims(results))):
             console.print(each)
         if options.json:
-            self.measurement(results).write(options.json)
-
-    def measurement(self, results: F) -> Measurement:
-        """Return the results as rows and claims, with notes and packages."""
-        return Measurement(
-            rows=self.rows(results),
-            claims=self.claims(results),
-            notes=self.notes_on(results),
-            packages=self.packages,
-        )
+            measured = Measurement(
+                rows=rows,
+                claims=self.claims(results),
+                notes=self.notes_on(results),
+                packages=self.packages,
+                seconds=seconds,
+            )
+            measured.write(options.json)
 
     def notes_on(self, results: F) -> str:
         """Return what a reader must know to judge these results."""
@@ -323,7 +346,7 @@ def read_parts(
 def emulated(
     *,
     read_config: Callable[..., Narrowed],
-    run: Callable[[Narrowed, Told], F],
+    run: Callable[[Narrowed, Told, str | None], F],
     needs_cluster: Callable[[Narrowed], bool] = lambda config: True,
     **fields: Any,
 ) -> Benchmark[EmulatedOptions, Narrowed, F]:
@@ -331,8 +354,8 @@ def emulated(
 
     Args:
         read_config: reads a configuration from a file, by default from the one in the repository.
-        run: measures the narrowed configuration on clusters that it starts one after another, and
-            reports its progress.
+        run: measures the narrowed configuration on clusters that it starts one after another,
+            reports its progress, and keeps what is measured in a folder, if one is given.
         needs_cluster: whether a narrowed configuration needs a cluster at all.
         fields: the remaining fields of `Benchmark`.
     """
@@ -347,7 +370,7 @@ def emulated(
     return Benchmark(
         options=EmulatedOptions,
         cases=cases,
-        measure=lambda options, config, told: run(config, told),
+        measure=lambda options, config, told: run(config, told, options.keep),
         **fields,
     )
 
@@ -371,11 +394,12 @@ def on_beds(
     jobs: Iterable[J],
     bed_of: Callable[[J], Bed],
     about: Callable[[J], str],
-    measure: Callable[[Cluster, J], F],
+    measure: Callable[[KeptRanks, J], F],
     told: Told,
+    keep: str | Path | None = None,
 ) -> list[F]:
     """Measure jobs on emulated clusters, one after another. Consecutive jobs of the same bed share
-    one cluster.
+    one cluster, which starts unless all that they measure is kept.
 
     Args:
         jobs: the jobs; a generator may make each one lazily.
@@ -383,6 +407,7 @@ def on_beds(
         about: describes a job in words.
         measure: measures a job on a running cluster.
         told: called before each job with the number of finished jobs and the job's description.
+        keep: folder that keeps what the ranks measured, job by job.
 
     Returns:
         the results of `measure`, in the order of the jobs.
@@ -390,9 +415,10 @@ def on_beds(
     results: list[F] = []
     with Launcher() as launcher:
         for bed, of_bed in groupby(jobs, key=bed_of):
-            with launcher.open(bed) as ranks:
+            with closing(KeptRanks(launcher, bed, Path(keep) if keep else None)) as ranks:
                 for job in of_bed:
-                    told(f"{len(results)} done; {about(job)}")
+                    ranks.label = about(job)
+                    told(f"{len(results)} done; {ranks.label}")
                     results.append(measure(ranks, job))
     return results
 
@@ -417,6 +443,31 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@contextmanager
+def told_of_files(folder: Path, told: Told) -> Iterator[None]:
+    """Report each JSON file that other processes write into the folder inside the block, by its
+    name."""
+    ended = Event()
+    seen = set(folder.glob("*.json"))
+
+    def watch() -> None:
+        is_over = False
+        while not is_over:
+            is_over = ended.wait(WATCH_SECONDS)
+            new = set(folder.glob("*.json")) - seen
+            seen.update(new)
+            for path in sorted(new):
+                told(f"{path.stem} is measured")
+
+    thread = Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def each_kept(
     keep: str | Path | None, runs: Mapping[str, Callable[[], Any]], told: Told
 ) -> Iterator[tuple[str, Any]]:
@@ -430,11 +481,19 @@ def each_kept(
 
 @contextmanager
 def _progress() -> Iterator[Told]:
-    """Show on standard error what is being measured and, at the end, how long everything took."""
+    """Show on standard error what is being measured and, at the end, how long everything took. A
+    terminal shows one line that changes; a file gets a line for each case."""
     console = Console(stderr=True)
     start = time.monotonic()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda what: bar.update(task, description=what)
+
+    def line(what: str) -> None:
+        console.print(f"{time.monotonic() - start:5.0f} s  {what}", highlight=False, soft_wrap=True)
+
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting", total=None)
+            yield lambda what: bar.update(task, description=what)
+    else:
+        yield line
     console.print(f"measured in {time.monotonic() - start:.0f} s")

@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from moesaic.files import write
 from moesaic_lab.measure import MANY, NEAR, Ratio
 
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 OPERATORS = {
     ">=": lambda value, target: value >= target,
     "<=": lambda value, target: value <= target,
@@ -145,13 +148,18 @@ class Measurement:
     """Packages whose versions are recorded."""
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
     """The machine of the run, from `describe_machine`."""
+    seconds: float | None = None
+    """How long the run took; None if it went on from kept results."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return machine, versions, date, notes, rows and claims as plain data."""
+        """Return machine, versions, date, commit, notes, rows and claims as plain data."""
+        took = {} if self.seconds is None else {"seconds": round(self.seconds)}
         return {
             "machine": self.machine,
             "versions": versions(*self.packages),
             "date": today(),
+            "commit": commit(),
+            **took,
             "notes": self.notes,
             "rows": self.rows,
             "claims": [claim.as_dict() for claim in self.claims],
@@ -164,6 +172,22 @@ class Measurement:
             sys.stdout.write(text)
             return
         write_whole(Path(target), text)
+
+
+def commit() -> str | None:
+    """Return the commit that is measured, with a "+" if files differ from it; None outside a
+    clone."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 def today() -> str:

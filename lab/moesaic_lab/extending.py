@@ -35,9 +35,8 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
-from moesaic_lab.claims import Claim
+from moesaic_lab.claims import ROOT, Claim
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = {
     "router": "A router",
     "all-to-all": "An all-to-all",

@@ -19,9 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
-from moesaic_lab.claims import Claim
+from moesaic_lab.claims import ROOT, Claim
 
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = re.compile(r"# (?:python|torchrun --nproc-per-node (\d+)) (\w+\.py)\b")
 """The first line of a block that says how to start it, under which name."""
 TEN_MINUTES = 600.0

@@ -24,10 +24,9 @@ from typing import Any
 
 from moesaic.configfile import read_table
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, notes_of
-from moesaic_lab.claims import Claim
+from moesaic_lab.claims import ROOT, Claim
 from moesaic_lab.import_graph import cycles, functions, nodes, upward
 
-ROOT = Path(__file__).resolve().parents[2]
 MAXIMA = Path("benchmarks") / "house.toml"
 PACKAGES = ("src/moesaic", "lab/moesaic_lab", "lab/moesaic_testbed")
 COUNTED = ("src", "lab", "examples")

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moesaic.files import write
-from moesaic_lab.house import ROOT
+from moesaic_lab.claims import RESULTS, ROOT
 from moesaic_lab.measured import measured
 from moesaic_lab.paper_figures import figures_of
 from moesaic_lab.paper_headlines import headlines_of
@@ -30,7 +30,6 @@ from moesaic_lab.reproduce.records import PAPERS, page_of, read_book
 from moesaic_lab.tables import markdown_table, share, write_page
 
 DOCS = ROOT / "docs"
-RESULTS = ROOT / "benchmarks" / "results"
 CLAIMS = DOCS / "reproduce.md"
 CLAIM_MARKS = ("<!-- claims: moesaic_lab/papers_page.py -->", "<!-- end of claims -->")
 MARKS = ("<!-- evidence: moesaic_lab/papers_page.py -->", "<!-- end of evidence -->")

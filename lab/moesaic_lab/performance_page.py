@@ -15,14 +15,12 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from moesaic_lab.claims import RESULTS, ROOT
 from moesaic_lab.measured import measured
 from moesaic_lab.tables import markdown_table
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 REGION = re.compile(r"<!-- claims: (.*?) -->\n.*?<!-- end of claims -->", re.DOTALL)
 OTHERS = "others"

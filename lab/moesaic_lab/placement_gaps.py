@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from moesaic.balance.expert_placement import Balanced, ExpertLoad, SmartMoE, places_of
-from moesaic.balance.machine import Machine
 from moesaic.balance.samples import (
     AbstractPlacer,
     Homes,
@@ -32,6 +31,7 @@ from moesaic.balance.samples import (
     by_seats,
 )
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.exact_placements import assign_by_program, best_experts, best_samples
@@ -81,13 +81,13 @@ def of_samples(draws: int) -> Rows:
     ]
     rows = Rows()
     for links, (intra, inter) in ALL_TO_ALLS.items():
-        machine = Machine(intra_gbps=1 / intra, inter_gbps=1 / inter)
+        rates = Rates(intra_gbps=1 / intra, inter_gbps=1 / inter)
         policies: dict[str, AbstractPlacer] = {
             "nobody moves": Stay(),
             "two_stage": TwoStage(least_gain=0.0),
             "two_stage, as a run has it": TwoStage(),
-            "weighed": Weighed(machine, least_gain=0.0),
-            "weighed, as a run has it": Weighed(machine),
+            "weighed": Weighed(rates, least_gain=0.0),
+            "weighed, as a run has it": Weighed(rates),
         }
         best = [load.seconds(best_samples(load, intra, inter), intra, inter) for load in loads]
         for name, placer in policies.items():

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from moesaic.balance import EXPERT_PLACERS
-from moesaic.balance.expert_placement import ExpertRates
 from moesaic.balance.run.calls import decisions_of
 from moesaic.balance.run.expert_moves import ExpertPlacement
 from moesaic.balance.samples import AbstractPlacer, TwoStage
@@ -288,9 +287,7 @@ class Training:
         self._placement: ExpertPlacement | None = None
         placing = config.balance
         if placing.moves_experts:
-            rates = ExpertRates(
-                machine=costs_in(config, mesh.grid).machine, element_bytes=element_bytes
-            )
+            rates = replace(costs_in(config, mesh.grid), element_bytes=element_bytes)
             placer = EXPERT_PLACERS[placing.experts](rates)
             self._placement = ExpertPlacement(
                 self.layers, mesh, self._optimizer, every=placing.experts_every, placer=placer

@@ -40,10 +40,10 @@ from moesaic.shapes import MoEShape
 from moesaic_lab.beds import BedConfig, read_cells
 from moesaic_lab.benchmark import Shown, Told, emulated, notes_of, on_beds
 from moesaic_lab.claims import Claim, claimed, figures
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.layer.config import LayerPlace
 from moesaic_lab.measure import Span, TimedCell, in_turn, timed, without_collections
 from moesaic_lab.virtual import Accelerator, virtual_experts
-from moesaic_testbed.cluster import Cluster
 
 COMMITTED = Path(__file__).parent / "configs" / "small.toml"
 OURS = "ours"
@@ -163,14 +163,19 @@ def read_config(path: Path = COMMITTED) -> SmallConfig:
     return read_cells(path, SmallConfig(), {"cells": SmallPlace()})
 
 
-def run(config: SmallConfig, told: Told) -> list[SmallCell]:
+def run(config: SmallConfig, told: Told, keep: str | None) -> list[SmallCell]:
     """Measure all cells. This starts clusters, one after another."""
     return on_beds(
-        config.cells, lambda cell: cell.bed, lambda cell: cell.name, partial(measure, config), told
+        config.cells,
+        lambda cell: cell.bed,
+        lambda cell: cell.name,
+        partial(measure, config),
+        told=told,
+        keep=keep,
     )
 
 
-def measure(config: SmallConfig, ranks: Cluster, place: SmallPlace) -> SmallCell:
+def measure(config: SmallConfig, ranks: KeptRanks, place: SmallPlace) -> SmallCell:
     """Plan a cell and time its splits on a running cluster."""
     step = spread_experts(place.job, place.planned_on)
     tokens = place.world * place.micro_batches * place.tokens_per_rank

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from io import StringIO
-from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -20,9 +19,10 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.timeline import LANES, Timeline
+from moesaic_lab.claims import ROOT
 from moesaic_lab.pictures import COLOURS
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "timeline.svg"
+PICTURE = ROOT / "docs" / "images" / "timeline.svg"
 PLAN = Plan(schedule="s1", all_to_all="hier2d", chunks=4, order="optsche")
 GRID = Grid(world=8, ep=8, ranks_per_node=4)
 LAYER = Workload(tokens=4096, num_experts=32, top_k=2, dim=1024, hidden=4096)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import REPLICATED, programs_of
 from moesaic.balance.replication.tables import spills, spread
 from moesaic.balance.selector import arbiter as arbiter_module
@@ -18,16 +17,17 @@ from moesaic.errors import InputError
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING
 from replication_loads import computed, dense
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 SHARDED = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
-SLOW = Machine(tflops=5, intra_gbps=20, inter_gbps=2)
+SLOW = Rates(tflops=5, intra_gbps=20, inter_gbps=2)
 
 
-def made(grid: Grid = GRID, machine: Machine = SLOW, **options: object) -> Arbitration:
-    settings = Arbiter(costs=ReplicationCosts(machine=machine), **options)  # type: ignore[arg-type]
+def made(grid: Grid = GRID, machine: Rates = SLOW, **options: object) -> Arbitration:
+    settings = Arbiter(costs=machine, **options)  # type: ignore[arg-type]
     programs = programs_of(compile_plan(Plan(replication="arbiter"), grid), settings)
     return settings.start({name: each.plan for name, each in programs.items()})
 
@@ -58,7 +58,7 @@ def test_what_it_chooses_is_the_least_and_its_table_does_what_it_says():
     for seed in range(24):
         rng = np.random.default_rng(seed)
         grid = (GRID, SHARDED)[seed % 2]
-        machine = Machine(
+        machine = Rates(
             tflops=float(rng.choice([0.5, 5, 50])), inter_gbps=float(rng.choice([1, 10, 100]))
         )
         load = skewed(
@@ -177,10 +177,7 @@ def test_a_table_that_is_scaled_keeps_its_shares_until_the_load_has_changed_too_
 
 def test_what_replicated_experts_cost_the_host_changes_the_choice():
     load = skewed(1.5)
-    free, dear = (
-        Arbiter(costs=ReplicationCosts(machine=SLOW, expert_us=each)).decide(load)
-        for each in (0.0, 1e6)
-    )
+    free, dear = (Arbiter(costs=replace(SLOW, expert_us=each)).decide(load) for each in (0.0, 1e6))
     assert free.any()
     assert not dear.any()
 
@@ -188,13 +185,13 @@ def test_what_replicated_experts_cost_the_host_changes_the_choice():
 def test_steps_that_cost_the_host_are_not_taken():
     plans = Arbiter().option_plans(Plan(replication="arbiter"), GRID)
     for part_us, expected in ((0.0, True), (1e6, False)):
-        arbiter = Arbiter(costs=ReplicationCosts(machine=SLOW, part_us=part_us)).start(plans)
+        arbiter = Arbiter(costs=replace(SLOW, part_us=part_us)).start(plans)
         assert ("steps" in arbiter.choose(skewed(0.5)).option) == expected
 
 
 def test_as_a_lender_it_gives_the_cheapest_table():
     load = skewed(1.5)
-    replicated = Arbiter(costs=ReplicationCosts(machine=SLOW)).decide(load)
+    replicated = Arbiter(costs=SLOW).decide(load)
     assert replicated.shape == (4, 16, 4)
     assert (
         np.bincount(load.home, load.copies.sum(0), 4).max()

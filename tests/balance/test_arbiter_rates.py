@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.policy_rates import costs_of, machine_of, simulator_of
+from moesaic.planner.policy_rates import seen_by, simulator_of
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
@@ -39,7 +39,7 @@ def cluster(folder: Path, text: str = CLUSTER) -> Simulator:
 
 
 def test_rates_are_those_that_a_rank_sees_while_all_send(tmp_path: Path) -> None:
-    machine = machine_of(cluster(tmp_path).cluster, GRID, LAYER)
+    machine = seen_by(cluster(tmp_path).cluster, GRID, LAYER)
     assert machine.intra_gbps == pytest.approx(40)
     assert machine.inter_gbps == pytest.approx(5), "two ranks share a card"
     assert machine.intra_latency_us == pytest.approx(5 + 2)
@@ -51,7 +51,7 @@ def test_rates_are_those_that_a_rank_sees_while_all_send(tmp_path: Path) -> None
 
 def test_small_products_reach_what_the_cluster_says(tmp_path: Path) -> None:
     few = Workload(tokens=2, num_experts=8, top_k=1, dim=64, hidden=128, dtype="fp32")
-    assert machine_of(cluster(tmp_path).cluster, GRID, few).tflops == pytest.approx(0.05)
+    assert seen_by(cluster(tmp_path).cluster, GRID, few).tflops == pytest.approx(0.05)
 
 
 def test_one_node_keeps_the_usual_rates_between_nodes(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_one_node_keeps_the_usual_rates_between_nodes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     grid = Grid(world=4, ep=4)
-    machine = machine_of(
+    machine = seen_by(
         simulator_of(str(path), grid.world, grid.ranks_per_node or grid.world).cluster, grid, LAYER
     )
     assert machine.intra_gbps == pytest.approx(40)
@@ -70,11 +70,11 @@ def test_one_node_keeps_the_usual_rates_between_nodes(tmp_path: Path) -> None:
 
 
 def test_costs_have_the_sizes_of_the_layer_and_the_host_of_the_cluster(tmp_path: Path) -> None:
-    costs = costs_of(cluster(tmp_path).cluster, GRID, LAYER)
+    costs = seen_by(cluster(tmp_path).cluster, GRID, LAYER)
     assert (costs.element_bytes, costs.matrices, costs.expert_us, costs.part_us) == (4, 3, 4, 0)
-    assert (costs.machine.intra_ranks, costs.machine.inter_ranks) == (1, 2)
+    assert (costs.intra_ranks, costs.inter_ranks) == (1, 2)
     slow = cluster(tmp_path, CLUSTER.replace("message_us = 2 }", "task_us = 1000 }")).cluster
-    assert costs_of(slow, GRID, LAYER).part_us == 3000
+    assert seen_by(slow, GRID, LAYER).part_us == 3000
 
 
 def test_clusters_of_other_nodes_are_refused(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@ a loop over prefixes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, replica_loads
 from moesaic.balance.replication.tables import (
     largest,
     least_of,
@@ -21,15 +22,16 @@ from moesaic.balance.replication.tables import (
 )
 from moesaic.balance.selector.options import gathered_work, is_even, work_of
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 from replication_loads import dense, draw
 
-QUICK = Machine(tflops=0.01, inter_gbps=300, intra_gbps=900, intra_latency_us=0, inter_latency_us=0)
+QUICK = Rates(tflops=0.01, inter_gbps=300, intra_gbps=900, intra_latency_us=0, inter_latency_us=0)
 """A machine with slow products and fast links without latency."""
 
 
-def boards_of(seed: int, machine: Machine = QUICK) -> list[ReplicaLoad]:
-    return replica_loads(draw(seed), ReplicationCosts(machine=machine))
+def boards_of(seed: int, machine: Rates = QUICK) -> list[ReplicaLoad]:
+    return replica_loads(draw(seed), machine)
 
 
 def every_table(replica: ReplicaLoad) -> dict[str, Replications]:
@@ -124,15 +126,13 @@ def test_near_places_help_first_where_they_have_room():
     load = CallLoad(
         Grid(world=4, ep=4, ranks_per_node=2), np.array([[40, 0, 4, 4]] * 4), 4, units=8, dim=8
     )
-    (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK))
+    (replica,) = replica_loads(load, QUICK)
     assert set(spills(replica, NOTHING, 1.5, near_first=True).helper.tolist()) == {1, 2}
     by_helper = dense(replica, spills(replica, NOTHING, 1.5, near_first=True)).sum((0, 1))
     assert by_helper.tolist() == [0, 72, 16, 0]
     assert dense(replica, spills(replica, NOTHING, 1.5)).sum((0, 1)).tolist() == [0, 72, 16, 0]
     level = np.array([[40, 20, 0, 0]] * 4)
-    (replica,) = replica_loads(
-        CallLoad(load.grid, level, 4, units=8, dim=8), ReplicationCosts(machine=QUICK)
-    )
+    (replica,) = replica_loads(CallLoad(load.grid, level, 4, units=8, dim=8), QUICK)
     assert dense(replica, spills(replica, NOTHING, 1.5)).sum((0, 1)).tolist() == [0, 0, 70, 0]
     assert dense(replica, spills(replica, NOTHING, 1.5, near_first=True)).sum((0, 1)).tolist() == [
         0,
@@ -150,7 +150,7 @@ def test_helpers_compute_their_own_copies_before_those_of_others():
         8,
         8,
     )
-    (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK))
+    (replica,) = replica_loads(load, QUICK)
     table = dense(replica, spills(replica, NOTHING, 1.0))
     assert table.sum((0, 1)).tolist() == [0, 12, 12, 12]
     assert [int(table[place, 0, place]) for place in (1, 2, 3)] == [5, 9, 4]
@@ -160,7 +160,7 @@ def test_helpers_compute_their_own_copies_before_those_of_others():
 def test_the_best_prefix_of_shadows_is_found():
     helped = 0
     for seed in range(20):
-        for replica in boards_of(seed, Machine(tflops=0.05, inter_gbps=30, intra_gbps=90)):
+        for replica in boards_of(seed, Rates(tflops=0.05, inter_gbps=30, intra_gbps=90)):
             ep = len(replica.origins)
             found = shadows(replica, at_most=2, tries=6)
             away = np.where(np.arange(ep)[:, None] == replica.load.home[None, :], 0, replica.copies)
@@ -189,8 +189,8 @@ def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
     load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), copies, 12, units=1, dim=4)
     held = []
     for microseconds in (0.0, 1.0, 1e9):
-        (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK, expert_us=microseconds))
-        (free,) = replica_loads(load, ReplicationCosts(machine=QUICK))
+        (replica,) = replica_loads(load, replace(QUICK, expert_us=microseconds))
+        (free,) = replica_loads(load, QUICK)
         replications = shadows(replica, microseconds * 1e-6)
         held.append(len(replications.amount))
         more = work_of(replica, replications).seconds(1) - work_of(free, replications).seconds(1)
@@ -204,8 +204,8 @@ def test_the_cost_by_hand():
     load = CallLoad(
         Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5
     )
-    machine = Machine(tflops=1e-12, inter_gbps=8e-9, inter_latency_us=1e6)
-    (replica,) = replica_loads(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
+    machine = Rates(tflops=1e-12, inter_gbps=8e-9, inter_latency_us=1e6)
+    (replica,) = replica_loads(load, replace(machine, element_bytes=2, matrices=3))
     flops = 2 * 3 * 5 * 3 * 3
     row = 5 * 2
     weights = 3 * 5 * 3 * 2
@@ -229,10 +229,10 @@ def test_the_cost_by_hand():
 def test_gathered_weights_cost_what_adaptive_r_moves():
     grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
     load = CallLoad(grid, np.array([[9, 1], [2, 0], [1, 1], [0, 4]]), 2, units=3, dim=5)
-    machine = Machine(
+    machine = Rates(
         tflops=1e-12, inter_gbps=8e-9, intra_gbps=16e-9, inter_latency_us=0, intra_latency_us=0
     )
-    (replica,) = replica_loads(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
+    (replica,) = replica_loads(load, replace(machine, element_bytes=2, matrices=3))
     alone = work_of(replica, NOTHING)
     weights = 3 * 5 * 3 * 2
     flops = 2 * 3 * 5 * 3 * 3
@@ -256,9 +256,7 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
     skewed[:, 0] += 10
 
     def answer(copies: np.ndarray, units: int) -> bool:
-        (replica,) = replica_loads(
-            CallLoad(grid, copies, 8, units=units, dim=8), ReplicationCosts(machine=QUICK)
-        )
+        (replica,) = replica_loads(CallLoad(grid, copies, 8, units=units, dim=8), QUICK)
         return is_even(replica, 0.05)
 
     assert answer(even, 64)
@@ -273,7 +271,7 @@ def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
     first replica."""
     grid = Grid(world=8, tp=2, ep=2, etp=2)
     load = CallLoad(grid, np.tile(np.array([6, 2]), (8, 1)), 2, 8, 4)
-    found = replica_loads(load, ReplicationCosts())
+    found = replica_loads(load, Rates())
     one = np.array([1])
     replicated = [Replications(one, np.array([0]), one, np.array([4])), NOTHING]
     table = dense(load, spread(found, replicated))
@@ -295,7 +293,7 @@ def test_shadows_above_the_least_are_the_prefix_they_were_told_from_and_follow_t
     found = 0
     for seed in range(15):
         load = draw(seed)
-        for replica in replica_loads(load, ReplicationCosts(machine=QUICK)):
+        for replica in replica_loads(load, QUICK):
             best = shadows(replica, whole=whole)
             if best.is_empty:
                 continue

@@ -17,7 +17,6 @@ from moesaic.balance import EXPERT_PLACERS
 from moesaic.balance.expert_placement import (
     Balanced,
     ExpertLoad,
-    ExpertRates,
     ExpertSeconds,
     SmartMoE,
     check_order,
@@ -26,8 +25,8 @@ from moesaic.balance.expert_placement import (
     places_of,
     spread_by_load,
 )
-from moesaic.balance.machine import Machine
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 from moesaic_lab.exact_placements import best_experts
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
@@ -38,7 +37,7 @@ GRIDS = [
     Grid(world=8, ep=2, etp=2, tp=2, innermost="ep", ranks_per_node=2),
     Grid(world=3, ep=3),
 ]
-FREE = ExpertRates(machine=Machine(intra_gbps=1e9, inter_gbps=1e9, tflops=1e-3))
+FREE = Rates(intra_gbps=1e9, inter_gbps=1e9, tflops=1e-3)
 """Rates with which only the busiest place costs time."""
 
 
@@ -131,11 +130,11 @@ def test_figures_of_an_order_are_those_of_counting_row_by_row(grid: Grid) -> Non
 def test_every_policy_keeps_places_full_and_decides_the_same_again(seed, grid, each, skew):
     load = drawn(seed, grid, each, skew)
     for name, make in EXPERT_PLACERS.items():
-        order = make(ExpertRates()).decide(load)
+        order = make(Rates()).decide(load)
         check_order(order, len(load.order))
         place = places_of(order, grid.ep)
         assert load.busiest(place) <= load.busiest(load.place) or name == "balanced"
-        assert np.array_equal(make(ExpertRates()).decide(replace(load)), order)
+        assert np.array_equal(make(Rates()).decide(replace(load)), order)
         stays = place == load.place
         slot = np.argsort(order)
         was = np.argsort(load.order)
@@ -149,8 +148,8 @@ def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_loo
     seed, grid, each
 ):
     load = drawn(seed, grid, each)
-    for machine in (Machine(), Machine(tflops=0.01), Machine(inter_gbps=0.1)):
-        rates = ExpertRates(machine=machine)
+    for machine in (Rates(), Rates(tflops=0.01), Rates(inter_gbps=0.1)):
+        rates = machine
         seconds = ExpertSeconds(load, rates)
         placer = Balanced(rates)
         found = places_of(placer.decide(load), grid.ep)
@@ -160,7 +159,7 @@ def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_loo
 
 def test_a_move_that_does_not_pay_is_not_made_and_pays_over_more_steps() -> None:
     copies = np.tile([60, 40, 1, 1, 1, 1, 1, 1], (4, 1))
-    rates = ExpertRates(machine=Machine(intra_gbps=1e6, inter_gbps=1e6, tflops=1.0))
+    rates = Rates(intra_gbps=1e6, inter_gbps=1e6, tflops=1.0)
     load = load_of(copies)
     seconds = ExpertSeconds(load, rates)
     place = places_of(np.array([0, 2, 1, 3, 4, 5, 6, 7]), 4)
@@ -183,9 +182,9 @@ def test_a_move_that_does_not_pay_is_not_made_and_pays_over_more_steps() -> None
 
 
 def test_the_cost_of_a_move_is_that_of_the_busiest_rank() -> None:
-    machine = Machine(intra_gbps=8, inter_gbps=0.8)
+    machine = Rates(intra_gbps=8, inter_gbps=0.8)
     load = load_of(np.ones((4, 8)), expert_bytes=10**6)
-    seconds = ExpertSeconds(load, ExpertRates(machine=machine))
+    seconds = ExpertSeconds(load, machine)
     for order, expected in (
         ([0, 1, 2, 3, 4, 5, 6, 7], 0.0),
         ([1, 0, 2, 3, 4, 5, 6, 7], 0.0),  # within a place
@@ -199,7 +198,7 @@ def test_the_cost_of_a_move_is_that_of_the_busiest_rank() -> None:
         np.ones((4, 8)), Grid(world=4, ep=2, etp=2, ranks_per_node=2), expert_bytes=10**6
     )
     moved = places_of(np.array([4, 1, 2, 3, 0, 5, 6, 7]), 2)
-    assert ExpertSeconds(shards, ExpertRates(machine=machine)).of_move(moved) == pytest.approx(1e-2)
+    assert ExpertSeconds(shards, machine).of_move(moved) == pytest.approx(1e-2)
 
 
 def test_the_cost_of_a_step_is_rows_at_the_busiest_place_and_on_the_busiest_link() -> None:
@@ -208,8 +207,8 @@ def test_the_cost_of_a_step_is_rows_at_the_busiest_place_and_on_the_busiest_link
     copies[0, 2] = 5
     copies[3, 3] = 100
     load = load_of(copies, dim=1000, expert_parameters=10**6)
-    machine = Machine(intra_gbps=8, inter_gbps=4, tflops=1.0)
-    found = ExpertSeconds(load, ExpertRates(machine=machine)).of_step(load.place)
+    machine = Rates(intra_gbps=8, inter_gbps=4, tflops=1.0)
+    found = ExpertSeconds(load, machine).of_step(load.place)
     assert found == pytest.approx(100 * 6e6 / 1e12 + 4 * 2000 * (10 * 1e-9 + 5 * 2e-9))
 
 
@@ -249,7 +248,7 @@ def test_rows_between_nodes_are_saved_where_balance_is_equal() -> None:
     copies[2:, :4] = 10
     load = load_of(copies, steps=10**6)
     assert (load.between_nodes(load.place), load.busiest(load.place)) == (160, 40)
-    order = Balanced(ExpertRates(machine=Machine(tflops=1e6))).decide(load)
+    order = Balanced(Rates(tflops=1e6)).decide(load)
     assert load.between_nodes(places_of(order, 4)) == 0
     assert load.busiest(places_of(order, 4)) == 40
     assert np.array_equal(SmartMoE().decide(load), load.order)  # the busiest place cannot improve
@@ -302,7 +301,7 @@ def test_two_copies_of_the_experts_are_balanced_together() -> None:
 def test_no_load_moves_nobody() -> None:
     load = load_of(np.zeros((4, 8)), order=np.random.default_rng(1).permutation(8))
     for make in EXPERT_PLACERS.values():
-        assert np.array_equal(make(ExpertRates()).decide(load), load.order)
+        assert np.array_equal(make(Rates()).decide(load), load.order)
     assert expert_gap(load) == 0
 
 
@@ -313,8 +312,7 @@ def test_no_load_moves_nobody() -> None:
         (lambda: load_of(np.ones((3, 8))), r"shape \(3, 8\) does not fit"),
         (lambda: load_of(np.ones((4, 4)), order=[0, 1, 1, 3]), "must name each of 0 to 3 once"),
         (lambda: load_of(np.ones((4, 4)), steps=0), "steps=0: must be at least 1"),
-        (lambda: ExpertRates(passes=0), "rates.passes=0: must be at least 1"),
-        (lambda: ExpertRates(element_bytes=-1), "rates.element_bytes=-1"),
+        (lambda: Rates(element_bytes=-1), "rates.element_bytes=-1"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(make, words) -> None:

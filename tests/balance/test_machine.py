@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from helpers import refused
-from moesaic.balance.machine import Machine
-from moesaic.planner.policy_rates import cluster_of
+from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.program.sizes import CallSizes
 
-MACHINE = Machine(
+MACHINE = Rates(
     intra_gbps=8,
     inter_gbps=0.8,
     intra_latency_us=1,
@@ -33,12 +33,45 @@ ROW = 20
 """Bytes of a row."""
 
 
+def cluster_of(machine: Rates, grid: Grid) -> ClusterSpec:
+    """Return a cluster with these rates, in which each rank has a port inside its node and one
+    between nodes."""
+    per_node = grid.ranks_per_node or grid.world
+    inside = Link(
+        name="inside",
+        devices=1,
+        gbps=(machine.intra_gbps,),
+        message_us=machine.intra_latency_us,
+        carries="inside",
+    )
+    outside = Link(
+        name="outside",
+        devices=1,
+        gbps=(machine.inter_gbps,),
+        message_us=machine.inter_latency_us,
+        carries="outside",
+    )
+    return ClusterSpec(
+        name="nominal",
+        nodes=grid.world // per_node,
+        devices_per_node=per_node,
+        device=Device(
+            tflops=Tflops(bf16=machine.tflops),
+            memory_gib=80.0,
+            memory_gigabytes_per_second=machine.memory_gbps / 8,
+            gemm_rows=(1,),
+            gemm_share=(1.0,),
+        ),
+        links=(inside, outside),
+    )
+
+
 def seconds_of(
     plan: Plan,
     grid: Grid,
     copies: list[list[int]],
     backward: bool = False,
-    machine: Machine = MACHINE,
+    machine: Rates = MACHINE,
 ) -> dict[str, float]:
     compiled = compile_plan(plan, grid)
     tokens = np.array([2] * grid.world)
@@ -107,17 +140,17 @@ def test_chunks_share_the_bytes_and_repeat_the_latency() -> None:
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"inter_gbps": 0}, "machine.inter_gbps=0: must be a finite number above 0"),
-        ({"tflops": float("nan")}, "machine.tflops=nan: must be a finite number above 0"),
+        ({"inter_gbps": 0}, "rates.inter_gbps=0: must be a finite number above 0"),
+        ({"tflops": float("nan")}, "rates.tflops=nan: must be a finite number above 0"),
         (
             {"intra_latency_us": -1},
-            "machine.intra_latency_us=-1: must be a finite number of at least 0",
+            "rates.intra_latency_us=-1: must be a finite number of at least 0",
         ),
         (
             {"inter_latency_us": float("nan")},
-            "machine.inter_latency_us=nan: must be a finite number of at least 0",
+            "rates.inter_latency_us=nan: must be a finite number of at least 0",
         ),
     ],
 )
 def test_impossible_machines_are_refused(fields: dict, line: str) -> None:
-    assert refused(Machine, **fields) == line
+    assert refused(Rates, **fields) == line

@@ -11,7 +11,6 @@ import pytest
 
 from helpers import refused
 from moesaic.balance import SAMPLE_PLACERS
-from moesaic.balance.machine import Machine
 from moesaic.balance.samples import (
     AbstractPlacer,
     Given,
@@ -26,6 +25,7 @@ from moesaic.balance.samples import (
 )
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 from moesaic_lab.exact_placements import best_samples
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
@@ -208,7 +208,7 @@ def test_nothing_beats_the_integer_program(grid: Grid, rates: tuple[float, float
     found = [load.seconds(load.homes, *rates), two_stages]
     assert min(found) >= best - 1e-9
     if rates[0]:
-        weighed = Weighed(Machine(intra_gbps=1 / rates[0], inter_gbps=1 / rates[1]), least_gain=0.0)
+        weighed = Weighed(Rates(intra_gbps=1 / rates[0], inter_gbps=1 / rates[1]), least_gain=0.0)
         assert min(found) >= load.seconds(weighed.decide(load), *rates) >= best - 1e-9
 
 
@@ -280,7 +280,7 @@ def test_small_gains_move_nobody() -> None:
 
 def test_weighed_moves_nobody_for_a_small_gain_either() -> None:
     load = random_load(GRIDS[0], 5)
-    machine = Machine(intra_gbps=8, inter_gbps=1)
+    machine = Rates(intra_gbps=8, inter_gbps=1)
     found = Weighed(machine, least_gain=0.0).decide(load)
     saved = 1 - load.seconds(found, 1 / 8, 1.0) / load.seconds(load.homes, 1 / 8, 1.0)
     assert saved > 0.05
@@ -300,9 +300,7 @@ def demo_samples() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "placer",
-    [TwoStage(), Weighed(Machine(intra_gbps=8, inter_gbps=1))],
-    ids=["two_stage", "weighed"],
+    "placer", [TwoStage(), Weighed(Rates(intra_gbps=8, inter_gbps=1))], ids=["two_stage", "weighed"]
 )
 def test_by_default_samples_move_where_they_differ_and_not_where_chance_differs(
     placer: AbstractPlacer,
@@ -354,7 +352,7 @@ def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_
 
 
 def test_options_reach_the_policies() -> None:
-    options = PlacerOptions(machine=Machine(intra_gbps=7, inter_gbps=3), least_gain=0.3, rest=4)
+    options = PlacerOptions(rates=Rates(intra_gbps=7, inter_gbps=3), least_gain=0.3, rest=4)
     two_stage = SAMPLE_PLACERS["two_stage"](options)
     weighed = SAMPLE_PLACERS["weighed"](options)
     assert isinstance(two_stage, TwoStage)

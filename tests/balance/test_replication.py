@@ -10,8 +10,7 @@ import pytest
 
 from helpers import refused, seed_ranges
 from moesaic.balance import replication_policy
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, replica_loads
 from moesaic.balance.replication.eplb import EPLB
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, Replicated
 from moesaic.balance.replication.published import Published
@@ -21,22 +20,21 @@ from moesaic.balance.replication.tables import seconds_under
 from moesaic.errors import InputError
 from moesaic.policies import REPLICATION
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 from replication_loads import by_place, check_table, draw, flat
 
-FAST_WEIGHTS = ReplicationCosts(machine=Machine(tflops=0.01, inter_gbps=1000, intra_gbps=1000))
+FAST_WEIGHTS = Rates(tflops=0.01, inter_gbps=1000, intra_gbps=1000)
 """Costs with which moving weights is almost free compared with products."""
-DEAR_WEIGHTS = ReplicationCosts(machine=Machine(tflops=1000, inter_gbps=0.1, intra_gbps=0.1))
+DEAR_WEIGHTS = Rates(tflops=1000, inter_gbps=0.1, intra_gbps=0.1)
 
 
 @pytest.mark.parametrize(
-    "costs", [FAST_WEIGHTS, DEAR_WEIGHTS, ReplicationCosts()], ids=["fast", "dear", "middling"]
+    "costs", [FAST_WEIGHTS, DEAR_WEIGHTS, Rates()], ids=["fast", "dear", "middling"]
 )
 @pytest.mark.parametrize("name", REPLICATION)
 @pytest.mark.parametrize("seeds", seed_ranges(24, 4))
-def test_what_is_replicated_is_there_and_never_at_home(
-    name: str, costs: ReplicationCosts, seeds: range
-):
+def test_what_is_replicated_is_there_and_never_at_home(name: str, costs: Rates, seeds: range):
     for seed in seeds:
         check_table(replication_policy(name, costs), draw(seed))
 
@@ -47,9 +45,9 @@ def test_a_policy_is_a_file_of_its_name(name: str):
 
 
 @pytest.mark.parametrize(
-    ("kind", "costs"), [(Shadow, FAST_WEIGHTS), (Shadow, DEAR_WEIGHTS), (Spill, ReplicationCosts())]
+    ("kind", "costs"), [(Shadow, FAST_WEIGHTS), (Shadow, DEAR_WEIGHTS), (Spill, Rates())]
 )
-def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: ReplicationCosts):
+def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: Rates):
     helped = 0
     for seed in range(30):
         load = draw(seed)
@@ -98,9 +96,7 @@ def test_the_cost_by_hand():
     load = CallLoad(
         Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5
     )
-    costs = ReplicationCosts(
-        machine=Machine(tflops=1e-12, inter_gbps=8e-9), element_bytes=2, matrices=3
-    )
+    costs = Rates(tflops=1e-12, inter_gbps=8e-9, element_bytes=2, matrices=3)
     (replica,) = replica_loads(load, costs)
     flops = 2 * 3 * 5 * 3 * 3
     assert seconds_under(replica, NOTHING) == pytest.approx(10 * flops + 4 * 5 * 2 * 4)
@@ -159,9 +155,7 @@ def test_the_published_rule_charges_the_weights_that_equation_8_charges():
     dim = 64
     alpha = 2.0
     numbers_shadowed = []
-    costs = ReplicationCosts(
-        machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2
-    )
+    costs = Rates(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0, matrices=2)
     for _ in range(60):
         copies = random.multinomial(
             int(random.integers(200, 2000)), random.dirichlet(np.full(8, 0.5)), size=8
@@ -175,16 +169,14 @@ def test_the_published_rule_charges_the_weights_that_equation_8_charges():
 
 def test_a_place_is_replicated_no_more_experts_than_it_has_room_for():
     load = CallLoad(Grid(world=4, ep=4), np.full((4, 16), 9), 16, units=2, dim=2)
-    costs = ReplicationCosts(
-        machine=Machine(tflops=1000, inter_gbps=1e-3, intra_gbps=1e-3), element_bytes=1, matrices=1
-    )
+    costs = Rates(tflops=1000, inter_gbps=1e-3, intra_gbps=1e-3, element_bytes=1, matrices=1)
     for at_most in (1, 3):
         replicated = Shadow(costs, at_most=at_most).decide(load)
         assert (replicated.sum(0) > 0).sum(0).max() <= at_most
 
 
 def test_bad_costs_are_refused():
-    assert "replication.matrices=0: must be at least 1" in refused(ReplicationCosts, matrices=0)
+    assert "rates.matrices=0: must be at least 1" in refused(Rates, matrices=0)
     with pytest.raises(
         InputError,
         match=r"plan\.replication='lplb' is unknown: choose one of none, shadow, published",

@@ -6,16 +6,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, replica_loads
 from moesaic.balance.replication.tables import seconds_under
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.planner.policy_rates import costs_of
+from moesaic.planner.policy_rates import seen_by
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.replicate import replicate
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 
@@ -27,14 +28,14 @@ def cluster(nodes: int, per_node: int, *links: Link) -> ClusterSpec:
 
 
 def board_of(
-    costs: ReplicationCosts, grid: Grid, copies: np.ndarray, units: int = 8, dim: int = 4
+    costs: Rates, grid: Grid, copies: np.ndarray, units: int = 8, dim: int = 4
 ) -> ReplicaLoad:
     (replica,) = replica_loads(CallLoad(grid, copies, copies.shape[1], units, dim), costs)
     return replica
 
 
-def costs_on(spec: ClusterSpec, grid: Grid) -> ReplicationCosts:
-    return costs_of(
+def costs_on(spec: ClusterSpec, grid: Grid) -> Rates:
+    return seen_by(
         spec, grid, Workload(tokens=65536, num_experts=grid.ep, top_k=1, dim=4, hidden=8 * grid.etp)
     )
 
@@ -94,7 +95,7 @@ def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None
         helped = rng.random((num_experts, grid.ep)) < rng.choice([0.1, 0.4])
         helped[np.arange(num_experts), load.home] = False
         replicated = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
-        replica = replica_loads(load, ReplicationCosts())[0]
+        replica = replica_loads(load, Rates())[0]
         replicated[replica.origins[0, 0]] = helped
         program = replicate(SCHEDULES["s1"](), 1, grid)
         slots = {slot.name: slot for slot in program.slots}
@@ -117,4 +118,4 @@ def test_a_cluster_without_the_rate_of_the_dtype_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"tflops\.fp32 is not given: add it, or choose one of bf16"
     ):
-        costs_of(cluster(1, 1), Grid(world=1), layer)
+        seen_by(cluster(1, 1), Grid(world=1), layer)

@@ -12,7 +12,6 @@ import pytest
 
 from helpers import pairwise
 from moesaic.balance.budget import holders_of
-from moesaic.balance.machine import Machine
 from moesaic.balance.replication.bounded import (
     fitting_tables,
     limits,
@@ -20,7 +19,7 @@ from moesaic.balance.replication.bounded import (
     seconds,
     within_budget,
 )
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, replica_loads
 from moesaic.balance.replication.spill import MOST_HELPED, overflow
 from moesaic.balance.replication.tables import within
 from moesaic.balance.slices import cut
@@ -28,6 +27,7 @@ from moesaic.errors import InputError
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
@@ -171,7 +171,7 @@ def test_no_rows_are_one_slice() -> None:
 def limits_of_ranks(load: CallLoad, replicated: Replications, budget: int) -> np.ndarray:
     """Return the rows that each rank may compute in addition to replicated weights, (world,)."""
     rows = np.zeros(len(load.copies), dtype=np.int64)
-    for replica in replica_loads(load, ReplicationCosts()):
+    for replica in replica_loads(load, Rates()):
         helped = within(replica, replicated).helped(load.num_experts, load.grid.ep)
         rows[replica.origins] = limits(replica, helped, budget)[:, None]
     return rows
@@ -232,7 +232,7 @@ def test_few_experts_are_replicated_to_stay_within_a_budget(slices: int) -> None
 
 def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices() -> None:
     load = CallLoad(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
-    costs = ReplicationCosts(machine=Machine(tflops=1e-3))
+    costs = Rates(tflops=1e-3)
     whole = seconds(load, costs, NOTHING, 1, 0.0)
     in_slices = seconds(load, costs, NOTHING, 4, 0.75)
     assert 1.15 * whole < in_slices < 1.5 * whole
@@ -250,9 +250,7 @@ def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
     experts = 4 * 64
     copies = np.zeros((4, experts), dtype=np.int64)
     copies[:, :64] = 1
-    (replica,) = replica_loads(
-        CallLoad(GRIDS["ep 4"], copies, experts, units=8, dim=8), ReplicationCosts()
-    )
+    (replica,) = replica_loads(CallLoad(GRIDS["ep 4"], copies, experts, units=8, dim=8), Rates())
     replicated = overflow(replica, 64)
     assert replicated.helped(experts, 4).sum(0).tolist() == [
         0,

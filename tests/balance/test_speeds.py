@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, replica_loads
 from moesaic.balance.replication.spill import Spill
 from moesaic.balance.replication.tables import spills
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.balance.selector.options import is_even, work_of
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 from replication_loads import computed
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 EVEN = CallLoad(GRID, np.full((4, 8), 100), 8, units=8, dim=8)
-SLOW_MACHINE = Machine(tflops=1e-6)
+SLOW_MACHINE = Rates(tflops=1e-6)
 SPEEDS = (1.0, 1.0, 1.0, 0.5)
 
 
-def costs(speeds: tuple[float, ...] = ()) -> ReplicationCosts:
-    return ReplicationCosts(machine=SLOW_MACHINE, speeds=speeds)
+def costs(speeds: tuple[float, ...] = ()) -> Rates:
+    return replace(SLOW_MACHINE, speeds=speeds)
 
 
 def test_spilling_fills_each_place_up_to_what_it_computes_in_the_same_time() -> None:
@@ -62,10 +64,10 @@ def test_an_arbiter_goes_by_the_speeds_that_it_is_given() -> None:
 
 def test_a_slow_link_is_that_of_one_node() -> None:
     grid = Grid(world=8, ep=8, ranks_per_node=2)
-    machine = Machine(inter_gbps=25.0, intra_gbps=200.0)
+    machine = Rates(inter_gbps=25.0, intra_gbps=200.0)
     load = CallLoad(grid, np.full((8, 16), 10), 16, units=8, dim=8)
-    told = ReplicationCosts(machine=machine)
-    slow = ReplicationCosts(machine=machine, node_links=(1, 1, 1, 0.5))
+    told = machine
+    slow = replace(machine, node_links=(1, 1, 1, 0.5))
     ((before,), (after,)) = (replica_loads(load, each) for each in (told, slow))
     ratio = after.links.seconds_per_byte / np.where(
         before.links.seconds_per_byte > 0, before.links.seconds_per_byte, 1

@@ -223,10 +223,10 @@ def test_under_counts_no_line_compares_with_even_routing(hub, tmp_path, capsys):
         "1",
         "--all-to-alls",
         "linear",
-        "--explain",
+        "--flags",
         "--expert-model-parallel-size 8",
     ]
-    assert main([*hub, *flags, "--trace", str(tmp_path / "counts.npy")]) == 0
+    assert main([*under(hub, "explain"), *flags, "--trace", str(tmp_path / "counts.npy")]) == 0
     lines = printed(capsys.readouterr().out).splitlines()
 
     starts = [line.split(":")[0] for line in lines]
@@ -277,11 +277,12 @@ def test_under_counts_no_line_compares_with_even_routing(hub, tmp_path, capsys):
         ),
         (
             [
+                "explain",
                 "--model",
                 "demo",
                 "--cluster",
                 "25gbe",
-                "--explain",
+                "--flags",
                 "--expert-model-parallel-size 5",
             ],
             "16 ranks do not split into tp 1, cp 1, pp 1, ep 5, etp 1",
@@ -318,10 +319,31 @@ def test_under_counts_no_line_compares_with_even_routing(hub, tmp_path, capsys):
             "--price-per-hour -1.0: must be a finite number above 0",
         ),
         (
-            ["--model", "demo", "--cluster", "25gbe", "--explain", "--nothing"],
+            ["explain", "--model", "demo", "--cluster", "25gbe", "--flags", "--nothing"],
             "found no flag of Megatron or torchtitan that splits",
         ),
-        (["--model", "demo", "--cluster", "25gbe", "--emit", "megatrom"], "did you mean megatron?"),
+        (
+            ["explain", "--model", "demo", "--cluster", "25gbe"],
+            "--flags is missing: give those of your layout in quotes",
+        ),
+        (["emit", "megatrom", "--model", "demo", "--cluster", "25gbe"], "did you mean megatron?"),
+        (["emit", "--model", "demo"], "needs SYSTEM: moesaic plan emit SYSTEM; --help lists all"),
+        (
+            ["emit", "moesaic", "--model", "demo", "--cluster", "25gbe", "--top", "3"],
+            "unknown argument --top",
+        ),
+        (
+            ["--model", "my demo", "--emit", "megatron", "--explain=--tp 2"],
+            "emit is a command now: moesaic plan emit megatron --model 'my demo' --flags '--tp 2'",
+        ),
+        (
+            ["--explain", "--tp 2", "--model", "demo"],
+            "explain is a command now: moesaic plan explain --model demo --flags '--tp 2'",
+        ),
+        (
+            ["--finetune", "lora", "--adapter-rank", "4", "--gpus", "2"],
+            "finetune is a command now: moesaic plan finetune --method lora --gpus 2 --rank 4",
+        ),
         (
             ["--model", "demo", "--cluster", "dgx-h100", "--gpus", "12"],
             "12 devices are not whole nodes of dgx-h100, which have 8: try 8",
@@ -386,6 +408,11 @@ def hub(tmp_path: Path) -> list[str]:
     return ["plan", "--model", str(tmp_path / "config.json"), *machine, *FEW]
 
 
+def under(words: list[str], *command: str) -> list[str]:
+    """Return the words of `moesaic plan` for one of its subcommands."""
+    return ["plan", *command, *words[1:]]
+
+
 def test_skew_costs_time_and_memory_beside_the_even_step(files, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "240")
     spread = [*files, "--tp", "1", "--ep", "4", "--etp", "1", "--top", "2", *FEW]
@@ -434,7 +461,10 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(
         " --recompute-modules moe_act layernorm --fp8-format hybrid "
         "--num-distributed-optimizer-instances 1"
     )
-    assert main([*hub, "--ep", "8", "--price-per-hour", "2.5", "--explain", flags]) == 0
+    assert (
+        main([*under(hub, "explain"), "--ep", "8", "--price-per-hour", "2.5", "--flags", flags])
+        == 0
+    )
     text = printed(capsys.readouterr().out)
     for words in (
         "tokens/s and device (",
@@ -467,7 +497,7 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(
     ],
 )
 def test_a_layout_is_printed_in_the_words_of_another_system(system, words, hub, capsys):
-    assert main([*hub, "--ep", "8", "--emit", system]) == 0
+    assert main([*under(hub, "emit", system), "--ep", "8"]) == 0
     printed = capsys.readouterr()
     assert words in printed.out
     assert all(
@@ -482,14 +512,14 @@ def test_somebodys_layout_is_printed_in_the_words_of_another_system(hub, capsys)
         "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --enable-zero-bubble "
         "--micro-batch-size 2"
     )
-    assert main([*hub, "--ep", "8", "--explain", flags, "--emit", "torchtitan"]) == 0
+    assert main([*under(hub, "emit", "torchtitan"), "--ep", "8", "--flags", flags]) == 0
     printed = capsys.readouterr().out
     assert "--parallelism.pipeline_parallel_schedule InterleavedZeroBubble" in printed
     assert "--parallelism.expert_parallel_degree 4" in printed
 
 
 def test_the_best_layout_with_a_pipeline_is_printed_in_the_words_of_megatron(hub, capsys):
-    assert main([*hub, "--ep", "8", "--pp", "2", "--emit", "megatron"]) == 0
+    assert main([*under(hub, "emit", "megatron"), "--ep", "8", "--pp", "2"]) == 0
     assert "--pipeline-model-parallel-size 2" in capsys.readouterr().out.splitlines()
 
 
@@ -501,7 +531,8 @@ def test_the_answer_is_a_page_to_share(
     pytest.importorskip("plotly")
     page = tmp_path / "plan.html"
     flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 2 --global-batch-size 4"
-    assert main([*hub, "--ep", "8", "--verbose", "--page", str(page), "--explain", flags]) == 0
+    words = [*under(hub, "explain"), "--ep", "8", "--verbose", "--page", str(page)]
+    assert main([*words, "--flags", flags]) == 0
     lines = printed(capsys.readouterr().out).splitlines()
     text = page.read_text(encoding="utf-8")
     layer = "One MoE layer of the best plan, forward"
@@ -552,10 +583,8 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
         assert words in said
     # Recomputation was tried, so it is no advice, and the changes are told of a job that has it.
     assert "(model.checkpoint_activations)" not in said
-    assert (
-        main([*tight, "--explain", "--expert-model-parallel-size 4 --use-distributed-optimizer"])
-        == 0
-    )
+    flags = "--expert-model-parallel-size 4 --use-distributed-optimizer"
+    assert main([*under(tight, "explain"), "--flags", flags]) == 0
     told = capsys.readouterr().out
     assert "the model fits no layout of 8 ranks" in told
     assert "yours: " in told

@@ -1,4 +1,4 @@
-"""`moesaic plan --finetune`: what it prints, and what it refuses in one line."""
+"""`moesaic plan finetune`: what it prints, and what it refuses in one line."""
 
 from __future__ import annotations
 
@@ -31,15 +31,7 @@ CONFIG = {
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    words = [
-        "plan",
-        "--model",
-        str(tmp_path / "config.json"),
-        "--finetune",
-        "qlora",
-        "--seq-len",
-        "512",
-    ]
+    words = ["plan", "finetune", "--model", str(tmp_path / "config.json"), "--seq-len", "512"]
     return [*words, "--cluster", "2x2x4090-10gbe"]
 
 
@@ -62,7 +54,7 @@ def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, c
 
 
 def test_json_has_everything(command, capsys):
-    assert main([*command, "--json", "--adapter-rank", "4", "--batch-size", "8"]) == 0
+    assert main([*command, "--json", "--rank", "4", "--batch-size", "8"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["rank"], found["accumulation"]) == (1024, 4, 4)
     assert found["bytes"] == pytest.approx(sum(found["parts"].values()))
@@ -87,17 +79,17 @@ def refused(words: list[str], capsys) -> str:
 
 
 def test_what_does_not_fit_is_refused_with_what_does(capsys):
-    words = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "2x3090-pcie", "--finetune", "lora"]
+    words = ["plan", "finetune", "--model", "qwen3-30b-a3b", "--cluster", "2x3090-pcie"]
     assert (
         "does not fit: needs 38.7 GiB of 24 on a device; smallest that fits: 4 such devices; "
-        "or --finetune qlora"
-    ) in refused(words, capsys)
+        "or --method qlora"
+    ) in refused([*words, "--method", "lora"], capsys)
 
 
 def test_flags_and_models_that_have_no_meaning_are_refused(command, capsys):
     for flag in (["--ep", "2"], ["--allow-lossy"], ["--reserve-gib", "2"]):
-        assert f"{flag[0]} has no meaning with --finetune" in refused([*command, *flag], capsys)
-    assert "rank=0: must be at least 1" in refused([*command, "--adapter-rank", "0"], capsys)
+        assert f"unknown argument {flag[0]}" in refused([*command, *flag], capsys)
+    assert "--rank 0: must be at least 1" in refused([*command, "--rank", "0"], capsys)
     assert "config.json of one" in refused(
-        ["plan", "--model", "demo", "--cluster", "2x4090-pcie", "--finetune", "qlora"], capsys
+        ["plan", "finetune", "--model", "demo", "--cluster", "2x4090-pcie"], capsys
     )

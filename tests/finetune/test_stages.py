@@ -103,8 +103,8 @@ def test_halves_of_a_micro_batch_in_flight_train_the_same(place, stages):
 
 def test_the_command_of_a_plan_runs(place, capsys):
     words = ["--model", str(place / "model" / "config.json"), "--cluster", "2x4090-pcie"]
-    words += ["--finetune", "qlora", "--seq-len", "16", "--json"]
-    assert main(["plan", *words]) == 0
+    words += ["--seq-len", "16", "--json"]
+    assert main(["plan", "finetune", *words]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert set(planned["splits"]) == {
         "experts",

@@ -4,6 +4,7 @@ small run on a bed."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -349,15 +350,16 @@ def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Pat
     config = SharesOfForced(
         clusters=("dgx-h100",), ranks=(8,), layers=(5,), max_vio=(0.0,), ratios=(1.0,), hidden=64
     )
-    found = shares_of_forced(config, COMMITTED.parent, 0, str)
+    found = shares_of_forced(config, COMMITTED.parent, 0, str, tmp_path)
     kinds = {(RECORDED, 0.14), (MADE_UP, 0.14), (SLOW, 0.14), (RECORDED, 1.0)}
     assert {(each.load, each.ratio) for each in found} == kinds
-    again = shares_of_forced(config, COMMITTED.parent, 0, pytest.fail, found)  # type: ignore[arg-type]
+    again = shares_of_forced(config, COMMITTED.parent, 0, pytest.fail, tmp_path)
     assert again == found, "what is there is not made again"
-    lost = [each for each in found if (each.load, each.method) != (MADE_UP, SMART)]
+    (tmp_path / "shares-dgx-h100-8-0.14-made_up-0.json").unlink()
     told: list[str] = []
-    assert shares_of_forced(config, COMMITTED.parent, 0, told.append, lost)[len(lost) :] == [
-        each for each in found if each not in lost
+    remade = shares_of_forced(config, COMMITTED.parent, 0, told.append, tmp_path)
+    assert [replace(each, decision_seconds=0.0) for each in remade] == [
+        replace(each, decision_seconds=0.0) for each in found
     ]
     assert told == ["dgx-h100, 8 ranks, weights 0.14 of the rows, made up 0"], (
         "one load is made again by itself"
@@ -463,15 +465,14 @@ def test_the_committed_file_covers_what_the_claims_need() -> None:
     assert set(config.shares.ratios) == {0.05, 0.14, 0.5, 1.0, 5.0}
     assert not config.narrowed(only=("memory",)).has("shares")
     costs = labels["4x2-2"].place.costs
-    machine = costs.machine
-    assert (machine.intra_gbps, machine.intra_ranks, machine.inter_gbps, machine.inter_ranks) == (
+    assert (costs.intra_gbps, costs.intra_ranks, costs.inter_gbps, costs.inter_ranks) == (
         0.5,
         2,
         0.04,
         2,
     )
-    assert machine.tflops == pytest.approx(1e-4)
-    assert (machine.inter_latency_us, costs.expert_us, costs.part_us) == (500, 2500, 2000)
+    assert costs.tflops == pytest.approx(1e-4)
+    assert (costs.inter_latency_us, costs.expert_us, costs.part_us) == (500, 2500, 2000)
     assert (costs.element_bytes, costs.matrices) == (4, 2)
 
 
@@ -513,17 +514,27 @@ def test_a_machine_without_rights_can_still_simulate(
     config.write_text(f"[[skewed]]\n[shares]\n{shares}\nhidden = 64\n")
     assert main(["bench", "balance", "--config", str(config)]) == 2
     assert "tc is missing" in capsys.readouterr().err
-    assert (
-        main(["bench", "balance", "--config", str(config), "--only", "shares", "--json", "-"]) == 0
-    )
-    told = json.loads(capsys.readouterr().out)
+    keep = tmp_path / "kept"
+    flags = ["--config", str(config), "--json", "-", "--keep", str(keep)]
+    assert main(["bench", "balance", "--only", "shares", *flags]) == 0
+    output = capsys.readouterr()
+    assert "s  dgx-h100, 8 ranks, weights 0.14 of the rows, made up 2\n" in output.err
+    told = json.loads(output.out)
+    assert told["seconds"] >= 0
+    assert re.fullmatch(r"[0-9a-f]{10,}\+?", told["commit"])
     assert {row["part"] for row in told["rows"]} == {"shares"}
     results = tmp_path / "found.json"
     results.write_text(json.dumps(told))
     monkeypatch.setattr("moesaic_lab.balance.shares.Larger", None)
-    flags = ["--config", str(config), "--only", "shares", "--json", str(results), "--keep"]
-    assert main(["bench", "balance", *flags]) == 0
-    assert json.loads(results.read_text())["rows"] == told["rows"], "kept, and not simulated again"
+    flags = ["--config", str(config), "--json", str(results), "--keep", str(keep)]
+    assert main(["bench", "balance", "--only", "shares", *flags]) == 0
+    again = json.loads(results.read_text())
+    assert again["rows"] == told["rows"], "kept, and not simulated again"
+    assert "seconds" not in again, "a part of a run says nothing about the whole"
+    capsys.readouterr()
+    results.write_text("[]")
+    assert main(["bench", "balance", "--only", "shares", *flags]) == 2
+    assert "not a file of results: name another" in capsys.readouterr().err
     assert (
         next(
             c["value"] for c in told["claims"] if c["name"] == "balance.simulated_slow_rank_speedup"
@@ -532,14 +543,14 @@ def test_a_machine_without_rights_can_still_simulate(
     )
 
 
-def test_keep_leaves_the_beds_that_are_not_run_and_claims_rest_on_all(
+def test_the_rows_of_beds_that_are_not_run_stay_and_claims_rest_on_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "small.toml"
     results = tmp_path / "found.json"
     config.write_text("[[skewed]]\nmax_vio = [0.0, 1.0]\n")
     methods_of = {PLAIN: 3.0, "shadow": 2.0, OURS: 1.0}
-    flags = ["--config", str(config), "--json", str(results), "--keep"]
+    flags = ["--config", str(config), "--json", str(results)]
     monkeypatch.setattr("moesaic_lab.balance.benchmark.require_cluster", lambda: None)
     told = {}
     for load, ours in ((1.0, 1.0), (0.0, 1.6)):
@@ -602,22 +613,19 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         tmp_path / name for name in ("small.toml", "found.json", "found.svg")
     )
     config.write_text(SMALL)
-    assert (
-        main(
-            [
-                "bench",
-                "balance",
-                "--config",
-                str(config),
-                "--json",
-                str(results),
-                "--picture",
-                str(picture),
-            ]
-        )
-        == 0
-    )
+    keep = tmp_path / "kept"
+    flags = ["--config", str(config), "--keep", str(keep), "--picture", str(picture)]
+    assert main(["bench", "balance", *flags, "--json", str(results)]) == 0
     told = json.loads(results.read_text())
+    output = capsys.readouterr()
+    assert "s  small-0 is measured\n" in output.err
+    (keep / "small-1.json").unlink()
+    assert main(["bench", "balance", *flags, "--json", "-"]) == 0
+    of_kept = [row for row in told["rows"] if row["case"] == "small-0"]
+    again = capsys.readouterr()
+    assert json.loads(again.out)["rows"][: len(of_kept)] == of_kept, "taken from the folder"
+    assert "small-0" not in again.err
+    assert "s  small-1 is measured\n" in again.err
     rows = told["rows"]
     assert [row["method"] for row in rows] == 2 * list(methods(Skewed().grid, budget=1))
     assert {row["compute"] for row in rows} == {"virtual compute"}
@@ -638,4 +646,4 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert even[SMART]["across_bytes"] == even[PLAIN]["across_bytes"] > 0
     assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}
     assert picture.read_text().count("<svg") == 1
-    assert "virtual compute" in capsys.readouterr().out
+    assert "virtual compute" in output.out

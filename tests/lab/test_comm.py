@@ -249,23 +249,13 @@ def test_a_small_run_on_a_bed(tmp_path, capsys):
     config.write_text(SMALL)
     results = tmp_path / "found.json"
     picture = tmp_path / "found.svg"
-    assert (
-        main(
-            [
-                "bench",
-                "comm",
-                "--config",
-                str(config),
-                "--json",
-                str(results),
-                "--picture",
-                str(picture),
-            ]
-        )
-        == 0
-    )
+    flags = ["--config", str(config), "--keep", str(tmp_path / "kept"), "--picture", str(picture)]
+    assert main(["bench", "comm", *flags, "--json", str(results)]) == 0
     told = json.loads(results.read_text())
     rows = told["rows"]
+    assert "hier2d" in capsys.readouterr().out
+    assert main(["bench", "comm", *flags, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == rows, "taken from the folder"
     assert [row["method"] for row in rows if row["what"] == "exchange"] == [
         "linear",
         "hier1d",
@@ -290,4 +280,3 @@ def test_a_small_run_on_a_bed(tmp_path, capsys):
     assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}
     assert "emulated links" in told["notes"]
     assert picture.read_text().count("<svg") == 1
-    assert "hier2d" in capsys.readouterr().out

@@ -4,7 +4,6 @@ made."""
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +14,7 @@ from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
 from moesaic_lab.model.config import ModelBenchConfig, ModelCase, read_config
-from moesaic_lab.model.run import (
-    ModelFound,
-    _path,
-    _profile_path,
-    kept,
-    kept_earlier,
-    plans_of,
-    predict,
-)
+from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, plans_of, predict
 from moesaic_lab.pictures import figure
 
 CASE = ModelCase(name="tp 2", tp=2, dim=32, hidden=32)
@@ -181,8 +172,7 @@ def test_what_was_not_measured_is_listed_with_its_reason() -> None:
         "model.rank_correlation": 0.97,
         "model.planner_regret": 0.03,
     }
-    for suffix in ("", "_hour_later"):
-        assert {name: made[name + suffix].target for name in targets} == targets
+    assert {name: made[name].target for name in targets} == targets
     assert all(claim.value is None and claim.reason for claim in made.values())
 
 
@@ -202,28 +192,3 @@ def test_rows_and_picture_show_every_plan() -> None:
 def test_regret_counts_cases_of_few_plans_too() -> None:
     few = found({"a": 1.0, "b": 2.0}, {"a": 0.3, "b": 0.2})
     assert value("model.planner_regret", [*many(10), few]) == pytest.approx(0.5)
-
-
-def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> None:
-    keep = tmp_path / "now"
-    before = tmp_path / "before"
-    plans = plans_of(FEW)
-    for folder in (keep, before):
-        folder.mkdir()
-    _profile_path(keep, BED).write_text(as_toml(PROFILE))
-    _path(keep, CONFIG, FEW).write_text(
-        json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}})
-    )
-    with pytest.raises(InputError, match="has no profile of 2x2: measure one with --only profile"):
-        kept_earlier(CONFIG, keep, before)
-    slower = replace(PROFILE, host=replace(PROFILE.host, task_us=1000))
-    _profile_path(before, BED).write_text(as_toml(slower))
-    with pytest.raises(InputError, match="is not an hour older"):
-        kept_earlier(CONFIG, keep, before)
-    os.utime(_profile_path(before, BED), (0, 0))
-    (later,) = kept_earlier(CONFIG, keep, before)
-    assert later.predicted == predict(FEW, plans, slower)
-    assert later.measured == kept(CONFIG, keep)[0].measured
-    named = {claim.name: claim.value for claim in claims(many(10), many(10, error=0.2))}
-    assert named["model.median_error"] == pytest.approx(0.1)
-    assert named["model.median_error_hour_later"] == pytest.approx(0.2)

@@ -996,7 +996,7 @@ def test_torchtitan_says_a_layout_and_reads_it_back(layout: OthersLayout) -> Non
             "megatron",
             OthersLayout(pp=2, schedule="zb-v"),
             (
-                "--emit megatron: Megatron-LM 0.20 does not support schedule='zb-v': choose "
+                "emit megatron: Megatron-LM 0.20 does not support schedule='zb-v': choose "
                 "'1f1b', or another system"
             ),
         ),
@@ -1054,7 +1054,7 @@ def test_automodel_is_told_what_its_recipes_have() -> None:
     with pytest.raises(
         InputError,
         match=(
-            "--emit automodel: NeMo Automodel does not support etp=2: choose 1, or another system"
+            "emit automodel: NeMo Automodel does not support etp=2: choose 1, or another system"
         ),
     ):
         SYSTEMS["automodel"].flags("automodel", QWEN, OthersLayout(ep=4, etp=2))

@@ -14,10 +14,9 @@ import pytest
 
 from helpers import refused
 from moesaic.balance.expert_placement import AbstractExpertPlacer, ExpertLoad
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 from moesaic.train import balance
 from moesaic.train.config import BalanceConfig, PlannerConfig, SaveConfig, TrainConfig
 from runs import lines, run_quietly, tiny
@@ -91,7 +90,7 @@ def train_on(world: int, runs: list[TrainConfig]) -> list[list[Outcome]]:
 def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
     balance.EXPERT_PLACERS = {**balance.EXPERT_PLACERS, "smartmoe": lambda _: Random()}
     # so slow that any better balance pays for its move
-    slow = ReplicationCosts(machine=Machine(tflops=1e-9))
+    slow = Rates(tflops=1e-9)
     balance.costs_in = lambda config, grid: slow
     worlds._process(rank, world, runs, folder, lambda: None)
 
@@ -220,9 +219,9 @@ def test_rates_are_those_of_the_cluster_that_the_run_names(tmp_path):
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     placing = {"experts": "balanced"}
     config = tiny(tmp_path, batch_size=4, mesh={"ep": 4, "ranks_per_node": 2}, balance=placing)
-    assert balance.costs_in(config, grid) == ReplicationCosts(element_bytes=4, matrices=3)
+    assert balance.costs_in(config, grid) == Rates(element_bytes=4, matrices=3)
     named = balance.costs_in(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid)
-    assert named.machine.inter_gbps < 0.5 < named.machine.intra_gbps
+    assert named.inter_gbps < 0.5 < named.intra_gbps
     with pytest.raises(
         InputError,
         match=r"planner\.cluster=dgx-h100 has nodes of 8 devices, this run 2 ranks on a node",

@@ -21,17 +21,21 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import moesaic.transformers
 from allocated import Allocated
-from moesaic.balance.machine import Machine
 from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.options import FinetuneOptions
 from moesaic.finetune.recipe import adapted
 from moesaic.finetune.staged import StagedModel
 from moesaic.finetune.stages import ranks_in_stages
-from moesaic.planner.finetune import LOSS_TOKENS, FinetuneJob, Method, predict_finetune, stage_parts
+from moesaic.planner.finetune import (
+    LOSS_TOKENS,
+    FinetuneJob,
+    Method,
+    predict_finetune,
+    stage_parts,
+    unnamed,
+)
 from moesaic.planner.hub import read_shape
 from moesaic.planner.job import DataShape
-from moesaic.planner.policy_rates import cluster_of
-from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from worlds import on_ranks
 
@@ -180,6 +184,5 @@ def test_predicted_memory_of_each_stage_is_within_five_percent(tmp_path: Path) -
         model=replace(shape, checkpoint_activations=True),
         data=DataShape(vocab_size=64),
     )
-    cluster = cluster_of(Machine(), Grid(world=2, ep=2))
-    for stage, parts in enumerate(stage_parts(job, cluster, 2, MICRO_BATCHES)):
+    for stage, parts in enumerate(stage_parts(job, unnamed(2), 2, MICRO_BATCHES)):
         assert sum(parts.values()) == pytest.approx(found[stage], rel=0.05), (stage, parts, found)

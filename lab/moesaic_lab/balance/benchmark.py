@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,6 +52,8 @@ from moesaic_lab.benchmark import (
     Benchmark,
     EmulatedOptions,
     Told,
+    keeping,
+    kept,
     notes_of,
     require_cluster,
     words_of,
@@ -68,9 +70,9 @@ SPEEDUP = "plain ep / method, virtual compute"
 class BalanceOptions(EmulatedOptions):
     """Command-line options of the benchmark."""
 
-    keep: bool = False
-    """Reuse the simulated shares and the counted memory in the file of --json, and the cases on
-    beds that this run does not repeat."""
+    only: str | None = None
+    """Run only these parts, separated by commas; an unknown name lists all parts. If the file of
+    --json exists, the rows of the other parts stay in it, and claims rest on all rows."""
 
 
 class BalanceMeasured(NamedTuple):
@@ -84,8 +86,6 @@ class BalanceMeasured(NamedTuple):
 
 def cases(options: BalanceOptions) -> BalanceBenchConfig:
     """Return the configuration, narrowed to the cases that the options ask for."""
-    if options.keep and options.json in (None, "-"):
-        raise InputError("--keep takes rows from the file of --json: name that file")
     config = read_config(Path(options.config)) if options.config else read_config()
     config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
     if config.selected:
@@ -95,31 +95,45 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
 
 def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> BalanceMeasured:
     """Measure the cases bed by bed, then simulate."""
-    path = Path(options.json) if options.keep and options.json else None
-    rows = (
-        json.loads(path.read_text(encoding="utf-8"))["rows"]
-        if path is not None and path.exists()
-        else []
-    )
+    rows = rows_to_stay(options)
     shares = rebuild(rows, Share)
     decided = rebuild(rows, TimedDecision)
     under_budget = rebuild(rows, BudgetHeld)
     order = [case.label for case in config.every]
-    cells = sorted(
-        [*kept_cells(rows, config), *run(config, told)],
-        key=lambda cell: order.index(cell.job.case.label),
-    )
-    if config.has(SHARES):
-        assert config.shares is not None
-        shares = shares_of_forced(config.shares, config.folder, config.seed, told, shares)
-    if config.has(DECISIONS):
-        decided = decisions()
-    if config.has(MEMORY):
-        under_budget = under_budget or budgets_held(told)
+    with keeping(options.keep) as keep:
+        cells = sorted(
+            [*other_cells(rows, config), *run(config, told, keep)],
+            key=lambda cell: order.index(cell.job.case.label),
+        )
+        if config.has(SHARES):
+            assert config.shares is not None
+            shares = shares_of_forced(config.shares, config.folder, config.seed, told, keep)
+        if config.has(DECISIONS):
+            told("decisions")
+            kept_rows = kept(keep / "decisions.json", lambda: list(map(asdict, decisions())))
+            decided = [TimedDecision(**row) for row in kept_rows]
+        if config.has(MEMORY):
+            under_budget = budgets_held(told, keep)
     return BalanceMeasured(cells, shares, decided, under_budget)
 
 
-def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
+def rows_to_stay(options: BalanceOptions) -> list[dict[str, Any]]:
+    """Return the rows of the file of --json, some of which a run of only some parts replaces.
+
+    Raises:
+        InputError: if it is not a file of results.
+    """
+    path = Path(options.json or "-")
+    if not options.only or not path.is_file():
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"--json {path}: not a file of results: name another") from None
+    return rows
+
+
+def other_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
     """Return the cells of a result file whose cases do not run again."""
     by_case: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

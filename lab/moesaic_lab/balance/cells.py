@@ -3,12 +3,15 @@ into rows and tables."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+import torch.distributed as dist
 from rich.table import Table
 
 from moesaic.balance.budget import MemoryBudget
@@ -31,8 +34,10 @@ from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.balance.simulated import TimedDecision
 from moesaic_lab.balance.tracked_memory import BudgetHeld
 from moesaic_lab.beds import BedCell, joined
-from moesaic_lab.benchmark import Told, on_beds
+from moesaic_lab.benchmark import Told, on_beds, told_of_files
 from moesaic_lab.bounds import Limit
+from moesaic_lab.claims import write_whole
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measure import Timing
 from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.bed import Bed
@@ -73,22 +78,35 @@ class BalanceCell(BedCell):
         return min(singles, key=lambda name: self.timings[name].median)
 
 
-def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
-    """Measure every case that the configuration asks for. Clusters start one after another; all
-    cases of one layer share one."""
+def run(config: BalanceBenchConfig, told: Told, keep: Path) -> list[BalanceCell]:
+    """Measure every case that the configuration asks for and whose rows are not in the folder
+    `keep`. Clusters start one after another; all cases of one layer share one."""
     by_layer: dict[tuple[Bed, int], list[BalanceJob]] = {}
-    for case in config.cases():
+    files = {case.label: keep / f"{case.label}.json" for case in config.selected}
+    for case in config.cases({label for label, path in files.items() if not path.exists()}):
         place = case.place
         job = BalanceJob(case=case, methods=methods(place.grid, budget_of(place)), seed=config.seed)
         by_layer.setdefault((place.bed, place.num_experts), []).append(job)
-    if not by_layer:
-        return []
 
     def about(jobs: list[BalanceJob]) -> str:
         return ", ".join(job.case.label for job in jobs)
 
-    by_bed = on_beds(by_layer.values(), lambda jobs: jobs[0].case.place.bed, about, measure, told)
-    return [cell for cells in by_bed for cell in cells]
+    def measure_and_keep(ranks: KeptRanks, jobs: Sequence[BalanceJob]) -> None:
+        with told_of_files(keep, told):
+            ranks.cluster().run(_measure, jobs, keep)
+
+    if by_layer:
+        on_beds(
+            by_layer.values(),
+            lambda jobs: jobs[0].case.place.bed,
+            about,
+            measure_and_keep,
+            told=told,
+        )
+    return [
+        cell_of(json.loads(files[case.label].read_text(encoding="utf-8")), case)
+        for case in config.selected
+    ]
 
 
 def budget_of(place: BalancePlace) -> int:
@@ -104,10 +122,21 @@ def budget_of(place: BalancePlace) -> int:
 
 def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
     """Measure the cases of one mesh on a running cluster."""
-    per_rank = ranks.run(on_ranks.measure, jobs)
-    return [
-        summed_up(job, [results[number] for results in per_rank]) for number, job in enumerate(jobs)
-    ]
+    return ranks.run(_measure, jobs, None)[0]
+
+
+def _measure(jobs: Sequence[BalanceJob], keep: Path | None) -> list[BalanceCell]:
+    """Measure the cases of one mesh; as soon as one is done, the first rank writes its rows into
+    the folder, if any. All ranks call it together."""
+    cells = []
+    of_ranks: list[BalanceFound | None] = [None] * dist.get_world_size()
+    for job, found in zip(jobs, on_ranks.measure(jobs)):
+        dist.all_gather_object(of_ranks, found)
+        if dist.get_rank() == 0:
+            cells.append(summed_up(job, cast(list[BalanceFound], of_ranks)))
+            if keep is not None:
+                write_whole(keep / f"{job.case.label}.json", json.dumps(rows_of(cells[-1])))
+    return cells
 
 
 def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:

@@ -3,17 +3,17 @@ rates are fixed beforehand."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.errors import InputError, suggestion
 from moesaic.planner.predicted_plans import CPU
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.loads import Routes, Skew, by_shares, made_up, recorded, recorded_shares
 from moesaic_lab.beds import BedConfig, Place
@@ -134,12 +134,12 @@ class BalancePlace(Place):
         return self.samples_per_rank * self.sample_tokens
 
     @property
-    def costs(self) -> ReplicationCosts:
+    def costs(self) -> Rates:
         """The cost model that policies use: the configured rates of the links, and the cost of a
         message."""
         inside, outside = emulated(replace(self.bed, inter=self.inter), device=CPU).links
         per_node = self.ranks_per_node
-        machine = Machine(
+        return Rates(
             intra_gbps=inside.gbps[0] / per_node,
             intra_ranks=per_node,
             inter_gbps=outside.gbps[0] / per_node,
@@ -147,9 +147,6 @@ class BalancePlace(Place):
             intra_latency_us=self.message_us,
             inter_latency_us=self.message_us,
             tflops=self.gflops / 1e3,
-        )
-        return ReplicationCosts(
-            machine=machine,
             element_bytes=ELEMENT_BYTES,
             matrices=MATRICES,
             expert_us=self.expert_us,
@@ -157,7 +154,7 @@ class BalancePlace(Place):
         )
 
     @property
-    def profiled_costs(self) -> ReplicationCosts:
+    def profiled_costs(self) -> Rates:
         """The cost model of the arbiter: as `costs`, with the speed of each rank and of each node's
         link."""
         rates = [self.bed.inter_bytes_per_second(node) for node in range(self.nodes)]
@@ -358,8 +355,8 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
             if not self.only or {case.place.name, case.label} & set(self.only)
         ]
 
-    def cases(self) -> list[SkewedCase]:
-        """Return the selected cases, with their routing.
+    def cases(self, labels: Collection[str] | None = None) -> list[SkewedCase]:
+        """Return the selected cases, or those of them with these labels, with their routing.
 
         Raises:
             InputError: if no routing has the requested load.
@@ -367,6 +364,7 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
         return [
             replace(case, routes=case.place.routes(case, self.seed, self.folder))
             for case in self.selected
+            if labels is None or case.label in labels
         ]
 
     def narrowed(

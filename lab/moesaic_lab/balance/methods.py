@@ -9,10 +9,10 @@ import numpy as np
 
 from moesaic.balance import replication_policy
 from moesaic.balance.expert_placement import ExpertLoad, SmartMoE
-from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic_lab.policies.laer import LAERLayout
 from moesaic_lab.policies.least_loaded import LeastLoaded
 from moesaic_lab.policies.lplb import LPLB
@@ -90,7 +90,7 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
     }
 
 
-def policy_of(method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
+def policy_of(method: BalanceMethod, costs: Rates) -> AbstractReplicationPolicy | None:
     """Return the replication policy of a method, which gets the cost model; None for a method that
     replicates nothing."""
     name = method.plan.replication

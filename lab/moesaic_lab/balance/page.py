@@ -17,12 +17,13 @@ from moesaic_lab.balance.cells import share_rows
 from moesaic_lab.balance.config import SharesOfForced
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SYNTHETIC, Share
+from moesaic_lab.claims import ROOT
 from moesaic_lab.measured import measured
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
 from moesaic_lab.tables import markdown_table, write_page
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = ROOT / "docs"
 GUIDE = DOCS / "balance.md"
 FIGURES = DOCS / "balance_figures.md"
 PICTURE = DOCS / "images" / "bench" / "balance_shares.svg"

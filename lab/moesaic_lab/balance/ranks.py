@@ -4,7 +4,7 @@ times them in turn."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -219,9 +219,9 @@ class Subject:
         self.layer.zero_grad()
 
 
-def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
-    """Compare, count and time all methods of some cases on one mesh, and return this rank's
-    results. All ranks call it together.
+def measure(jobs: Sequence[BalanceJob]) -> Iterator[BalanceFound]:
+    """Compare, count and time all methods of some cases on one mesh, and yield this rank's results
+    of each case. All ranks call it together.
 
     One process measures all cases, since a case spends most of its time on imports and on compiling
     plans.
@@ -230,7 +230,8 @@ def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
     transport = open_transport(name="sockets")
     grid = jobs[0].case.place.grid
     plans = {name: compile_plan(each.plan, grid) for name, each in jobs[0].methods.items()}
-    return [measure_case(job, plans, transport) for job in jobs]
+    for job in jobs:
+        yield measure_case(job, plans, transport)
 
 
 def measure_case(

@@ -6,8 +6,9 @@ Loads are recorded or synthetic, and the experts' weights heavy or light.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from moesaic_lab.balance.loads import (
 from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
 from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
+from moesaic_lab.claims import write_whole
 
 RECORDED = "recorded"
 MADE_UP = "made up"
@@ -89,21 +91,19 @@ class Share:
 
 
 def shares_of_forced(
-    config: SharesOfForced, folder: Path, seed: int, told: Told, existing: Sequence[Share] = ()
+    config: SharesOfForced, folder: Path, seed: int, told: Told, keep: Path
 ) -> list[Share]:
-    """Simulate every method under every load, except those in `existing`; return old and new
-    shares.
+    """Simulate every method under every load.
 
     Args:
         config: what to simulate.
         folder: folder of the configuration's trace.
         seed: seed of the synthetic loads.
         told: called with a progress message for each case.
-        existing: shares simulated earlier.
+        keep: folder with a file for each case that is simulated already; the others are added.
     """
     trace = Trace.open(folder / config.trace)
-    shares = list(existing)
-    known = {key_of(share) for share in existing}
+    shares: list[Share] = []
     for ranks in config.ranks:
         larger = None
         names = names_of(ranks)
@@ -115,38 +115,38 @@ def shares_of_forced(
                 for load, which in loads_on(config, ranks)
                 if load == RECORDED or ratio == config.ratio
             ]
-            missing = {
-                case: [name for name in names if (case, name) not in known] for case in cases
-            }
-            if not any(missing.values()):
-                continue
-            spec = read_cluster(cluster)
-            larger = Larger(
-                config.layer(ranks),
-                read_cluster(cluster, nodes=ranks // spec.devices_per_node),
-                larger,
-            )
+            if not all(case.file(keep).exists() for case in cases):
+                spec = read_cluster(cluster)
+                larger = Larger(
+                    config.layer(ranks),
+                    read_cluster(cluster, nodes=ranks // spec.devices_per_node),
+                    larger,
+                )
             forced: dict[tuple[float, str], float] = {}
-            for case, todo in missing.items():
-                if todo:
+            for case in cases:
+                path = case.file(keep)
+                if not path.exists():
+                    assert larger is not None
                     told(
                         f"{cluster}, {ranks} ranks, weights {case.ratio:g} of the rows, "
                         f"{case.load} {case.which:g}"
                     )
-                if todo and case.load == SLOW:
-                    shares += list(_shares_with_slow_rank(config, larger, cluster, todo))
-                elif todo:
-                    shares += list(
-                        _shares_under(
+                    found = (
+                        _shares_with_slow_rank(config, larger, cluster, names)
+                        if case.load == SLOW
+                        else _shares_under(
                             config,
                             larger,
                             trace=trace,
                             case=case,
                             seed=seed,
-                            names=todo,
+                            names=names,
                             forced=forced,
                         )
                     )
+                    write_whole(path, json.dumps([asdict(share) for share in found]))
+                rows = json.loads(path.read_text(encoding="utf-8"))
+                shares += [Share(**row) for row in rows]
     return shares
 
 
@@ -160,11 +160,16 @@ class LoadCase(NamedTuple):
     which: float
     """Layer of a recorded load; the configured MaxVio of other loads."""
 
-
-def key_of(share: Share) -> tuple[LoadCase, str]:
-    """Return the load case and the method of a share."""
-    which = share.layer if share.load == RECORDED else round(2 * share.max_vio) / 2
-    return LoadCase(share.cluster, share.ranks, share.ratio, share.load, which), share.method
+    def file(self, folder: Path) -> Path:
+        """Return the file that keeps the case's results."""
+        words = (
+            Path(self.cluster).stem,
+            self.ranks,
+            f"{self.ratio:g}",
+            self.load,
+            f"{self.which:g}",
+        )
+        return folder / f"shares-{'-'.join(map(str, words)).replace(' ', '_')}.json"
 
 
 def loads_on(config: SharesOfForced, ranks: int) -> Iterator[tuple[str, float]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import (
     AbstractChooser,
     AbstractReplicationPolicy,
@@ -23,13 +23,14 @@ from moesaic.balance.replication.policy import (
 from moesaic.balance.replication.tables import spread
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.planner.cluster import ClusterSpec, read_cluster
-from moesaic.planner.policy_rates import costs_of
+from moesaic.planner.policy_rates import seen_by
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 from moesaic_lab.balance.methods import (
@@ -68,7 +69,7 @@ class Larger:
         self.grid = Grid(world=spec.world, ep=spec.world, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
         self._simulator = Simulator(spec)
-        self._costs: dict[int, ReplicationCosts] = {}
+        self._costs: dict[int, Rates] = {}
         self._plans: dict[str, Compiled] = (
             like._plans
             if like is not None and like.grid == self.grid
@@ -80,7 +81,7 @@ class Larger:
         """Return the policy of a method in a run with this many tokens per rank; None if the method
         replicates nothing."""
         if tokens not in self._costs:
-            self._costs[tokens] = costs_of(self.spec, self.grid, replace(self.layer, tokens=tokens))
+            self._costs[tokens] = seen_by(self.spec, self.grid, replace(self.layer, tokens=tokens))
         return policy_of(method, self._costs[tokens])
 
     def seconds(
@@ -262,7 +263,7 @@ def decisions(
     spec = read_cluster("dgx-h100", nodes=ranks // 8)
     plan = Plan(replication="arbiter")
     arbiter = Arbiter(
-        costs=costs_of(
+        costs=seen_by(
             spec, grid, Workload(tokens=4096, num_experts=experts, top_k=2, dim=2048, hidden=1024)
         )
     )

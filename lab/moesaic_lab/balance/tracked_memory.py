@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic_lab.across_ranks import ToldRouter
+from moesaic_lab.benchmark import Told, each_kept
 from moesaic_lab.recorder import AbstractPassing
 
 
@@ -133,36 +137,42 @@ class BudgetHeld:
     kept_slices: int
 
 
-def budgets_held(told: Callable[[str], object]) -> list[BudgetHeld]:
+def budgets_held(told: Told, keep: Path) -> list[BudgetHeld]:
     """Run a layer under every budget and load, with all ranks in this process, and count the bytes
-    alive at once."""
-    results = []
-    for weights, (dim, hidden) in WIDTHS.items():
-        layer = MoE(dim, hidden, GRID.world * PER_RANK, TOP_K, router=ToldRouter, losses=())
-        even, _ = _peak_bytes(layer, Plan(), LOADS["even"])
-        for load, max_vio in LOADS.items():
-            told(f"memory: {weights}, {load}")
-            unbounded, _ = _peak_bytes(layer, Plan(), max_vio)
-            for replication in REPLICATIONS:
-                for share in SHARES:
-                    budget = int(share * even)
-                    peak, use = _peak_bytes(
-                        layer, Plan(replication=replication, memory_budget=budget), max_vio
-                    )
-                    results.append(
-                        BudgetHeld(
-                            weights=weights,
-                            load=load,
-                            replication=replication,
-                            over_even=share,
-                            promised_bytes=budget,
-                            peak_bytes=peak,
-                            unbounded_bytes=unbounded,
-                            slices=use.slices,
-                            kept_slices=use.kept_slices,
-                        )
-                    )
-    return results
+    alive at once. The folder `keep` has a file for each load and width that is counted already; the
+    others are added."""
+    runs = {
+        f"memory, {weights}, {load}": partial(_rows_under, weights, load)
+        for weights in WIDTHS
+        for load in LOADS
+    }
+    return [BudgetHeld(**row) for _, rows in each_kept(keep, runs, told) for row in rows]
+
+
+def _rows_under(weights: str, load: str) -> list[dict[str, Any]]:
+    """Return the fields of `BudgetHeld` for every budget under one kind of routing."""
+    layer = MoE(*WIDTHS[weights], GRID.world * PER_RANK, TOP_K, router=ToldRouter, losses=())
+    max_vio = LOADS[load]
+    even, _ = _peak_bytes(layer, Plan(), LOADS["even"])
+    unbounded, _ = _peak_bytes(layer, Plan(), max_vio)
+    rows = []
+    for replication, share in product(REPLICATIONS, SHARES):
+        budget = int(share * even)
+        plan = Plan(replication=replication, memory_budget=budget)
+        peak, use = _peak_bytes(layer, plan, max_vio)
+        held = BudgetHeld(
+            weights=weights,
+            load=load,
+            replication=replication,
+            over_even=share,
+            promised_bytes=budget,
+            peak_bytes=peak,
+            unbounded_bytes=unbounded,
+            slices=use.slices,
+            kept_slices=use.kept_slices,
+        )
+        rows.append(asdict(held))
+    return rows
 
 
 def _peak_bytes(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]:

@@ -28,10 +28,10 @@ from moesaic_lab.benchmark import Told, emulated, notes_of, on_beds
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.comm import ranks as side
 from moesaic_lab.comm.config import CommConfig, Sweep, read_config
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measure import paired
 from moesaic_lab.pictures import Panel
 from moesaic_lab.tables import QUARTILES, byte_size, table
-from moesaic_testbed.cluster import Cluster
 
 DOMINATES = 2
 """The charge per message dominates if it is at least this many times the bytes of one of linear's
@@ -48,14 +48,14 @@ class CommCell(BedCell):
     """KiB per rank; for a dispatch the rounded size of all copies of a rank."""
 
 
-def run(config: CommConfig, told: Told) -> list[CommCell]:
+def run(config: CommConfig, told: Told, keep: str | None) -> list[CommCell]:
     """Measure all sweeps of a configuration. This starts clusters, one after another.
 
     Raises:
         RuntimeError: a method delivers wrong rows.
     """
 
-    def measure(ranks: Cluster, job: tuple[Sweep, int]) -> CommCell:
+    def measure(ranks: KeptRanks, job: tuple[Sweep, int]) -> CommCell:
         sweep, size_kib = job
         of_ranks = ranks.run(side.measure, sweep, size_kib, config)
         if sweep.kind == "dispatch":
@@ -72,7 +72,7 @@ def run(config: CommConfig, told: Told) -> list[CommCell]:
         for sweep in config.cells
         for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)
     ]
-    return on_beds(jobs, lambda job: job[0].bed, about, measure, told)
+    return on_beds(jobs, lambda job: job[0].bed, about, measure, told=told, keep=keep)
 
 
 def claims(cells: Sequence[CommCell]) -> list[Claim]:

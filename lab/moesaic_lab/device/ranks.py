@@ -34,6 +34,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.plan import Plan
 from moesaic.testing.runner import on_ranks
+from moesaic_lab.claims import ROOT
 from moesaic_lab.device.results import reason
 
 WORLD = 4
@@ -193,7 +194,7 @@ def losses_of(device: str, runs: dict[str, dict[str, Any]], folder: str) -> dict
     for name, changes in runs.items():
         config = override(override(TrainConfig(), RUN, source="RUN"), changes, source=name)
         out = Path(folder) / changes.get("out", name)
-        data = replace(config.data, path=(str(Path(__file__).resolve().parents[3] / "README.md"),))
+        data = replace(config.data, path=(str(ROOT / "README.md"),))
         train(
             replace(config, out=str(out), data=data, device=device),
             console=Console(file=io.StringIO()),

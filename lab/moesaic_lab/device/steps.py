@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from moesaic.errors import InputError, to_install
-from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.claims import ROOT, Claim, Measurement
 from moesaic_lab.device.shapes import LAYERS
 from moesaic_lab.device.shapes import claims as layer_claims
 
@@ -82,7 +82,6 @@ NOTES = (
     "Plans, training, sharded, finetune: four NCCL ranks on the one GPU, largest error against "
     "one process. whole, transformers: wall time of forward and backward."
 )
-ROOT = Path(__file__).resolve().parents[3]
 
 
 class Figure(NamedTuple):

@@ -242,7 +242,9 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
             words=(*PLAN, "--write", "planned.toml", "--page", "planned.html"),
             out=("planned.toml", "planned.html"),
         ),
-        Example(folders=("whole",), words=(*PLAN, "--emit", "megatron")),
+        Example(folders=("whole",), words=("plan", "emit", "megatron", *PLAN[1:])),
+        Example(words=("plan", "explain", *PLAN[1:], "--flags", "--expert-model-parallel-size 2")),
+        Example(words=("plan", "finetune", "--model", "qwen3-30b-a3b", "--cluster", "4x4090-pcie")),
     ),
     "finetune": (
         Example(

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 import moesaic
 from moesaic.cli import arguments, main
 from moesaic.errors import InputError, TrainingError
+from moesaic_lab.claims import ROOT
 from moesaic_lab.fuzz.mutate import ODD_WORDS, drawn_from, either
 from moesaic_lab.fuzz.readers import READERS, Reader, make_bases
 
@@ -310,7 +311,7 @@ def _documented(name: str) -> list[list[str]]:
     """Return the documentation's command lines that use a command; [] if docs/ is missing, as in an
     installed package."""
     command_lines = []
-    for page in sorted((Path(__file__).parents[3] / "docs").glob("*.md")):
+    for page in sorted((ROOT / "docs").glob("*.md")):
         for line in re.findall(
             rf"^(?:.*`)?moesaic {name} ([^`|&>\n]+)", page.read_text(encoding="utf-8"), re.MULTILINE
         ):
@@ -401,7 +402,7 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(errors),
-                mock.patch("moesaic.cli.plan.search", side_effect=_ParsedError),
+                mock.patch("moesaic.cli.plan_search.search", side_effect=_ParsedError),
                 mock.patch("moesaic_lab.device.steps.run", side_effect=_ParsedError),
             ):
                 code = main.main([name, *words])

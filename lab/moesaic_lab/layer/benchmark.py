@@ -23,6 +23,7 @@ from rich.table import Table
 from moesaic_lab.beds import BedCell, bars, drawn, joined
 from moesaic_lab.benchmark import Told, emulated, notes_of, on_beds
 from moesaic_lab.claims import Claim, claimed, enough, some
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.layer import ranks as side
 from moesaic_lab.layer.cells import BEST, COMPETE, LayerJob, jobs
 from moesaic_lab.layer.config import LayerBenchConfig, read_config
@@ -82,18 +83,19 @@ class LayerCell(BedCell):
         return max(super().bound(name), self.charged[name])
 
 
-def run(config: LayerBenchConfig, told: Told) -> list[LayerCell]:
+def run(config: LayerBenchConfig, told: Told, keep: str | None) -> list[LayerCell]:
     """Measure all jobs of a configuration. This starts clusters, one after another."""
     return on_beds(
         jobs(config),
         lambda job: job.place.bed,
         lambda job: f"{job.section}: {job.label}",
         measure,
-        told,
+        told=told,
+        keep=keep,
     )
 
 
-def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
+def measure(ranks: Cluster | KeptRanks, job: LayerJob) -> LayerCell:
     """Measure one job on a running cluster of the job's bed."""
     return summed_up(job, ranks.run(side.measure, job))
 

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 from moesaic.planner.cluster import presets, read_cluster
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Shown, Told, notes_of
-from moesaic_lab.claims import Claim
+from moesaic_lab.claims import RESULTS, Claim
 from moesaic_lab.ledger import parts
 from moesaic_lab.ledger.held_out import (
     CLASSES,
@@ -215,7 +215,7 @@ def page(ledger: list[Entry]) -> str:
     text += [
         _kind(ledger, kind) for kind in get_args(Kind) if any(each.kind == kind for each in ledger)
     ]
-    beds = json.loads((parts.RESULTS / "model.json").read_text(encoding="utf-8"))
+    beds = json.loads((RESULTS / "model.json").read_text(encoding="utf-8"))
     sources = {**SOURCES, "beds": f"{SOURCES['beds']}, measured {' and '.join(places(beds))}"}
     text += ["## Sources", "\n".join(f"- `{name}`: {what}." for name, what in sources.items())]
     return "\n\n".join(text) + "\n"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,9 @@ from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.plan import Plan
 from moesaic.program.task import Op, Stage
+from moesaic_lab.claims import RESULTS
 from moesaic_lab.ledger.records import Entry, Kind, read_figures, read_published
 
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 FITTED_GPUS = {"dgx-h200": ("2", "8"), "8xl40s-pcie": ("2", "4", "8")}
 """By machine, the numbers of GPUs whose collectives its links were fitted to."""
 FITTED_OPERATIONS = ("alltoall", "all_gather")

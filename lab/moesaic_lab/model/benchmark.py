@@ -5,10 +5,9 @@ A layer on the library's runtime over emulated links, forward and backward. comp
 sleep for as long as an accelerator of the given rate would take; real: they multiply. Ranks are
 bound to cores, under the batch policy. Predictions use the cluster's own profile, measured on the
 same bed before and brought to the wall times of other layers; no constant is fitted to these
-points. Claims named hour_later use profiles that were taken at least an hour before the last case
-was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were
-timed again (the fastest of all plans by the first times, and the first ones by prediction), medians
-of repeats in turn.
+points. Regret: the plan that is predicted to be fastest, over the fastest of those that were timed
+again (the fastest of all plans by the first times, and the first ones by prediction), medians of
+repeats in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Told, notes_of, require_cluster, words_of
 from moesaic_lab.model.claims import case_rows, case_table, claims, panels, rows_of
 from moesaic_lab.model.config import COMMITTED, ModelBenchConfig, ModelCase, read_config
-from moesaic_lab.model.run import ModelFound, kept, kept_earlier, run
+from moesaic_lab.model.run import ModelFound, kept, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +33,6 @@ class ModelOptions(DrawnOptions):
     only: str | None = None
     """Measure only these: profile, plans, real, a bed or a case; several as "2x2,real". Results of
     the others are read from the folder if it has them."""
-    earlier: str | None = None
-    """Folder of profiles of the same beds, measured an hour before with --only profile. The cases
-    are predicted from these profiles as well."""
-
-
-Timed = tuple[list[ModelFound], list[ModelFound]]
-"""The cases predicted from their own profiles, and the same cases predicted from earlier
-profiles."""
 
 
 def cases(options: ModelOptions) -> tuple[ModelBenchConfig, tuple[ModelCase, ...]]:
@@ -59,14 +50,12 @@ def cases(options: ModelOptions) -> tuple[ModelBenchConfig, tuple[ModelCase, ...
 
 def measure(
     options: ModelOptions, cases: tuple[ModelBenchConfig, tuple[ModelCase, ...]], told: Told
-) -> Timed:
+) -> list[ModelFound]:
     """Measure the cases whose times are not in the folder yet, and predict all cases."""
     config, chosen = cases
     folder = Path(options.keep)
-    only = words_of(options.only)
-    earlier = Path(options.earlier) if options.earlier else None
-    run(config, chosen, folder, told, profiles="profile" in only, earlier=earlier)
-    return kept(config, folder), kept_earlier(config, folder, earlier) if earlier else []
+    run(config, chosen, folder, told, profiles="profile" in words_of(options.only))
+    return kept(config, folder)
 
 
 BENCHMARK = Benchmark(
@@ -79,9 +68,9 @@ BENCHMARK = Benchmark(
     notes=notes_of(__doc__),
     cases=cases,
     measure=measure,
-    rows=lambda timed: [*case_rows(timed[0]), *rows_of(timed[0])],
-    claims=lambda timed: claims(*timed),
-    columns=lambda timed: [case_table(timed[0])] if timed[0] else [],
-    panels=lambda timed: panels(timed[0]),
+    rows=lambda found: [*case_rows(found), *rows_of(found)],
+    claims=claims,
+    columns=lambda found: [case_table(found)] if found else [],
+    panels=panels,
     title="One MoE layer over emulated links: predicted and measured",
 )

@@ -77,45 +77,21 @@ def case_table(results: Sequence[ModelFound]) -> Table:
     return table("Predicted and measured layers", case_rows(results), group_by=("bed",))
 
 
-def claims(results: Sequence[ModelFound], earlier: Sequence[ModelFound] = ()) -> list[Claim]:
-    """Return all claims, including those that this run did not measure.
-
-    Args:
-        results: the cases.
-        earlier: the same cases, predicted from profiles that are at least an hour older.
-    """
-    missing = "no profiles from an hour before: --earlier names a folder of them"
-    return [
-        *_claims_of(results, ""),
-        *_claims_of(earlier, "_hour_later", "" if earlier else missing),
-    ]
-
-
-def _claims_of(results: Sequence[ModelFound], suffix: str, unavailable: str = "") -> list[Claim]:
-    """Return the claims about the errors of predictions."""
+def claims(results: Sequence[ModelFound]) -> list[Claim]:
+    """Return all claims, including those that this run did not measure."""
     pairs = points(results)
-    missing = unavailable or (
-        "" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}"
-    )
+    missing = "" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}"
     errors = [abs(predicted / measured - 1) for measured, predicted in pairs]
     correlation = float(spearmanr(*zip(*pairs)).statistic) if len(pairs) > 2 else None
     error_claims = [
+        _claim("model.median_error", statistics.median(errors) if errors else None, 0.06, missing),
         _claim(
-            f"model.median_error{suffix}",
-            statistics.median(errors) if errors else None,
-            0.06,
-            missing,
+            "model.p95_error", float(np.percentile(errors, 95)) if errors else None, 0.15, missing
         ),
-        _claim(
-            f"model.p95_error{suffix}",
-            float(np.percentile(errors, 95)) if errors else None,
-            0.15,
-            missing,
-        ),
-        _claim(f"model.rank_correlation{suffix}", correlation, 0.97, missing, op=">="),
+        _claim("model.rank_correlation", correlation, 0.97, missing, op=">="),
     ]
     ranked = sum(len(result.measured) >= LEAST_PLANS for result in results)
-    missing = unavailable or (
+    missing = (
         ""
         if ranked >= LEAST_CASES
         else f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}"
@@ -125,22 +101,16 @@ def _claims_of(results: Sequence[ModelFound], suffix: str, unavailable: str = ""
     return [
         *error_claims,
         _claim(
-            f"model.case_correlation{suffix}",
+            "model.case_correlation",
             statistics.median(by_case) if by_case else None,
             0.9,
             missing,
             op=">=",
         ),
+        _claim("model.case_correlation_worst", min(by_case, default=None), 0.75, missing, op=">="),
+        _claim("model.planner_regret", max(regrets, default=None), 0.03, missing),
         _claim(
-            f"model.case_correlation_worst{suffix}",
-            min(by_case, default=None),
-            0.75,
-            missing,
-            op=">=",
-        ),
-        _claim(f"model.planner_regret{suffix}", max(regrets, default=None), 0.03, missing),
-        _claim(
-            f"model.planner_regret_median{suffix}",
+            "model.planner_regret_median",
             statistics.median(regrets) if regrets else None,
             None,
             missing,

@@ -35,8 +35,6 @@ SPACE = SearchSpace(orders=("optsche",))
 """All schedules, all-to-alls and values of r, SAA or not, and 1, 2 and 4 chunks, in one order, all
 without a codec."""
 PROFILE_REPEATS = 5
-EARLIER_SECONDS = 3600.0
-"""Least age of an earlier profile when the last case is timed."""
 Progress = Callable[[str], object]
 """Called with the name of each measurement before it starts."""
 
@@ -83,7 +81,6 @@ def run(
     progress: Progress,
     *,
     profiles: bool = False,
-    earlier: Path | None = None,
 ) -> None:
     """Measure the cases and profiles that the folder does not have yet.
 
@@ -92,8 +89,6 @@ def run(
         keep: folder of measured times and profiles.
         progress: called with the name of each measurement.
         profiles: whether to profile beds without cases to measure as well.
-        earlier: folder of earlier profiles; the plans that are fastest by their predictions are
-            timed again as well.
 
     Raises:
         InputError: this machine cannot create the beds, or a profile would be noise.
@@ -107,51 +102,20 @@ def run(
             if not jobs and (not profiles or _profile_path(keep, bed).exists()):
                 continue
             with launcher.open(bed) as ranks:
-                known = [_profile(keep, bed, ranks, progress)]
-                if earlier is not None and _profile_path(earlier, bed).exists():
-                    known.append(read_cluster(str(_profile_path(earlier, bed))))
+                profile = _profile(keep, bed, ranks, progress)
                 for case in jobs:
                     progress(f"{case.shape}: {case.name}")
-                    _measure(keep, config, case, known, ranks)
+                    _measure(keep, config, case, profile, ranks)
 
 
-def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> list[ModelFound]:
+def kept(config: ModelBenchConfig, keep: Path) -> list[ModelFound]:
     """Return the cases that have times in a folder and a profile of their bed, with their
-    predictions.
-
-    Args:
-        keep: folder of measured times.
-        profiles: folder of the profiles; None for `keep`.
-    """
-    profiles = profiles or keep
+    predictions."""
     return [
-        _predicted_case(keep, config, case, read_cluster(str(_profile_path(profiles, case.bed))))
+        _predicted_case(keep, config, case, read_cluster(str(_profile_path(keep, case.bed))))
         for case in config.cells
-        if _path(keep, config, case).exists() and _profile_path(profiles, case.bed).exists()
+        if _path(keep, config, case).exists() and _profile_path(keep, case.bed).exists()
     ]
-
-
-def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[ModelFound]:
-    """Return the cases that have times in a folder, predicted from profiles in another folder.
-
-    Raises:
-        InputError: a profile is missing, or is not an hour older than the times of the last case.
-    """
-    times = [_path(keep, config, case) for case in config.cells]
-    last = max((path.stat().st_mtime for path in times if path.exists()), default=0.0)
-    for bed, (case, *_) in config.beds.items():
-        path = _profile_path(profiles, bed)
-        if not path.exists():
-            raise InputError(
-                f"--earlier {profiles}: has no profile of {case.shape}: measure one with "
-                f"--only profile --keep {profiles}"
-            )
-        if last - path.stat().st_mtime < EARLIER_SECONDS:
-            raise InputError(
-                f"--earlier {profiles}: the profile of {case.shape} is not an hour older than "
-                "the times of the last case: wait"
-            )
-    return kept(config, keep, profiles)
 
 
 def plans_of(case: ModelCase) -> dict[str, Compiled]:
@@ -211,11 +175,7 @@ def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
 
 
 def _measure(
-    keep: Path,
-    config: ModelBenchConfig,
-    case: ModelCase,
-    profiles: Sequence[ClusterSpec],
-    ranks: object,
+    keep: Path, config: ModelBenchConfig, case: ModelCase, profile: ClusterSpec, ranks: object
 ) -> None:
     """Measure a case and keep its times."""
     from moesaic_lab.model import ranks as model_ranks
@@ -223,12 +183,8 @@ def _measure(
 
     assert isinstance(ranks, Cluster)
     plans = plans_of(case)
-    favourites: dict[str, None] = {}
-    for profile in profiles:
-        predicted = predict(case, plans, profile, config.seed)
-        favourites |= dict.fromkeys(
-            sorted(predicted, key=lambda name: predicted[name])[: config.favourites]
-        )
+    predicted = predict(case, plans, profile, config.seed)
+    favourites = sorted(predicted, key=lambda name: predicted[name])[: config.favourites]
     job = model_ranks.ModelJob(
         case=case,
         grid=case.grid,

@@ -29,12 +29,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from moesaic.balance.machine import Machine
 from moesaic.balance.samples import TwoStage, Weighed
 from moesaic.planner.cluster import Device, Tflops
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.traces.load import locality
 from moesaic.traces.trace import Trace
 from moesaic_lab.beds import BedCell, Place, joined
@@ -50,6 +50,7 @@ from moesaic_lab.benchmark import (
 )
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.emulated import UNSHAPED_GBPS, emulated
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measure import Timing, spread
 from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
@@ -67,7 +68,6 @@ from moesaic_lab.netmoe.setting import (
 )
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.policies.stay import Stay
-from moesaic_testbed.cluster import Cluster
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
 INTER = "200mbit"
@@ -85,7 +85,7 @@ METHODS: dict[str, Method] = {
     "plain": None,
     "nobody moves": Stay(),
     "two_stage": TwoStage(**ALWAYS),
-    "weighed": Weighed(Machine(intra_gbps=UNSHAPED_GBPS, inter_gbps=INTER_GBPS), **ALWAYS),
+    "weighed": Weighed(Rates(intra_gbps=UNSHAPED_GBPS, inter_gbps=INTER_GBPS), **ALWAYS),
 }
 BED_TOKENS = 512
 """Tokens of a rank on the emulated clusters."""
@@ -218,7 +218,7 @@ def on_bed(
     device = Device(tflops=Tflops(fp32=GFLOPS / 1000), memory_gib=8, memory_gigabytes_per_second=5)
     costs = Costs(setting, emulated(bed, device=device))
 
-    def measure(ranks: Cluster, load: tuple[dict[str, Any], Trace]) -> Rows:
+    def measure(ranks: KeptRanks, load: tuple[dict[str, Any], Trace]) -> Rows:
         about, trace = load
         of_ranks = ranks.run(measure_steps, job_of(setting, trace, METHODS, repeats=repeats))
         cell = BedCell(**joined(of_ranks, bed))

@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
-from moesaic_lab.claims import NotMeasuredError
+from moesaic_lab.claims import ROOT, NotMeasuredError
 from moesaic_lab.measured import measured
 from moesaic_lab.step.cells import AGAIN, SEARCHED, StepCell, read_config
 from moesaic_lab.step.claims import Row, fastest, is_by_hand
 from moesaic_lab.tables import markdown_table, write_page
 
-ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "benchmarks" / "results" / "step.json"
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "choose_a_split.md"

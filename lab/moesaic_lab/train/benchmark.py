@@ -26,6 +26,7 @@ from rich.table import Table
 from moesaic_lab.benchmark import Told, emulated, notes_of, on_beds
 from moesaic_lab.bounds import Limit, Message, crossing, link_limit
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed
+from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.measure import MANY, NEAR, Ratio, Timing, over_ranks, paired
 from moesaic_lab.peers import absence
 from moesaic_lab.pictures import Panel, PlottedSeries
@@ -36,7 +37,6 @@ from moesaic_lab.train.config import Layouts, TrainBenchConfig, TrainCase, read_
 from moesaic_lab.train.layout import BY_SOURCE, ORDERED
 from moesaic_lab.train.ranks import MeasuredSystem, TrainFound
 from moesaic_testbed import Bed
-from moesaic_testbed.cluster import Cluster
 
 LEAST = 8
 """Least number of pairs for any ratio."""
@@ -113,7 +113,7 @@ class TrainResults:
     """Rows of the layouts; empty if they were not run."""
 
 
-def run(config: TrainBenchConfig, told: Told) -> TrainResults:
+def run(config: TrainBenchConfig, told: Told, keep: str | None) -> TrainResults:
     """Measure all cases and the layouts of a configuration. This starts clusters, one after
     another.
 
@@ -121,7 +121,7 @@ def run(config: TrainBenchConfig, told: Told) -> TrainResults:
         RankError: a lossless system computes other results than the model in one process.
     """
 
-    def measure(ranks: Cluster, case: TrainCase) -> TrainCell:
+    def measure(ranks: KeptRanks, case: TrainCase) -> TrainCell:
         return cell_of(case, ranks.bed, ranks.run(side.measure, config, case))
 
     cells = list[TrainCell]()
@@ -131,7 +131,8 @@ def run(config: TrainBenchConfig, told: Told) -> TrainResults:
             lambda case: case.bed,
             lambda case: f"{case.name}, {case.mode}",
             measure,
-            told,
+            told=told,
+            keep=keep,
         )
     told("layouts")
     layouts = [cell for cell in config.cells if isinstance(cell, Layouts)]

@@ -14,10 +14,10 @@ from moesaic.errors import InputError
 from moesaic.policies import REPLICATION, load
 
 if TYPE_CHECKING:
-    from moesaic.balance.expert_placement import AbstractExpertPlacer, ExpertRates
-    from moesaic.balance.replication.cost import ReplicationCosts
+    from moesaic.balance.expert_placement import AbstractExpertPlacer
     from moesaic.balance.replication.policy import AbstractReplicationPolicy
     from moesaic.balance.samples import AbstractPlacer, PlacerOptions
+    from moesaic.program.rates import Rates
 
 
 def _make(place: str, *arguments: Any, **options: Any) -> Any:
@@ -33,9 +33,7 @@ def check_replication(where: str, name: str) -> None:
         )
 
 
-def replication_policy(
-    name: str, costs: ReplicationCosts | None = None
-) -> AbstractReplicationPolicy:
+def replication_policy(name: str, costs: Rates | None = None) -> AbstractReplicationPolicy:
     """Return the replication policy of a name in `Plan.replication`.
 
     Args:
@@ -54,13 +52,13 @@ def replication_policy(
 SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
     "two_stage": lambda options: _make("samples:TwoStage", options.least_gain, rest=options.rest),
     "weighed": lambda options: _make(
-        "samples:Weighed", options.machine, least_gain=options.least_gain, rest=options.rest
+        "samples:Weighed", options.rates, least_gain=options.least_gain, rest=options.rest
     ),
 }
 """Builders of sample placers, which decide the homes of samples after a layer, by the name in
 `balance.samples`. A builder takes the options of the run."""
 
-EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
+EXPERT_PLACERS: dict[str, Callable[[Rates], AbstractExpertPlacer]] = {
     "balanced": lambda rates: _make("expert_placement:Balanced", rates),
     "smartmoe": lambda _: _make("expert_placement:SmartMoE"),
 }

@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.balance.replication.bounded import fitting_tables, seconds
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.slices import Cut, cut
 from moesaic.errors import InputError
 from moesaic.program.compile import Compiled
 from moesaic.program.plan import NO_REPLICATION
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.row_counts import RankRows
 from moesaic.program.sizes import CallSizes
@@ -67,12 +68,10 @@ class MemoryBudget:
         costs: cost model that compares slices with replication; None for the usual one.
     """
 
-    def __init__(
-        self, compiled: Compiled, num_experts: int, costs: ReplicationCosts | None = None
-    ) -> None:
+    def __init__(self, compiled: Compiled, num_experts: int, costs: Rates | None = None) -> None:
         self.compiled = compiled
         self.num_experts = num_experts
-        self.costs = costs or ReplicationCosts()
+        self.costs = costs or Rates()
         self.use = BudgetUse()
         self._holders: dict[bytes, np.ndarray] = {}
 

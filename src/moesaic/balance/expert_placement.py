@@ -11,15 +11,15 @@ a leading axis of edp, the replicas of the experts, which all have the same plac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import nodes_of, ranks_by_place, seconds_per_byte, slowness_of
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 from moesaic.runtime.call_counts import check_order
 
 SLACK = 1e-9
@@ -27,23 +27,6 @@ SLACK = 1e-9
 SWAPS_MOST = 64
 """Most swaps of one search for fewer rows between nodes; each swap compares all pairs of
 experts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertRates:
-    """The rates from which the cost of computing and sending a row follows."""
-
-    machine: Machine = field(default_factory=Machine)
-    """Rates of one rank."""
-    element_bytes: int = 2
-    """Bytes per element of activations."""
-    passes: int = 4
-    """How often a row crosses a link in a step: to the expert and back, and again for gradients."""
-
-    def __post_init__(self) -> None:
-        for name in ("element_bytes", "passes"):
-            if getattr(self, name) < 1:
-                raise InputError(f"rates.{name}={getattr(self, name)}: must be at least 1")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -150,12 +133,12 @@ class ExpertSeconds:
     rank's links, and the move."""
 
     load: ExpertLoad
-    rates: ExpertRates
+    rates: Rates
 
     @cached_property
     def _per_byte(self) -> np.ndarray:
         """(world, world): seconds per byte from rank to rank; 0 within a rank."""
-        return seconds_per_byte(self.rates.machine, self.load.node)
+        return seconds_per_byte(self.rates, self.load.node)
 
     def of_step(self, place: np.ndarray) -> float:
         """Return the part of a step's seconds that depends on the placement."""
@@ -174,7 +157,7 @@ class ExpertSeconds:
             busy[0, origins] += spent.sum((1, 2))
             busy[1, origins] += spent.sum(0).reshape(-1)
         travel = rates.passes * load.dim * rates.element_bytes * busy.max()
-        return float(load.busiest(place) * flops / (rates.machine.tflops * 1e12) + travel)
+        return float(load.busiest(place) * flops / (rates.tflops * 1e12) + travel)
 
     def of_move(self, place: np.ndarray) -> float:
         """Return the seconds of moving experts from their present places: those of the rank that
@@ -274,8 +257,8 @@ class Balanced(AbstractExpertPlacer):
         rates: rates of computing and sending rows; None for the usual ones.
     """
 
-    def __init__(self, rates: ExpertRates | None = None) -> None:
-        self.rates = rates or ExpertRates()
+    def __init__(self, rates: Rates | None = None) -> None:
+        self.rates = rates or Rates()
 
     def decide(self, load: ExpertLoad) -> np.ndarray:
         """Return the order with the least modelled time until the next decision, including the

@@ -27,10 +27,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import nodes_of, ranks_by_place
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
+from moesaic.program.rates import Rates
 
 LEAST_GAIN = 0.1
 """The share of the rows between nodes that moves must be predicted to save. Samples that hardly
@@ -264,7 +264,7 @@ class SampleLoad:
 class PlacerOptions:
     """The options of a run for its sample placer, which uses those that it needs."""
 
-    machine: Machine = field(default_factory=Machine)
+    rates: Rates = field(default_factory=Rates)
     """Rates of one rank's links."""
     least_gain: float = LEAST_GAIN
     """The share of the cost that moves must save, from 0 to below 1; otherwise no sample moves."""
@@ -414,7 +414,7 @@ class Weighed(TwoStage):
     returns the best of these by the model.
 
     Args:
-        machine: rates of one rank's links; None for the usual ones.
+        rates: those of one rank's links; None for the usual ones.
         least_gain: share of the modelled time that moves must save, from 0 to below 1; otherwise no
             sample moves.
         rest: as for `TwoStage`.
@@ -424,11 +424,11 @@ class Weighed(TwoStage):
     """
 
     def __init__(
-        self, machine: Machine | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST
+        self, rates: Rates | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST
     ) -> None:
         super().__init__(least_gain, rest=rest)
-        machine = machine or Machine()
-        self.rates = 1 / machine.intra_gbps, 1 / machine.inter_gbps
+        rates = rates or Rates()
+        self.rates = 1 / rates.intra_gbps, 1 / rates.inter_gbps
         """Time of a row within a node, and of a row between nodes, up to a common factor."""
 
     def decide(self, load: SampleLoad) -> Homes:

@@ -83,6 +83,16 @@ def value_of(arguments: Sequence[str], flag: str) -> str | None:
     return None
 
 
+def joined(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return the words with `flag` and its value joined by "=": argparse takes no separate value
+    that begins with hyphens."""
+    words = list(arguments)
+    if flag in words[:-1]:
+        at = words.index(flag)
+        words[at : at + 2] = [f"{flag}={words[at + 1]}"]
+    return words
+
+
 def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
     """Return tyro's rules for dataclasses, with the line breaks of field docstrings removed: tyro
     keeps those of the source.

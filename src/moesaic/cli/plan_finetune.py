@@ -1,17 +1,19 @@
-"""`moesaic plan --finetune`: what fits, how fast each split of a model is, and which change would
+"""`moesaic plan finetune`: what fits, how fast each split of a model is, and which change would
 help most."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moesaic.cli.arguments import parse
 from moesaic.cli.output import folded
+from moesaic.cli.plan_search import JobOptions
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.finetune import (
@@ -44,28 +46,39 @@ class FinetuneChange:
     """Whether expert parallelism fits after it."""
 
 
-def print_finetune(
-    job: Job,
-    cluster: ClusterSpec,
-    model: str,
-    *,
-    method: Method,
-    rank: int,
-    accumulation: int,
-    as_json: bool,
-) -> int:
-    """Print a prediction on standard output; returns the exit code.
+@dataclass(frozen=True, kw_only=True)
+class PlanFinetuneOptions(JobOptions):
+    """Options of `moesaic plan finetune`."""
 
-    Args:
-        job: gives the model, its sequences and a micro-batch.
-        cluster: the cluster.
-        model: name of the model, as given.
-        method, rank, accumulation: as for `predict_finetune`.
-        as_json: print plain data.
+    accumulation: int = 4
+    """Micro-batches per optimizer step."""
+    method: Method = "qlora"
+    """Precision of the frozen experts: NF4 (qlora; qlora-double: with scales in eight bits) or 16
+    bits (lora)."""
+    rank: int = 16
+    """Rank of the adapters."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code.
 
     Raises:
         InputError: nothing fits; the message says what is missing and what fits.
     """
+    options = parse(
+        PlanFinetuneOptions,
+        arguments,
+        prog="moesaic plan finetune",
+        description=(
+            "Predict a fine-tune of adapters on a frozen Hugging Face model: what fits, how fast "
+            "it is if ranks share experts or layers, and what would help."
+        ),
+    )
+    cluster = options.simulator().cluster
+    job = options.job(cluster)
+    model = options.model
     length = job.model.seq_len
     ranks = cluster.world
     sizes: dict[str, Any] = {
@@ -73,9 +86,9 @@ def print_finetune(
         "memory_bytes": None,
         "tokens": max(job.batch_size // ranks, 1) * length,
         "length": length,
-        "method": method,
-        "rank": rank,
-        "accumulation": accumulation,
+        "method": options.method,
+        "rank": options.rank,
+        "accumulation": options.accumulation,
         "logits": LOSS_TOKENS,
         "projections": 4,
     }
@@ -85,7 +98,7 @@ def print_finetune(
             f"{model} on {cluster.name} does not fit: {_what_fits(job, cluster, found, sizes)}"
         )
     changes = sorted(_changes(job, cluster, found, sizes), key=lambda change: -change.speedup)
-    if as_json:
+    if options.json:
         data = {
             **asdict(found),
             "bytes": found.bytes,
@@ -236,7 +249,7 @@ def _what_fits(
             break
     smaller = [name for name, size in WEIGHT_BYTES.items() if size < WEIGHT_BYTES[sizes["method"]]]
     fitting += [
-        f"--finetune {name}" for name in smaller if again(**{**limited, "method": name}).fits
+        f"--method {name}" for name in smaller if again(**{**limited, "method": name}).fits
     ][:1]
     needs = f"needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"
     return (

@@ -247,8 +247,8 @@ def as_others_shard(
     )
     yield (
         f"as {name} runs it: {', '.join(choices)}: {speed.tokens_per_second:,.0f} tokens/s and "
-        f"device, {step.memory.total / GIB:.1f} GiB{times} (--pp {layout.pp} --emit {system} "
-        "prints it)"
+        f"device, {step.memory.total / GIB:.1f} GiB{times} (moesaic plan emit "
+        f"{system} --pp {layout.pp} prints it)"
     )
     gains = without_what_we_lack(job, cluster, layout)
     if gains:
@@ -264,7 +264,7 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
         job: the training job.
         cluster: the cluster.
         ours: speed of the best layout of the search, to compare with; None if none fits.
-        flags: the flags of --explain.
+        flags: flags of Megatron or torchtitan.
     """
     layout = from_flags(flags)
     step = predict(job, cluster, layout)

@@ -20,7 +20,7 @@ from moesaic.program.task import Kind, Op, Slot, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class DeviceRates:
     """A device's rates for one dtype."""
 
     flops: float
@@ -91,7 +91,7 @@ class Rates:
         )
 
 
-def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
+def rates_of(spec: ClusterSpec, dtype: str) -> DeviceRates:
     """Return the rates of a cluster's devices; if they differ, those of the slowest.
 
     Raises:
@@ -100,7 +100,7 @@ def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
     device = spec.device
     slowest = min(spec.speeds, default=1.0)
     codec = device.codec_gigabytes_per_second
-    return Rates(
+    return DeviceRates(
         flops=device.flops(dtype) * slowest,
         grouped_flops=device.flops(dtype, grouped=True) * slowest,
         rows=device.gemm_rows,
@@ -137,7 +137,7 @@ def router_seconds(
 
 
 def compute_seconds(
-    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates
+    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: DeviceRates
 ) -> np.ndarray:
     """Return the seconds that each actor computes on a task, (actors,); for a movement, the copies
     before and after it.
@@ -167,7 +167,7 @@ def compute_seconds(
 
 
 def _experts(
-    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates
+    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: DeviceRates
 ) -> np.ndarray:
     layer = volumes.layer
     rows = next(slots[name] for name in task.reads if slots[name].kind is Kind.ROWS)
@@ -194,7 +194,7 @@ def _experts(
 
 
 def frozen_seconds(
-    rows: np.ndarray, units: float, layer: Workload, rates: Rates, *, is_backward: bool
+    rows: np.ndarray, units: float, layer: Workload, rates: DeviceRates, *, is_backward: bool
 ) -> np.ndarray:
     """Return the seconds that frozen experts take in a pass besides their products, in the shape of
     `rows`.
@@ -222,7 +222,7 @@ def frozen_seconds(
 
 
 def _coding(
-    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates
+    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: DeviceRates
 ) -> np.ndarray:
     """Return the seconds of encoding rows into messages, or of decoding messages into rows,
     (actors,)."""

@@ -1,5 +1,5 @@
-"""Flags of other training systems: reads layouts from them (`--explain`), and writes layouts as
-flags (`--emit`).
+"""Flags of other training systems: reads layouts from them (`moesaic plan explain`),
+and writes layouts as flags (`moesaic plan emit`).
 
 `SYSTEMS` says what each system has. Nothing that it lacks is searched for it or written.
 """
@@ -133,7 +133,7 @@ def from_flags(flags: str) -> OthersLayout:
         words = _words(flags)
     except ValueError as error:
         raise InputError(
-            f"--explain: the flags do not parse ({error}): close what is quoted"
+            f"--flags: the flags do not parse ({error}): close what is quoted"
         ) from error
     known = MEGATRON | TORCHTITAN
     yielding: dict[str, Any] = {}
@@ -156,7 +156,7 @@ def from_flags(flags: str) -> OthersLayout:
         first = next((flag.name for flag in given if flag.name != flag.word), "")
         only = (f"--{first}" if first else "nothing") + suggestion(first, list(known))
         raise InputError(
-            f"--explain: found no flag of Megatron or torchtitan that splits a model, only {only}"
+            f"--flags: found no flag of Megatron or torchtitan that splits a model, only {only}"
         )
     if any(flag.name in TORCHTITAN for flag in given):
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches
@@ -244,7 +244,7 @@ def _given(words: list[str]) -> list[Given]:
             given_flags = True
             name = word[dashes.end() :].replace("_", "-")
             if dashes[0] != "--" and name in {*MEGATRON, *TORCHTITAN, *SIZES}:
-                raise InputError(f"--explain: {word!r} is no flag: write two hyphens, --{name}")
+                raise InputError(f"--flags: {word!r} is no flag: write two hyphens, --{name}")
             given.append(Given(word, name, []))
         elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not given_flags):
             given.append(Given(word, word, []))
@@ -290,7 +290,7 @@ def unread_flags(flags: str, job: Job) -> list[str]:
         if size is not None and value.isdecimal() and int(value) != size(job):
             option = " (--seq-len)" if "seq" in flag.name else ""
             raise InputError(
-                f"--explain: {flag.word} {value}, but the planned model has {size(job)}: make "
+                f"--flags: {flag.word} {value}, but the planned model has {size(job)}: make "
                 f"them agree{option}"
             )
     known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS, *(GRAPHS if _is_one_graph(given) else ())}
@@ -312,7 +312,7 @@ def _check_single(flag: Given, most: int) -> None:
     if len(flag.values) > most:
         words = ", ".join(map(repr, flag.values))
         takes = "one value" if most else "no value"
-        raise InputError(f"--explain: {flag.word} takes {takes}, got {words}")
+        raise InputError(f"--flags: {flag.word} takes {takes}, got {words}")
 
 
 def _flag_value(given: Given, make: Any) -> Any:
@@ -322,18 +322,18 @@ def _flag_value(given: Given, make: Any) -> Any:
     words = given.values
     if make is list:
         if not words:
-            raise InputError(f"--explain: {flag} is empty: name at least one of {', '.join(PARTS)}")
+            raise InputError(f"--flags: {flag} is empty: name at least one of {', '.join(PARTS)}")
         return tuple(words)
     _check_single(given, 1)
     word = words[0] if words else ""
     if isinstance(make, dict):
         if word not in make:
-            raise InputError(f"--explain: {flag}={word!r}: choose one of {', '.join(make)}")
+            raise InputError(f"--flags: {flag}={word!r}: choose one of {', '.join(make)}")
         return make[word]
     try:
         return make(word)
     except ValueError as error:
-        raise InputError(f"--explain: {flag} needs a whole number, got {word!r}") from error
+        raise InputError(f"--flags: {flag} needs a whole number, got {word!r}") from error
 
 
 def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
@@ -389,7 +389,7 @@ class System:
         for choice, values in supported.items():
             if getattr(layout, choice) not in values:
                 raise InputError(
-                    f"--emit {name}: {self.version or name} does not support "
+                    f"emit {name}: {self.version or name} does not support "
                     f"{choice}={getattr(layout, choice)!r}: choose "
                     f"{' or '.join(map(repr, values))}, or another system"
                 )

@@ -14,15 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from moesaic.balance.machine import Machine
 from moesaic.errors import InputError
 from moesaic.planner.answer import speed_of
 from moesaic.planner.candidates import Pins
-from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.hub import HubShape
 from moesaic.planner.job import DataShape, Job
 from moesaic.planner.other_systems import OthersLayout, predict, rank_models
-from moesaic.planner.policy_rates import cluster_of
 from moesaic.planner.predicted_plans import ENDLESS_GIB
 from moesaic.planner.rank_memory import FRAGMENTED, GIB
 from moesaic.planner.search import LOSSLESS, Settings, search
@@ -230,6 +228,17 @@ def predict_finetune(
     )
 
 
+def unnamed(ranks: int) -> ClusterSpec:
+    """Return a node of this many devices for predictions of memory, which ask for no rate."""
+    return ClusterSpec(
+        name="unnamed",
+        nodes=1,
+        devices_per_node=ranks,
+        device=Device(tflops=Tflops(bf16=1.0), memory_gib=1.0, memory_gigabytes_per_second=1.0),
+        links=(Link(name="inside", devices=1, gbps=(1.0,), carries="inside"),),
+    )
+
+
 def _predicted(
     job: FinetuneJob,
     *,
@@ -242,7 +251,7 @@ def _predicted(
     """Return the memory that a fine-tune needs and, if the cluster is known, its speed."""
     per_node = None if cluster is None else cluster.devices_per_node
     grid = Grid(world=ranks, ep=ranks, ranks_per_node=per_node)
-    machine = cluster or cluster_of(Machine(), grid)
+    machine = cluster or unnamed(ranks)
     if memory_bytes is None and cluster is not None:
         memory_bytes = cluster.device.memory_gib * GIB
     if stages[0] == 1:

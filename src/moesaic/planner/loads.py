@@ -16,7 +16,7 @@ from moesaic.errors import InputError
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.even import MAX_RANKS_APART
-from moesaic.planner.policy_rates import costs_of
+from moesaic.planner.policy_rates import seen_by
 from moesaic.planner.rank_memory import Memory, of_calls
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.task_times import Simulated
@@ -169,7 +169,7 @@ def decided(
     if not compiled.replicates:
         return compiled, None
     policy = replication_policy(
-        compiled.plan.replication, costs_of(simulator.cluster, compiled.grid, layer)
+        compiled.plan.replication, seen_by(simulator.cluster, compiled.grid, layer)
     )
     programs = programs_of(compiled, policy)
     chooser = policy.start({name: each.plan for name, each in programs.items()})

@@ -6,15 +6,14 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.errors import InputError
-from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops, read_cluster
+from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.compute import rates_of
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.topology import Topology, check_fit
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid, LinkLevel
+from moesaic.program.rates import Rates
 
 PROBE_BYTES = 1 << 20
 """Size of the simulated messages from which the rates of links are derived."""
@@ -41,7 +40,7 @@ def simulator_of(cluster: str, world: int, per_node: int) -> Simulator:
     return simulator
 
 
-def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
+def seen_by(spec: ClusterSpec, grid: Grid, layer: Workload) -> Rates:
     """Return the rates that each rank gets while all ranks exchange, and the rate of products of
     the layer's size.
 
@@ -61,20 +60,20 @@ def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
         source != target
     )
     across = source // topology.ranks_per_node != target // topology.ranks_per_node
-    default = Machine()
+    usual = Rates()
     near = _rate(topology, source[inside], target[inside]) or (
-        default.intra_gbps,
-        default.intra_latency_us,
+        usual.intra_gbps,
+        usual.intra_latency_us,
     )
     far = _rate(topology, source[across], target[across]) or (
-        default.inter_gbps,
-        default.inter_latency_us,
+        usual.inter_gbps,
+        usual.inter_latency_us,
     )
-    rates = rates_of(spec, layer.dtype)
+    device = rates_of(spec, layer.dtype)
     rows = np.array([max(1.0, grid.dp * layer.copies / layer.num_experts / grid.edp)])
     flops = 2.0 * layer.matrices * layer.dim * layer.hidden / grid.etp
-    seconds = float(rates.product_seconds(rows, flops, 0.0, grouped=True)[0])
-    return Machine(
+    seconds = float(device.product_seconds(rows, flops, 0.0, grouped=True)[0])
+    return Rates(
         intra_gbps=near[0],
         inter_gbps=far[0],
         intra_latency_us=near[1] + spec.host.message_us,
@@ -82,7 +81,13 @@ def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
         intra_ranks=_sharing(topology, "inside"),
         inter_ranks=_sharing(topology, "outside"),
         tflops=float(rows[0]) * flops / seconds / 1e12,
-        memory_gbps=rates.memory * 8 / 1e9,
+        memory_gbps=device.memory * 8 / 1e9,
+        speeds=spec.speeds,
+        node_links=_node_links(spec),
+        expert_us=2 * spec.host.message_us,
+        part_us=3 * spec.host.task_us,
+        element_bytes=layer.element_bytes,
+        matrices=layer.matrices,
     )
 
 
@@ -126,20 +131,6 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
     return tuple(level for _, level in sorted(sized_levels, key=lambda pair: -pair[0]))
 
 
-def costs_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> ReplicationCosts:
-    """Return the rates by which replication policies decide on a cluster; arguments and errors are
-    those of `machine_of`."""
-    return ReplicationCosts(
-        machine=machine_of(spec, grid, layer),
-        element_bytes=layer.element_bytes,
-        matrices=layer.matrices,
-        speeds=spec.speeds,
-        node_links=_node_links(spec),
-        expert_us=2 * spec.host.message_us,
-        part_us=3 * spec.host.task_us,
-    )
-
-
 def _node_links(spec: ClusterSpec) -> tuple[float, ...]:
     """Return the rate of each node's link to the others, relative to the slowest one, which bounds
     an even exchange."""
@@ -175,42 +166,3 @@ def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[f
     seconds = (float(two.seconds.max()) - float(one.seconds.max())) / messages
     start = max(0.0, float(one.seconds.max()) / messages - seconds) + one.latency / messages
     return PROBE_BYTES * 8 / seconds / 1e9, start * 1e6
-
-
-def cluster_of(machine: Machine, grid: Grid) -> ClusterSpec:
-    """Return a cluster of a mesh's ranks with the rates of a machine and bf16 products.
-
-    Each rank has one port inside its node and one between nodes, unless ranks share these links.
-    """
-    per_node = grid.ranks_per_node or grid.world
-    inside = machine.intra_ranks
-    outside = machine.inter_ranks
-    return ClusterSpec(
-        name="nominal",
-        nodes=grid.world // per_node,
-        devices_per_node=per_node,
-        device=Device(
-            tflops=Tflops(bf16=machine.tflops),
-            memory_gib=80.0,
-            memory_gigabytes_per_second=machine.memory_gbps / 8,
-            gemm_rows=(1,),
-            gemm_share=(1.0,),
-        ),
-        links=(
-            Link(
-                name="inside",
-                devices=inside,
-                gbps=(machine.intra_gbps * inside,),
-                message_us=machine.intra_latency_us,
-                carries="inside",
-                shared=inside == per_node > 1,
-            ),
-            Link(
-                name="outside",
-                devices=outside,
-                gbps=(machine.inter_gbps * outside,),
-                message_us=machine.inter_latency_us,
-                carries="outside",
-            ),
-        ),
-    )

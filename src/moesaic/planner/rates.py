@@ -1,5 +1,5 @@
 """The name that `moesaic.planner.policy_rates` had before: import from there."""
 
-from moesaic.planner.policy_rates import costs_of, levels_of, machine_of, simulator_of
+from moesaic.planner.policy_rates import levels_of, seen_by, simulator_of
 
-__all__ = ["costs_of", "levels_of", "machine_of", "simulator_of"]
+__all__ = ["levels_of", "seen_by", "simulator_of"]

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from moesaic.balance import replication_policy
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import (
     AbstractChooser,
     AbstractReplicationPolicy,
@@ -31,6 +30,7 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Crossing, Order, Plan
+from moesaic.program.rates import Rates
 from moesaic.program.replications import Replications
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
@@ -156,7 +156,7 @@ class Case:
 def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
     """Return a policy for a machine that computes so slowly that sending an expert's weights pays
     even for a single copy."""
-    costs = ReplicationCosts(machine=Machine(tflops=1e-9))
+    costs = Rates(tflops=1e-9)
     return None if replication == NO_REPLICATION else replication_policy(replication, costs)
 
 

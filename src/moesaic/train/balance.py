@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,6 @@ import torch
 from torch import nn
 
 from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS, replication_policy
-from moesaic.balance.expert_placement import ExpertRates
-from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import CallDecision
 from moesaic.balance.run.calls import BalancedCalls, calls_by, decisions_of
 from moesaic.balance.run.expert_moves import ExpertPlacement, Moved
@@ -31,12 +29,13 @@ from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
 from moesaic.planner.job import job_of
-from moesaic.planner.policy_rates import costs_of, simulator_of
+from moesaic.planner.policy_rates import seen_by, simulator_of
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.policies import CallsOf
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
+from moesaic.program.rates import Rates
 from moesaic.train.config import TrainConfig
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -53,7 +52,7 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
     return simulator, job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
 
 
-def costs_in(config: TrainConfig, grid: Grid) -> ReplicationCosts:
+def costs_in(config: TrainConfig, grid: Grid) -> Rates:
     """Return the rates by which the policies of a run decide: those of the cluster that `planner`
     names, or else usual ones.
 
@@ -62,9 +61,9 @@ def costs_in(config: TrainConfig, grid: Grid) -> ReplicationCosts:
     """
     if config.planner.cluster:
         simulator, layer = known_cluster(config, grid)
-        return costs_of(simulator.cluster, grid, layer)
+        return seen_by(simulator.cluster, grid, layer)
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
-    return ReplicationCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
+    return Rates(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
 
 
 def make_calls(config: TrainConfig, grid: Grid) -> CallsOf | None:
@@ -111,7 +110,7 @@ def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
     """Make a model's samples move between its MoE layers in training, as `balance.samples`
     configures."""
     if isinstance(model, MovingGPT):
-        options = PlacerOptions(machine=costs_in(config, mesh.grid).machine)
+        options = PlacerOptions(rates=costs_in(config, mesh.grid))
         model.relocator = WatchedRelocator(mesh, SAMPLE_PLACERS[config.balance.samples](options))
 
 
@@ -153,7 +152,7 @@ class ExpertMover:
         assert mesh is not None, "experts are split over ranks"
         layers = [module for module in model.modules() if isinstance(module, MoE)]
         costs = costs_in(config, mesh.grid)
-        rates = ExpertRates(machine=costs.machine, element_bytes=element_bytes)
+        rates = replace(costs, element_bytes=element_bytes)
         self.placement = ExpertPlacement(
             layers,
             mesh,

@@ -15,8 +15,7 @@ from meshes import compiled, make_layer, step, tokens_of
 from torch import Tensor
 
 from helpers import refused
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import (
     AbstractChooser,
     AbstractReplicationPolicy,
@@ -32,6 +31,7 @@ from moesaic.layer import MoE
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.runtime import expert_parallel as runtime
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import AnyOption
@@ -41,9 +41,7 @@ GRIDS = {
     "tp": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
     "copies": Grid(world=4, ep=2, ranks_per_node=2),
 }
-DEAR = ReplicationCosts(
-    machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0)
-)
+DEAR = Rates(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0)
 """Costs by which replication pays even for the tiny sizes of tests."""
 
 

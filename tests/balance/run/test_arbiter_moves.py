@@ -3,18 +3,17 @@ options save."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import CallDecision, CallTraffic
 from moesaic.balance.run.calls import AGAIN, MoveArbiter, saved_seconds
 from moesaic.balance.samples import Homes, Volume
+from moesaic.program.rates import Rates
 
-COSTS = ReplicationCosts(machine=Machine(intra_gbps=8, inter_gbps=1), element_bytes=2)
+COSTS = Rates(intra_gbps=8, inter_gbps=1, element_bytes=2)
 
 
 @dataclass
@@ -46,7 +45,7 @@ def test_what_a_move_saves_by_hand() -> None:
     move: Any = FakeMove(Volume(1000, 5000), Volume(3000, 1000))
     bits = 8 * 16 * 2 * 2  # forward and backward
     assert saved_seconds(move, COSTS, dim=16) == pytest.approx(bits * (4000 / 1e9 - 2000 / 8e9) / 4)
-    forward = ReplicationCosts(machine=COSTS.machine, element_bytes=2, backward=False)
+    forward = replace(COSTS, element_bytes=2, backward=False)
     assert saved_seconds(move, forward, dim=16) == pytest.approx(
         saved_seconds(move, COSTS, dim=16) / 2
     )

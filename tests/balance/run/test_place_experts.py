@@ -13,8 +13,7 @@ from meshes import compiled, every_rank, make_layer, on_mesh, part_of, tokens_of
 from torch import Tensor
 
 from helpers import GivenOrders, refused
-from moesaic.balance.expert_placement import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates
-from moesaic.balance.machine import Machine
+from moesaic.balance.expert_placement import AbstractExpertPlacer, Balanced, ExpertLoad
 from moesaic.balance.run.expert_moves import ExpertPlacement, Moved
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
@@ -22,6 +21,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE, finish_step
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.rates import Rates
 from moesaic.routing.capacity import AbstractCapacity
 from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.data_parallel import average_gradients
@@ -268,7 +268,7 @@ def test_hot_experts_are_moved_apart_once_and_stay() -> None:
         whole.router.weight[0, 0] = 9.0
         whole.router.weight[1, 0] = -9.0
     whole.router.weight.requires_grad_(False)
-    slow = ExpertRates(machine=Machine(tflops=1e-9))  # computes so slowly that any move pays
+    slow = Rates(tflops=1e-9)  # computes so slowly that any move pays
 
     def rank(transport: AbstractTransport) -> tuple[list[Moved], list[int]]:
         layer = on_mesh(whole, FOUR, transport, Plan())

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, replica_loads
 from moesaic.balance.replication.spill import Giving
 from moesaic.balance.replication.tables import rows_of, spread, within
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 
 HELD = 2
@@ -40,7 +41,7 @@ def rows_for_weights(load: CallLoad) -> int:
     The memory of a row is that at the peak: input, both gradients, and the hidden units of each
     matrix.
     """
-    matrices = ReplicationCosts().matrices
+    matrices = Rates().matrices
     return -(-load.units * load.dim * matrices // (3 * load.dim + matrices * load.units))
 
 
@@ -82,7 +83,7 @@ def within_budget(
             counts as copies too.
         slices: number of parts in which the call may run, one after the other.
     """
-    replicas = replica_loads(load, ReplicationCosts())
+    replicas = replica_loads(load, Rates())
     tables = []
     for replica in replicas:
         table = _fitted(replica, within(replica, replicated), budget, slices)
@@ -134,7 +135,7 @@ def fitting_tables(
 
 
 def seconds(
-    load: CallLoad, costs: ReplicationCosts, replicated: Replications, slices: int, repeated: float
+    load: CallLoad, costs: Rates, replicated: Replications, slices: int, repeated: float
 ) -> float:
     """Return the modelled seconds of a call in slices.
 
@@ -157,7 +158,7 @@ def seconds(
             (slices - 1)
             * (replica.costs.passes + 1)
             * (len(rows) - 1)
-            * costs.machine.inter_latency_us
+            * costs.inter_latency_us
             * 1e-6
         )
         worst = max(

@@ -9,17 +9,16 @@ hold experts are computed once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import TypeVar
 
 import numpy as np
 
-from moesaic.balance.machine import Machine
-from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.passes.replicate import relays
+from moesaic.program.rates import Rates
 
 
 def ranks_by_place(grid: Grid) -> np.ndarray:
@@ -37,20 +36,20 @@ def nodes_of(grid: Grid) -> np.ndarray:
 
 
 def seconds_per_byte(
-    machine: Machine, node: np.ndarray, node_links: tuple[float, ...] = ()
+    rates: Rates, node: np.ndarray, node_links: tuple[float, ...] = ()
 ) -> np.ndarray:
     """Return the seconds per byte from each place to each other place, (places, places); 0 within a
     place.
 
     Args:
-        machine: the rates of one rank.
+        rates: those of one rank.
         node: (places,), the node of each place.
-        node_links: rate of each node's link to the other nodes, relative to the machine's; the
-            slower end counts. () if all nodes have the machine's rate.
+        node_links: rate of each node's link to the other nodes, relative to `rates`; the
+            slower end counts. () if they are equal.
     """
     link = np.array(node_links or (1.0,))[node % len(node_links or (1.0,))]
-    between = machine.inter_gbps * np.minimum(link[:, None], link[None, :])
-    gbps = np.where(node[:, None] == node[None, :], machine.intra_gbps, between)
+    between = rates.inter_gbps * np.minimum(link[:, None], link[None, :])
+    gbps = np.where(node[:, None] == node[None, :], rates.intra_gbps, between)
     seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
     return seconds
 
@@ -111,46 +110,6 @@ class CallLoad:
         return list(ranks_by_place(self.grid))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicationCosts:
-    """The rates of a machine and the sizes of a layer from which the cost of a call is computed.
-
-    `planner/policy_rates.py` derives them from a cluster.
-    """
-
-    machine: Machine = field(default_factory=Machine)
-    """Rates of one rank."""
-    element_bytes: int = 2
-    """Bytes per element of activations and weights."""
-    matrices: int = 3
-    """Weight matrices of an expert: 3 for SwiGLU, 2 for a plain expert."""
-    expert_us: float = 0.0
-    """Host time in microseconds, forward and backward, for each expert that is replicated to a
-    place: packing, placing, calls. Small if grouped products compute all experts at once. Only the
-    arbiter counts it."""
-    part_us: float = 100.0
-    """Host time in microseconds to launch each further all-to-all and its products, if a call runs
-    step by step. Only the arbiter counts it."""
-    speeds: tuple[float, ...] = ()
-    """Speed of each rank's products relative to `machine`; () if equal."""
-    node_links: tuple[float, ...] = ()
-    """Rate of each node's link to the other nodes, in both directions, relative to `machine`; () if
-    equal."""
-    backward: bool = True
-    """Count the backward pass too: twice the products, and every transfer again."""
-
-    def __post_init__(self) -> None:
-        for name in ("element_bytes", "matrices"):
-            if getattr(self, name) < 1:
-                raise InputError(f"replication.{name}={getattr(self, name)}: must be at least 1")
-
-    @property
-    def passes(self) -> int:
-        """How often a dispatched row crosses a link: to the expert and back, and again for
-        gradients."""
-        return 4 if self.backward else 2
-
-
 @dataclass(frozen=True)
 class ReplicaLinks:
     """The places of one replica of the experts and the costs between them, which are the same in
@@ -159,7 +118,7 @@ class ReplicaLinks:
     grid: Grid
     origins: np.ndarray
     """(ep, origins): the ranks of each place."""
-    costs: ReplicationCosts
+    costs: Rates
 
     @cached_property
     def nodes(self) -> np.ndarray:
@@ -176,16 +135,16 @@ class ReplicaLinks:
     def seconds_per_byte(self) -> np.ndarray:
         """(ep, ep): seconds per byte from place to place, without other messages; 0 within a
         place."""
-        return seconds_per_byte(self.costs.machine, self.nodes, self.costs.node_links)
+        return seconds_per_byte(self.costs, self.nodes, self.costs.node_links)
 
     @cached_property
     def start_up(self) -> np.ndarray:
         """(ep, ep): seconds per message from place to place, whatever its size; 0 within a
         place."""
-        machine = self.costs.machine
+        rates = self.costs
         node = self.nodes
         micro = np.where(
-            node[:, None] == node[None, :], machine.intra_latency_us, machine.inter_latency_us
+            node[:, None] == node[None, :], rates.intra_latency_us, rates.inter_latency_us
         )
         seconds: np.ndarray = micro * 1e-6 * (1 - np.eye(len(node)))
         return seconds
@@ -198,11 +157,11 @@ class ReplicaLinks:
         Ranks have links of their own inside nodes and between nodes, or share them with their
         neighbours.
         """
-        machine = self.costs.machine
+        rates = self.costs
         ep = len(self.origins)
         inside = self.nodes[:, None] == self.nodes[None, :]
         links = []
-        for ranks in (machine.intra_ranks, machine.inter_ranks):
+        for ranks in (rates.intra_ranks, rates.inter_ranks):
             group = np.unique(self.origins[:, 0] // ranks, return_inverse=True)[1]
             links.append(np.stack(np.broadcast_arrays(group[:, None], ep + group[None, :])))
         numbers: np.ndarray = np.where(inside, links[0], 2 * ep + links[1])
@@ -215,15 +174,15 @@ class ReplicaLinks:
         Each shard of an expert gets a byte, so links that carry several of a place's shards carry
         as many bytes.
         """
-        machine = self.costs.machine
+        rates = self.costs
         first = self.origins[:, 0]
-        rates = self.costs.node_links or (1.0,)
-        of_node = np.array(rates)[self.nodes % len(rates)]
+        links = self.costs.node_links or (1.0,)
+        of_node = np.array(links)[self.nodes % len(links)]
         inside = self.nodes[:, None] == self.nodes[None, :]
         busy = []
         for ranks, gbps in (
-            (machine.intra_ranks, np.full(len(first), machine.intra_gbps)),
-            (machine.inter_ranks, machine.inter_gbps * of_node),
+            (rates.intra_ranks, np.full(len(first), rates.intra_gbps)),
+            (rates.inter_ranks, rates.inter_gbps * of_node),
         ):
             together = (self.origins // ranks == (first // ranks)[:, None]).sum(1)
             seconds = 8 * together / (ranks * gbps * 1e9)
@@ -250,8 +209,8 @@ class ReplicaLinks:
         to its `target`."""
         seconds = np.zeros((len(source), 4 * len(self.origins)))
         number = np.arange(len(source))
-        for links, rates in zip(self.ends, self.end_seconds):
-            seconds[number, links[source, target]] += rates[source, target]
+        for links, busy in zip(self.ends, self.end_seconds):
+            seconds[number, links[source, target]] += busy[source, target]
         return seconds
 
 
@@ -269,7 +228,7 @@ class ReplicaLoad:
         return self.links.origins
 
     @property
-    def costs(self) -> ReplicationCosts:
+    def costs(self) -> Rates:
         """The rates of the cost model."""
         return self.links.costs
 
@@ -283,7 +242,7 @@ class ReplicaLoad:
     def seconds_per_copy(self) -> float:
         """Seconds of the products of one copy, forward and backward."""
         flops = 2 * self.load.dim * self.load.units * self.costs.matrices
-        return flops * (3 if self.costs.backward else 1) / (self.costs.machine.tflops * 1e12)
+        return flops * (3 if self.costs.backward else 1) / (self.costs.tflops * 1e12)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -379,11 +338,11 @@ class ReplicaLoad:
         return float(self.links.busy(moved).max())
 
 
-def replica_links(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLinks]:
+def replica_links(load: CallLoad, costs: Rates) -> list[ReplicaLinks]:
     """Return the links of every replica of the experts, valid for all calls on the same mesh."""
     return [ReplicaLinks(load.grid, origins, costs) for origins in load.replicas]
 
 
-def replica_loads(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLoad]:
+def replica_loads(load: CallLoad, costs: Rates) -> list[ReplicaLoad]:
     """Return the load of every replica of the experts."""
     return [ReplicaLoad(load, links) for links in replica_links(load, costs)]

@@ -14,12 +14,13 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, replica_loads
 from moesaic.balance.replication.tables import spread
 from moesaic.errors import InputError
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
+from moesaic.program.rates import Rates
 from moesaic.program.replications import Replications
 
 ALONE = "alone"
@@ -70,7 +71,7 @@ class AbstractChooser(ABC):
 class AbstractReplicationPolicy(ABC):
     """The interface of a replication policy."""
 
-    costs: ReplicationCosts | None = None
+    costs: Rates | None = None
     """The rates of the cost model; None if the policy uses none or the default rates."""
     has_choice: ClassVar[bool] = False
     """Whether the policy chooses among several ways to run a call, and its decisions are
@@ -187,8 +188,8 @@ class AbstractReplicaPolicy(AbstractReplicationPolicy):
         costs: rates of the cost model; None for the usual ones.
     """
 
-    def __init__(self, costs: ReplicationCosts | None = None) -> None:
-        self.costs: ReplicationCosts = costs or ReplicationCosts()
+    def __init__(self, costs: Rates | None = None) -> None:
+        self.costs: Rates = costs or Rates()
 
     @abstractmethod
     def replicated(self, replica: ReplicaLoad) -> Replications:

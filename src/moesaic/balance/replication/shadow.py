@@ -7,9 +7,10 @@ experts, and may replicate an expert to only some places.
 
 from __future__ import annotations
 
-from moesaic.balance.replication.cost import ReplicaLoad, ReplicationCosts
+from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
 from moesaic.balance.replication.tables import shadows
+from moesaic.program.rates import Rates
 from moesaic.program.replications import Replications
 
 
@@ -25,7 +26,7 @@ class Shadow(AbstractReplicaPolicy):
     """
 
     def __init__(
-        self, costs: ReplicationCosts | None = None, *, whole: bool = False, at_most: int = 8
+        self, costs: Rates | None = None, *, whole: bool = False, at_most: int = 8
     ) -> None:
         super().__init__(costs)
         self.whole = whole

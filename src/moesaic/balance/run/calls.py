@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moesaic import policies
 from moesaic.balance import replication_policy
 from moesaic.balance.budget import MemoryBudget
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import (
     ALONE,
     AbstractReplicationPolicy,
@@ -33,6 +33,7 @@ from moesaic.balance.replication.policy import (
 from moesaic.balance.run.relocate import SampleMove
 from moesaic.balance.run.sliced_calls import run_slices
 from moesaic.program.compile import Compiled
+from moesaic.program.rates import Rates
 from moesaic.routing.route import RoutingRecord
 from moesaic.runtime.call_counts import CountedCall
 from moesaic.runtime.expert_parallel import AbstractCallPolicy, Chosen
@@ -79,7 +80,7 @@ class BalancedCalls(AbstractCallPolicy):
             self._chooser = self._policy.start(
                 {name: each.plan for name, each in self.programs.items()}
             )
-            self._moves = MoveArbiter(self._policy.costs or ReplicationCosts())
+            self._moves = MoveArbiter(self._policy.costs or Rates())
         self._decisions: deque[CallDecision] = deque(maxlen=KEPT)
         self._decided_by_call = WeakIdKeyDictionary()
 
@@ -181,7 +182,7 @@ class MoveArbiter:
         costs: rates of the machine.
     """
 
-    def __init__(self, costs: ReplicationCosts) -> None:
+    def __init__(self, costs: Rates) -> None:
         self._costs = costs
         self._tried: tuple[SampleMove, float, int] | None = None
         """The last call in which samples moved, its predicted seconds if it had been left alone,
@@ -242,7 +243,7 @@ class MoveArbiter:
         )
 
 
-def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
+def saved_seconds(move: SampleMove, costs: Rates, dim: int) -> float:
     """Return the seconds that a move saves on average per rank, for this layer's results and the
     next layer's copies together.
 
@@ -255,7 +256,7 @@ def saved_seconds(move: SampleMove, costs: ReplicationCosts, dim: int) -> float:
     row_bits = 8 * dim * costs.element_bytes * (2 if costs.backward else 1)
     inside = unmoved.intra - moved.intra
     across = unmoved.inter - moved.inter
-    seconds = inside / costs.machine.intra_gbps + across / costs.machine.inter_gbps
+    seconds = inside / costs.intra_gbps + across / costs.inter_gbps
     return row_bits * seconds / 1e9 / move.before.ranks
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad
 from moesaic.balance.replication.policy import (
     ALONE,
     REPLICATED,
@@ -37,6 +37,7 @@ from moesaic.balance.selector.options import (
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 
 EVERY = 11
@@ -58,7 +59,7 @@ class Arbiter(AbstractReplicationPolicy):
     layer."""
 
     has_choice = True
-    costs: ReplicationCosts = field(default_factory=ReplicationCosts)
+    costs: Rates = field(default_factory=Rates)
     """Rates of the cost model."""
     margin: float = 0.02
     """Share by which an option must be faster than leaving the call alone."""

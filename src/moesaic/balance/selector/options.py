@@ -21,13 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.balance.replication.cost import (
-    CallLoad,
-    ReplicaLinks,
-    ReplicaLoad,
-    ReplicationCosts,
-    replica_links,
-)
+from moesaic.balance.replication.cost import CallLoad, ReplicaLinks, ReplicaLoad, replica_links
 from moesaic.balance.replication.eplb import redundant
 from moesaic.balance.replication.policy import ALONE, REPLICATED
 from moesaic.balance.replication.tables import (
@@ -40,6 +34,7 @@ from moesaic.balance.replication.tables import (
 )
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
+from moesaic.program.rates import Rates
 from moesaic.program.replications import NOTHING, Replications
 
 STEPS = "steps"
@@ -155,7 +150,7 @@ class Weigher:
         at_most: most experts that may be replicated to a place as shadows.
     """
 
-    def __init__(self, plans: Mapping[str, Plan], costs: ReplicationCosts, at_most: int) -> None:
+    def __init__(self, plans: Mapping[str, Plan], costs: Rates, at_most: int) -> None:
         self._plans = dict(plans)
         self._costs = costs
         self._at_most = at_most
@@ -214,7 +209,7 @@ class Weigher:
         costs = self._costs
         parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
         seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
-        seconds += parts * (costs.part_us + costs.machine.inter_latency_us) * 1e-6
+        seconds += parts * (costs.part_us + costs.inter_latency_us) * 1e-6
         return Option(program, recipe, replicated, round(seconds, DECIMALS))
 
     def _best_tables(
@@ -428,7 +423,7 @@ def _fullest(seconds: np.ndarray) -> float:
 
 def _within_place(replica: ReplicaLoad) -> float:
     """Return the seconds per byte between two ranks with shards of the same experts."""
-    machine = replica.costs.machine
+    rates = replica.costs
     grid = replica.load.grid
     nodes = {grid.node_of(int(rank)) for rank in replica.origins[0]}
-    return 8 / ((machine.intra_gbps if len(nodes) == 1 else machine.inter_gbps) * 1e9)
+    return 8 / ((rates.intra_gbps if len(nodes) == 1 else rates.inter_gbps) * 1e9)

@@ -1,0 +1,43 @@
+"""`moesaic plan explain`: predicts the speed of a layout of your own, and compares it with the best
+one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moesaic.cli.arguments import joined, parse
+from moesaic.cli.plan_rank import PlanOptions, ranked
+from moesaic.errors import InputError
+from moesaic.planner.emit import from_flags, unread_flags
+from moesaic.planner.other_systems import predict
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(PlanOptions):
+    """Options of `moesaic plan explain`."""
+
+    flags: str = ""
+    """Megatron or torchtitan flags of a layout of your own, in quotes."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = parse(
+        ExplainOptions,
+        joined(arguments, "--flags"),
+        prog="moesaic plan explain",
+        description=(
+            "Predict the speed of a layout of your own, given as flags of Megatron or torchtitan, "
+            "and compare it with the best layout."
+        ),
+    )
+    if not options.flags:
+        raise InputError('--flags is missing: give those of your layout in quotes, --flags "..."')
+    simulator = options.simulator()
+    options.require_writable()
+    job = options.job(simulator.cluster)
+    # refuse an impossible layout before the search
+    predict(job, simulator.cluster, from_flags(options.flags))
+    unread_flags(options.flags, job)
+    return ranked(options, job, simulator, options.flags)
