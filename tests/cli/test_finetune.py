@@ -402,6 +402,7 @@ def test_data_may_be_lines_of_json_with_texts_or_messages(tmp_path):
         sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 1)
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_a_head_that_differs_from_the_embedding_is_merged(place, tmp_path, method):
     model = AutoModelForCausalLM.from_pretrained(place / "model")
@@ -469,6 +470,7 @@ def test_a_tensor_without_a_place_in_the_merged_model_is_an_error(place, tmp_pat
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.random
 def test_a_model_under_present_names_is_fine_tuned_and_merged(place, tmp_path):
     torch.manual_seed(0)
     config = MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=4)

@@ -128,6 +128,7 @@ def test_other_commands_go_on_without_their_errors(monkeypatch, capsys):
     assert capsys.readouterr().out == "out\n"  # a machine may read it
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("where", ["pipe", "full"])
 def test_a_training_outlives_the_reader_and_the_disk_of_its_log(tmp_path: Path, where: str) -> None:
     config = write_config(tiny(tmp_path, steps=6), tmp_path / "config.json")

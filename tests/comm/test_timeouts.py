@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,6 +74,7 @@ def test_groups_of_a_mesh_take_the_timeout_of_the_callers_groups():
         }
 
 
+@pytest.mark.random
 def test_every_new_group_of_the_library_is_given_a_timeout():
     package = Path(moesaic.__file__).parent
     without = []
@@ -92,6 +94,7 @@ def test_every_new_group_of_the_library_is_given_a_timeout():
     assert without == ["comm/mesh.py: init_process_group"]
 
 
+@pytest.mark.random
 def test_every_device_mesh_of_the_library_keeps_the_timeout():
     package = Path(moesaic.__file__).parent
     for path in package.rglob("*.py"):

@@ -22,6 +22,7 @@ from finetuned import FLAGS, RESULT, digest, finetune, write_model, write_text
 from safetensors.torch import load_file, save_file
 
 from forked import Forked
+from helpers import thinned
 from moesaic.finetune import trainer
 from moesaic.finetune.folder import CHECKPOINTS
 from moesaic.resuming import COMPLETE
@@ -78,7 +79,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change"), DAMAGES)
+@pytest.mark.parametrize(("name", "change"), thinned(DAMAGES, every=4))
 def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(place, run, capsys, name, change):
     (path,) = (run / "checkpoint-4").glob(name)
     change(path)
@@ -202,7 +203,11 @@ def test_nothing_is_written_through_a_link(place, run, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["adapter_config.json", "checkpoint-2/README.md", "checkpoint-4/adapter_config.json"]
+    "name",
+    thinned(
+        ["adapter_config.json", "checkpoint-2/README.md", "checkpoint-4/adapter_config.json"],
+        every=3,
+    ),
 )
 def test_what_a_hard_link_or_a_link_within_a_checkpoint_shows_is_not_changed(
     place, run, tmp_path, name
@@ -256,7 +261,7 @@ def long_run(place: Path) -> str:
     return digest(place / "long" / RESULT)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("kind", thinned([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], every=3))
 def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
     place, long_run, tmp_path, capfd, monkeypatch, request, kind
 ):

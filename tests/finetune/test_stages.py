@@ -93,6 +93,7 @@ def test_four_ranks_share_experts_in_stages_and_go_on_as_another_split(place):
     require_equal(place / "one", place / "spread")
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("stages", [1, 2])
 def test_halves_of_a_micro_batch_in_flight_train_the_same(place, stages):
     out = f"flying {stages}"
@@ -101,6 +102,7 @@ def test_halves_of_a_micro_batch_in_flight_train_the_same(place, stages):
     require_equal(place / "one", place / out)
 
 
+@pytest.mark.random
 def test_the_command_of_a_plan_runs(place, capsys):
     words = ["--model", str(place / "model" / "config.json"), "--cluster", "2x4090-pcie"]
     words += ["--seq-len", "16", "--json"]
@@ -149,6 +151,7 @@ def test_families_whose_decoder_is_a_list_of_layers_have_stages(family):
     require_stages(on_meta(family, num_hidden_layers=2), 2, family)
 
 
+@pytest.mark.random
 @pytest.mark.parametrize(
     ("family", "reason"),
     [

@@ -76,6 +76,7 @@ def test_struck_commands_go_on_with_the_same_bytes(tmp_path: Path) -> None:
     assert [row for row in rows if row["is_wrong"]] == []
 
 
+@pytest.mark.random
 def test_the_first_threads_of_a_forked_rank_do_not_race_for_a_new_pool() -> None:
     assert in_new_process(_ranks_that_failed, str) == 0
 

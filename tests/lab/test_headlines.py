@@ -81,6 +81,7 @@ def test_a_ratio_is_of_the_fastest_on_each_side() -> None:
     assert [row["method"] for row in rows[1:]] == ["plain", "slower", "a", "b"]
 
 
+@pytest.mark.random
 def test_a_claim_is_two_sided_and_says_what_was_not_run() -> None:
     """The degree of the paper is claimed, not the best one: the codec alone is shown beside it."""
     times = {"Tutel, degree 1": 1.3, "Tutel, degree 2": 1.25, "Tutel, degree 4": 1.22}

@@ -234,6 +234,7 @@ def test_every_source_weighs_the_same_in_the_order() -> None:
     assert ordered_right([*many, *few]) == {"many": 1.0, "few": 0.0}
 
 
+@pytest.mark.random
 def test_coverage_is_known_with_enough_sources_alone() -> None:
     few, many = (
         [step(f"system {place}", "", 100.0 * 1.1 ** (place % 5 - 2)) for place in range(5 * times)]

@@ -185,6 +185,7 @@ def one_run(folder: str, most_seconds: float) -> ranks.Trained:
         return ranks.train_on_rank(config.run_of(CELL, split, folder), 1e6, most_seconds)
 
 
+@pytest.mark.random
 def test_a_rank_tells_the_ends_of_its_steps(tmp_path: Path) -> None:
     first, second = on_ranks(2, one_run, str(tmp_path / "run"), 600.0)
     for trained in (first, second):
@@ -195,6 +196,7 @@ def test_a_rank_tells_the_ends_of_its_steps(tmp_path: Path) -> None:
     assert 0 < first.loss < 10
 
 
+@pytest.mark.random
 def test_all_ranks_stop_after_a_first_step_that_is_too_slow(tmp_path: Path) -> None:
     for trained in on_ranks(2, one_run, str(tmp_path / "run"), 0.0):
         assert len(trained.ends) == 1

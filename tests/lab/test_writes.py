@@ -133,6 +133,7 @@ def crashes(bases: Path, names: list[str], **how: int) -> dict[str, dict[str, st
     return {row["name"]: row["crashes"] for row in rows if row["crashes"]}
 
 
+@pytest.mark.random
 def test_nothing_is_lost_if_a_write_fails_somewhere(fuzz_bases: Path) -> None:
     assert crashes(fuzz_bases, ["train 2", "finetune 2", "convert 1"], every=97, first=40) == {}
 

@@ -39,5 +39,6 @@ def test_machines_that_do_not_pay_are_named(
     assert line.endswith("with tp 1, ep 1, etp 1: leave the others out")
 
 
+@pytest.mark.random
 def test_machines_that_pay_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines_of(tmp_path, capsys, gbps=10.0) == []

@@ -119,6 +119,7 @@ def found(cluster: ClusterSpec, job: Job = JOB) -> Result:
     return search(job, cluster, settings)
 
 
+@pytest.mark.random
 def test_two_are_chosen_where_a_link_takes_half_of_a_step_and_one_where_it_is_fast() -> None:
     slow = found(boxes(0.3))
     assert slow.best.split.in_flight == 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers import thinned
 from moesaic.planner.answer import in_words, remedies
 from moesaic.planner.candidates import Pins, candidates, layouts
 from moesaic.planner.cluster import ClusterSpec, read_cluster
@@ -94,7 +95,9 @@ def test_no_plan_is_simulated_if_a_bound_shows_that_none_fits() -> None:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 8, 1), (2, 4, 2), (8, 2, 4), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp"), thinned([(2, 4, 2), (1, 8, 1), (8, 2, 4), (1, 1, 1)], every=4)
+)
 def test_no_plan_needs_less_than_the_bound_on_its_layout(
     tp: int, ep: int, etp: int, recomputes: bool
 ) -> None:

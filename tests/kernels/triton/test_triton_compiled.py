@@ -364,6 +364,7 @@ def choose_for(num_tokens: int) -> None:
     choose_by_triton(logits, None, None, None, rule, wanted, empty_chosen(logits, rule, wanted))
 
 
+@pytest.mark.random
 def test_the_choice_is_not_compiled_again_for_other_numbers_of_tokens(tmp_path):
     with compiling_for(90, tmp_path) as kernels:
         for num_tokens in (8, 17, 1000, 1008, 8191, 8192):
@@ -444,6 +445,7 @@ def test_few_variants_serve_the_ranks_of_a_mesh(capability):
     assert all(len(keys) <= VARIANTS * PRODUCTS_OF.get(n, 1) for n, keys in variants.items())
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("name", ["plain", "shared", "mesh", "autocast"])
 def test_after_a_warm_up_no_number_of_tokens_compiles_a_kernel(name, monkeypatch):
     for module in ("pick", "permute", "choice"):
