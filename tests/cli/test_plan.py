@@ -334,15 +334,19 @@ def test_under_counts_no_line_compares_with_even_routing(hub, tmp_path, capsys):
         ),
         (
             ["--model", "my demo", "--emit", "megatron", "--explain=--tp 2"],
-            "emit is a command now: moesaic plan emit megatron --model 'my demo' --flags '--tp 2'",
+            "--emit is now moesaic plan emit SYSTEM, with the other options",
         ),
         (
             ["--explain", "--tp 2", "--model", "demo"],
-            "explain is a command now: moesaic plan explain --model demo --flags '--tp 2'",
+            "--explain is now moesaic plan explain --flags FLAGS, with the other options",
         ),
         (
-            ["--finetune", "lora", "--adapter-rank", "4", "--gpus", "2"],
-            "finetune is a command now: moesaic plan finetune --method lora --gpus 2 --rank 4",
+            ["--gpus", "2", "--finetune=lora"],
+            "--finetune is now moesaic plan finetune --method METHOD, with the other options",
+        ),
+        (
+            ["--adapter_rank", "4", "--gpus", "2"],
+            "--adapter-rank is now moesaic plan finetune --rank RANK, with the other options",
         ),
         (
             ["--model", "demo", "--cluster", "dgx-h100", "--gpus", "12"],

@@ -3,7 +3,6 @@ subcommands print it as flags, explain a layout, or plan a fine-tune. Runs witho
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from moesaic.cli import plan_emit, plan_explain, plan_finetune
@@ -13,8 +12,13 @@ from moesaic.errors import InputError
 from moesaic.policies import REPLICATION
 
 SUBCOMMANDS = {"emit": plan_emit.run, "explain": plan_explain.run, "finetune": plan_finetune.run}
-EARLIER = ("--emit", "--explain", "--finetune", "--adapter-rank")
-"""Flags of `moesaic plan` that are subcommands now, or belong to one."""
+EARLIER = {
+    "--emit": "emit SYSTEM",
+    "--explain": "explain --flags FLAGS",
+    "--finetune": "finetune --method METHOD",
+    "--adapter-rank": "finetune --rank RANK",
+}
+"""Flags that are subcommands now, or belong to one, with what to write instead."""
 DESCRIPTION = f"""Search the layout and plan with the shortest simulated step for a model on a
 cluster, within its memory. moesaic plan emit SYSTEM prints it as flags of a training system,
 moesaic plan explain compares a layout of your own, and moesaic plan finetune predicts a fine-tune;
@@ -28,34 +32,11 @@ def run(arguments: Sequence[str]) -> int:
     first = arguments[0] if arguments else ""
     if first in SUBCOMMANDS:
         return SUBCOMMANDS[first](arguments[1:])
-    renamed = in_new_words(arguments)
-    if renamed is not None:
-        raise InputError(f"{renamed[0]} is a command now: moesaic plan {shlex.join(renamed)}")
+    for word in arguments:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in EARLIER:
+            raise InputError(f"{flag} is now moesaic plan {EARLIER[flag]}, with the other options")
     options = parse(PlanOptions, arguments, prog="moesaic plan", description=DESCRIPTION)
     simulator = options.simulator()
     options.require_writable()
     return ranked(options, options.job(simulator.cluster), simulator)
-
-
-def in_new_words(arguments: Sequence[str]) -> list[str] | None:
-    """Return the words after `moesaic plan` that say what a command line with flags of `EARLIER`
-    said; None if it has none of them."""
-    rest: list[str] = []
-    values: dict[str, str] = {}
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-")
-        if name in EARLIER:
-            values[name] = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    flags = ["--flags", values["--explain"]] if "--explain" in values else []
-    rank = ["--rank", values["--adapter-rank"]] if "--adapter-rank" in values else []
-    if "--emit" in values:
-        return ["emit", values["--emit"], *rest, *flags]
-    if flags:
-        return ["explain", *rest, *flags]
-    if "--finetune" in values:
-        return ["finetune", "--method", values["--finetune"], *rest, *rank]
-    return ["finetune", *rest, *rank] if rank else None

@@ -12,9 +12,9 @@ import tyro
 from moesaic.cli.arguments import joined, parse
 from moesaic.cli.plan_search import SearchOptions
 from moesaic.errors import InputError
-from moesaic.planner.emit import SYSTEMS, from_flags, layout_of, unread_flags
+from moesaic.planner.emit import SYSTEMS, layout_of
 from moesaic.planner.job import Job
-from moesaic.planner.other_systems import OthersLayout, predict
+from moesaic.planner.other_systems import OthersLayout
 from moesaic.planner.simulated_plans import PlannedStep
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     cluster = simulator.cluster
     job = options.job(cluster)
     if options.flags is not None:
-        layout = from_flags(options.flags)
-        unread_flags(options.flags, job)
-        predict(job, cluster, layout)
-        return _emit(options.system, job, layout)
+        return _emit(options.system, job, options.layout_of(options.flags, job, cluster))
     if options.system != "moesaic" and options.pp is not None:
         best = options.best_of(options.system, job, cluster)
         if best is None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from moesaic.cli.arguments import joined, parse
 from moesaic.cli.plan_rank import PlanOptions, ranked
 from moesaic.errors import InputError
-from moesaic.planner.emit import from_flags, unread_flags
-from moesaic.planner.other_systems import predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,5 @@ def run(arguments: Sequence[str]) -> int:
     simulator = options.simulator()
     options.require_writable()
     job = options.job(simulator.cluster)
-    # refuse an impossible layout before the search
-    predict(job, simulator.cluster, from_flags(options.flags))
-    unread_flags(options.flags, job)
+    options.layout_of(options.flags, job, simulator.cluster)  # refuses it before the search
     return ranked(options, job, simulator, options.flags)

@@ -18,11 +18,11 @@ from rich.progress import Progress
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, SearchSpace
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
-from moesaic.planner.emit import SYSTEMS
+from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
 from moesaic.planner.hub import HubShape
 from moesaic.planner.job import Job
 from moesaic.planner.loads import typical_counts
-from moesaic.planner.other_systems import OthersLayout, best_layout
+from moesaic.planner.other_systems import OthersLayout, best_layout, predict
 from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.search import GIVE_UP, LOSSLESS, LOSSY, REFINED, Result, Settings, search
 from moesaic.planner.simulated_plans import PlannedStep
@@ -209,6 +209,17 @@ class SearchOptions(JobOptions):
             pp=self.pp,
             may_fly=True,
         )
+
+    def layout_of(self, flags: str, job: Job, cluster: ClusterSpec) -> OthersLayout:
+        """Return the layout that flags of another system describe.
+
+        Raises:
+            InputError: if it is impossible for the job on the cluster.
+        """
+        layout = from_flags(flags)
+        unread_flags(flags, job)
+        predict(job, cluster, layout)
+        return layout
 
     def best_of(
         self, system: str, job: Job, cluster: ClusterSpec

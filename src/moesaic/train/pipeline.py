@@ -195,8 +195,6 @@ class PipelinedGPT(nn.Module):
         sparse = [name for name, block in enumerate(whole.blocks) if isinstance(block.ffn, MoE)]
         self.layers = [place for place, name in enumerate(sparse) if str(name) in self.blocks]
         """Numbers of the full model's MoE layers on this rank."""
-        self.num_sparse = len(sparse)
-        """Number of MoE layers of the full model."""
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
         # apart from all other messages; tied embeddings and evaluations pass through it too
