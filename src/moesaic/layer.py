@@ -262,8 +262,8 @@ class MoE(InjectsLosses, RoutingCached):
         return ExpertParallel(
             mesh.grid,
             mesh.transport,
-            Plan() if plan is None or isinstance(plan, str) else plan,
-            self.experts,
+            plan=Plan() if plan is None or isinstance(plan, str) else plan,
+            experts=self.experts,
             weight_first=self.apply_weight == "before",
             calls_under=partial(calls, num_experts=self.num_experts, dim=self.dim),
             settings={**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto},

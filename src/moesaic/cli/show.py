@@ -222,7 +222,12 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     rows = []
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
-        call = CountedCall(copies, -(-copies.sum(1) // layer.top_k), experts.units, lambda: experts)
+        call = CountedCall(
+            copies,
+            tokens=-(-copies.sum(1) // layer.top_k),
+            units=experts.units,
+            experts=lambda: experts,
+        )
         unreplicated = budget.unreplicated
         _, replicated, cut = budget.hold(unreplicated, None, call)
         whole = float(budget.peak(unreplicated, None, call).max())

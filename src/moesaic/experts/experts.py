@@ -162,7 +162,9 @@ class AbstractExperts(nn.Module, ABC):
         gates = only_sent(in_expert_order(weight, permutation), permutation)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
-        call = ExpertCall(sharded, common, rows, None if weight_first else gates, permutation.ends)
+        call = ExpertCall(
+            sharded, common, rows, gates=None if weight_first else gates, ends=permutation.ends
+        )
         out = self.compute(call)
         return unpermute(out, permutation, dtype=x.dtype if dtype is None else dtype)
 
@@ -277,7 +279,7 @@ class AbstractExperts(nn.Module, ABC):
         devices = [rows.device] if rows.is_cuda else []
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda value: value)
         with torch.enable_grad(), torch.random.fork_rng(devices), hooks:
-            self.compute(ExpertCall(weights, (), rows, None, ends))
+            self.compute(ExpertCall(weights, common=(), rows=rows, gates=None, ends=ends))
         return -(-sum(saved_numbers.values()) // len(rows))
 
     def forward(
@@ -570,7 +572,11 @@ class StackedExperts(AbstractExperts):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         call = ExpertCall(
-            sharded, common, x, in_expert_order(weight, permutation), permutation.ends
+            sharded,
+            common,
+            rows=x,
+            gates=in_expert_order(weight, permutation),
+            ends=permutation.ends,
         )
         cast = _cast_to(compute_dtype(x.dtype, x.device), call)
         work = self.work(cast, permutation.dispatch, gates_first=weight_first)
@@ -601,7 +607,9 @@ class StackedExperts(AbstractExperts):
         d_common = () if grads.down_bias is None else (grads.down_bias / call.shards,)
         up = grads.up.view(call.sharded[0].shape)
         up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
-        return ExpertGradients(grads.x, grads.gates, (up, grads.down, *up_bias), d_common)
+        return ExpertGradients(
+            grads.x, grads.gates, sharded=(up, grads.down, *up_bias), common=d_common
+        )
 
     def work(
         self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False
@@ -832,7 +840,14 @@ def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
     sharded, common = (
         tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common)
     )
-    return ExpertCall(sharded, common, call.rows.to(dtype), call.gates, call.ends, call.shards)
+    return ExpertCall(
+        sharded,
+        common,
+        rows=call.rows.to(dtype),
+        gates=call.gates,
+        ends=call.ends,
+        shards=call.shards,
+    )
 
 
 def _known_activation(activation: str) -> str:

@@ -303,7 +303,9 @@ class FrozenExperts(AbstractExperts):
         if d_weights["up_outer"] is not None and weights.up_outer is not None:
             d_weights["up_outer"] = d_weights["up_outer"].view(weights.up_outer.shape)
         sharded, common = self._gradients(call, d_weights)
-        return ExpertGradients(up.rows_gradient(d_pre, ends), d_gates, sharded, common)
+        return ExpertGradients(
+            up.rows_gradient(d_pre, ends), gates=d_gates, sharded=sharded, common=common
+        )
 
     def _gradients(
         self, call: ExpertCall, by_name: dict[str, Tensor | None]
@@ -467,5 +469,7 @@ def _products(weights: FrozenWeights) -> tuple[Product, Product]:
         for each in (weights.up, weights.up_scales, weights.up_outer)
     ]
     assert flat[0] is not None
-    up = Product(flat[0], flat[1], weights.up_inner, flat[2])
-    return up, Product(weights.down, weights.down_scales, weights.down_inner, weights.down_outer)
+    up = Product(flat[0], scales=flat[1], inner=weights.up_inner, outer=flat[2])
+    return up, Product(
+        weights.down, scales=weights.down_scales, inner=weights.down_inner, outer=weights.down_outer
+    )

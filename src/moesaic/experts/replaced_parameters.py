@@ -77,7 +77,7 @@ class ReplacedParameters:
             replace(each, new=id(new)) if each.new == old.number else each for each in self._held
         ]
         owner = weakref.ref(old.owner)
-        self._held = [*earlier, Succession(old.name, old.parameter, id(new), owner)]
+        self._held = [*earlier, Succession(old.name, old=old.parameter, new=id(new), owner=owner)]
 
     def check(self) -> None:
         """Look for optimizers that hold replaced parameters, if any were made or ended since the

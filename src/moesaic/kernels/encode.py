@@ -84,7 +84,7 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     to_places = Dispatch(
         token=place_TK, by_token=token[:num_kept], starts=starts[:-1], per_token=None
     )
-    return Encoding(num_experts, capacity, place_TK, to_places, to_tokens)
+    return Encoding(num_experts, capacity, place=place_TK, to_places=to_places, to_tokens=to_tokens)
 
 
 def fast_encode(x: Tensor, form: Encoding) -> Tensor:

@@ -146,7 +146,7 @@ def expert_step(
     tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)
     gates = torch.ones(rows * num_experts, device=device)
     ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows
-    call = ExpertCall(sharded, (), tokens, gates, ends)
+    call = ExpertCall(sharded, common=(), rows=tokens, gates=gates, ends=ends)
 
     def step() -> None:
         out, kept = experts.run(call)

@@ -107,7 +107,9 @@ class TransformerBlock(nn.Module):
         if config.is_sparse(layer):
             self.ffn = make_moe(dim, config.moe)
         else:
-            self.ffn = Dense(dim, config.active_hidden, config.moe.experts, block.bias)
+            self.ffn = Dense(
+                dim, hidden=config.active_hidden, kind=config.moe.experts, bias=block.bias
+            )
 
     def forward(
         self, x: Tensor, tokens: Tensor | None, mask: Tensor | None, cache: KeyValueCache | None

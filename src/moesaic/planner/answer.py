@@ -351,7 +351,7 @@ def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float
     simulator = Simulator(cluster)
     try:
         grids = layouts(job, cluster, settings.pins)
-        models = [SplitCostModel(job, grid, WHOLE, simulator) for grid in grids]
+        models = [SplitCostModel(job, grid, split=WHOLE, simulator=simulator) for grid in grids]
         return smallest_layout(models)[1]
     except InputError:
         return None

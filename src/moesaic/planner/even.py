@@ -495,7 +495,13 @@ class EvenLayers(AbstractEvenLayers):
                 grid.world, grid.ranks_per_node, block=self._block_size(grid, apart)
             )
             self._volumes[key] = Even(
-                grid, topology, workload, piece, self._known, self._digits, apart=apart
+                grid,
+                topology,
+                layer=workload,
+                piece=piece,
+                known=self._known,
+                digits=self._digits,
+                apart=apart,
             )
         return self._volumes[key]
 

@@ -274,7 +274,7 @@ class Events:
         load = movement.load
         number = self._num_flows
         self._num_flows = self._num_flows + 1
-        self._flows[number] = _Flow(task, movement.waiting, load.use, load.longest)
+        self._flows[number] = _Flow(task, movement.waiting, load.use, left=load.longest)
         copies = max(self._compute[task][member] for member in movement.starters)
         heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
 

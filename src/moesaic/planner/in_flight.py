@@ -82,10 +82,10 @@ def in_flight(
             Turn(
                 place.micro_batch,
                 place.layer,
-                program.tasks[place.number].name if place.number >= 0 else "",
-                task.lane,
-                float(start),
-                float(end),
+                task=program.tasks[place.number].name if place.number >= 0 else "",
+                lane=task.lane,
+                start=float(start),
+                end=float(end),
             )
             for place, task, start, end in times
         )

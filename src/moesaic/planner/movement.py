@@ -326,7 +326,12 @@ class Counted(AbstractVolumes):
             path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
             load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
             movements.append(
-                Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender)
+                Movement(
+                    (min(sender, receiver), max(sender, receiver)),
+                    load,
+                    posts=np.ones(2),
+                    sender=sender,
+                )
             )
         return movements
 

@@ -193,7 +193,7 @@ def predict(
     Raises:
         InputError: if the layout does not fit the model or the cluster.
     """
-    return _Ranks(job, Simulator(cluster), layout, launches).step()
+    return _Ranks(job, simulator=Simulator(cluster), layout=layout, launches=launches).step()
 
 
 class _Ranks:

@@ -213,7 +213,7 @@ def _schedule(pp: int, parts: int, count: int) -> tuple[tuple[_Operation, ...], 
             sender[Pass(target, each.micro_batch, each.is_backward)] = len(operations)
         way = 2 * each.part + each.is_backward
         hop = min(each.part, target) if sends else -1
-        operations.append(_Operation(rank, each, waits_for, way, hop))
+        operations.append(_Operation(rank, operation=each, waits_for=waits_for, way=way, hop=hop))
         places[rank] += 1
         return True
 

@@ -252,7 +252,7 @@ def search(
     for split in splits:
         lean = settings if split.pp == 1 else replace(settings, refine=1, paired=0, finished_eps=0)
         try:
-            searches.append(_Search(job, simulator, lean, progress, split))
+            searches.append(_Search(job, simulator, settings=lean, progress=progress, split=split))
         except InputError as error:
             refused.append(error)
     # the most promising first, since its steps rule out layouts of the others
@@ -596,7 +596,8 @@ class _Search:
             splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
             model = self._step_model(grid.dp)
             models = [
-                SplitCostModel(self.job, grid, each, self.simulator, model) for each in splits
+                SplitCostModel(self.job, grid, split=each, simulator=self.simulator, model=model)
+                for each in splits
             ]
             if len(models) > 1:
                 # ways that send the same but for rounding are sorted by their bytes

@@ -405,7 +405,7 @@ class _Blocks(NamedTuple):
 def _joined(parts: Sequence[_Blocks]) -> _Blocks:
     """Return the blocks of several parts as one."""
     layers, sparse, has_table, is_last = zip(*parts)
-    return _Blocks(sum(layers), sum(sparse), any(has_table), any(is_last))
+    return _Blocks(sum(layers), sparse=sum(sparse), has_table=any(has_table), is_last=any(is_last))
 
 
 def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:

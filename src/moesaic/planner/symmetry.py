@@ -184,7 +184,7 @@ def box_of(digits: Digits, layout: Layout) -> Box:
     )
     expert = digits.axes(flow.homes)
     free = {"all": expert, "rank": frozenset(), "node": expert & digits.local}[layout.experts]
-    return Box(origin, expert, spread & origin, free)
+    return Box(origin, expert, free_origin=spread & origin, free_expert=free)
 
 
 def steps_of(digits: Digits, layout: Layout) -> frozenset[int]:

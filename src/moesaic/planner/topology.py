@@ -206,7 +206,9 @@ class Topology:
             messages: (n,) number of messages that an entry stands for; may be fractional.
         """
         if not len(source):
-            return Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
+            return Load(
+                np.zeros(0, dtype=np.int64), seconds=np.zeros(0), messages=np.zeros(0), latency=0.0
+            )
         route = self._route(source, target, num_bytes, messages)
         seconds = route.seconds
         on_link = route.messages
@@ -221,7 +223,12 @@ class Topology:
                 seconds += np.bincount(ports, weights=route.slowest, minlength=len(seconds))
                 on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)
-        return Load(links, seconds[links], on_link[links], float(route.latency.max()))
+        return Load(
+            links,
+            seconds=seconds[links],
+            messages=on_link[links],
+            latency=float(route.latency.max()),
+        )
 
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray

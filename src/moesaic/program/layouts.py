@@ -57,7 +57,9 @@ class Move:
 def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
     """Return the source slot of a movement or of a part of one, and the whole movement."""
     source, target = (slots[name] for name in (task.of or (task.reads[0], task.writes[0])))
-    return source, Move(source.layout, target.layout, task.group, reduces(source, target))
+    return source, Move(
+        source.layout, target=target.layout, group=task.group, reduce=reduces(source, target)
+    )
 
 
 def move_of(task: Task, slots: Mapping[str, Slot]) -> Move:
@@ -416,7 +418,7 @@ class LayoutIndex(AbstractLayoutIndex):
             origin = origin[inside]
             chunk = chunk[inside]
         number = self.number(origin, expert, chunk)
-        return Pieces(number, origin, expert, chunk, np.argsort(number, kind="stable"))
+        return Pieces(number, origin, expert, chunk, sorter=np.argsort(number, kind="stable"))
 
     @memoised
     def held(self, layout: Layout) -> Held:
@@ -502,7 +504,9 @@ class LayoutIndex(AbstractLayoutIndex):
             )
         else:
             position = first
-        return _Exchanged(holder[position], target, source_place[position], target_place)
+        return _Exchanged(
+            holder[position], target, source_place=source_place[position], target_place=target_place
+        )
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
         if not FLOWS[layout.flow].is_cut:

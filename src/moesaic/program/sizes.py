@@ -120,7 +120,9 @@ def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     else:
         distinct, number = np.unique(pairs, return_inverse=True)
         summed = np.bincount(number, weights=rows, minlength=len(distinct))
-    return MovedRows(world, distinct // world, distinct % world, summed.astype(np.int64))
+    return MovedRows(
+        world, source=distinct // world, target=distinct % world, rows=summed.astype(np.int64)
+    )
 
 
 @dataclass(frozen=True)
@@ -412,7 +414,9 @@ class CallSizes:
         if experts_per_home > 1:
             merged = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
         origin, home, chunk = np.nonzero(merged)
-        found = _FlowPieces(origin, home * experts_per_home, chunk, merged[origin, home, chunk])
+        found = _FlowPieces(
+            origin, expert=home * experts_per_home, chunk=chunk, rows=merged[origin, home, chunk]
+        )
         if flow == "copies" and not self._replicated.is_empty:
             origin, expert, helper, amount = self._replicated
             helped = (
@@ -478,7 +482,9 @@ class CallSizes:
         ends = [0, *sizes.cumsum()[matched.starts[1:] - 1].tolist()] if len(sizes) else [0]
         counts = tuple(end - start for start, end in pairwise(ends))
         is_whole = matched.in_order and ends[-1] == offsets[-1]
-        return Splits(matched.peers, counts, Runs(offsets[matched.places], sizes), is_whole)
+        return Splits(
+            matched.peers, counts, runs=Runs(offsets[matched.places], sizes), is_whole=is_whole
+        )
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         """Return the base of each piece of the copies; see `token_bases`."""

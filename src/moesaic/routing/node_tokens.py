@@ -119,7 +119,7 @@ def find_node_tokens(
     )
     counts = stops.sum(2)
     if len(grid.cast_levels) == 1:
-        return NodeTokens(counts, copy_index, stops, None)
+        return NodeTokens(counts, copy_index, stops, visits=None)
     visits = stops.view(nodes, grid.ep // nodes, num_chunks, tokens).any(1)
     return NodeTokens(torch.cat([visits.sum(2), counts]), copy_index, stops, visits)
 

@@ -130,7 +130,7 @@ class DeepEP:
         rows, weights, experts = _Dispatch.apply(
             *self._buffers[key], num_experts, routes, x, weight, expert
         )
-        return Received(rows, experts, weights, routes[0])
+        return Received(rows, expert=experts, weight=weights, route=routes[0])
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
         """Sum each token's rows at its origin: (R, dim) -> (tokens, dim); differentiable."""
@@ -226,7 +226,9 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         order = sort_by_expert(token, local_expert, counts, len(received.x), None)
         gates = received.weight[token, slot][order.order]
         out = experts.compute(
-            ExpertCall(sharded, common, permute(received.x, order), gates, order.ends)
+            ExpertCall(
+                sharded, common, rows=permute(received.x, order), gates=gates, ends=order.ends
+            )
         )
         return deepep.combine(unpermute(out, order, dtype=x.dtype), received)
 

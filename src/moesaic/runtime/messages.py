@@ -74,7 +74,7 @@ def _pending_move(
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
     if target.layout.flow != "weights":
         return PendingMove(
-            value, outgoing, incoming, sums, partial(_place_rows, move, incoming, call, sums)
+            value, outgoing, incoming, sums, finish=partial(_place_rows, move, incoming, call, sums)
         )
     weights = environment[source.name]
     num_experts = sizes.num_held(target.layout, rank)
@@ -125,7 +125,9 @@ def start(
     leaving.write(memory, values)
     if rank in sends and rank in receives:
         receives[rank].copy_(sends[rank])
-    transfer = Transfer(rank, tag, _to_others(sends, rank), _to_others(receives, rank), lane)
+    transfer = Transfer(
+        rank, tag, sends=_to_others(sends, rank), receives=_to_others(receives, rank), lane=lane
+    )
     read = partial(_read_bundled, arriving, filled)
     return transfer, [
         partial(read, number, like.dtype, pending.sums, pending.finish)
@@ -397,7 +399,7 @@ def pack(task: Task, slots: Mapping[str, Slot], value: Tensor | IndexedRows, cal
     codec = call.codecs(task.codec or "none")
     outgoing = call.sizes.outgoing(move_of(task, slots), call.rank)
     leaving = take(value, outgoing.runs, call.indices)
-    packets = Packets(leaving.shape[1], leaving.dtype, leaving.device, task.codec or "none")
+    packets = Packets(leaving.shape[1], leaving.dtype, leaving.device, codec=task.codec or "none")
     for peer, part in zip(outgoing.peers, leaving.split(outgoing.counts)):
         if peer == call.rank:
             packets.own = part
@@ -433,7 +435,7 @@ def start_hop(
         for peer, packets in order.items()
     }
     sends = {peer: torch.cat(parts) for peer, parts in leaving.items()}
-    transfer = Transfer(call.rank, tag, sends, receives, transport_lane(task))
+    transfer = Transfer(call.rank, tag, sends, receives, lane=transport_lane(task))
     return transfer, partial(_split_messages, arriving, receives, order)
 
 

@@ -68,10 +68,10 @@ def draw_workload(case: Case) -> CaseData:
         ids = torch.randint(0, 50, shape, generator=generator)
         return GroupBatch(
             (x + case.skew * lean).to(dtype),
-            dy.to(dtype),
-            mask,
-            ids,
-            case.seed + 100 * micro + group,
+            dy=dy.to(dtype),
+            mask=mask,
+            ids=ids,
+            seed=case.seed + 100 * micro + group,
         )
 
     micro_batches = range(len(case.lengths))
@@ -118,9 +118,9 @@ def _build_layer(case: Case) -> MoE:
         torch.manual_seed(case.seed)
         layer = MoE(
             DIM,
-            HIDDEN,
-            case.num_experts,
-            case.top_k,
+            hidden=HIDDEN,
+            num_experts=case.num_experts,
+            top_k=case.top_k,
             router=small_router(case.router, case.num_experts, case.top_k),
             experts=experts,  # type: ignore[arg-type]
             capacity=case.capacity,

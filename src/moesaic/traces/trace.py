@@ -175,9 +175,9 @@ class Trace:
                 self.shape,
                 self.holds,
                 part.steps,
-                self._read_segment(number),
-                part.groups,
-                source or {},
+                table=self._read_segment(number),
+                groups=part.groups,
+                source=source or {},
             )
 
     def _table(self, layer: int, step: int, micro: int) -> np.ndarray:
@@ -343,7 +343,12 @@ class TraceSegment:
         """Return the steps before `step`."""
         count = int(np.searchsorted(self.steps, step))
         return TraceSegment(
-            self.shape, self.holds, self.steps[:count], self.table[:count], self.groups, self.source
+            self.shape,
+            self.holds,
+            steps=self.steps[:count],
+            table=self.table[:count],
+            groups=self.groups,
+            source=self.source,
         )
 
 
@@ -423,7 +428,12 @@ def read_header(path: Path) -> Header:
     try:
         shape = TraceShape(**header["shape"])
         segment = Header(
-            path, shape, header["holds"], arrays["steps"], int(header["groups"]), header["source"]
+            path,
+            shape,
+            holds=header["holds"],
+            steps=arrays["steps"],
+            groups=int(header["groups"]),
+            source=header["source"],
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(

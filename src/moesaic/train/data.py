@@ -349,7 +349,12 @@ def _load_bin(
         val = whole[cut:]
     tokenizer = make_tokenizer(config, tokenizer_file) if config.tokenizer else None
     return Corpus(
-        train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files"
+        train,
+        val,
+        tokenizer,
+        config.vocab_size,
+        val_bytes=max(len(val), 1),
+        description=f"{len(files)} token files",
     )
 
 

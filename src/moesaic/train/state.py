@@ -259,16 +259,16 @@ def _read_data(
         corpus = task.load_corpus(config, tokenizer)
         data = _Data(
             corpus,
-            Batches(
+            batches=Batches(
                 corpus.train,
                 config.model.seq_len,
                 config.batch_size,
                 config.seed,
-                (ranks.dp_index, ranks.dp),
-                corpus.objective,
+                part=(ranks.dp_index, ranks.dp),
+                objective=corpus.objective,
             ),
-            even_windows(corpus.val, config.model.seq_len, config.evaluate.sequences),
-            fingerprint(corpus.train),
+            eval_windows=even_windows(corpus.val, config.model.seq_len, config.evaluate.sequences),
+            fingerprint=fingerprint(corpus.train),
         )
     ranks.require_same(
         "the training data", data.fingerprint, "give every rank the same files in data.path"
@@ -474,7 +474,7 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
     if base is not None:
         read_frozen(base, model, config.model, saved.vocab_size)
     load_into(saved, model, None, config.model, saved.vocab_size)
-    return Trained(folder, config, model, tokenizer)
+    return Trained(folder, config, model, text=tokenizer)
 
 
 def seed_everything(seed: int) -> None:

@@ -74,9 +74,9 @@ def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.nd
         out,
         dtype,
         tokenizer.vocab_size,
-        tuple(counts[:, 0].tolist()),
-        tuple(counts[:, 1].tolist()),
-        tokenizer_path,
+        tokens=tuple(counts[:, 0].tolist()),
+        documents=tuple(counts[:, 1].tolist()),
+        tokenizer=tokenizer_path,
     )
     table = {
         "dtype": dtype,

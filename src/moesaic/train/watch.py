@@ -329,7 +329,9 @@ class Watch:
             f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
             for frame in reversed(list(_outward(self._frames()[self._main])))
         ]
-        return Position(self._rank, process_name(), at, waits_for, tuple(stack))
+        return Position(
+            self._rank, process=process_name(), at=at, waits_for=waits_for, stack=tuple(stack)
+        )
 
     def _activity(self) -> str:
         """Return what this rank is doing, in words."""

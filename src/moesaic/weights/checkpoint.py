@@ -75,7 +75,7 @@ class Checkpoint:
         sources = self.tensors[state]
         gathered = dict[str, Readable]()
         for name in layout.by_stored:
-            tensor = GatheredTensor(name, layout, self.layout, sources)
+            tensor = GatheredTensor(name, layout, source=self.layout, tensors=sources)
             present = [source_name for source_name in tensor.source_names if source_name in sources]
             if not present:
                 continue

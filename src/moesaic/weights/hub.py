@@ -86,10 +86,14 @@ class Hub(AbstractFormat):
             )
             if tensor in names and not hub_tensors.keys() <= set(names):
                 # As transformers saves it under its present names, or bitsandbytes' `Experts4bit`.
-                yield StoredBlock(tensor, full_region(shape), tensor, full_region(shape))
+                yield StoredBlock(
+                    tensor, at=full_region(shape), tensor=tensor, index=full_region(shape)
+                )
             elif not kinds:
                 (name,) = hub_tensors
-                yield StoredBlock(name, full_region(shape), tensor, full_region(shape))
+                yield StoredBlock(
+                    name, at=full_region(shape), tensor=tensor, index=full_region(shape)
+                )
             elif kinds <= {"MergeModulelist", "Concatenate"} and len(hub_tensors) % shape[0] == 0:
                 yield from _unstacked(tensor, shape, list(hub_tensors))
             else:
@@ -113,7 +117,7 @@ def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterato
         kind, expert = divmod(number, experts)
         assert f".{expert}." in name, name
         index: Region = (expert, range(kind * rows, (kind + 1) * rows), *full_region(shape[2:]))
-        yield StoredBlock(name, full_region((rows, *shape[2:])), tensor, index)
+        yield StoredBlock(name, at=full_region((rows, *shape[2:])), tensor=tensor, index=index)
 
 
 class Moesaic(AbstractFormat):
@@ -139,4 +143,6 @@ class Moesaic(AbstractFormat):
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         for tensor, shape in model.shapes.items():
-            yield StoredBlock(tensor, full_region(shape), tensor, full_region(shape))
+            yield StoredBlock(
+                tensor, at=full_region(shape), tensor=tensor, index=full_region(shape)
+            )

@@ -57,7 +57,7 @@ class Part:
         if rows is not None:
             dim = self.rows + 1 if self.transposed else self.rows
             index[dim] = index[dim][rows.start : rows.stop]
-        return StoredBlock(stored, at, self.tensor, tuple(index), self.transposed)
+        return StoredBlock(stored, at, self.tensor, index=tuple(index), transposed=self.transposed)
 
 
 class Architecture:

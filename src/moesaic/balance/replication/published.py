@@ -86,4 +86,4 @@ class Published(AbstractReplicaPolicy):
             np.arange(load.num_experts), shadows_of(replica.copies, load.home, rates)
         )
         place, expert = np.nonzero(shadowed & (places[:, None] != load.home) & (replica.copies > 0))
-        return Replications(place, expert, place, replica.copies[place, expert])
+        return Replications(place, expert, helper=place, amount=replica.copies[place, expert])

@@ -53,7 +53,12 @@ def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
         for cell in (home_cell, helper_cell)
     )
     replicates = replicated.helped(replica.load.num_experts, ep)
-    return Rows(at_home - moved, helped, replica.sent(replicates), int(replicates.sum(0).max()))
+    return Rows(
+        at_home - moved,
+        replicated=helped,
+        fetched=replica.sent(replicates),
+        held=int(replicates.sum(0).max()),
+    )
 
 
 def shadows(
@@ -84,7 +89,7 @@ def shadows(
     if whole:
         seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
     end = int(np.argmin(np.round(seconds + price * most_held, DECIMALS)))
-    return Replications(place[:end], expert[:end], place[:end], amount[:end])
+    return Replications(place[:end], expert=expert[:end], helper=place[:end], amount=amount[:end])
 
 
 def shadows_above(
@@ -103,7 +108,7 @@ def shadows_above(
         place, expert = _hot_experts(away, threshold, at_most)
     else:
         place, expert = _hot_pairs(away, threshold, at_most)
-    return Replications(place, expert, place, replica.copies[place, expert])
+    return Replications(place, expert, helper=place, amount=replica.copies[place, expert])
 
 
 def _hot_experts(away: np.ndarray, threshold: float, at_most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -312,7 +317,10 @@ def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
     shared = _overlaps(replica.load.copies[replica.origins[origin], expert[:, None]], by_helper)
     cell, rank, helper = np.nonzero(shared)
     return Replications(
-        replica.origins[origin[cell], rank], expert[cell], helper, shared[cell, rank, helper]
+        replica.origins[origin[cell], rank],
+        expert=expert[cell],
+        helper=helper,
+        amount=shared[cell, rank, helper],
     )
 
 
@@ -370,14 +378,17 @@ def from_origins(
     shared = _overlaps(np.take_along_axis(copies_left, turn, 1), replicated - own_copies)
     expert, origin, helper = np.nonzero(shared)
     others = Replications(
-        turn[expert, origin], experts[expert], helpers[helper], shared[expert, origin, helper]
+        turn[expert, origin],
+        expert=experts[expert],
+        helper=helpers[helper],
+        amount=shared[expert, origin, helper],
     )
     expert_index, helper_index = np.nonzero(own_copies)
     return Replications(
         helpers[helper_index],
-        experts[expert_index],
-        helpers[helper_index],
-        own_copies[expert_index, helper_index],
+        expert=experts[expert_index],
+        helper=helpers[helper_index],
+        amount=own_copies[expert_index, helper_index],
     ).joined(others)
 
 

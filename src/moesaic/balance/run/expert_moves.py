@@ -208,7 +208,7 @@ def carry_slots(
     arrived = dict(buffers)
     if rank in messages:
         arrived[rank] = messages.pop(rank)
-    transport.wait(transport.issue(Transfer(rank, tag, messages, buffers)))
+    transport.wait(transport.issue(Transfer(rank, tag, sends=messages, receives=buffers)))
     for peer, places in receives.items():
         for new, part in zip(places, arrived[peer].view(len(places), -1)):
             _unpack(part, expert_slots.slots[new])

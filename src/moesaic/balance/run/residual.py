@@ -147,7 +147,7 @@ class WithResidual(AbstractExperts):
             d_norm = torch.zeros_like(call.common[0][:, -self._columns :])
             d_norm[:1] = d_norm_row
             d_common = (torch.cat([*d_common, d_norm], dim=1),)
-        return ExpertGradients(d_rows, d_gates, of_inner.sharded, d_common)
+        return ExpertGradients(d_rows, gates=d_gates, sharded=of_inner.sharded, common=d_common)
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         self.inner.init_normal(std, out_std, draw)

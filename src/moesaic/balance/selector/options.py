@@ -215,7 +215,7 @@ class Weigher:
         parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
         seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
         seconds += parts * (costs.part_us + costs.machine.inter_latency_us) * 1e-6
-        return Option(program, recipe, replicated, round(seconds, DECIMALS))
+        return Option(program, recipe, replicated, seconds=round(seconds, DECIMALS))
 
     def _best_tables(
         self, replicas: Sequence[ReplicaLoad]

@@ -75,4 +75,4 @@ class CosineTopK(SoftmaxWeights):
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias.to(x_TD.dtype)
         probs_TE = logits_TE.softmax(-1)
-        return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+        return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE.detach())

@@ -70,7 +70,12 @@ class Hash(AbstractRouter):
         places = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=x_TD.dtype)
         rank_by.scatter_(1, order_TE, places.expand_as(rank_by))
         uniform = torch.full_like(rank_by, 1 / self.num_experts)
-        return Scores(torch.zeros_like(rank_by), uniform, torch.ones_like(rank_by), rank_by)
+        return Scores(
+            torch.zeros_like(rank_by),
+            probs=uniform,
+            gates=torch.ones_like(rank_by),
+            rank_by=rank_by,
+        )
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None

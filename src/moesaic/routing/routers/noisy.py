@@ -55,4 +55,4 @@ class NoisyTopK(SoftmaxWeights, LinearRouter):
             deviation_TE = F.softplus(F.linear(x_TD, self.noise_weight.to(x_TD.dtype)))
             logits_TE = logits_TE + noise.to(x_TD.dtype) * deviation_TE
         probs_TE = logits_TE.softmax(-1)
-        return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+        return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE.detach())

@@ -62,7 +62,9 @@ class SigmoidTopK(LinearRouter):
         logits_TE = self.logits(x_TD)
         gates_TE = logits_TE.sigmoid()
         probs_TE = gates_TE / gates_TE.sum(-1, keepdim=True)
-        return Scores(logits_TE, probs_TE, gates_TE, gates_TE.detach() + self.bias)
+        return Scores(
+            logits_TE, probs=probs_TE, gates=gates_TE, rank_by=gates_TE.detach() + self.bias
+        )
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         gates_TK = chosen(scores.gates, choice, top_k)
