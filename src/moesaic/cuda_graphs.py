@@ -364,10 +364,10 @@ def _mode(layer: MoE, x: Tensor) -> tuple[Any, ...]:
 
 def _described(inputs: dict[str, Tensor]) -> str:
     """Return the properties of a call's inputs that its graphs fix."""
-    return ", ".join(
-        (
-            f"{name} {tuple(tensor.shape)} {tensor.dtype} on "
-            f"{tensor.device}{' with gradient' * tensor.requires_grad}"
+    described = []
+    for name, tensor in inputs.items():
+        gradient = " with gradient" if tensor.requires_grad else ""
+        described.append(
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}{gradient}"
         )
-        for name, tensor in inputs.items()
-    )
+    return ", ".join(described)

@@ -85,6 +85,8 @@ def _greenlets() -> Any:
 def _steps(
     loss_of: Callable[[T], Tensor], batches: Iterator[T], count: int
 ) -> Iterator[list[Tensor]]:
+    """Yield the losses of micro-batches that ran together; their backward passes are weighted for a
+    mean over `count`."""
     number = 0
     while True:
         turns, losses = _run_together(loss_of, batches, number)
@@ -188,6 +190,7 @@ class _MicroBatch(Generic[T]):
 
     @contextmanager
     def _own_state(self) -> Iterator[None]:
+        """Run with this micro-batch's own state of torch, kept from turn to turn."""
         outside = TorchState.now()
         self._state.set()
         for context in self.turn.contexts:

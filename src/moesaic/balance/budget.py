@@ -363,6 +363,7 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
             np.concatenate([getattr(piece, name) for piece in pieces])
             for name in ("origin", "expert", "chunk")
         )
+        # 0 for copies at home, whatever their chunk; 1 + p for those replicated to place p
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
         earlier = np.unique(holders[origin, expert, part])
         earlier = earlier[earlier >= 0]

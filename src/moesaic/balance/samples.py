@@ -364,6 +364,8 @@ class TwoStage(AbstractPlacer):
         )
 
     def _placed(self, load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """Return the rank of each sample: a node by the rows between nodes, then a rank on it by
+        the others."""
         intra, inter = (table[np.ix_(samples, ranks)] for table in load.rows)
         home = load.homes.rank[samples]
         slots = load.homes.slots
@@ -453,6 +455,7 @@ class Weighed(TwoStage):
         units = np.rint(cost * (_UNITS / (np.abs(cost).max() or 1.0))).astype(np.int64)
 
         def placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+            """Return the rank of each of some samples that are spread evenly over `ranks`."""
             weighed = _with_fewest_moves(
                 units[np.ix_(samples, ranks)], load.homes.rank[samples], ranks
             )

@@ -94,6 +94,7 @@ def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
 
     @registry.struct_rule
     def joined(info: StructTypeInfo) -> StructConstructorSpec | None:
+        """Return how tyro shows a dataclass, with hidden fields left out and help on one line."""
         nonlocal is_asking
         if is_asking or not is_dataclass(info.type):
             return None

@@ -429,6 +429,7 @@ def _lines(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
 def _write_page(
     options: PlanOptions, lines: list[str], job: Job, result: Result, simulator: Simulator
 ) -> None:
+    """Write the page of the answer, with the best layout simulated once more for its pictures."""
     from moesaic.report.plan_page import PlanAnswer, write_plan_page
 
     best = result.best
@@ -502,6 +503,7 @@ def _search(
 
 
 def _simulator(options: PlanOptions) -> Simulator:
+    """Return the simulator of the cluster that the options name."""
     if not options.cluster:
         raise InputError(
             f"--cluster is missing: choose one of {', '.join(presets())}, or give a file"
@@ -525,6 +527,7 @@ def _counts(path: Path) -> list[np.ndarray]:
 
 
 def _settings(options: PlanOptions) -> Settings:
+    """Return the search's settings that the options ask for."""
     codecs: tuple[Codec, ...] = LOSSY if options.allow_lossy else ("none",)
     space: SearchSpace = replace(
         LOSSLESS,

@@ -332,7 +332,8 @@ def _title(options: ShowOptions, of_file: OfFile | None, cluster: ClusterSpec, g
     stages = ""
     if of_file is not None and of_file.found is not None:
         model = f"A layer of {of_file.found.model}"
-        stages = f"a stage of {of_file.stages}, " * (of_file.stages > 1)
+        if of_file.stages > 1:
+            stages = f"a stage of {of_file.stages}, "
     return f"{model} on {_where(cluster, grid)}: {stages}{name_of(grid)}"
 
 
@@ -382,6 +383,7 @@ def _as_data(
     rows: dict[str, list[dict[str, Any]]],
     timelines: dict[str, Timeline],
 ) -> dict[str, Any]:
+    """Return what the tables and pictures show, for `--json`."""
     data: dict[str, Any] = {}
     for name, program in programs.items():
         total = {
@@ -400,6 +402,7 @@ def _as_data(
 
 
 def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline], title: str) -> None:
+    """Write the Gantt chart and the trace that the options ask for."""
     if options.gantt is not None:
         from moesaic.report.gantt import write_gantt
 
@@ -483,6 +486,6 @@ def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> T
                 inside,
                 across,
                 f"{messages:,}",
-                "".join(tasks[:1]) + ", ..." * (len(tasks) > 1),
+                "".join(tasks[:1]) + (", ..." if len(tasks) > 1 else ""),
             )
     return table

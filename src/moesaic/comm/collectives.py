@@ -188,6 +188,8 @@ def _all_reduce(
     tensor: Tensor,
     combine: Callable[[list[Tensor]], Tensor],
 ) -> Tensor:
+    """Combine the tensors of all ranks: small ones whole, large ones in shares that are then
+    gathered."""
     tag = transport.take_tags(2)
     mine = _contiguous(transport, peers, tensor)
     if mine.numel() * mine.element_size() <= DIRECT_BYTES or len(peers) <= 2:
@@ -200,6 +202,7 @@ def _all_reduce(
 def _exchange_shares(
     transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor
 ) -> list[Tensor]:
+    """Send each peer its share of a tensor; return all peers' shares for this rank."""
     segments = _shares(mine, len(peers))
     index = peers.index(transport.rank)
     parts = [

@@ -114,10 +114,11 @@ class AbstractExperts(nn.Module, ABC):
                 "does this: give deepspeed.initialize the model without parallelize (ZeRO splits "
                 "it), or train with another recipe of docs/recipes.md"
             ) from error
-        for parameter in self.parameters() if self._marks else ():
-            if not hasattr(parameter, _NUM_MARKS):
-                # torch keeps hooks of a swapped DTensor, and no longer calls them
-                parameter._backward_hooks = None
+        if self._marks:
+            for parameter in self.parameters():
+                if not hasattr(parameter, _NUM_MARKS):
+                    # torch keeps hooks of a swapped DTensor, and no longer calls them
+                    parameter._backward_hooks = None
         self.mark_all()
         return self
 
@@ -192,10 +193,11 @@ class AbstractExperts(nn.Module, ABC):
 
     def mark_all(self) -> None:
         """Mark the parameters that took the place of marked ones, such as those of FSDP2."""
-        for parameter in self.parameters() if self._marks else ():
-            for mark in self._marks[getattr(parameter, _NUM_MARKS, 0) :]:
-                mark(parameter)
-            setattr(parameter, _NUM_MARKS, len(self._marks))
+        if self._marks:
+            for parameter in self.parameters():
+                for mark in self._marks[getattr(parameter, _NUM_MARKS, 0) :]:
+                    mark(parameter)
+                setattr(parameter, _NUM_MARKS, len(self._marks))
 
     @abstractmethod
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
@@ -322,6 +324,7 @@ class AbstractExperts(nn.Module, ABC):
         """Prepare for a new optimizer step, during which the parameters do not change."""
 
     def _local(self, name: str) -> Tensor:
+        """Return a parameter, or this rank's part of a sharded one."""
         owner, _, leaf = name.rpartition(".")
         # a plain tensor within `functional_call`
         parameter: Tensor = getattr(self.get_submodule(owner), leaf)
@@ -544,6 +547,7 @@ class StackedExperts(AbstractExperts):
                 )
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
+        """Draw the weights from normal distributions and set biases to zero."""
         for name in (self._up, "w2"):
             weight = getattr(self, name)
             bias = getattr(self, _bias_of(name))

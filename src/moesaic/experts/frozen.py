@@ -224,8 +224,9 @@ class FrozenExperts(AbstractExperts):
     def of_call(self, call: ExpertCall) -> FrozenWeights:
         """Return the tensors of a call."""
         tensors = dict(zip(self.fields[0], call.sharded))
-        for name in ("up_scales", "down_scales") if self.form.four_bit else ():
-            tensors[name] = tensors[name].contiguous().view(torch.float32)
+        if self.form.four_bit:
+            for name in ("up_scales", "down_scales"):
+                tensors[name] = tensors[name].contiguous().view(torch.float32)
         if call.common:
             (up_rank, down_rank) = self.form.ranks
             joined = call.common[0]
@@ -439,6 +440,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `forward`'s arguments that are wanted."""
         rows, gates, ends, pre, *weights = ctx.saved_tensors
         sharded = tuple(weights[: ctx.num_sharded])
         common = tuple(weights[ctx.num_sharded :])

@@ -154,6 +154,7 @@ def _activation_into(x: Tensor, activation: str, out: Tensor) -> None:
 
 
 def _gradient_into(x: Tensor, activation: str, grad: Tensor) -> None:
+    """Replace the gradient of an activation's result by that of its argument, in place."""
     if activation == "gelu":
         torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=grad)
     elif activation == "gelu_tanh":

@@ -283,10 +283,11 @@ class _Backward:
         """Set the gradients of experts without rows to zero."""
         gradients = [self.d_up, self.d_up_bias, self.d_down, self.d_down_bias]
         idle = [expert for expert, rows in enumerate(self.blocks.counts) if not rows]
-        for gradient in gradients if idle else ():
-            if gradient is not None:
-                for expert in idle:
-                    gradient[expert].zero_()
+        if idle:
+            for gradient in gradients:
+                if gradient is not None:
+                    for expert in idle:
+                        gradient[expert].zero_()
 
 
 class _WeightGradients(NamedTuple):

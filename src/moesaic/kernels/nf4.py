@@ -220,18 +220,19 @@ def _by_blocks(
     columns = max(1, SCRATCH // width) if transposed else max(1, SCRATCH // height // BLOCK) * BLOCK
     start = 0
     for expert, end in enumerate(ends.tolist()):
-        for first in range(0, out.shape[1], columns) if end > start else ():
-            last = min(first + columns, out.shape[1])
-            if transposed:
-                matrix = dequantize(
-                    codes[expert, first:last], scales[expert, first:last], x.dtype
-                ).t()
-            else:
-                of_codes = slice(first // 2, last // 2)
-                of_scales = slice(first // BLOCK, last // BLOCK)
-                matrix = dequantize(
-                    codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype
-                )
-            rows_product(x[start:end], matrix, out[start:end, first:last], len(x) - end)
+        if end > start:
+            for first in range(0, out.shape[1], columns):
+                last = min(first + columns, out.shape[1])
+                if transposed:
+                    matrix = dequantize(
+                        codes[expert, first:last], scales[expert, first:last], x.dtype
+                    ).t()
+                else:
+                    of_codes = slice(first // 2, last // 2)
+                    of_scales = slice(first // BLOCK, last // BLOCK)
+                    matrix = dequantize(
+                        codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype
+                    )
+                rows_product(x[start:end], matrix, out[start:end, first:last], len(x) - end)
         start = end
     return out

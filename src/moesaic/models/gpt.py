@@ -69,6 +69,8 @@ class Dense(nn.Module):
         self.expert.init_normal(std, out_std, draw)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output for `x`; with sharded weights, this rank's part of it, which the caller
+        sums."""
         x_TD = x.reshape(-1, x.shape[-1])
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
         parameters = dict(self.expert.named_parameters())

@@ -231,6 +231,8 @@ class Even(AbstractVolumes):
     def _compute_movements(
         self, task: Task, move: Move, num_bytes: Callable[[float], float]
     ) -> list[Movement]:
+        """Return a task's messages between classes of ranks; `num_bytes` tells those of a number of
+        rows."""
         digits = self._radix(move.source)
         if task.op is Op.HOP:
             digits = self._link_digits(task.link, move, digits)
@@ -485,6 +487,8 @@ class EvenLayers(AbstractEvenLayers):
         self._known = Known()
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
+        """Return the volumes of a program under even routing, the same object for equal
+        arguments."""
         apart = any(slot.layout.step is not None for slot in program.slots)
         chunks = chunks_of(program)
         redundant = program.is_redundant

@@ -245,6 +245,8 @@ class Events:
         self.ends *= factors
 
     def _start(self, now: float, actor: int, node: int) -> None:
+        """Start a task on an actor: its computation, or the movements for which this actor was
+        awaited."""
         task = node - self._tasks
         if task < 0:
             heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))

@@ -73,6 +73,7 @@ def in_flight(
     costs = costs_of(cluster, program, volumes, dtype)
 
     def run(few: int) -> InFlight:
+        """Return the run of few layers, two micro-batches taking turns."""
         places = list(_taking_turns(program, few))
         both = replace(program, tasks=tuple(_task_of(program, place) for place in places))
         events = events_of(cluster, both, _costs_of(costs, places, between))

@@ -386,6 +386,8 @@ class _Search:
     def _by_ep(
         self, cost_models: list[SplitCostModel], ranking: list[PlannedStep], searched: set[int]
     ) -> dict[int, EpResults]:
+        """Return for each ep what the search found: a lower bound, the best layout, and whether
+        none fits."""
         results = {}
         for ep in sorted({each.grid.ep for each in cost_models}):
             of_ep = [each for each in cost_models if each.grid.ep == ep]
@@ -792,11 +794,13 @@ class _Search:
         return next(each for each in self._options(planned.grid) if each.split == planned.split)
 
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
+        """Return the error that no layout fits; the smallest is `grid`, with `num_bytes`."""
         device = self.cluster.device.memory_gib
         reserve = self.settings.reserve_gib
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
-        recomputed = ", even with blocks recomputed" * self.job.model.checkpoint_activations
-        under = " under the given loads" * bool(self.loaded)
+        recomputes = self.job.model.checkpoint_activations
+        recomputed = ", even with blocks recomputed" if recomputes else ""
+        under = " under the given loads" if self.loaded else ""
         return TooLargeError(
             f"the model fits no layout of {self.cluster.world} ranks{recomputed}{under}: the "
             f"smallest, {layout_in_words(grid, self.split)}, needs {num_bytes / GIB:.1f} GiB, plus "

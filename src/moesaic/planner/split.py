@@ -75,16 +75,23 @@ WHOLE = JobSplit()
 
 def layout_in_words(grid: Grid, split: JobSplit) -> str:
     """Return a layout and its split in words, such as "pp 2, tp 1, ep 2, etp 1"."""
-    stages = f"pp {split.pp}, " * (split.pp > 1)
-    runs = f", {split.parts} parts a stage" * (split.parts > 1)
-    runs += f", micro-batches cut in {split.finer}" * (split.finer > 1)
-    runs += ", two micro-batches in flight" * (split.in_flight > 1)
-    shared = ""
+    words = [name_of(grid)]
+    if split.pp > 1:
+        words.insert(0, f"pp {split.pp}")
+    if split.parts > 1:
+        words.append(f"{split.parts} parts a stage")
+    if split.finer > 1:
+        words.append(f"micro-batches cut in {split.finer}")
+    if split.in_flight > 1:
+        words.append("two micro-batches in flight")
     if grid.dp > 1 or grid.edp > 1:
-        over = {"all": "", "node": ", sharded in nodes", "none": ", not sharded"}[split.shard]
-        held = f", {split.hold} held" * (split.hold != "nothing" and split.shard != "none")
-        shared = over + held
-    return f"{stages}{name_of(grid)}{runs}{shared}"
+        if split.shard == "node":
+            words.append("sharded in nodes")
+        if split.shard == "none":
+            words.append("not sharded")
+        elif split.hold != "nothing":
+            words.append(f"{split.hold} held")
+    return ", ".join(words)
 
 
 def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:

@@ -1091,7 +1091,8 @@ class StepCostModel:
 
     @cached_property
     def _unit_seconds(self) -> tuple[float, float]:
-        """Seconds of scattering a block's dense gradients over dp, and its experts' over edp."""
+        """Seconds of scattering a block's dense gradients over dp, and its experts' over edp: half
+        of an all-reduce."""
         dense, experts = (
             reduce_seconds(self.cluster, self.grid, count * self._gradient_bytes, stride, shards)
             / 2
@@ -1144,16 +1145,19 @@ class StepCostModel:
 
     def _crossing_seconds(self, link: Link) -> float:
         """Return the seconds for which a link is busy in one direction if each token crosses it
-        once, or the experts' weights do."""
+        once, or the experts' weights do, whichever is less.
+
+        A run is the ranks behind one such link; the experts of a replica are spread over several.
+        """
         layer = self.model.layer
         grid = self.grid
         # A link that only carries messages out of a node counts for the whole node, evenly.
         devices = self.cluster.devices_per_node if link.carries == "outside" else link.devices
         runs = grid.ep * grid.etp // devices
-        elsewhere = runs - max(1, grid.tp // devices)
-        if elsewhere <= 0 or layer.num_experts < runs:
+        other_runs = runs - max(1, grid.tp // devices)  # a tp group's own runs have its tokens
+        if other_runs <= 0 or layer.num_experts < runs:
             return 0.0
-        tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * devices / grid.world
+        tokens = node_tokens_per_node(layer, runs, 1) * other_runs * grid.dp * devices / grid.world
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
         num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
         return num_bytes / link.slowest(self.cluster.nodes)

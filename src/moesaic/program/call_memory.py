@@ -148,6 +148,7 @@ class HeldBytes:
         return np.stack(columns, axis=1).astype(np.float64)
 
     def _term_rows(self, term: _Term, counts: AbstractRowCounts) -> np.ndarray:
+        """Return a term's rows on each rank, or its bytes if it is the scratch of experts."""
         if isinstance(term, HopRows):
             return counts.hop_rows(term)
         if not isinstance(term, _Scratch):

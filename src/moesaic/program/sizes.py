@@ -250,8 +250,8 @@ class CallSizes:
 
     @memoised
     def _helped_on_node(self, rank: int) -> np.ndarray:
-        """Return the experts of which ranks with this one's shards on its node compute replicated
-        copies."""
+        """Return the experts that are replicated to this rank, or to a rank on its node that holds
+        the same shards."""
         shard = self.grid.coordinate(rank, "etp")
         mates = [
             mate

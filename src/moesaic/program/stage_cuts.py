@@ -43,8 +43,12 @@ def cut(
         return math.inf if too_slow else part(sizes, sizes_of_ends, start, end)
 
     def best(cost: Callable[[int, int], float]) -> tuple[float, list[range]]:
+        """Return the least worst cost of a stage, and the blocks of each stage."""
+
         @cache
         def rest(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
+            """Return the worst cost of the blocks from `start` on in `parts` stages, and where
+            these end."""
             if parts == 1:
                 return cost(start, blocks), (blocks,)
             found = []

@@ -447,8 +447,9 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
 def percent(share: float) -> str:
     """Return a share as a percentage with two or three significant digits: 31 %, 3.1 %, 0.31 %."""
     value = 100 * share
-    digits = 0 if value >= 10 or value == 0 else 1 if value >= 1 else 2
-    return f"{value:.{digits}f} %"
+    if value >= 10 or value == 0:
+        return f"{value:.0f} %"
+    return f"{value:.1f} %" if value >= 1 else f"{value:.2f} %"
 
 
 def amount(value: float) -> str:
@@ -456,7 +457,8 @@ def amount(value: float) -> str:
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:
             short = value / size
-            return f"{short:.{2 if short < 10 else 1 if short < 100 else 0}f}{unit}"
+            digits = 2 - (short >= 10) - (short >= 100)
+            return f"{short:.{digits}f}{unit}"
     return f"{value:.0f}"
 
 

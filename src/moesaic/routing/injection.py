@@ -308,6 +308,7 @@ class InjectLossCompiled(torch.autograd.Function):
         share: float,
         is_half: bool,
     ) -> Tensor:
+        """Return `y` itself; backward adds the loss's gradient."""
         # not saved for backward: the scale may be set again between forward and backward
         ctx.scale = scale
         ctx.passes = passes

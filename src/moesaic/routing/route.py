@@ -258,6 +258,7 @@ class _Counted(NamedTuple):
         num_tokens: int,
         num_experts: int,
     ) -> _Counted:
+        """Count the copies of each expert, weights that are not finite, and valid tokens."""
         is_wrong = ~weight_N.isfinite()
         return cls(
             count(choice.expert, alive_N, num_experts),

@@ -154,6 +154,7 @@ class _Dispatch(torch.autograd.Function):
         weight: Tensor,
         expert: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Send tokens to the ranks of their experts, and keep the route for the way back."""
         rows, experts, weights, handle, event = buffer.dispatch(
             x,
             topk_idx=expert,

@@ -307,6 +307,8 @@ def placed(
 
 
 def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Tensor | IndexedRows:
+    """Return the rows that a task on this rank alone computes from others: an index, a factor, or
+    parts joined."""
     target = slots[task.writes[0]]
     if task.op is Op.PERMUTE:
         indexed = _index_of(task.reads[0], task.reads[1], slots, reads[1], call)
@@ -381,6 +383,7 @@ def _where_it_lies(value: Value, call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
+    """Run experts; return their result and the activations that backward needs."""
     gates = rows(reads[1]).squeeze(1)
     tokens, x_rows = _where_it_lies(reads[0], call)
     sharded, common = _weights(reads[2:])
@@ -416,6 +419,7 @@ def _as_they_came(
 def _expert_grad(
     task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call
 ) -> Environment:
+    """Run the backward pass of experts; return the gradients of what the forward task read."""
     (dy, y_rows), (tokens, x_rows) = (_where_it_lies(value, call) for value in reads[:2])
     gates = rows(reads[2]).squeeze(1)
     sharded, common = _weights(reads[3:])

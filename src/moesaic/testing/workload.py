@@ -62,6 +62,7 @@ def draw_workload(case: Case) -> CaseData:
     layer = _build_layer(case).to(dtype)
 
     def batch(micro: int, group: int) -> GroupBatch:
+        """Return the batch of a micro-batch and group, drawn from the case's generator."""
         shape = case.sequences, case.lengths[micro][group]
         x, dy = torch.randn(2, *shape, DIM, generator=generator, dtype=torch.float64)
         mask = torch.rand(shape, generator=generator) < 0.7 if case.padding else None

@@ -121,6 +121,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         say(f"planner: the link between machines carries {gbps:.2g} Gbit/s")
 
     def layouts_of(ranks: int) -> tuple[PlannedStep, ...]:
+        """Return the layouts that are predicted to be fastest on a number of ranks, best first."""
         return find_layouts(
             asdict(config),
             ranks,

@@ -338,6 +338,7 @@ def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
 def _load_bin(
     config: DataConfig, files: list[Path], val_files: list[Path], tokenizer_file: Path | None
 ) -> Corpus:
+    """Return the corpus of files of tokens; without validation files, their end is held out."""
     arrays = [_map_bin(path, config) for path in files]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     if val_files:
@@ -371,6 +372,7 @@ def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
 
 
 def _map_bin(path: Path, config: DataConfig) -> np.ndarray:
+    """Map a file of tokens into memory, and refuse one whose size or sampled ids are wrong."""
     dtype = _bin_dtype(path, config)
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:

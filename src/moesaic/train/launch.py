@@ -140,7 +140,8 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         roll, missing = meet(store, rank, world, patience)
         atexit.register(roll.outlast)
         if missing:
-            raise dist.DistStoreError(f"rank{'s' * (',' in missing)} {missing} did not come")
+            ranks = "ranks" if "," in missing else "rank"
+            raise dist.DistStoreError(f"{ranks} {missing} did not come")
         handle_ends(roll, lambda: "in the start; start the run again")
         _init_process_group(roll, rank, world, patience)
     except (dist.DistError, TrainingError) as error:

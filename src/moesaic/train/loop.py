@@ -589,6 +589,7 @@ class Trainer:
         return evaluation.per_byte
 
     def _save(self) -> None:
+        """Start to save a checkpoint, once the weights of all ranks are finite and equal."""
         state = self.state
         self._finish_saving()
         with self.ranks.together():
@@ -637,6 +638,7 @@ class Trainer:
         return {} if table is None else {PLAN_TABLE: json.dumps(table) + "\n"}
 
     def _describe(self) -> str:
+        """Return a line on the run: the model, the data, the precision and the device."""
         model = self.model
         corpus = self.state.corpus
         return (

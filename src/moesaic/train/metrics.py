@@ -177,6 +177,7 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Return the numbers of a nested table with the paths to them."""
     scalars: list[tuple[str, float]] = []
     for name, value in values.items():
         if isinstance(value, bool):

@@ -186,6 +186,7 @@ def _first_faults(
         seen[what] += 1
 
     def check_output(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        """Check a module's floating-point outputs now, and their gradients in the backward pass."""
         parts = output if isinstance(output, tuple) else (output,)
         tensors = [
             local_part(part)
@@ -340,4 +341,4 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 def in_words(ranks: Sequence[int]) -> str:
     """Return "rank 1", or "ranks 1, 3"."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -152,6 +152,9 @@ class SplitParameters(ParallelStyle):
         self.output_layout = output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Let the module compute with its part: its input is gathered, its output summed or
+        scattered."""
+
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             assert self.input_layout is not None
             return (

@@ -113,7 +113,10 @@ class RoutingObserver:
 
     @contextmanager
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
+        """Route as one micro-batch of a trace did."""
+
         def experts(place: int) -> Tensor:
+            """Return the recorded choices of the tokens that this rank's router at `place` gets."""
             return torch.from_numpy(
                 trace.experts(self._places.numbers[place], step, micro)[
                     self._places.tokens(place)

@@ -183,6 +183,8 @@ class Watch:
         return f"in {self._step()}; {self._advice()}"
 
     def _run(self) -> None:
+        """Watch until stopped: in each round, tell the others that this rank lives, and end the run
+        if it stood still for too long, if a rank gave the run up, or if nobody answers."""
         beats = 0
         place = None
         num_bytes = 0

@@ -290,8 +290,9 @@ def _draw(layer: Any, configs: dict[str, Any]) -> None:
                 each.to_empty(device="cpu").reset_parameters()
             layer.reset_lora_parameters(name, getattr(configs.get(name), "init_lora_weights", True))
             implementation = getattr(_adapted(layer), "_moesaic", None)
-            for each in pair if implementation is None else ():
-                each.to(next(layer.get_base_layer().parameters()).device)
+            if implementation is None:
+                for each in pair:
+                    each.to(next(layer.get_base_layer().parameters()).device)
 
 
 def factor_part(name: str, tensor: Tensor, experts: int, ranks: int, place: int) -> Tensor:
@@ -404,6 +405,7 @@ def _replace_merging(wrapper: Any, module: Any) -> None:
     """Make a wrapper merge its factors into this rank's weights, or say why that cannot be."""
 
     def delta_weight(adapter: str, *_: Any, **__: Any) -> Tensor:
+        """Return what an adapter adds to the experts' weights, in their layout."""
         parameter = wrapper.get_param()
         if is_four_bit(module):
             raise InputError(
@@ -447,6 +449,7 @@ class _Mean:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        """Replace the gradients by their means over the group, in one message."""
         self._is_queued = False
         for each in self._parameters:
             if each.grad is None:

@@ -82,6 +82,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
                     plan[groups_name(name)] = style
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        """Replace experts' weights by empty codes and scales, which loading then fills."""
         found = [module for module in model.modules() if four_bit_weights(module)]
         if not found:
             raise InputError(

@@ -106,6 +106,8 @@ class Checkpoint:
         }
 
     def _digests(self, tensors: Mapping[str, Readable]) -> dict[str, Any]:
+        """Return a hash of each tensor, and for tensors of experts a list of a hash for each
+        expert."""
         digests: dict[str, Any] = {}
         for name in sorted(tensors):
             tensor = tensors[name]

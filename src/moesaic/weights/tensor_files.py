@@ -435,6 +435,7 @@ def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
 
 
 def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
+    """Write a file of safetensors piece by piece; return the bytes of its tensors."""
     codes = {dtype: code for code, dtype in CODES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -79,6 +79,8 @@ def _router(
     row."""
 
     def make(at: Region) -> torch.Tensor:
+        """Return a part of the router's matrix: each row drawn once, for all the parts of an
+        expert."""
         generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
         copies = (
             torch.randn(shape[0] // settings.granularity, shape[1], generator=generator)

@@ -332,7 +332,18 @@ def _matched(
     limits: np.ndarray,
 ) -> Replications:
     """Return the replications from those of `places` that are above `limits`, (ep,), to the others
-    of `places`."""
+    of `places`.
+
+    The place with the largest excess comes first, and of its experts those with most copies, of
+    which it gives until its excess is gone. Copies go to the helpers with most room first.
+
+    Args:
+        replica: the load of one replica of the experts.
+        staying: (ep, num_experts), the copies that each origin has left at their home.
+        loads: (ep,), the copies that each place computes.
+        places: the places that exchange copies.
+        limits: (ep,), the loads to reach.
+    """
     excess = np.maximum((loads - limits)[places], 0)
     room = np.maximum((limits - loads)[places], 0)
     givers = places[np.argsort(-excess, kind="stable")]
@@ -341,7 +352,8 @@ def _matched(
     totals = staying.sum(0).reshape(-1, per_place)[givers]
     largest = np.argsort(-totals, axis=1, kind="stable")
     totals = np.take_along_axis(totals, largest, 1)
-    excess_left = np.maximum((loads - limits)[givers], 0)[:, None] - (totals.cumsum(1) - totals)
+    given_before = totals.cumsum(1) - totals
+    excess_left = np.maximum((loads - limits)[givers], 0)[:, None] - given_before
     amounts = np.clip(excess_left, 0, totals).reshape(-1)
     experts = (givers[:, None] * per_place + largest).reshape(-1)
     gives = amounts > 0

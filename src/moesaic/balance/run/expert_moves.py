@@ -471,6 +471,7 @@ class ExpertPlacement:
 
 
 def _order_of(layer: PlacedLayer) -> ExpertOrder:
+    """Return where the experts of a layer are, and refuse a layer whose experts cannot move."""
     if layer.on_mesh is None:
         raise InputError(
             "place_experts: a layer is on no mesh: call parallelize(mesh, plan) on it first"

@@ -129,6 +129,8 @@ class WithResidual(AbstractExperts):
         dy: Tensor,
         deferred_wgrad: DeferredWgrad | None = None,
     ) -> ExpertGradients:
+        """Return the gradients through the inner experts, then through the norm and the
+        residual."""
         norm_row = self._split(call.common)[1]
         leaves = [call.rows.detach().requires_grad_(), norm_row.detach().requires_grad_()]
         with torch.enable_grad():
@@ -205,6 +207,8 @@ class WithResidual(AbstractExperts):
         return ((common[0][:, :width],) if width else ()), common[0][0, width:]
 
     def _normed(self, rows: Tensor, norm_row: Tensor) -> Tensor:
+        """Return the norm of rows, with its parameters from `norm_row`; the rows themselves without
+        a norm."""
         if self.norm is None:
             return rows.view_as(rows)
         parts = (

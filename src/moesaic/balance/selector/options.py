@@ -107,7 +107,9 @@ class Recipe:
         """Name of the policy; "" if the recipe replicates nothing."""
         if self.shadows:
             return "whole shadow" if self.whole else "shadow"
-        return "redundant" if self.redundant else "spill" if self.limit is not None else ""
+        if self.redundant:
+            return "redundant"
+        return "" if self.limit is None else "spill"
 
     def table(self, replica: ReplicaLoad, least: float, at_most: int) -> Replications:
         """Return the replications between the places of one replica of the experts.

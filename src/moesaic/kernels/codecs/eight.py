@@ -53,6 +53,7 @@ class Int8(AbstractEightBit):
     name: ClassVar[str] = "int8"
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Write the scales and the codes of rows; a NaN becomes 0."""
         if codes_by_triton(rows.device, rows.dtype):
             from moesaic.kernels.triton.quantise import int8_encode
 
@@ -101,6 +102,7 @@ class Fp8(AbstractEightBit):
     name: ClassVar[str] = "fp8"
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Write the scales and the codes of rows; a NaN becomes 0."""
         if codes_by_triton(rows.device, rows.dtype):
             from moesaic.kernels.triton.quantise import fp8_encode
 

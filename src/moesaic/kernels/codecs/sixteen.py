@@ -60,6 +60,8 @@ class AbstractSixteenBit(AbstractCodec):
         return torch.where(transport.isinf(), transport.to(dtype), saturate(values, dtype))
 
     def _bound(self, rows: Tensor) -> Tensor:
+        """Return the largest error of each value: none if the dtype is sent as it is, else that of
+        the cast."""
         values = rows.double()
         if rows.dtype == self.transport:
             return torch.zeros_like(values).where(values.isfinite(), torch.inf)

@@ -92,6 +92,7 @@ class Zfp(AbstractCodec):
         fields[2].copy_(torch.from_numpy(np.packbits(bad.numpy())))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """Decode rows on the CPU, and return them on the device of the fields."""
         shift, stream, flags = (field.cpu() for field in fields)
         zfpy = _zfpy()
         is_double = compute_dtype(dtype) == torch.float64
@@ -174,7 +175,8 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     # A block's planes get its bits but for a flag and the exponent.
     plane_bits = BLOCK * BLOCK * rate - (9 if values.dtype == np.float32 else 12)
     width = values.dtype.itemsize * 8
-    planes = (plane_bits - 15) // 16
+    planes = (plane_bits - 15) // 16  # p planes take at most 16 p + 15 bits
+    # relative to the block's power of two; the last plane that is sent whole is at place 2 - planes
     relative = (
         CUT * 2.0 ** (2 - planes)
         + LOSSES * 2.0 ** (2 - width)

@@ -50,6 +50,8 @@ def optsche(program: Program) -> Program:
     last = max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
+        """Return the place of a task in the order: its phase, a part or level, and a rank among
+        equals."""
         phase = phases[task.name]
         part = parts[task.name]
         if is_replicated(task):

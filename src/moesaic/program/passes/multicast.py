@@ -64,9 +64,10 @@ def multicast(program: Program, grid: Grid) -> Program:
     slices = program.routes_slices
     build = Builder(f"{program.name}, multicast", bias)
     tokens, y_layout, tp = _tokens(build, slices)
-    index, places, (once, copies, g) = _to_ranks(build, grid, tokens, slices)
-    h = build.permute(once, copies, "h", _at_ranks("copies"))
-    sums = build.combine(build.expert(h, g, "out"), copies, "sums", _at_ranks("rank_tokens"))
+    index, places, (rank_tokens, copy_index, gates) = _to_ranks(build, grid, tokens, slices)
+    copies = build.permute(rank_tokens, copy_index, "h", _at_ranks("copies"))
+    outputs = build.expert(copies, gates, "out")
+    sums = build.combine(outputs, copy_index, "sums", _at_ranks("rank_tokens"))
     y = build.combine(_home(build, grid, sums, places), index, "y_part", y_layout, tp)
     whole = Layout(flow="tokens", whole_tp=True)
     build.move(y, "y", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)

@@ -118,6 +118,7 @@ def _with_weights(
         return Slot(name=f"{name}_{suffix}", kind=Kind.WEIGHT, layout=layout, state=listed_states)
 
     def movement(read: str, slot: Slot, axis: Axis) -> Task:
+        """Return the task that fetches weights along one axis."""
         lane = Lane.INTRA if axis == "local" else Lane.INTER
         return Task(
             name=slot.name,

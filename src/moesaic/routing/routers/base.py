@@ -51,6 +51,7 @@ class BalancedAssignment(LinearRouter):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose one expert for each token; in training so that all experts get equally many."""
         best = top_k_indices(scores.rank_by, 1)
         if self.training:
             tokens = (

@@ -38,6 +38,7 @@ class ExpertChoice(LinearRouter):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Let each expert choose its tokens, equally many; padding is chosen by none."""
         rank_by = (
             scores.rank_by
             if valid_T is None

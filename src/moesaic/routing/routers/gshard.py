@@ -63,6 +63,8 @@ class GShardTop2(LinearRouter):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose the best expert, and a second one that is sampled, or sent with a probability that
+        grows with its weight."""
         first = top_k_indices(scores.rank_by, 1)
         rank_by = scores.rank_by
         if noise is not None and self.second == "sampled":

@@ -61,6 +61,7 @@ class Hash(AbstractRouter):
             self.table.copy_(numbers.argsort(dim=1, stable=True))
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Return scores that rank each token's experts in the order of the table."""
         if token_ids is None:
             raise InputError(
                 "the hash router reads token ids: call the layer as moe(x, token_ids=ids)"

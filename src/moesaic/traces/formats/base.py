@@ -198,7 +198,9 @@ def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
     Raises:
         InputError: no file matches.
     """
-    candidates = [path] if path.is_file() else entries(path, typed=True) if path.is_dir() else []
+    candidates = [path] if path.is_file() else []
+    if path.is_dir():
+        candidates = entries(path, typed=True)
     files = {}
     for file in candidates:
         match = re.fullmatch(pattern, file.name)
