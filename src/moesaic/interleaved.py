@@ -160,7 +160,8 @@ class _MicroBatch(Generic[T]):
         return bool(self._greenlet.dead)
 
     def take_turn(self) -> None:
-        """Run on to where the turn is handed over, or to the end."""
+        """Run on to where the turn is handed over, or to the end, where the loss is returned. The
+        batch is not kept beyond the first turn."""
         arguments = self._arguments
         self._arguments = ()
         enter_again(self.holds)

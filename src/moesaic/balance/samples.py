@@ -452,7 +452,8 @@ class Weighed(TwoStage):
         """Return the best placement for one weight of the links within nodes."""
         intra, inter = load.rows
         cost = weight * self.rates[0] * intra + (1 - weight) * self.rates[1] * inter
-        units = np.rint(cost * (_UNITS / (np.abs(cost).max() or 1.0))).astype(np.int64)
+        largest = np.abs(cost).max() or 1.0
+        units = np.rint(cost * (_UNITS / largest)).astype(np.int64)
 
         def placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
             """Return the rank of each of some samples that are spread evenly over `ranks`."""

@@ -394,7 +394,11 @@ class FrozenExperts(AbstractExperts):
             "up_outer": ((parts, unit, up_rank), False),
             "down_inner": ((down_rank, unit), False),
         }
-        return {name: (torch.Size(shapes[name][0]), shapes[name][1]) for name in self.fields[0]}
+        found = {}
+        for name in self.fields[0]:
+            shape, is_trained = shapes[name]
+            found[name] = (torch.Size(shape), is_trained)
+        return found
 
     def trained(self, sharded: Weights) -> Weights:
         nothing = sharded[0].new_empty(len(sharded[0]), self.num_units(sharded), 0)

@@ -89,6 +89,7 @@ class ReplacedParameters:
         if not self._held:
             return
         self._held = [each for each in self._held if each.old() is not None]
+        # an optimizer that is made or ends changes how many hold its parameters
         references = [(sys.getrefcount(each.old()), each.trains) for each in self._held]
         if not references or references == self._references:
             return

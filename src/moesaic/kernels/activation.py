@@ -105,7 +105,8 @@ def hidden_rows_into(
     torch.clamp_max(pre[0], clamp.limit, out=active).mul_(clamp.alpha)
     torch.ops.aten.silu.out(active, out=active)
     active.div_(clamp.alpha)
-    torch.mul(active, pre[1].clamp(-clamp.limit, clamp.limit).add_(clamp.offset), out=hidden)
+    passed = pre[1].clamp(-clamp.limit, clamp.limit).add_(clamp.offset)
+    torch.mul(active, passed, out=hidden)
 
 
 def hidden_gradient_into(

@@ -139,7 +139,10 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        return (self._rotate(q, start), self._rotate(k, start), v) if self.rotates else (q, k, v)
+        if self.rotates:
+            q = self._rotate(q, start)
+            k = self._rotate(k, start)
+        return q, k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Rotate (batch, heads, positions, width) by position, in float32."""

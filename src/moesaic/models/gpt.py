@@ -423,9 +423,8 @@ def generate(
             caches = [KeyValueCache() for _ in model.blocks]
             pending = max(limit // 2, 1)
         batch = [(row + [0] * (length - len(row)))[length - pending : length] for row in rows]
-        logits = (
-            model(torch.tensor(batch, device=device), caches=caches).logits[:, -1].float().cpu()
-        )
+        output = model(torch.tensor(batch, device=device), caches=caches)
+        logits = output.logits[:, -1].float().cpu()
         for row, end, scores, generator in zip(rows, ends, logits, generators):
             if len(row) == length and length < end:
                 row.append(_draw(scores, temperature, top_k, top_p, generator))

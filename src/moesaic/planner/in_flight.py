@@ -148,7 +148,8 @@ def _task_of(program: Program, place: _Place) -> Task:
 
 
 def _costs_of(costs: Costs, places: list[_Place], between: float) -> Costs:
-    """Return the costs of the tasks of all calls."""
+    """Return the costs of the tasks of all calls. What lies before a call computes `between`
+    seconds."""
     numbers = np.array([max(place.number, 0) for place in places])
     is_between = np.array([place.number < 0 for place in places])
     issue = costs.issue[numbers]

@@ -381,7 +381,11 @@ class SplitCostModel:
 
 def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     """Return a model whose parameters are shared and held as a split says."""
-    shards = {"all": (grid.dp, grid.edp), "node": _node_shards(grid), "none": (1, 1)}[split.shard]
+    shards = (1, 1)
+    if split.shard == "all":
+        shards = (grid.dp, grid.edp)
+    elif split.shard == "node":
+        shards = _node_shards(grid)
     return replace(
         model, held=split.hold, replicas=grid.dp // shards[0], expert_replicas=grid.edp // shards[1]
     )
@@ -403,9 +407,9 @@ class _Blocks(NamedTuple):
             whole,
             num_layers=self.layers,
             sparse_layers=self.sparse,
-            vocab=whole.vocab * self.has_table,
+            vocab=whole.vocab if self.has_table else 0,
             embeddings=1,
-            outputs=whole.outputs * self.is_last,
+            outputs=whole.outputs if self.is_last else 0,
         )
 
 

@@ -808,7 +808,7 @@ class StepCostModel:
             adapters = reduce_seconds(
                 self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world
             )
-            scattered = is_trained * (units + self._copy_seconds)
+            scattered = units + self._copy_seconds if is_trained else 0.0
             if model.held != "nothing":
                 return self._held_movements(units, ends, scattered)
             return (
@@ -848,7 +848,7 @@ class StepCostModel:
         (shards, _) = self.num_shards
         root = self.root_parameters * self._gradient_bytes / shards
         between = reduce_seconds(self.cluster, self.grid, root, self.grid.tp * shards, copies)
-        reduced_ends = Moving(1, (ends + between) * (not self.model.is_frozen), "nothing")
+        reduced_ends = Moving(1, 0.0 if self.model.is_frozen else ends + between, "nothing")
         if self.model.held == "parameters":
             return (
                 Moving(1, gathered * ends, "nothing"),
@@ -1007,12 +1007,11 @@ class StepCostModel:
         dense, experts = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         moves_each_time = model.gathers_per_block and model.held == "nothing"
+        gathers = self._gather_ratio
+        moves = {"forward": gathers, "backward": gathers if model.is_frozen else gathers + 1}
         gathering = [
-            (moves * units - self._around_moves(behind)) * moves_each_time
-            for behind, moves in (
-                ("forward", self._gather_ratio),
-                ("backward", self._gather_ratio + (not model.is_frozen)),
-            )
+            number * units - self._around_moves(behind) if moves_each_time else 0.0
+            for behind, number in moves.items()
         ]
         recomputed = (self.forward_passes - 1) * max(compute, crossing)
         backward = recomputed + max(model.layer.backward_products * compute, crossing)

@@ -208,7 +208,8 @@ def pieces_of_step(
     """Return, for each pair, the number of (group of the origin, group of the expert's home)
     combinations among its rows."""
     order = sorted(ahead)
-    radix = np.concatenate([[1], np.cumprod(digits.sizes[order])[:-1]]).astype(np.int64)
+    products = np.cumprod(digits.sizes[order])
+    radix = np.concatenate([[1], products[:-1]]).astype(np.int64)
     possible = np.ones(len(source_digits), dtype=bool)
     bases = []
     offsets = []

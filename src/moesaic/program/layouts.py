@@ -56,7 +56,8 @@ class Move:
 
 def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
     """Return the source slot of a movement or of a part of one, and the whole movement."""
-    source, target = (slots[name] for name in (task.of or (task.reads[0], task.writes[0])))
+    ends = task.of or (task.reads[0], task.writes[0])
+    source, target = (slots[name] for name in ends)
     return source, Move(
         source.layout, target=target.layout, group=task.group, reduce=reduces(source, target)
     )
@@ -200,7 +201,10 @@ class Held:
         None if an expert belongs to several sets.
         """
         kinds, kind_of_rank = self._distinct_sets[0]
-        return None if (kinds.sum(0) > 1).any() else (kind_of_rank, kinds.argmax(0), len(kinds))
+        is_of_several = kinds.sum(0) > 1
+        if is_of_several.any():
+            return None
+        return kind_of_rank, kinds.argmax(0), len(kinds)
 
     @cached_property
     def _distinct_sets(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -596,5 +600,6 @@ def joined(splits: list[tuple[int, np.ndarray]]) -> Matched:
     """Return the pieces per peer as one `Matched`, without the peers that have none."""
     non_empty = [(peer, places) for peer, places in splits if len(places)]
     starts = np.cumsum([0, *(len(places) for _, places in non_empty)])
-    places = np.concatenate([np.zeros(0, dtype=np.int64), *(places for _, places in non_empty)])
+    none = np.zeros(0, dtype=np.int64)
+    places = np.concatenate([none, *(places for _, places in non_empty)])
     return Matched(tuple(peer for peer, _ in non_empty), starts, places)

@@ -195,10 +195,11 @@ def plan_in_words(plan: Plan) -> str:
         (is_coded(plan.codec), f"{plan.codec} forward"),
         (is_coded(plan.backward_codec), f"{plan.backward_codec} backward"),
         (plan.replicates, f"replication {plan.replication}"),
+        (plan.memory_budget is not None, f"at most {plan.memory_budget} bytes"),
+        (plan.order != Plan().order, plan.order),
     )
     words += [word for holds, word in others if holds]
-    words += [] if plan.memory_budget is None else [f"at most {plan.memory_budget} bytes"]
-    return ", ".join([*words, *([plan.order] if plan.order != Plan().order else [])])
+    return ", ".join(words)
 
 
 def check_budget(where: str, memory_budget: int | None) -> None:

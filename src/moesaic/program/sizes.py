@@ -345,7 +345,8 @@ class CallSizes:
         """Return the rows of a whole slot that a part of it holds, in the part's order."""
         where = find(self.shapes.pieces(whole, rank), self.shapes.pieces(part, rank).number)
         assert (where >= 0).all(), "a part that its whole does not hold"
-        return Runs(self.offsets(whole, rank)[:-1][where], np.diff(self.offsets(part, rank)))
+        starts = self.offsets(whole, rank)[:-1]
+        return Runs(starts[where], np.diff(self.offsets(part, rank)))
 
     @memoised
     def outgoing(self, move: Move, rank: int) -> Splits:
@@ -479,7 +480,9 @@ class CallSizes:
             sizes = sizes * np.concatenate(
                 [self._needs_weights(theirs, peer)[experts[start:end]] for peer, start, end in cuts]
             )
-        ends = [0, *sizes.cumsum()[matched.starts[1:] - 1].tolist()] if len(sizes) else [0]
+        ends = [0]
+        if len(sizes):
+            ends += sizes.cumsum()[matched.starts[1:] - 1].tolist()
         counts = tuple(end - start for start, end in pairwise(ends))
         is_whole = matched.in_order and ends[-1] == offsets[-1]
         return Splits(

@@ -108,7 +108,8 @@ def _is_sound(ranks: Any) -> bool:
         ]
     except (KeyError, TypeError, ValueError):
         return False
-    return len(shapes[0]) == 1 and shapes[1] == shapes[0] and shapes[2] == shapes[0] * 2
+    first, second, third = shapes[:3]
+    return len(first) == 1 and second == first and third == first * 2
 
 
 _TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds")
@@ -261,7 +262,8 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
             other[-length:] == folder.parts[-length:] for other in others
         ):
             length += 1
-        names.append("/".join(part.strip("/") for part in folder.parts[-length:]) or str(folder))
+        name = "/".join(part.strip("/") for part in folder.parts[-length:])
+        names.append(name or str(folder))
     return names
 
 
@@ -457,8 +459,9 @@ def amount(value: float) -> str:
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:
             short = value / size
-            digits = 2 - (short >= 10) - (short >= 100)
-            return f"{short:.{digits}f}{unit}"
+            if short < 10:
+                return f"{short:.2f}{unit}"
+            return f"{short:.1f}{unit}" if short < 100 else f"{short:.0f}{unit}"
     return f"{value:.0f}"
 
 

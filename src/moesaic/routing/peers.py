@@ -427,7 +427,9 @@ class Peers:
         """Announce to the ranks that messages change their length, and verify that all ranks
         announce the same length."""
         head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
-        head[0], head[1], head[-len(self.digest) :] = ANNOUNCES, len(message), self.digest.to(head)
+        head[0] = ANNOUNCES
+        head[1] = len(message)
+        head[-len(self.digest) :] = self.digest.to(head)
         heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
         self.check(heads[:, -len(self.digest) :], ranks, together=not self.skips_digests)
         if bool((heads[:, 0] != ANNOUNCES).any() | (heads[:, 1] != len(message)).any()):
@@ -475,7 +477,8 @@ class Peers:
         if together:
             advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)
-        wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
+        differs = (digests != digests[0]).any(1).tolist()
+        wrong = [rank for rank, is_other in zip(ranks, differs) if is_other]
         calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(
             f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank "

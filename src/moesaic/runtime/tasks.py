@@ -320,7 +320,8 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Ten
         size = len(call.sizes.grid.group(call.rank, task.group))
         return reads[0] * float(size) ** task.power if task.power else reads[0]
     assert task.op is Op.JOIN, f"{task.op.value} needs other ranks"
-    joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
+    num_rows = call.sizes.num_rows(target.layout, call.rank)
+    joined = reads[0].new_empty(num_rows, reads[0].shape[1])
     for name, part in zip(task.reads, reads):
         rows_of_part = call.sizes.part_rows(slots[name].layout, target.layout, call.rank)
         joined[call.indices.of(rows_of_part, part.device)] = part

@@ -723,7 +723,9 @@ def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list
             gates = given.gates.double().requires_grad_()
             copies = _choice(twin, x)[2] if is_whole else _given_copies(given.experts, gates)
             y = reference_output(twin, x, copies)
-            ((y * given.dy.double()).sum() + 0 * (x.sum() + gates.sum())).backward()
+            nothing = 0 * (x.sum() + gates.sum())  # so that both have a gradient
+            loss = (y * given.dy.double()).sum() + nothing
+            loss.backward()
             assert x.grad is not None
             assert gates.grad is not None
             own["output"].append(y.detach())

@@ -151,7 +151,8 @@ def _round_trip(row: Tensor, name: str) -> Tensor:
     """Return a row, (dim,), after it was encoded and decoded."""
     codec = codec_named(name)
     rows = row.detach().unsqueeze(0)
-    return codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype).squeeze(0).clone()
+    received = codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype)
+    return received.squeeze(0).clone()
 
 
 class Key(NamedTuple):

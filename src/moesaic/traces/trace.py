@@ -241,7 +241,9 @@ def steps_in_words(steps: Sequence[int]) -> str:
     """Return steps as text: "0 to 49 and 60 to 99", or the number of steps and their range if there
     are many runs."""
     cuts = [place for place in range(1, len(steps)) if steps[place] != steps[place - 1] + 1]
-    runs = [(steps[a], steps[b - 1]) for a, b in zip([0, *cuts], [*cuts, len(steps)])]
+    starts = [0, *cuts]
+    ends = [*cuts, len(steps)]
+    runs = [(steps[start], steps[end - 1]) for start, end in zip(starts, ends)]
     words = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     if len(words) > 4:
         return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -286,7 +286,8 @@ def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
             f"validation data: {len(tokens)} tokens are fewer than model.seq_len + 1 = "
             f"{seq_len + 1}: give more with data.val, raise data.val_share or lower model.seq_len"
         )
-    return sorted(set(np.linspace(0, available - 1, min(count, available)).astype(int).tolist()))
+    starts = np.linspace(0, available - 1, min(count, available))
+    return sorted(set(starts.astype(int).tolist()))
 
 
 def share(windows: list[int], index: int, count: int) -> list[int]:

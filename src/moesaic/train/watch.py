@@ -496,7 +496,8 @@ def _place_of(innermost: FrameType) -> list[tuple[int, int]]:
         for number, frame in enumerate(frames)
         if frame.f_code.co_name == "wait" and _is_own(frame)
     ]
-    return [(id(frame.f_code), frame.f_lasti) for frame in frames[waits[-1] + 1 if waits else 0 :]]
+    first = waits[-1] + 1 if waits else 0
+    return [(id(frame.f_code), frame.f_lasti) for frame in frames[first:]]
 
 
 def _moved_bytes() -> int:

@@ -119,6 +119,7 @@ def _intersect(a: Dim, b: Dim) -> Dim | None:
         return b if b in a else None
     if a.step != b.step and 1 not in (a.step, b.step):
         raise NotImplementedError("rows of two different steps")
+    # the elements of `fine` inside `wide`, which has a step of 1 or the same step
     wide, fine = (a, b) if a.step == 1 else (b, a)
     if not wide or not fine or (wide.step > 1 and (wide.start - fine.start) % fine.step):
         return None
@@ -328,7 +329,8 @@ def _numpy_index(places: Region, at: Region) -> tuple[Any, ...]:
         else:
             first = dim.index(place[0])
             last = dim.index(place[-1])
-            index.append(slice(first, last + 1, max(1, (last - first) // max(1, len(place) - 1))))
+            step = (last - first) // max(1, len(place) - 1)
+            index.append(slice(first, last + 1, max(1, step)))
     return tuple(index)
 
 

@@ -398,7 +398,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Readable]) -> None:
         _write_file(folder / file, shard)
         for name, each in shard.items():
             shape = tuple(each.shape)
-            entries[name] = Entry(each.dtype, shape, (SharedPart(file, (0,) * len(shape), shape),))
+            part = SharedPart(file, (0,) * len(shape), shape)
+            entries[name] = Entry(each.dtype, shape, (part,))
     write_index(folder, entries)
 
 

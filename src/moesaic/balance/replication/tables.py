@@ -171,7 +171,8 @@ def _ranked(
     ep = len(replica.origins)
     if whole:
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
-        order = (np.arange(ep)[None, :] * away.shape[1] + hottest[:, None]).reshape(-1)
+        first_of_place = np.arange(ep) * away.shape[1]
+        order = (first_of_place[None, :] + hottest[:, None]).reshape(-1)
     else:
         order = largest(away.reshape(-1), tries)
     order = order[away.reshape(-1)[order] > 0]
@@ -184,7 +185,8 @@ def _fitting(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the first `at_most` pairs of each place, and for every prefix of these the most
     experts on one place."""
-    held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
+    is_at = place[:, None] == np.arange(ep)[None, :]
+    held = np.cumsum(is_at, axis=0)[np.arange(len(place)), place]
     fits = held <= at_most
     most_held = np.concatenate([[0], np.maximum.accumulate(held[fits])])
     return place[fits], expert[fits], most_held
@@ -386,7 +388,8 @@ def from_origins(
     own_copies = np.minimum(replicated, staying[helpers][:, experts].T)
     copies_left = staying[:, experts].T.copy()
     copies_left[np.arange(len(experts))[:, None], helpers[None, :]] -= own_copies
-    turn = (replica.load.home[experts][:, None] + 1 + np.arange(ep)[None, :]) % ep
+    after_home = replica.load.home[experts] + 1
+    turn = (after_home[:, None] + np.arange(ep)[None, :]) % ep
     shared = _overlaps(np.take_along_axis(copies_left, turn, 1), replicated - own_copies)
     expert, origin, helper = np.nonzero(shared)
     others = Replications(

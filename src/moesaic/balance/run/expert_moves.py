@@ -489,7 +489,11 @@ def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
     sharding."""
     if isinstance(experts, ModuleExperts):
         return sum(parameter.numel() for parameter in next(experts.experts.children()).parameters())
-    return sum(p.numel() // len(p) // (etp if is_dtensor(p) else 1) for p in experts.parameters())
+    total = 0
+    for parameter in experts.parameters():
+        shards = etp if is_dtensor(parameter) else 1
+        total += parameter.numel() // len(parameter) // shards
+    return total
 
 
 def _busiest_over_mean(load: ExpertLoad, place: np.ndarray) -> float:

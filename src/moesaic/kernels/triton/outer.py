@@ -95,7 +95,9 @@ def _launch_outer(
     q_token: Tensor | None,
 ) -> None:
     """Start the kernel that fills the products."""
-    per_expert = triton.cdiv(out.shape[1], tile.rows) * triton.cdiv(out.shape[2], tile.columns)
+    height = out.shape[1]
+    width = out.shape[2]
+    per_expert = triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)
     # if so, half of the stages load row numbers ahead of the rows
     is_gathered = p_token is not None or q_token is not None
     p_steps, p_by_descriptor = as_operand(
@@ -115,8 +117,8 @@ def _launch_outer(
         ends=ends,
         order=order,
         num_experts=len(ends),
-        height=out.shape[1],
-        width=out.shape[2],
+        height=height,
+        width=width,
         FORM=OuterForm(
             is_wide=max(p.numel(), q.numel()) >= 2**31,
             precision=dot_precision(p.dtype),

@@ -134,7 +134,8 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
     )
     if places:
         at_mate = build.combine(at_mate, places, "z_here", _at_mate("node_tokens"))
-    return build.move(at_mate, "z", Layout(flow=build.flow(at_mate)), ("node",), {}, Stage.COMBINE)
+    at_origin = Layout(flow=build.flow(at_mate))
+    return build.move(at_mate, "z", at_origin, ("node",), {}, Stage.COMBINE)
 
 
 def _has_mates(grid: Grid) -> bool:
@@ -167,7 +168,8 @@ def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
     x = build.input("x", Kind.TOKENS, whole, {"tp": State.IDENTICAL})
     if slices:
         own = replace(whole, whole_tp=False)
-        return build.move(x, "x_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH), own, {}
+        sharded: States = {"tp": State.SHARDED}
+        return build.move(x, "x_mine", own, ("tp",), sharded, Stage.DISPATCH), own, {}
     shared: States = {"tp": State.REPLICATED}
     return (
         build.move(x, "x_shared", whole, ("tp",), shared, Stage.DISPATCH),

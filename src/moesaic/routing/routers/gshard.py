@@ -77,7 +77,8 @@ class GShardTop2(LinearRouter):
         choice = token_choice(torch.cat([first, top_k_indices(rank_by, 1)], dim=1))
         if noise is None or self.second == "sampled":
             return choice
-        second_gate = normalized(chosen(scores.gates.detach(), choice, 2)).view(-1, 2)[:, 1]
+        gates = normalized(chosen(scores.gates.detach(), choice, 2))
+        second_gate = gates.view(-1, 2)[:, 1]
         sent = torch.ones_like(choice.slot, dtype=torch.bool).view(-1, 2)
         sent[:, 1] = noise[:, 0] < 2 * second_gate
         return choice._replace(sent=sent.reshape(-1))
