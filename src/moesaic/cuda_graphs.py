@@ -262,6 +262,7 @@ class CapturedMoE:
         return self._pulled_back(self._forward.results, self._grads_in)
 
     def _pulled_back(self, results: Results, grads: Results) -> list[Tensor | None]:
+        """Return the gradients of the leaves from those of the results."""
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads)

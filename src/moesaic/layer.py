@@ -897,6 +897,7 @@ def _with_options(
             )
 
     def make_with_options(dim: int, num_experts: int) -> AbstractRouter:
+        """Make the router, and name options that do not fit it."""
         try:
             return make(dim, num_experts, **options)
         except TypeError as error:

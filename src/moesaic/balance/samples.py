@@ -540,6 +540,7 @@ class _Shifts:
         self._update(target)
 
     def _update(self, place: int) -> None:
+        """Find the sample that leaves `place` at the least extra cost, for each other place."""
         members = np.flatnonzero(self._assigned == place)
         if not len(members):
             self.cost[place] = _FAR

@@ -147,6 +147,7 @@ def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type
 
 
 def _flags(kind: Any, prefix: str = "--") -> list[str]:
+    """Return the flags of a dataclass and of those in it."""
     flags = []
     hints = get_type_hints(kind)
     for field in fields(kind):

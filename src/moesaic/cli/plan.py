@@ -620,6 +620,7 @@ def as_data(
 
 
 def _step_as_data(planned: PlannedStep) -> dict[str, Any]:
+    """Return a planned step for `--json`."""
     grid = planned.grid
     return {
         "seconds": planned.seconds,

@@ -193,6 +193,7 @@ def _changes(
     def change(
         what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any
     ) -> FinetuneChange:
+        """Return how a change speeds up the split with experts spread, or the fastest one."""
         after = predict_finetune(job.model, cluster=other, **{**sizes, **changed})
         split = after.splits["experts" if of_experts else after.fastest]
         speedup = split.tokens_per_second / (

@@ -356,6 +356,7 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
 
 
 def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
+    """Return a row of the table for each movement of a program."""
     rows = []
     stages = {task.name: task.stage.value for task in program.tasks}
     for moved in traffic(program, sizes, sizes.grid.node_of):

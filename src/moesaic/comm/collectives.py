@@ -173,6 +173,7 @@ class _WithGradient(torch.autograd.Function):
         forward: Callable[[Tensor], Tensor],
         backward: Callable[[Tensor], Tensor],
     ) -> Tensor:
+        """Communicate forward by one function, and backward by the other."""
         ctx.gradient_function = backward
         return forward(tensor)
 
@@ -228,6 +229,7 @@ def _all_gather(transport: AbstractTransport, tag: int, peers: Peers, mine: Tens
 def _all_gather_rows(
     transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor, num_rows: int
 ) -> Tensor:
+    """Return the rows of all peers, of whom each has its share."""
     whole = mine.new_empty(num_rows, *mine.shape[1:])
     pieces = _shares(whole, len(peers))
     pieces[peers.index(transport.rank)].copy_(mine)
@@ -237,6 +239,7 @@ def _all_gather_rows(
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
+    """Return the sum of tensors in their dtype, added up in float32 at least."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     total = parts[0].to(wide, copy=True)

@@ -508,6 +508,8 @@ class StackedExperts(AbstractExperts):
         )
 
     def _cast(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a parameter in a dtype; in training the cast is kept until the parameter
+        changes."""
         parameter = self._local(name)
         if (
             parameter.dtype == dtype
@@ -575,6 +577,7 @@ class StackedExperts(AbstractExperts):
         weight_first: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """Run the experts on tokens, gathered and summed by the kernels."""
         call = ExpertCall(
             sharded,
             common,

@@ -216,6 +216,7 @@ class FourBitExperts(FrozenExperts):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        """Save codes and scales flat, as other software stores them."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in (prefix + NAMES[field] for field in STORED_FLAT):
             if not hasattr(destination[name], "placements"):

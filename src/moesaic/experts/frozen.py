@@ -242,6 +242,7 @@ class FrozenExperts(AbstractExperts):
         return FrozenWeights(**tensors)
 
     def compute(self, call: ExpertCall) -> Tensor:
+        """Run the experts, differentiable in the rows, gates and trained weights."""
         dtype = compute_dtype(call.rows.dtype, call.rows.device)
         weights = (*_in_dtype(call.sharded, dtype), *_in_dtype(call.common, dtype))
         out: Tensor = _Run.apply(

@@ -114,6 +114,7 @@ class ReplacedParameters:
         )
 
     def _stale(self, optimizers: Iterable[Optimizer]) -> list[Succession]:
+        """Return the replaced parameters that optimizers hold, and none what took their place."""
         stepped = set[int]().union(*map(_ids, optimizers))
         return [
             each

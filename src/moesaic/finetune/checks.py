@@ -96,6 +96,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
         memory = psutil.virtual_memory().available / world
 
     def predicted(length: int, ranks: int) -> FinetunePrediction:
+        """Return the prediction for a length of sequences and a number of ranks."""
         at_once = max(ranks // options.pp, 1) * options.micro_batch
         return predict_finetune(
             shape,

@@ -139,6 +139,7 @@ def hidden_gradient_into(
 
 
 def _activation_into(x: Tensor, activation: str, out: Tensor) -> None:
+    """Write the activation of `x` into `out`."""
     assert out.is_contiguous() or activation not in BY_ONEDNN, (
         "oneDNN writes to contiguous results only"
     )

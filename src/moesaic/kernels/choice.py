@@ -188,6 +188,7 @@ class _Choose(torch.autograd.Function):
         expert: Tensor | None,
         settings: Any,
     ) -> tuple[Tensor, ...]:
+        """Choose experts; save the logits, and of the results what backward reads."""
         chosen = ChoiceResult(*choose_forward(logits, bias, valid, expert, *settings))
         ctx.settings = settings
         ctx.set_materialize_grads(False)

@@ -130,6 +130,7 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return the gradients of the rows and of the gates."""
         rows, gates = ctx.saved_tensors
         d_places = sum_rows(grad.contiguous(), ctx.form.to_places)
         d_gates = None

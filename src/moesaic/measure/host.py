@@ -148,6 +148,7 @@ class BalancedRouter(AbstractRouter):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose as a balanced router would, without looking at the scores."""
         key = (len(scores.logits), top_k)
         if key not in self._choices:
             self._choices[key] = balanced_choice(*key, self.num_experts, self._seed)

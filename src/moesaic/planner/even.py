@@ -146,6 +146,7 @@ class Even(AbstractVolumes):
         return self._rows[layout]
 
     def _count_rows(self, layout: Layout) -> np.ndarray:
+        """Return the rows of a layout on each class of ranks."""
         digits = self._radix(layout)
         box = box_of(digits, layout)
         step_digits = steps_of(digits, layout)

@@ -273,6 +273,7 @@ class Events:
             self._end(now, actor, self._tasks + task)
 
     def _launch(self, now: float, task: int, movement: Movement) -> None:
+        """Let a movement begin after its latency and the copies that its starters make."""
         load = movement.load
         number = self._num_flows
         self._num_flows = self._num_flows + 1
@@ -281,6 +282,7 @@ class Events:
         heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
 
     def _end(self, now: float, actor: int, node: int) -> None:
+        """Note that an actor ended a node, and start the nodes that waited for it alone."""
         if node >= self._tasks:
             self.ends[node - self._tasks, actor] = now
         unmet = self._unmet[actor]
@@ -311,6 +313,7 @@ class Events:
         return set(flow.use)
 
     def _arrive(self, now: float, number: int) -> set[int]:
+        """End a movement; return the links that it leaves."""
         flow = self._flows.pop(number)
         for actor in flow.waiting:
             self._end_wait(now, actor, flow.task)

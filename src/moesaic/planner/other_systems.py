@@ -502,6 +502,7 @@ def best_layout(
     simulator = Simulator(cluster)
 
     def tried(layout: OthersLayout) -> Tried | None:
+        """Return the step of a layout that fits; None if it does not."""
         try:
             ranks = _Ranks(job, simulator, layout)
             fits = ranks.least_bytes <= most and ranks.memory.total <= most

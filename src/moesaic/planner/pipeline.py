@@ -45,6 +45,7 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
         ahead = min((parts - 1) * per_round + 2 * (pp - 1 - rank), total)
 
     def passes(is_backward: bool) -> list[Pass]:
+        """Return a rank's passes in one direction, in their order."""
         seen: dict[int, int] = {}
         found = []
         for number in range(total):

@@ -455,6 +455,7 @@ class _Search:
                     return
 
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
+        """Yield the plans with which every layout is tried first."""
         space = self.settings.space
         first = {name: values[0] for name, values in space.values(grid).items()}
         # Every layout is tried with the all-to-alls that are best on some links, and with

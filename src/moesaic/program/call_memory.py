@@ -243,6 +243,7 @@ class _Walk:
         return (False, False) if writer.op is not Op.MOVE else self._order_of(writer.reads[0])
 
     def _row_bytes(self, slot: Slot) -> int:
+        """Return the bytes of a row of a slot."""
         experts = self.experts
         if slot.kind is Kind.LANE:
             return max(WIDE, experts.element_bytes)
@@ -498,6 +499,7 @@ class _Alive:
 
 
 def _total_bytes(parts: Iterable[Bytes]) -> Bytes:
+    """Return the sum of some numbers of bytes by term."""
     total: Bytes = Counter()
     for part in parts:
         if not total:

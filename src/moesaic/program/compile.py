@@ -154,6 +154,7 @@ class Compiled:
 
     @cached_property
     def _held(self) -> Callable[[int, ExpertSizes], HeldBytes]:
+        """Return the bytes that a rank holds, the same object for equal arguments."""
         programs = self.forward, self.backward
         return cache(
             lambda num_experts, experts: HeldBytes(

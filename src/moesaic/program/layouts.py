@@ -513,6 +513,7 @@ class LayoutIndex(AbstractLayoutIndex):
         )
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return the numbers of the chunks of a layout's rows on a rank."""
         if not FLOWS[layout.flow].is_cut:
             return np.zeros(1, dtype=np.int64)
         if layout.chunk is None:
@@ -528,6 +529,7 @@ class LayoutIndex(AbstractLayoutIndex):
         return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return the places from which a layout's rows on a rank come, ascending."""
         grid = self.grid
         origins = FLOWS[layout.flow].origins
         peers = grid.group(rank, layout.spread)

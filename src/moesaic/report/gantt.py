@@ -288,6 +288,7 @@ def _order(job: Job) -> Iterator[tuple[str, str, int]]:
     model = job.model
 
     def forward(block: int, what: str) -> Iterator[tuple[str, str, int]]:
+        """Yield the parts of a block's forward pass: their names, texts and numbers."""
         yield "attention", f"attention {what}", 1
         if model.is_sparse(block):
             yield "shared experts", f"shared experts {what}", 1

@@ -75,6 +75,7 @@ class NodeTokens:
 
     @property
     def _visit_cells(self) -> Tensor:
+        """Return the positions of this rank's visits among the tokens of nodes."""
         assert self.visits is not None
         counts = self.of_all
         return places_of(

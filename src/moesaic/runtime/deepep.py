@@ -211,6 +211,7 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
     most_tokens = int(gathered.on_host[:, 1].max())
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
+        """Send tokens to their experts' ranks, run these, and return the sums of the results."""
         assert gate is not None
         received = deepep.dispatch(
             x,

@@ -287,6 +287,7 @@ class ExpertParallel:
         return _PlanState(compiled, peers, deepep, calls)
 
     def _activate(self, state: _PlanState) -> None:
+        """Run calls by a plan's state from now on."""
         self.compiled, self.grid = state.compiled, state.compiled.grid
         self.peers = state.peers
         self.calls = state.calls

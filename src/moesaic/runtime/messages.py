@@ -83,6 +83,7 @@ def _pending_move(
     )
 
     def finish(parts: list[Tensor]) -> Value:
+        """Return the value that the arrived parts make up."""
         if move.reduce and not incoming.runs.total:
             # no rank computed rows for this rank's experts: return no gradient instead of zeros
             return ()

@@ -329,6 +329,8 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Ten
 
 
 def _combine(task: Task, slots: Slots, reads: list[Value], call: Call) -> Tensor:
+    """Return the sums of rows that an index brings together; rows that are not full count as
+    zero."""
     indexed = _index_of(task.writes[0], task.reads[1], slots, rows(reads[1]), call)
     value = reads[0]
     if indexed.is_full is not None:

@@ -200,6 +200,7 @@ def _cut_finer(config: TrainConfig, finer: int) -> TrainConfig:
 
 
 def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
+    """Return the configuration with the mesh and plan of a file; what both set must be the same."""
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
     for name in (*MESH, *SPLIT):

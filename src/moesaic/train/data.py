@@ -319,6 +319,7 @@ def as_batch(
 
 
 def _read(files: list[Path], field: str) -> list[bytes]:
+    """Return the documents of files; an InputError if there is none."""
     documents = [document for path in files for document in read_documents(path, field)]
     if files and not documents:
         raise InputError(

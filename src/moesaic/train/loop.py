@@ -259,6 +259,7 @@ class Trainer:
         )
 
     def _open_metrics(self) -> None:
+        """Open the metrics on the first rank."""
         folder = self.state.folder
         step = self.state.step
         with self.ranks.together():
@@ -398,6 +399,7 @@ class Trainer:
         auxiliary: dict[int, list[dict[str, Tensor]]] = {}
 
         def loss_of(micro: int) -> Tensor:
+            """Run a micro-batch forward; return its part of the step's loss."""
             tokens, targets = self._batch(micro)
             with autocast(state.device, state.dtype):
                 output = model(tokens, targets)

@@ -166,6 +166,7 @@ def _lines_up_to(path: Path, start_step: int, say: Callable[[str], None]) -> lis
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
+    """Return the error that metrics could not be written."""
     reason = (
         "the disk is full: free space"
         if error.errno == errno.ENOSPC

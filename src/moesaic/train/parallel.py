@@ -175,6 +175,7 @@ class SplitParameters(ParallelStyle):
         )
 
     def _partition(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Replace the parameters by their parts on the ranks."""
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name not in self.dims:
                 continue

@@ -248,6 +248,7 @@ def _metadata_index(record: Any) -> MetadataIndex:
 
 
 def _storage_info(record: Any) -> _StorageInfo:
+    """Return where a stored tensor lies, from the record that the pickle gave."""
     fields = _fields(record, "_StorageInfo")
     name = _typed(fields["relative_path"], str)
     if PurePosixPath(name).name != name or "\\" in name:

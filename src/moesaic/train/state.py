@@ -530,6 +530,7 @@ def _generator_state(text: str) -> Tensor:
 
 
 def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
+    """Refuse another precision than that of the checkpoint."""
     before = saved.extra["precision"]
     if config.precision not in ("auto", before):
         raise InputError(
@@ -539,6 +540,7 @@ def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
 
 
 def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
+    """Refuse other training tokens than those of the checkpoint."""
     if saved.extra["train_tokens"] != fingerprint_now:
         raise InputError(
             f"the training tokens are not those of the checkpoint of step {saved.step}: the "

@@ -320,6 +320,7 @@ class Watch:
         os._exit(1)
 
     def _position(self) -> Position:
+        """Return where this rank is: what it does, whose messages it waits for, and its stack."""
         at = self._activity()
         waits_for = {}
         handle = next(_locals(self._frames().values(), Handle), None)

@@ -117,6 +117,7 @@ class MoesaicEP(EPImplementation):
         self.run.exchange(self._spread(experts))
 
     def _spread(self, experts: nn.Module) -> AbstractExperts:
+        """Return the experts of a family for the ranks of ep."""
         number = self.num_local_experts * self.ep_mesh.size()
         return (
             FamilyFrozenExperts(experts, number)

@@ -270,6 +270,8 @@ def _as_peft_made(model: nn.Module) -> list[Any]:
     place = {module: number for number, module in enumerate(model.modules())}
 
     def made(module: Any) -> tuple[bool, int, int]:
+        """Return what orders modules: adapters of modules first, by their places, inner ones
+        first."""
         is_parameter = hasattr(module, "parameter_name")
         return (
             is_parameter,
@@ -332,6 +334,7 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
         return DTensor.from_local(part, mesh, [Shard(name == "lora_B")], run_check=False)
 
     def gather(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+        """Save whole factors in place of those of this rank."""
         for key, tensor in [
             (key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state
         ]:

@@ -115,6 +115,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        """Tell PEFT the shapes of whole weights, and let experts in NF4 compute by Moesaic."""
         for module in model.modules():
             for name, shape in getattr(module, "moesaic_whole_shapes", {}).items():
                 # PEFT looks there for the shape of a weight that is stored otherwise.

@@ -48,6 +48,7 @@ class Hub(AbstractFormat):
         return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
+        """Read a folder of safetensors, and refuse one with an adapter beside the weights."""
         if (folder / ADAPTER).exists():
             raise InputError(
                 f"{folder / ADAPTER}: an adapter lies beside the weights: merge it with PEFT's "
@@ -60,6 +61,8 @@ class Hub(AbstractFormat):
         write_safetensors(folder, tensors)
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
+        """Yield where each tensor of transformers lies in the checkpoint, by the conversions of its
+        model type."""
         tables = [
             t
             for t in get_model_conversion_mapping(model.model, add_legacy=False)

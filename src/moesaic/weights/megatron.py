@@ -216,6 +216,7 @@ class Megatron(AbstractFormat):
         write(folder / "latest_checkpointed_iteration.txt", "release")
 
     def converted(self, stored: str, tensor: Readable, *, to_model: bool) -> Readable:
+        """Add 1 to norms that Megatron stores minus one, or subtract it."""
         if not stored.endswith("self_attention.out_norm.weight"):
             return tensor
 

@@ -194,6 +194,8 @@ def _sizes(at: Region) -> list[int]:
 
 
 def _from_mxfp4(blocks: Stored, scales: Stored, at: Region) -> Tensor:
+    """Return part of a matrix in bfloat16: two FP4 codes a byte, a power of two for each 32
+    values."""
     experts, columns, rows = ranges(at)
     groups = range(columns[0] // 32, columns[-1] // 32 + 1)
     packed = torch.from_numpy(blocks.read((experts, rows, groups, range(16)))).view(torch.uint8)

@@ -74,6 +74,7 @@ class Published(AbstractReplicaPolicy):
     equation 8 falls."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
+        """Return the shadows that FasterMoE's rule chooses in one replica of the experts."""
         load = replica.load
         places = np.arange(len(replica.origins))
         slowest = float(replica.links.seconds_per_byte.max())

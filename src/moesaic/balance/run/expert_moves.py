@@ -250,6 +250,7 @@ def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _unpack(part: Tensor, tensors: list[Tensor]) -> None:
+    """Copy the bytes of a message into tensors, one after the other."""
     start = 0
     for tensor in tensors:
         end = start + tensor.numel() * tensor.element_size()

@@ -130,6 +130,7 @@ class Arbitration(AbstractChooser):
             option = Option(program, recipe=Recipe(), replicated=(), seconds=0.0)
 
         def moved() -> tuple[CallTraffic, CallTraffic]:
+            """Return what a call moves without replication, and what it moved."""
             nothing = (NOTHING,) * len(replicas)
             ran = [within(each, table) for each in replicas]
             return tuple(  # type: ignore[return-value]

@@ -212,6 +212,7 @@ class Weigher:
     def _option(
         self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work]
     ) -> Option:
+        """Return a program as an option, with its predicted seconds."""
         plan = self._plans[program]
         costs = self._costs
         parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes

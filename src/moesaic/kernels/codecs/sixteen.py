@@ -45,6 +45,8 @@ class AbstractSixteenBit(AbstractCodec):
         return self.top - torch.frexp(largest).exponent
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Write rows in the 16-bit dtype, multiplied by a power of two where its range is too
+        small."""
         values = rows.to(compute_dtype(rows.dtype))
         if self._is_scaled(rows.dtype):
             shift = self._shift(values)

@@ -82,6 +82,7 @@ class Zfp(AbstractCodec):
         return codec_spec(f"{self.name}:{self.rate}")
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Encode rows on the CPU."""
         values, shift, bad = prepare(rows)
         stream = _zfpy().compress_numpy(pad(values).numpy(), rate=self.rate, write_header=False)
         assert len(stream) == fields[1].numel(), (
@@ -106,6 +107,8 @@ class Zfp(AbstractCodec):
         return saturate(values.masked_fill(bad[:, None], torch.nan), dtype).to(fields[0].device)
 
     def _bound(self, rows: Tensor) -> Tensor:
+        """Return the largest error of each value: that of its block; infinity in rows that are not
+        finite."""
         values, shift, bad = prepare(rows)
         errors = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
         of_padded = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

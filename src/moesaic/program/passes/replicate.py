@@ -110,6 +110,7 @@ def _with_weights(
     source_slot = program.slot(source)
 
     def sent(suffix: str, chunk: Literal["near", "here"], over: tuple[Axis, ...]) -> Slot:
+        """Return a slot of replicated weights after a movement over some axes."""
         state = {**dict(source_slot.state), **dict.fromkeys(over, State.REPLICATED), "etp": on_etp}
         layout = replace(source_slot.layout, experts="all", chunk=chunk)
         listed_states = tuple(

@@ -84,6 +84,7 @@ class GroupLimited(LimitedRouter):
         return inner._replace(rule=rule)
 
     def check_fits(self, top_k: int) -> None:
+        """Refuse more experts a token than its best groups have."""
         super().check_fits(top_k)
         eligible = self.top_groups * self.num_experts // self.num_groups
         if top_k > eligible:

@@ -50,6 +50,7 @@ class NoisyTopK(SoftmaxWeights, LinearRouter):
         return torch.randn(num_tokens, self.num_experts, device=device) if self.training else None
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Return the softmax of the logits, with learnt noise if there is noise."""
         logits_TE = self.logits(x_TD)
         if noise is not None:
             deviation_TE = F.softplus(F.linear(x_TD, self.noise_weight.to(x_TD.dtype)))

@@ -45,6 +45,7 @@ def device_of(device: torch.device) -> TileDevice:
 
 @lru_cache(maxsize=32)
 def _gpu(index: int) -> TileDevice:
+    """Return the properties of a GPU, asked once."""
     properties = torch.cuda.get_device_properties(index)
     return TileDevice(
         name=properties.name,
@@ -91,6 +92,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def _is_aligned(x: Tensor) -> bool:
+    """Return whether a descriptor can load a tensor."""
     strides = [stride * x.itemsize for stride in x.stride()[:-1]]
     return (
         min(x.shape) > 0
