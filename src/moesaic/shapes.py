@@ -225,11 +225,12 @@ class ModelShape:
         block = self.block
         queries = self.num_heads * self.head_dim
         keys = self.kv_heads * self.head_dim
-        is_split = self.kv_heads != self.num_heads
+        is_split = self.kv_heads != self.num_heads  # queries come from a projection of their own
         per_norm = 2 if on_cpu and block.norm == "rms" else 1
         around = 2 * per_norm * self.dim
         if self.conv_width > 1:
             around += self.dim
+        # the results of the projections, which attention or what lies between reads
         projected = 2 * keys if is_split else 2 * keys + queries
         if block.qk_norm:
             projected += (queries + keys) * (per_norm - 1)

@@ -283,6 +283,7 @@ class MemoryBudget:
         """Return the fastest way, by the cost model of the replication policies."""
 
         def cost(option: _Option) -> float:
+            """Return the predicted seconds of a call under an option."""
             _, replicated, slices = option
             return seconds(
                 load, self.costs, replicated or NOTHING, slices.num_slices, slices.share_again

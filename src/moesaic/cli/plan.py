@@ -369,6 +369,7 @@ def _fewer(job: Job, cluster: ClusterSpec, options: PlanOptions, seconds: float)
     """Return a line about machines that could be left out; none if all are needed."""
 
     def best_of(machines: int) -> PlannedStep:
+        """Return the best step on fewer machines."""
         part = cluster.of_devices(machines * cluster.devices_per_node)
         return search(job, part, _settings(options)).best
 
@@ -387,6 +388,7 @@ def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: P
     """
 
     def larger(count: int) -> tuple[Job, ClusterSpec]:
+        """Return the job on at least `count` devices, and their cluster."""
         larger_spec = read_cluster(
             options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node)
         )

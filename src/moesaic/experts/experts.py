@@ -271,6 +271,7 @@ class AbstractExperts(nn.Module, ABC):
         saved_numbers = dict[int, int]()
 
         def note(value: Tensor) -> Tensor:
+            """Count what autograd saves, each storage once and no weights."""
             storage = value.untyped_storage()
             if storage.data_ptr() not in weight_storages:
                 saved_numbers[storage.data_ptr()] = storage.nbytes() // value.element_size()

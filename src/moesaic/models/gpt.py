@@ -128,6 +128,7 @@ class TransformerBlock(nn.Module):
         routings: list[Routing] = []
 
         def moe(y: Tensor) -> Tensor:
+            """Run the MoE layer and note its routing."""
             y, routing = self.ffn(y, mask=mask, token_ids=tokens, return_routing=True)
             routings.append(detached_routing(routing))
             return y

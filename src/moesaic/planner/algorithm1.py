@@ -149,6 +149,7 @@ def operations(
     )
 
     def line(name: str, elements: Callable[[Workload], float]) -> Fit:
+        """Return the straight line through the seconds of an operation in both layers."""
         x0, x1 = (elements(layer) for layer, _ in (small, large))
         t0, t1 = (spans[name] for _, spans in (small, large))
         slope = (t1 - t0) / (x1 - x0)

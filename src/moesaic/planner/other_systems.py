@@ -451,6 +451,7 @@ def longer_by_narrow_rate(
     at_usual_rate = predict(job, cluster, layout).seconds
 
     def seconds(times: float) -> float:
+        """Return the step's seconds if narrow products are `times` as fast."""
         faster = device.with_products(times, (layout.precision,))
         return predict(job, replace(cluster, device=faster), layout).seconds
 

@@ -36,6 +36,7 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
         count: micro-batches.
     """
     total = count * parts
+    # `ahead` forward passes run before the first backward pass
     if parts == 1:
         per_round = count
         # GPipe runs all forward passes first

@@ -378,6 +378,7 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of several steps under one plan: of their times, parts and limits."""
 
     def mean(tables: list[dict[str, float]]) -> dict[str, float]:
+        """Return the mean of each entry; a table that lacks it has 0."""
         names = dict.fromkeys(name for table in tables for name in table)
         return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
 
@@ -532,6 +533,7 @@ class StepCostModel:
         ends = self.model.outputs * self.forward.unembed
         ahead = self._forward_seconds(forward) - layers * forward.seconds - ends
         parts = self._parts(forward, backward)
+        # the output takes twice as long backward as forward
         both = sum(parts.values()) - parts["moe forward"] - parts["moe backward"] - 3 * ends
         return ahead / layers, max(both - ahead, 0.0) / layers
 

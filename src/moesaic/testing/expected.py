@@ -118,6 +118,7 @@ def _shard_output(
         row = weight * row
 
     def read(name: str) -> Tensor:
+        """Return the shard's projection of the row by one of the expert's matrices."""
         out: Tensor = getattr(experts, f"w{name}")[expert].chunk(shards)[shard] @ row
         return (
             out + getattr(experts, f"b{name}")[expert].chunk(shards)[shard] if experts.bias else out

@@ -327,6 +327,7 @@ def start_auto(
     accumulation = run.config.accumulation
 
     def load() -> float:
+        """Return the copies of the busiest expert, mean over layers and micro-batches."""
         busiest = torch.stack([layer.step_counts.max() for layer in layers]).double().mean()
         return float(busiest) / accumulation
 

@@ -615,6 +615,7 @@ def ask_store(question: Callable[[], T], seconds: float) -> T:
     answers: list[T] = []
 
     def run() -> None:
+        """Ask, in a thread that may never get an answer."""
         with suppress(RuntimeError):
             answers.append(question())
 

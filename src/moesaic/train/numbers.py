@@ -181,6 +181,7 @@ def _first_faults(
     def check(
         what: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str
     ) -> None:
+        """Note the first tensors of a pass that are not finite: how many came before, and where."""
         if what not in faults and not all(bool(tensor.isfinite().all()) for tensor in tensors):
             faults[what] = seen[what], name, detail()
         seen[what] += 1

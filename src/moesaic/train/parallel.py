@@ -156,6 +156,7 @@ class SplitParameters(ParallelStyle):
         scattered."""
 
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            """Gather the input; its gradients are summed."""
             assert self.input_layout is not None
             return (
                 move(inputs[0], mesh, self.input_layout, Replicate(), gradient=Partial()),
@@ -163,6 +164,7 @@ class SplitParameters(ParallelStyle):
             )
 
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            """Sum the parts of the output."""
             assert self.output_layout is not None
             return move(output, mesh, Partial(), self.output_layout)
 

@@ -329,6 +329,7 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
     whole = wrapper.num_experts
 
     def part_of(name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a whole factor."""
         part = factor_part(name, tensor, whole, ranks, place)
         part = part.to(wrapper.get_param().device, copy=True)
         return DTensor.from_local(part, mesh, [Shard(name == "lora_B")], run_check=False)
@@ -344,6 +345,7 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             state[key] = joined
 
     def cut(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        """Load this rank's parts of whole factors."""
         for key in _factor_keys(wrapper, prefix):
             if key in state:  # PEFT may have sharded it, as if a rank's experts lay side by side
                 name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"

@@ -264,6 +264,7 @@ def calls_by(policy: AbstractReplicationPolicy) -> policies.CallsOf:
     whatever name the plan has."""
 
     def calls(compiled: Compiled, num_experts: int, dim: int) -> AbstractCallPolicy:
+        """Return what decides a layer's calls under a plan."""
         if not compiled.replicates:
             return policies.calls_of(compiled, num_experts, dim)
         return BalancedCalls(compiled, num_experts, dim, policy)

@@ -110,6 +110,7 @@ def _parts(program: Program) -> dict[str, int]:
     number = chunk_numbers(program)
 
     def part(layout: Layout) -> tuple[int, int]:
+        """Return a layout's chunk and step; -1 for whole ones."""
         chunk = number(layout)
         return -1 if chunk is None else chunk, -1 if layout.step is None else layout.step[0]
 
@@ -123,6 +124,7 @@ def _parts(program: Program) -> dict[str, int]:
     }
 
     def place_of(task: Task) -> int:
+        """Return the position of a task's part; -1 before all parts, or their number after them."""
         if len(parts_of_task[task.name]) == 1:
             return positions[next(iter(parts_of_task[task.name]))]
         return -1 if task.stage in (Stage.ROUTE, Stage.DISPATCH) else len(positions)
