@@ -132,9 +132,10 @@ def counting_for(capability: int) -> Iterator[dict[str, set[str]]]:
     variants: dict[str, set[str]] = {}
 
     def compile_nothing(self: JITFunction, key: str, *call: Any) -> None:
-        constants = call[2]  # after the signature and the device
-        named = {self.arg_names[path[0]]: value for path, value in constants.items()}
-        variants.setdefault(self.repr(SimpleNamespace(constants=named)), set()).add(key)
+        # after the signature and the device come the constants
+        named = {self.arg_names[path[0]]: value for path, value in call[2].items()}
+        name = self.repr(SimpleNamespace(constants=named)).rpartition(".")[2]
+        variants.setdefault(name, set()).add(key)
 
     run = JITFunction.run
 

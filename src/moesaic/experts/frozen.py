@@ -228,7 +228,7 @@ class FrozenExperts(AbstractExperts):
             for name in ("up_scales", "down_scales"):
                 tensors[name] = tensors[name].contiguous().view(torch.float32)
         if call.common:
-            (up_rank, down_rank) = self.form.ranks
+            up_rank, down_rank = self.form.ranks
             joined = call.common[0]
             sizes = {
                 "up_inner": (up_rank, self.dim),
@@ -384,7 +384,7 @@ class FrozenExperts(AbstractExperts):
         parts = 2 if self.gated else 1
         unit = self.form.unit
         four_bit = self.form.four_bit
-        (up_rank, down_rank) = self.form.ranks
+        up_rank, down_rank = self.form.ranks
         halves = 2 if four_bit else 1
         shapes: dict[str, tuple[tuple[int, ...], bool]] = {
             "up": ((parts, unit, self.dim // halves), four_bit),

@@ -60,14 +60,12 @@ def loss_in_parts(
         )
 
     def tried() -> float:
-        """Return the model's loss of the ids."""
         with torch.no_grad():
             if loss_of is not None:
                 return loss_of(ids)
             return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
 
     def restore() -> None:
-        """Let the head project again."""
         head.forward = project
         base.loss_function = usual
 

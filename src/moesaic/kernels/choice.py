@@ -165,7 +165,7 @@ def _(logits: Tensor, bias: Any, valid: Any, expert: Any, *settings: Any) -> tup
 def choose_backward(*arguments: Any) -> Tensor:
     """Return the gradient of the logits, (T, E)."""
     call = ChoiceGradients(*arguments[:8])
-    (rule, wanted) = _settings(arguments[8:])
+    rule, wanted = _settings(arguments[8:])
     if _by_triton(call.logits, rule):
         from moesaic.kernels.triton.rows.choose import choose_backward_by_triton
 

@@ -53,7 +53,7 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
             f"encoding: expert_TK of shape {tuple(expert_TK.shape)}, capacity={capacity}: "
             "give (tokens, top_k) and at least 0"
         )
-    (tokens, top_k) = expert_TK.shape
+    tokens, top_k = expert_TK.shape
     device = expert_TK.device
     places = num_experts * capacity
     expert = expert_TK.t().reshape(-1)  # first choices first

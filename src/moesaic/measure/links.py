@@ -144,8 +144,8 @@ def rate_of(line: Fit) -> float:
         (size, line.seconds(size) * (1 + line.residuals[number]))
         for number, size in enumerate(SIZES)
     ]
-    (short, earlier) = ends[-3]
-    (long, later) = ends[-1]
+    short, earlier = ends[-3]
+    long, later = ends[-1]
     if not later > earlier:
         raise InputError(
             f"{line.what}: longer transfers take no longer: measure again with more --repeats"

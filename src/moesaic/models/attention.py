@@ -135,7 +135,7 @@ class Attention(nn.Module):
             assert self.q is not None
             assert self.kv is not None
             q = heads(self.q(x))[0]
-            (k, v) = heads(self.kv(memory))
+            k, v = heads(self.kv(memory))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)

@@ -667,7 +667,7 @@ class StepCostModel:
         """
         if self.routing or self.cluster.host.runs_compute or self.model.graphs:
             return 0.0
-        (of_layer, of_expert) = self.model.launches
+        of_layer, of_expert = self.model.launches
         experts = self.model.layer.num_experts / self.grid.ep
         return of_layer + of_expert * experts * (
             NARROW_LAUNCHES if self.model.narrow_bytes else 1.0
@@ -799,7 +799,7 @@ class StepCostModel:
         in float32, at the end.
         """
         model = self.model
-        (dense, experts) = self._unit_seconds
+        dense, experts = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         root = self.root_parameters * self._gradient_bytes
         ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self.num_shards[0]) / 2
@@ -846,8 +846,8 @@ class StepCostModel:
         """
         count = self.model.micro_batches
         gathered = self._gather_ratio
-        (copies, _) = self.replicas
-        (shards, _) = self.num_shards
+        copies, _ = self.replicas
+        shards, _ = self.num_shards
         root = self.root_parameters * self._gradient_bytes / shards
         between = reduce_seconds(self.cluster, self.grid, root, self.grid.tp * shards, copies)
         reduced_ends = Moving(1, 0.0 if self.model.is_frozen else ends + between, "nothing")
@@ -1044,7 +1044,7 @@ class StepCostModel:
     def held_parameters(self) -> float:
         """Parameters of a rank's shards."""
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
-        (copies, expert_copies) = self.replicas
+        copies, expert_copies = self.replicas
         experts = self.model.expert_parameters / self.grid.world
         return copies * dense / self.grid.dp + expert_copies * experts
 
@@ -1087,7 +1087,7 @@ class StepCostModel:
     @property
     def num_shards(self) -> tuple[int, int]:
         """Number of ranks over which dense parameters, and experts, are sharded."""
-        (copies, expert_copies) = self.replicas
+        copies, expert_copies = self.replicas
         return self.grid.dp // copies, self.grid.edp // expert_copies
 
     @cached_property

@@ -119,7 +119,7 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
         )
         return states, 0.0
     dense, experts = cost_model.block_parameters
-    (shards, expert_shards) = cost_model.num_shards
+    shards, expert_shards = cost_model.num_shards
     # FSDP2 gathers experts in the dtype of their products; those that are whole are cast and kept
     is_whole = expert_shards == 1 and not model.gathered_bytes
     is_cast = is_whole and layer.element_bytes != size
@@ -150,7 +150,7 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
 
 def _sharded_parameters(cost_model: StepCostModel) -> float:
     """Return how many of a rank's parameters, before sharding, are sharded over other ranks."""
-    (shards, expert_shards) = cost_model.num_shards
+    shards, expert_shards = cost_model.num_shards
     experts = cost_model.model.expert_parameters / (cost_model.grid.ep * cost_model.grid.etp)
     dense = cost_model.whole_parameters - experts
     return (dense if shards > 1 else 0.0) + (experts if expert_shards > 1 else 0.0)

@@ -283,7 +283,7 @@ class _Walk:
             joined: whether it travels with other movements as one message, so that rows are copied
                 in and out.
         """
-        (source, move) = ends_of(task, self.slots)
+        source, move = ends_of(task, self.slots)
         target = self.slots[task.writes[0]]
         if task.op is Op.HOP:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))

@@ -121,8 +121,8 @@ def start(
     likes = [value.source if isinstance(value, IndexedRows) else value for value in values]
     leaving = Bundle([pending.outgoing for pending in pending_moves], likes, indices)
     arriving = Bundle([pending.incoming for pending in pending_moves], likes, indices)
-    (memory, sends) = leaving.buffer()
-    (filled, receives) = arriving.buffer()
+    memory, sends = leaving.buffer()
+    filled, receives = arriving.buffer()
     leaving.write(memory, values)
     if rank in sends and rank in receives:
         receives[rank].copy_(sends[rank])

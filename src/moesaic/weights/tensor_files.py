@@ -318,7 +318,7 @@ def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int)
             "without quantization"
         )
     shape = tuple(entry["shape"])
-    (start, end) = entry["data_offsets"]
+    start, end = entry["data_offsets"]
     dtype = CODES[entry["dtype"]]
     if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
         raise ValueError("a size or an offset is not a whole number")

@@ -198,7 +198,7 @@ class MoveArbiter:
         """Return whether samples may move in the next call."""
         self._calls += 1
         if self._tried is not None:
-            (move, alone_seconds, dim) = self._tried
+            move, alone_seconds, dim = self._tried
             self._tried = None
             saved = saved_seconds(move, self._costs, dim)
             self._share = 1 - saved / alone_seconds if alone_seconds else 1.0

@@ -189,8 +189,8 @@ def carry_slots(
     sends: dict[int, list[Tensor]] = {}
     receives: dict[int, list[int]] = {}
     for slot, expert in enumerate(after):
-        (source, old) = holder[old_slot[expert]]
-        (target, new) = holder[slot]
+        source, old = holder[old_slot[expert]]
+        target, new = holder[slot]
         if (source, old) == (target, new):
             continue
         if source == rank:

@@ -235,8 +235,8 @@ class Relocator:
         ).cpu()
         different = (sizes != sizes[0]).any(1).nonzero().flatten().tolist()
         if different:
-            (samples, tokens) = sizes[0].tolist()
-            (other_samples, other_tokens) = sizes[different[0]].tolist()
+            samples, tokens = sizes[0].tolist()
+            other_samples, other_tokens = sizes[different[0]].tolist()
             raise InputError(
                 f"sample placement needs samples that split evenly: rank 0 has {samples} of "
                 f"{tokens} tokens, rank {different[0]} has {other_samples} of {other_tokens}: "

@@ -267,8 +267,8 @@ def bias_tile(
         factor = weights_of(weight, rows, FORM)
         n = tl.arange(0, WIDTH)
         own_column = column + n % FORM.block_n
-        own = bias + rows.expert.to(tl.int64) * FORM.parts * columns
-        own += n // FORM.block_n * columns + own_column
+        first = bias + rows.expert.to(tl.int64) * FORM.parts * columns
+        own = first + n // FORM.block_n * columns + own_column
         values = tl.load(own, mask=own_column < columns, other=0.0).to(tl.float32)
         total += factor[:, None] * values[None, :]
     return total

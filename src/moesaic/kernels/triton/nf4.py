@@ -36,7 +36,7 @@ def rows_times_by_triton(
     codes = codes.contiguous()
     scales = scales.contiguous()
     num_rows = len(x)
-    (num_experts, height, half) = codes.shape
+    num_experts, height, half = codes.shape
     columns = height if transposed else 2 * half
     out = x.new_empty(num_rows, columns)
     if num_rows == 0 or columns == 0:
