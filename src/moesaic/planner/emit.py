@@ -169,16 +169,14 @@ def from_flags(flags: str) -> OthersLayout:
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches
         # of a pipeline.
         local = values.get("local_batch", 1)
-        micro = local if values.get("pp", 1) == 1 else values.get("micro_batch", 1)
-        sharded: Sharded = "parameters" if values.get("pp", 1) == 1 else "gradients"
-        return OthersLayout(
-            **{"sharded": sharded, **values, "local_batch": local, "micro_batch": micro}
-        )
+        has_stages = values.get("pp", 1) > 1
+        micro = values.get("micro_batch", 1) if has_stages else local
+        defaults: dict[str, Any] = {"sharded": "gradients" if has_stages else "parameters"}
+        return OthersLayout(**defaults | values | {"local_batch": local, "micro_batch": micro})
     # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every
     # rank, does not overlap parameters and gradients, and computes the loss step by step.
-    return OthersLayout(
-        **{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values}
-    )
+    defaults = {"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False)}
+    return OthersLayout(**defaults | values)
 
 
 def _settled(values: dict[str, Any]) -> dict[str, Any]:

@@ -544,7 +544,7 @@ class StepCostModel:
         dense = model.num_layers - model.moe_layers
         ends = model.outputs * seconds.unembed
         ahead = model.num_layers * seconds.attention + dense * seconds.dense + ends
-        launches = (self.routing + self.launches) / 3
+        launches = (self.routing + self.launches) / 3  # a third of both is forward
         return ahead + model.moe_layers * (seconds.shared + forward.seconds + launches)
 
     def _parts(self, forward: Passes, backward: Passes) -> dict[str, float]:

@@ -262,9 +262,10 @@ class Peers:
         self._transport = transport
         self._all_are_peers = grid.tp == 1
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
-        self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
-        """P, the number of peers, this rank included; and the index of this rank among the
-        peers."""
+        self.number = len(self.ranks)
+        """P, the number of peers, this rank included."""
+        self.place = self.ranks.index(transport.rank)
+        """The index of this rank among the peers."""
         self.slices = grid.tp if slices else 1
         """The number of neighbouring peers that hold slices of one batch of tokens (the
         tensor-parallel group of schedule S1); 1 if every peer has whole sequences."""
@@ -278,6 +279,7 @@ class Peers:
         self._device_digest = (torch.empty(0), torch.empty(0))
         self._find_node_tokens = find if self.number == transport.world else None
         self._slots_of = slots
+        # messages count node tokens too where a plan of this mesh may multicast
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
         self._node_tokens_length = CHUNKS * sum(grid.cast_levels) if casts else 0
         self._node_tokens: tuple[Choice, NodeTokens] | None = None

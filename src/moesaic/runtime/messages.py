@@ -118,6 +118,7 @@ def start(
         sends, receives, settle = _single_move(pending_moves[0], rank, indices)
         return Transfer(rank, tag, sends, receives, lane), [settle]
     values = [pending.value for pending in pending_moves]
+    # tensors with the width and dtype of each movement's rows
     likes = [value.source if isinstance(value, IndexedRows) else value for value in values]
     leaving = Bundle([pending.outgoing for pending in pending_moves], likes, indices)
     arriving = Bundle([pending.incoming for pending in pending_moves], likes, indices)

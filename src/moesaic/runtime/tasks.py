@@ -410,8 +410,12 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
 def _as_they_came(
     value: Value, index: Tensor | None, call: Call
 ) -> tuple[Tensor | None, Callable[[Tensor], Tensor | IndexedRows]]:
-    """Return the places in which an expert task writes its rows, those in which the rows that it
-    read had arrived, and a function that makes the slot's value of the written rows."""
+    """Return where an expert task writes its rows, and a function that makes the slot's value of
+    what it wrote.
+
+    Rows that it read through an index are written to the places where they had arrived, so that
+    they are sent back without another copy; others in the order of the experts, without places.
+    """
     if index is None or not isinstance(value, IndexedRows) or value.runs is None:
         return None, lambda written: written
     places = call.indices.inverse(value.runs, index.device)

@@ -62,6 +62,7 @@ def optsche(program: Program) -> Program:
             )
         if phase is not _Phase.MIDDLE:
             return phase, levels[task.name], part
+        # within a chunk: its expert, the next chunk's movements inside a node, its result
         if task.stage is Stage.DISPATCH and task.lane in MOVING:
             return phase, part - 1, 1
         return phase, part, 2 if task.stage is Stage.COMBINE else 0
