@@ -103,7 +103,7 @@ def configuration(
         device: cpu or cuda.
     """
     base = override(paper_preset(name), CHANGES.get(name, {}), source=name)
-    (forward, backward) = pair(codecs)
+    forward, backward = pair(codecs)
     where: dict[str, Any] = {"device": device, "threads": 1 if device == "cpu" else None}
     config = short_run(base, steps, out=str(out), existing="replace", seed=seed, **where)
     if codecs == DENSE:

@@ -161,8 +161,8 @@ def tolerance_of(model: Any) -> float:
 def family_errors(model: Any) -> tuple[float, float]:
     """Return the errors of logits and gradients against the family's own loop, relative to each
     tensor's largest value."""
-    (y, actual_gradients) = outcome(model, "moesaic")
-    (expected, expected_gradients) = outcome(model, "eager")
+    y, actual_gradients = outcome(model, "moesaic")
+    expected, expected_gradients = outcome(model, "eager")
     assert actual_gradients.keys() == expected_gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     worst = max(

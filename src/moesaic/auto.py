@@ -326,11 +326,12 @@ class AutoPlan:
         before = table.running
         was_racing = table.race is not None
         number = table.choose()
-        for on_mesh, experts, _ in self._members() if number != before else ():
-            key = (number, bool(experts.names[1]))
-            if key not in self._compiled:
-                self._compiled[key] = compile_plan(table.plans[number], self._grid, bias=key[1])
-            on_mesh.use(self._compiled[key], experts)
+        if number != before:
+            for on_mesh, experts, _ in self._members():
+                key = (number, bool(experts.names[1]))
+                if key not in self._compiled:
+                    self._compiled[key] = compile_plan(table.plans[number], self._grid, bias=key[1])
+                on_mesh.use(self._compiled[key], experts)
         if was_racing and table.race is None:
             why = "step times have changed; " if table.races > 1 else ""
             first = (

@@ -123,7 +123,7 @@ class _Calls(NamedTuple):
         ends = torch.arange(rows, rows * number + 1, rows, dtype=torch.int32, device=self.x.device)
         x = new(rows * number, self.layer.dim)
         gates = new(len(x), dtype=torch.float32)
-        call = ExpertCall(self.sharded, self.common, x, gates, ends)
+        call = ExpertCall(self.sharded, self.common, rows=x, gates=gates, ends=ends)
         if self.experts is self.layer.shared:
             return self.experts.work(replace(call, gates=None))
         if self.layer.on_mesh is not None:

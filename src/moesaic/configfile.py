@@ -96,10 +96,8 @@ def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = ""
             and field.default_factory is MISSING
         ):
             such_as = field.metadata.get(SUCH_AS, "")
-            raise InputError(
-                f"{source}: {prefix}{field.name} is missing"
-                + f": add it, for example {such_as}" * bool(such_as)
-            )
+            advice = f": add it, for example {such_as}" if such_as else ""
+            raise InputError(f"{source}: {prefix}{field.name} is missing{advice}")
     values = {
         name: _convert(value, hints[name], f"{source}: {prefix}{name}")
         for name, value in table.items()

@@ -262,6 +262,7 @@ class CapturedMoE:
         return self._pulled_back(self._forward.results, self._grads_in)
 
     def _pulled_back(self, results: Results, grads: Results) -> list[Tensor | None]:
+        """Return the gradients of the leaves from those of the results."""
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads)
@@ -364,10 +365,10 @@ def _mode(layer: MoE, x: Tensor) -> tuple[Any, ...]:
 
 def _described(inputs: dict[str, Tensor]) -> str:
     """Return the properties of a call's inputs that its graphs fix."""
-    return ", ".join(
-        (
-            f"{name} {tuple(tensor.shape)} {tensor.dtype} on "
-            f"{tensor.device}{' with gradient' * tensor.requires_grad}"
+    described = []
+    for name, tensor in inputs.items():
+        gradient = " with gradient" if tensor.requires_grad else ""
+        described.append(
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}{gradient}"
         )
-        for name, tensor in inputs.items()
-    )
+    return ", ".join(described)

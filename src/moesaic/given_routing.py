@@ -63,8 +63,8 @@ class ChosenExperts:
         self.on_mesh = ExpertParallel(
             mesh.grid,
             mesh.transport,
-            plan or Plan(),
-            experts,
+            plan=plan or Plan(),
+            experts=experts,
             weight_first=False,
             calls_under=partial(calls_of, num_experts=experts.num_experts, dim=experts.dim),
             settings=settings,

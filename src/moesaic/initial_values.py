@@ -76,10 +76,9 @@ class SeededDraw:
 
 def key_of(*words: object) -> int:
     """Return a seed of 63 bits that depends on all words."""
-    return (
-        int.from_bytes(hashlib.sha256("\0".join(map(str, words)).encode()).digest()[:8], "little")
-        >> 1
-    )
+    text = "\0".join(map(str, words))
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def held(tensor: Tensor) -> tuple[range, ...]:

@@ -85,6 +85,8 @@ def _greenlets() -> Any:
 def _steps(
     loss_of: Callable[[T], Tensor], batches: Iterator[T], count: int
 ) -> Iterator[list[Tensor]]:
+    """Yield the losses of micro-batches that ran together; their backward passes are weighted for a
+    mean over `count`."""
     number = 0
     while True:
         turns, losses = _run_together(loss_of, batches, number)
@@ -158,7 +160,8 @@ class _MicroBatch(Generic[T]):
         return bool(self._greenlet.dead)
 
     def take_turn(self) -> None:
-        """Run on to where the turn is handed over, or to the end."""
+        """Run on to where the turn is handed over, or to the end, where the loss is returned. The
+        batch is not kept beyond the first turn."""
         arguments = self._arguments
         self._arguments = ()
         enter_again(self.holds)
@@ -188,6 +191,7 @@ class _MicroBatch(Generic[T]):
 
     @contextmanager
     def _own_state(self) -> Iterator[None]:
+        """Run with this micro-batch's own state of torch, kept from turn to turn."""
         outside = TorchState.now()
         self._state.set()
         for context in self.turn.contexts:

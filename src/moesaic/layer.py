@@ -262,8 +262,8 @@ class MoE(InjectsLosses, RoutingCached):
         return ExpertParallel(
             mesh.grid,
             mesh.transport,
-            Plan() if plan is None or isinstance(plan, str) else plan,
-            self.experts,
+            plan=Plan() if plan is None or isinstance(plan, str) else plan,
+            experts=self.experts,
             weight_first=self.apply_weight == "before",
             calls_under=partial(calls, num_experts=self.num_experts, dim=self.dim),
             settings={**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto},
@@ -897,6 +897,7 @@ def _with_options(
             )
 
     def make_with_options(dim: int, num_experts: int) -> AbstractRouter:
+        """Make the router, and name options that do not fit it."""
         try:
             return make(dim, num_experts, **options)
         except TypeError as error:

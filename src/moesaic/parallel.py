@@ -190,10 +190,11 @@ def shard_over_data(
     _shard_over_data(model, mesh, units, dtype, replica_dtype)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     experts_of = {module: layer.experts for layer in layers for module in layer.experts.modules()}
-    for old in before if layers else ():
-        new = getattr(old.owner, old.name)
-        if id(new) != old.number:
-            experts_of.get(old.owner, layers[0].experts).replaced.note(old, new)
+    if layers:
+        for old in before:
+            new = getattr(old.owner, old.name)
+            if id(new) != old.number:
+                experts_of.get(old.owner, layers[0].experts).replaced.note(old, new)
 
 
 def _shard_over_data(
@@ -343,8 +344,9 @@ def step_switches(modules: Iterable[nn.Module], *, keeps: bool) -> Iterator[Step
     `StepSwitches`."""
     switches = StepSwitches(modules, keeps=keeps)
     try:
-        for unit in switches.units if keeps else ():
-            unit.set_reshard_after_forward(False, recurse=False)
+        if keeps:
+            for unit in switches.units:
+                unit.set_reshard_after_forward(False, recurse=False)
         yield switches
     except BaseException:  # left early, too
         switches.drop()

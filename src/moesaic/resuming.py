@@ -245,7 +245,8 @@ def flush(path: Path) -> None:
 def seal(folder: Path, sums: Mapping[str, str]) -> None:
     """Mark a checkpoint as complete: write `COMPLETE` with the checksums of its files, by path
     below the folder."""
-    write(folder / COMPLETE, json.dumps({"sha256": dict(sorted(sums.items()))}, indent=1) + "\n")
+    table = {"sha256": dict(sorted(sums.items()))}
+    write(folder / COMPLETE, json.dumps(table, indent=1) + "\n")
 
 
 def sealed_sums(folder: Path, needed: Collection[str] = ()) -> dict[str, str]:

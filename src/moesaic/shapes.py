@@ -66,8 +66,9 @@ class MoEShape:
     @property
     def table_bytes(self) -> float:
         """Bytes of a router's table, which every rank has whole: a hash router's."""
-        buckets = float(self.router_options.get("buckets", HASH_BUCKETS))
-        return 4 * buckets * self.num_experts * (self.router == "hash")
+        if self.router != "hash":
+            return 0.0
+        return 4 * float(self.router_options.get("buckets", HASH_BUCKETS)) * self.num_experts
 
     @property
     def limits_each_rank(self) -> bool:
@@ -224,17 +225,23 @@ class ModelShape:
         block = self.block
         queries = self.num_heads * self.head_dim
         keys = self.kv_heads * self.head_dim
-        is_split = self.kv_heads != self.num_heads
+        is_split = self.kv_heads != self.num_heads  # queries come from a projection of their own
         per_norm = 2 if on_cpu and block.norm == "rms" else 1
-        around = 2 * per_norm * self.dim + (self.conv_width > 1) * self.dim
-        projected = 2 * keys + (0 if is_split else queries)
+        around = 2 * per_norm * self.dim
+        if self.conv_width > 1:
+            around += self.dim
+        # the results of the projections, which attention or what lies between reads
+        projected = 2 * keys if is_split else 2 * keys + queries
         if block.qk_norm:
-            projected += queries * is_split + (queries + keys) * (per_norm - 1)
+            projected += (queries + keys) * (per_norm - 1)
+            if is_split:
+                projected += queries
         if block.positions == "rotary":
             projected += queries + keys
         elif is_split or block.qk_norm:
             projected += queries
-        return around + projected + queries * (2 if on_cpu else 1)
+        results = 2 * queries if on_cpu else queries
+        return around + projected + results
 
     @property
     def tied(self) -> bool:

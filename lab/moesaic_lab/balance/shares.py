@@ -249,8 +249,8 @@ def _shares_with_slow_rank(
         runs = [
             simulated.seconds(name, even, even[0].sum(0), tokens) for simulated in (larger, slowed)
         ]
-        (own, _, _) = runs[0][-1]
-        (seconds, deciding, replicated) = runs[1][-1]
+        own, _, _ = runs[0][-1]
+        seconds, deciding, replicated = runs[1][-1]
         moving = slowed.moving_seconds(name, even[0].sum(0), config.moved_bytes)
         yield Share(
             cluster=cluster,

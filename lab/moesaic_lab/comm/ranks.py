@@ -172,7 +172,7 @@ def arriving(
         part: (c, n) to return only chunk c of n of the rows that each rank holds for each expert.
     """
     experts_per_rank = copies.shape[1] // len(rows)
-    (chunk, chunks) = part
+    chunk, chunks = part
     starts = copies.cumsum(axis=1) - copies
     pieces = []
     for expert in range(rank * experts_per_rank, (rank + 1) * experts_per_rank):

@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -130,8 +131,11 @@ def counting_for(capability: int) -> Iterator[dict[str, set[str]]]:
     for a capability."""
     variants: dict[str, set[str]] = {}
 
-    def compile_nothing(self: JITFunction, key: str, *_: object) -> None:
-        variants.setdefault(self.fn.__name__, set()).add(key)
+    def compile_nothing(self: JITFunction, key: str, *call: Any) -> None:
+        # after the signature and the device come the constants
+        named = {self.arg_names[path[0]]: value for path, value in call[2].items()}
+        name = self.repr(SimpleNamespace(constants=named)).rpartition(".")[2]
+        variants.setdefault(name, set()).add(key)
 
     run = JITFunction.run
 

@@ -206,7 +206,7 @@ def narrow_products() -> Iterator[Entry]:
     the preset's interval."""
     for row in read_figures("narrow_products"):
         rates = rates_of(cluster_of(row["machine"]), "fp8")
-        (m, n, k) = (int(row[name]) for name in "mnk")
+        m, n, k = (int(row[name]) for name in "mnk")
         seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
         yield Entry(
             kind="products",

@@ -282,6 +282,7 @@ class MemoryBudget:
         """Return the fastest way, by the cost model of the replication policies."""
 
         def cost(option: _Option) -> float:
+            """Return the predicted seconds of a call under an option."""
             _, replicated, slices = option
             return seconds(
                 load, self.costs, replicated or NOTHING, slices.num_slices, slices.share_again
@@ -362,6 +363,7 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
             np.concatenate([getattr(piece, name) for piece in pieces])
             for name in ("origin", "expert", "chunk")
         )
+        # 0 for copies at home, whatever their chunk; 1 + p for those replicated to place p
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
         earlier = np.unique(holders[origin, expert, part])
         earlier = earlier[earlier >= 0]

@@ -364,6 +364,8 @@ class TwoStage(AbstractPlacer):
         )
 
     def _placed(self, load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """Return the rank of each sample: a node by the rows between nodes, then a rank on it by
+        the others."""
         intra, inter = (table[np.ix_(samples, ranks)] for table in load.rows)
         home = load.homes.rank[samples]
         slots = load.homes.slots
@@ -450,9 +452,11 @@ class Weighed(TwoStage):
         """Return the best placement for one weight of the links within nodes."""
         intra, inter = load.rows
         cost = weight * self.rates[0] * intra + (1 - weight) * self.rates[1] * inter
-        units = np.rint(cost * (_UNITS / (np.abs(cost).max() or 1.0))).astype(np.int64)
+        largest = np.abs(cost).max() or 1.0
+        units = np.rint(cost * (_UNITS / largest)).astype(np.int64)
 
         def placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+            """Return the rank of each of some samples that are spread evenly over `ranks`."""
             weighed = _with_fewest_moves(
                 units[np.ix_(samples, ranks)], load.homes.rank[samples], ranks
             )
@@ -536,6 +540,7 @@ class _Shifts:
         self._update(target)
 
     def _update(self, place: int) -> None:
+        """Find the sample that leaves `place` at the least extra cost, for each other place."""
         members = np.flatnonzero(self._assigned == place)
         if not len(members):
             self.cost[place] = _FAR

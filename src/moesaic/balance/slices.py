@@ -82,7 +82,9 @@ class Cut:
 
     def replicated(self, number: int) -> Replications | None:
         """Return the replicated copies in a slice; None if the program replicates nothing."""
-        return Replications.of(self.part(number)[:, :, 1:]) if self.cells.shape[2] > 1 else None
+        if self.cells.shape[2] == 1:
+            return None
+        return Replications.of(self.part(number)[:, :, 1:])
 
     def rows(self, number: int, origins: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return which of the rows that some origins send, sorted by expert and then by origin, are

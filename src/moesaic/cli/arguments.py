@@ -104,6 +104,7 @@ def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
 
     @registry.struct_rule
     def joined(info: StructTypeInfo) -> StructConstructorSpec | None:
+        """Return how tyro shows a dataclass, with hidden fields left out and help on one line."""
         nonlocal is_asking
         if is_asking or not is_dataclass(info.type):
             return None
@@ -156,6 +157,7 @@ def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type
 
 
 def _flags(kind: Any, prefix: str = "--") -> list[str]:
+    """Return the flags of a dataclass and of those in it."""
     flags = []
     hints = get_type_hints(kind)
     for field in fields(kind):

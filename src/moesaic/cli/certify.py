@@ -75,7 +75,13 @@ def _findings(options: CertifyOptions, ranks: int) -> list[dict[str, Any]]:
     except Exception as error:  # a rank that dies is a finding too
         last = (str(error).strip().splitlines() or [""])[-1]
         found = [
-            Certified("every situation", "all", math.inf, None, f"{type(error).__name__}: {last}")
+            Certified(
+                "every situation",
+                quantity="all",
+                error=math.inf,
+                factor=None,
+                failed=f"{type(error).__name__}: {last}",
+            )
         ]
     rows = []
     for each in found:

@@ -178,6 +178,7 @@ def _logits_lines(found: dict[str, Any] | None) -> list[str]:
 
 
 def _verify(arguments: Sequence[str]) -> int:
+    """Run `moesaic convert verify`."""
     options = parse(
         VerifyOptions,
         arguments,

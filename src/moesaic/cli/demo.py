@@ -97,6 +97,7 @@ def _vision(options: DemoOptions) -> int:
 
 
 def _comparison(moe: TrainResult, dense: TrainResult) -> Table:
+    """Return the table that compares the sparse model with the dense one."""
     table = Table(title="same tokens, same active parameters")
     for column in ("model", "validation loss, nats", "training seconds"):
         table.add_column(column, justify="left" if column == "model" else "right")

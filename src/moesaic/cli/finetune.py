@@ -105,6 +105,7 @@ def _start_ranks(options: FinetuneOptions, ranks: int, arguments: Sequence[str])
 
 
 def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> None:
+    """Fine-tune on this rank, and say where the adapters are."""
     from moesaic.finetune.recipe import finetune
 
     with warnings.catch_warnings():

@@ -155,6 +155,7 @@ _EXTRAS = {
 
 
 def _usage() -> str:
+    """Return the help that lists all commands."""
     lines = [f"  {name:<9} {summary}" for name, summary in {**COMMANDS, **LABORATORY}.items()]
     return "\n".join(
         [

@@ -119,8 +119,9 @@ def _lines(
     changes: list[FinetuneChange],
     sizes: dict[str, Any],
 ) -> Iterator[str]:
+    """Yield the lines of the answer: the memory, each split, the plan, the command and what would
+    change most."""
     device = cluster.device.memory_gib
-    (low, high) = found.interval or (0.0, 0.0)
     yield (
         f"{model} on {cluster.name}: {sizes['method']}, adapters of rank {sizes['rank']}, "
         f"{sizes['tokens']:,} tokens in sequences of {sizes['length']:,} for each of "
@@ -134,10 +135,15 @@ def _lines(
     yield "  " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items())
     yield "split over ranks             tokens/s       GiB  limited by"
     for name, split in found.splits.items():
-        mark = "fastest" if name == found.fastest else "" if split.fits else "does not fit"
+        mark = ""
+        if name == found.fastest:
+            mark = "; fastest"
+        elif not split.fits:
+            mark = "; does not fit"
         speed = f"{split.tokens_per_second:>12,.0f}{split.bytes / GIB:>10.1f}"
-        yield f"  {name:<26} {speed}  {split.bottleneck}{'; ' * bool(mark)}{mark}"
+        yield f"  {name:<26} {speed}  {split.bottleneck}{mark}"
     if found.plan is not None and found.tokens_per_second is not None:
+        low, high = found.interval or (0.0, 0.0)
         limits = sorted(found.limits.items(), key=lambda limit: -limit[1])[:3]
         busy = ", ".join(f"{name} {seconds:.2f}" for name, seconds in limits)
         yield (
@@ -163,7 +169,11 @@ def _command(
     if best is None:
         return "none of moesaic finetune's splits fits"
     path = Path(model)
-    folder = path if path.is_dir() else path.parent if path.is_file() else "MODEL"
+    folder: Path | str = "MODEL"
+    if path.is_dir():
+        folder = path
+    elif path.is_file():
+        folder = path.parent
     starts = "moesaic"
     if cluster.nodes > 1:
         starts = (
@@ -196,6 +206,7 @@ def _changes(
     def change(
         what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any
     ) -> FinetuneChange:
+        """Return how a change speeds up the split with experts spread, or the fastest one."""
         after = predict_finetune(job.model, cluster=other, **{**sizes, **changed})
         split = after.splits["experts" if of_experts else after.fastest]
         speedup = split.tokens_per_second / (

@@ -55,8 +55,9 @@ def table_of(
         table.add_column(
             name, justify="right" if name in ("", "ms", "over bound", "GiB") else "left"
         )
-    for name in ("ms under skew", "GiB under skew") if skewed else ():
-        table.add_column(name, justify="right")
+    if skewed:
+        for name in ("ms under skew", "GiB under skew"):
+            table.add_column(name, justify="right")
     for number, planned in enumerate(result.ranking, start=1):
         cells = [
             str(number),
@@ -230,16 +231,16 @@ def as_others_shard(
         for axis in ("pp", "cp", "tp", "ep")
         if getattr(layout, axis) > 1
     ]
-    choices = [
-        *(sizes or ["every size 1"]),
-        f"micro-batch {layout.micro_batch}",
-        *[layout.schedule] * (layout.pp > 1),
-        *[f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1),
-        *["DeepEP"] * layout.by_deepep,
-        *["overlapped"] * layout.overlapped,
-        *[layout.precision] * layout.is_narrow,
-        *[f"recomputes {' '.join(layout.recompute)}"] * bool(layout.recompute),
-    ]
+    others = (
+        (layout.pp > 1, layout.schedule),
+        (layout.virtual_pp > 1, f"{layout.virtual_pp} runs a rank"),
+        (layout.by_deepep, "DeepEP"),
+        (layout.overlapped, "overlapped"),
+        (layout.is_narrow, layout.precision),
+        (layout.recompute, f"recomputes {' '.join(layout.recompute)}"),
+    )
+    choices = [*(sizes or ["every size 1"]), f"micro-batch {layout.micro_batch}"]
+    choices += [word for holds, word in others if holds]
     times = (
         ""
         if ours is None

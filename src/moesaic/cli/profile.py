@@ -100,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _write(profile: Profile, path: Path) -> None:
+    """Write the profile as a cluster file."""
     try:
         write(path, as_toml(profile.cluster), typed=True)
     except OSError as error:

@@ -222,7 +222,12 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     rows = []
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
-        call = CountedCall(copies, -(-copies.sum(1) // layer.top_k), experts.units, lambda: experts)
+        call = CountedCall(
+            copies,
+            tokens=-(-copies.sum(1) // layer.top_k),
+            units=experts.units,
+            experts=lambda: experts,
+        )
         unreplicated = budget.unreplicated
         _, replicated, cut = budget.hold(unreplicated, None, call)
         whole = float(budget.peak(unreplicated, None, call).max())
@@ -327,7 +332,8 @@ def _title(options: ShowOptions, of_file: OfFile | None, cluster: ClusterSpec, g
     stages = ""
     if of_file is not None and of_file.found is not None:
         model = f"A layer of {of_file.found.model}"
-        stages = f"a stage of {of_file.stages}, " * (of_file.stages > 1)
+        if of_file.stages > 1:
+            stages = f"a stage of {of_file.stages}, "
     return f"{model} on {_where(cluster, grid)}: {stages}{name_of(grid)}"
 
 
@@ -350,6 +356,7 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
 
 
 def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
+    """Return a row of the table for each movement of a program."""
     rows = []
     stages = {task.name: task.stage.value for task in program.tasks}
     for moved in traffic(program, sizes, sizes.grid.node_of):
@@ -377,6 +384,7 @@ def _as_data(
     rows: dict[str, list[dict[str, Any]]],
     timelines: dict[str, Timeline],
 ) -> dict[str, Any]:
+    """Return what the tables and pictures show, for `--json`."""
     data: dict[str, Any] = {}
     for name, program in programs.items():
         total = {
@@ -395,6 +403,7 @@ def _as_data(
 
 
 def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline], title: str) -> None:
+    """Write the Gantt chart and the trace that the options ask for."""
     if options.gantt is not None:
         from moesaic.report.gantt import write_gantt
 
@@ -478,6 +487,6 @@ def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> T
                 inside,
                 across,
                 f"{messages:,}",
-                "".join(tasks[:1]) + ", ..." * (len(tasks) > 1),
+                "".join(tasks[:1]) + (", ..." if len(tasks) > 1 else ""),
             )
     return table

@@ -100,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show(arguments: Sequence[str]) -> int:
+    """Run `moesaic trace show`."""
     description = "Print the imbalance, drift and locality of a routing trace, per layer."
     options = parse(TraceShowOptions, arguments, prog="moesaic trace show", description=description)
     trace = Trace.open(Path(options.file))
@@ -118,6 +119,7 @@ def _show(arguments: Sequence[str]) -> int:
 
 
 def _counts(arguments: Sequence[str]) -> int:
+    """Run `moesaic trace counts`."""
     description = (
         "Write the copies per rank and expert of one call, a row per rank and a column per expert."
     )
@@ -145,6 +147,7 @@ def _counts(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: Sequence[str]) -> int:
+    """Run `moesaic trace check`; return 1 if the trace has faults."""
     options = parse(
         TraceCheckOptions,
         arguments,
@@ -165,6 +168,7 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def _convert(arguments: Sequence[str]) -> int:
+    """Run `moesaic trace convert`."""
     description = "Convert a routing trace from or to the format of other software."
     options = parse(
         TraceConvertOptions, arguments, prog="moesaic trace convert", description=description

@@ -173,6 +173,7 @@ class _WithGradient(torch.autograd.Function):
         forward: Callable[[Tensor], Tensor],
         backward: Callable[[Tensor], Tensor],
     ) -> Tensor:
+        """Communicate forward by one function, and backward by the other."""
         ctx.gradient_function = backward
         return forward(tensor)
 
@@ -188,6 +189,8 @@ def _all_reduce(
     tensor: Tensor,
     combine: Callable[[list[Tensor]], Tensor],
 ) -> Tensor:
+    """Combine the tensors of all ranks: small ones whole, large ones in shares that are then
+    gathered."""
     tag = transport.take_tags(2)
     mine = _contiguous(transport, peers, tensor)
     if mine.numel() * mine.element_size() <= DIRECT_BYTES or len(peers) <= 2:
@@ -200,6 +203,7 @@ def _all_reduce(
 def _exchange_shares(
     transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor
 ) -> list[Tensor]:
+    """Send each peer its share of a tensor; return all peers' shares for this rank."""
     segments = _shares(mine, len(peers))
     index = peers.index(transport.rank)
     parts = [
@@ -225,6 +229,7 @@ def _all_gather(transport: AbstractTransport, tag: int, peers: Peers, mine: Tens
 def _all_gather_rows(
     transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor, num_rows: int
 ) -> Tensor:
+    """Return the rows of all peers, of whom each has its share."""
     whole = mine.new_empty(num_rows, *mine.shape[1:])
     pieces = _shares(whole, len(peers))
     pieces[peers.index(transport.rank)].copy_(mine)
@@ -234,6 +239,7 @@ def _all_gather_rows(
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
+    """Return the sum of tensors in their dtype, added up in float32 at least."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     total = parts[0].to(wide, copy=True)

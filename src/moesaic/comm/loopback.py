@@ -351,6 +351,7 @@ def _rank_thread(
     dtype = torch.get_autocast_dtype("cpu")
 
     def run() -> None:
+        """Run one rank in its turns, with the settings of the thread that started it."""
         steps.await_turn(rank)
         try:
             if not steps.stopped:

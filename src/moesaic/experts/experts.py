@@ -114,10 +114,11 @@ class AbstractExperts(nn.Module, ABC):
                 "does this: give deepspeed.initialize the model without parallelize (ZeRO splits "
                 "it), or train with another recipe of docs/recipes.md"
             ) from error
-        for parameter in self.parameters() if self._marks else ():
-            if not hasattr(parameter, _NUM_MARKS):
-                # torch keeps hooks of a swapped DTensor, and no longer calls them
-                parameter._backward_hooks = None
+        if self._marks:
+            for parameter in self.parameters():
+                if not hasattr(parameter, _NUM_MARKS):
+                    # torch keeps hooks of a swapped DTensor, and no longer calls them
+                    parameter._backward_hooks = None
         self.mark_all()
         return self
 
@@ -162,7 +163,9 @@ class AbstractExperts(nn.Module, ABC):
         gates = only_sent(in_expert_order(weight, permutation), permutation)
         if weight_first:
             rows = rows * gates.to(rows.dtype).unsqueeze(1)
-        call = ExpertCall(sharded, common, rows, None if weight_first else gates, permutation.ends)
+        call = ExpertCall(
+            sharded, common, rows, gates=None if weight_first else gates, ends=permutation.ends
+        )
         out = self.compute(call)
         return unpermute(out, permutation, dtype=x.dtype if dtype is None else dtype)
 
@@ -190,10 +193,11 @@ class AbstractExperts(nn.Module, ABC):
 
     def mark_all(self) -> None:
         """Mark the parameters that took the place of marked ones, such as those of FSDP2."""
-        for parameter in self.parameters() if self._marks else ():
-            for mark in self._marks[getattr(parameter, _NUM_MARKS, 0) :]:
-                mark(parameter)
-            setattr(parameter, _NUM_MARKS, len(self._marks))
+        if self._marks:
+            for parameter in self.parameters():
+                for mark in self._marks[getattr(parameter, _NUM_MARKS, 0) :]:
+                    mark(parameter)
+                setattr(parameter, _NUM_MARKS, len(self._marks))
 
     @abstractmethod
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
@@ -267,6 +271,7 @@ class AbstractExperts(nn.Module, ABC):
         saved_numbers = dict[int, int]()
 
         def note(value: Tensor) -> Tensor:
+            """Count what autograd saves, each storage once and no weights."""
             storage = value.untyped_storage()
             if storage.data_ptr() not in weight_storages:
                 saved_numbers[storage.data_ptr()] = storage.nbytes() // value.element_size()
@@ -277,7 +282,7 @@ class AbstractExperts(nn.Module, ABC):
         devices = [rows.device] if rows.is_cuda else []
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda value: value)
         with torch.enable_grad(), torch.random.fork_rng(devices), hooks:
-            self.compute(ExpertCall(weights, (), rows, None, ends))
+            self.compute(ExpertCall(weights, common=(), rows=rows, gates=None, ends=ends))
         return -(-sum(saved_numbers.values()) // len(rows))
 
     def forward(
@@ -320,6 +325,7 @@ class AbstractExperts(nn.Module, ABC):
         """Prepare for a new optimizer step, during which the parameters do not change."""
 
     def _local(self, name: str) -> Tensor:
+        """Return a parameter, or this rank's part of a sharded one."""
         owner, _, leaf = name.rpartition(".")
         # a plain tensor within `functional_call`
         parameter: Tensor = getattr(self.get_submodule(owner), leaf)
@@ -503,6 +509,8 @@ class StackedExperts(AbstractExperts):
         )
 
     def _cast(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a parameter in a dtype; in training the cast is kept until the parameter
+        changes."""
         parameter = self._local(name)
         if (
             parameter.dtype == dtype
@@ -542,6 +550,7 @@ class StackedExperts(AbstractExperts):
                 )
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
+        """Draw the weights from normal distributions and set biases to zero."""
         for name in (self._up, "w2"):
             weight = getattr(self, name)
             bias = getattr(self, _bias_of(name))
@@ -569,8 +578,13 @@ class StackedExperts(AbstractExperts):
         weight_first: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """Run the experts on tokens, gathered and summed by the kernels."""
         call = ExpertCall(
-            sharded, common, x, in_expert_order(weight, permutation), permutation.ends
+            sharded,
+            common,
+            rows=x,
+            gates=in_expert_order(weight, permutation),
+            ends=permutation.ends,
         )
         cast = _cast_to(compute_dtype(x.dtype, x.device), call)
         work = self.work(cast, permutation.dispatch, gates_first=weight_first)
@@ -601,7 +615,9 @@ class StackedExperts(AbstractExperts):
         d_common = () if grads.down_bias is None else (grads.down_bias / call.shards,)
         up = grads.up.view(call.sharded[0].shape)
         up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
-        return ExpertGradients(grads.x, grads.gates, (up, grads.down, *up_bias), d_common)
+        return ExpertGradients(
+            grads.x, grads.gates, sharded=(up, grads.down, *up_bias), common=d_common
+        )
 
     def work(
         self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False
@@ -821,7 +837,14 @@ def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
     sharded, common = (
         tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common)
     )
-    return ExpertCall(sharded, common, call.rows.to(dtype), call.gates, call.ends, call.shards)
+    return ExpertCall(
+        sharded,
+        common,
+        rows=call.rows.to(dtype),
+        gates=call.gates,
+        ends=call.ends,
+        shards=call.shards,
+    )
 
 
 def _known_activation(activation: str) -> str:

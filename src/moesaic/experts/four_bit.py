@@ -94,13 +94,11 @@ class FourBitExperts(FrozenExperts):
         }
         for field, shape in shapes.items():
             if form.has(field):
-                kind = (
-                    torch.uint8
-                    if field in ("up", "down")
-                    else torch.float32
-                    if "scales" in field
-                    else dtype
-                )
+                kind = dtype
+                if field in ("up", "down"):
+                    kind = torch.uint8
+                elif "scales" in field:
+                    kind = torch.float32
                 tensor = torch.zeros(num_experts, *shape, device=device, dtype=kind)
                 is_trained = "inner" in field or "outer" in field
                 self.register_parameter(
@@ -218,6 +216,7 @@ class FourBitExperts(FrozenExperts):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        """Save codes and scales flat, as other software stores them."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in (prefix + NAMES[field] for field in STORED_FLAT):
             if not hasattr(destination[name], "placements"):
@@ -226,6 +225,7 @@ class FourBitExperts(FrozenExperts):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
+        """Load weights that are stored flat in the shape of the module's own."""
         for field in STORED_FLAT:
             stored = state_dict.get(prefix + NAMES[field])
             own = self.get_parameter(NAMES[field])

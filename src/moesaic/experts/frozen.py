@@ -224,10 +224,11 @@ class FrozenExperts(AbstractExperts):
     def of_call(self, call: ExpertCall) -> FrozenWeights:
         """Return the tensors of a call."""
         tensors = dict(zip(self.fields[0], call.sharded))
-        for name in ("up_scales", "down_scales") if self.form.four_bit else ():
-            tensors[name] = tensors[name].contiguous().view(torch.float32)
+        if self.form.four_bit:
+            for name in ("up_scales", "down_scales"):
+                tensors[name] = tensors[name].contiguous().view(torch.float32)
         if call.common:
-            (up_rank, down_rank) = self.form.ranks
+            up_rank, down_rank = self.form.ranks
             joined = call.common[0]
             sizes = {
                 "up_inner": (up_rank, self.dim),
@@ -241,6 +242,7 @@ class FrozenExperts(AbstractExperts):
         return FrozenWeights(**tensors)
 
     def compute(self, call: ExpertCall) -> Tensor:
+        """Run the experts, differentiable in the rows, gates and trained weights."""
         dtype = compute_dtype(call.rows.dtype, call.rows.device)
         weights = (*_in_dtype(call.sharded, dtype), *_in_dtype(call.common, dtype))
         out: Tensor = _Run.apply(
@@ -303,7 +305,9 @@ class FrozenExperts(AbstractExperts):
         if d_weights["up_outer"] is not None and weights.up_outer is not None:
             d_weights["up_outer"] = d_weights["up_outer"].view(weights.up_outer.shape)
         sharded, common = self._gradients(call, d_weights)
-        return ExpertGradients(up.rows_gradient(d_pre, ends), d_gates, sharded, common)
+        return ExpertGradients(
+            up.rows_gradient(d_pre, ends), gates=d_gates, sharded=sharded, common=common
+        )
 
     def _gradients(
         self, call: ExpertCall, by_name: dict[str, Tensor | None]
@@ -380,7 +384,7 @@ class FrozenExperts(AbstractExperts):
         parts = 2 if self.gated else 1
         unit = self.form.unit
         four_bit = self.form.four_bit
-        (up_rank, down_rank) = self.form.ranks
+        up_rank, down_rank = self.form.ranks
         halves = 2 if four_bit else 1
         shapes: dict[str, tuple[tuple[int, ...], bool]] = {
             "up": ((parts, unit, self.dim // halves), four_bit),
@@ -391,7 +395,11 @@ class FrozenExperts(AbstractExperts):
             "up_outer": ((parts, unit, up_rank), False),
             "down_inner": ((down_rank, unit), False),
         }
-        return {name: (torch.Size(shapes[name][0]), shapes[name][1]) for name in self.fields[0]}
+        found = {}
+        for name in self.fields[0]:
+            shape, is_trained = shapes[name]
+            found[name] = (torch.Size(shape), is_trained)
+        return found
 
     def trained(self, sharded: Weights) -> Weights:
         nothing = sharded[0].new_empty(len(sharded[0]), self.num_units(sharded), 0)
@@ -437,6 +445,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `forward`'s arguments that are wanted."""
         rows, gates, ends, pre, *weights = ctx.saved_tensors
         sharded = tuple(weights[: ctx.num_sharded])
         common = tuple(weights[ctx.num_sharded :])
@@ -467,5 +476,7 @@ def _products(weights: FrozenWeights) -> tuple[Product, Product]:
         for each in (weights.up, weights.up_scales, weights.up_outer)
     ]
     assert flat[0] is not None
-    up = Product(flat[0], flat[1], weights.up_inner, flat[2])
-    return up, Product(weights.down, weights.down_scales, weights.down_inner, weights.down_outer)
+    up = Product(flat[0], scales=flat[1], inner=weights.up_inner, outer=flat[2])
+    return up, Product(
+        weights.down, scales=weights.down_scales, inner=weights.down_inner, outer=weights.down_outer
+    )

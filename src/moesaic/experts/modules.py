@@ -62,18 +62,17 @@ class ModuleExperts(AbstractExperts):
                 reset_all(module)
 
     def compute(self, call: ExpertCall) -> Tensor:
+        """Run the experts on their rows, each with its own of the weights that the call brings;
+        those of other ranks run in the modules that this rank has."""
         ends = call.ends.tolist()
         modules = list(self.experts.children())
         per_module = len(call.sharded) // max(len(ends), 1)
         parts = []
         for number, (start, end) in enumerate(zip([0, *ends], ends)):
             module = modules[number % len(modules)]
-            parameters = dict(
-                zip(
-                    (name for name, _ in module.named_parameters()),
-                    call.sharded[number * per_module : (number + 1) * per_module],
-                )
-            )
+            names = [name for name, _ in module.named_parameters()]
+            own = call.sharded[number * per_module : (number + 1) * per_module]
+            parameters = dict(zip(names, own))
             parts.append(functional_call(module, parameters, (call.rows[start:end],)))
         out = torch.cat(parts)
         if out.shape != call.rows.shape:

@@ -81,7 +81,7 @@ class ReplacedParameters:
             replace(each, new=id(new)) if each.new == old.number else each for each in self._held
         ]
         owner = weakref.ref(old.owner)
-        self._held = [*earlier, Succession(old.name, old.parameter, id(new), owner)]
+        self._held = [*earlier, Succession(old.name, old=old.parameter, new=id(new), owner=owner)]
 
     def check(self) -> None:
         """Look for optimizers that hold replaced parameters, if any were made or ended since the
@@ -93,6 +93,7 @@ class ReplacedParameters:
         if not self._held:
             return
         self._held = [each for each in self._held if each.old() is not None]
+        # an optimizer that is made or ends changes how many hold its parameters
         references = [(sys.getrefcount(each.old()), each.trains) for each in self._held]
         if not references or references == self._references:
             return
@@ -117,6 +118,7 @@ class ReplacedParameters:
         )
 
     def _stale(self, optimizers: Iterable[object]) -> list[Succession]:
+        """Return the replaced parameters that optimizers hold, and none what took their place."""
         stepped = set[int]().union(*map(_ids, optimizers))
         return [
             each

@@ -51,13 +51,14 @@ def on_first(own: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Iterator[tuple[
         yield name, tensor
     if sends:
         dist.send_object_list([None], 0, device=CPU)
-    for stage in range(1, ranks.pp) if ranks.is_first else ():
-        while True:
-            said: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
-            dist.recv_object_list(said, stage * sharing, device=CPU)
-            if said[0] is None:
-                break
-            name, shape, dtype = said[0]
-            received = torch.empty(shape, dtype=dtype)
-            dist.recv(received, stage * sharing)
-            yield name, received
+    if ranks.is_first:
+        for stage in range(1, ranks.pp):
+            while True:
+                said: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
+                dist.recv_object_list(said, stage * sharing, device=CPU)
+                if said[0] is None:
+                    break
+                name, shape, dtype = said[0]
+                received = torch.empty(shape, dtype=dtype)
+                dist.recv(received, stage * sharing)
+                yield name, received

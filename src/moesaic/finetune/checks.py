@@ -66,15 +66,16 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             f"{options.model}: {sharing} ranks do not divide its {number} experts: choose "
             "--ranks that divide them"
         )
-    for module in experts.values() if options.method != "lora" else ():
-        for name in Targets.weights(module):
-            shape = module._parameters[name].shape
-            width = shape[1] if module.is_transposed else shape[2]
-            if width % nf4.BLOCK:
-                raise InputError(
-                    f"{options.model}: {name} reads {width} inputs, no multiple of "
-                    f"{nf4.BLOCK} as NF4 needs: give --method lora"
-                )
+    if options.method != "lora":
+        for module in experts.values():
+            for name in Targets.weights(module):
+                shape = module._parameters[name].shape
+                width = shape[1] if module.is_transposed else shape[2]
+                if width % nf4.BLOCK:
+                    raise InputError(
+                        f"{options.model}: {name} reads {width} inputs, no multiple of "
+                        f"{nf4.BLOCK} as NF4 needs: give --method lora"
+                    )
     if options.pp > 1:
         layers = config.get_text_config().num_hidden_layers
         if layers < options.pp:
@@ -101,6 +102,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
         memory = psutil.virtual_memory().available / world
 
     def predicted(length: int, ranks: int) -> FinetunePrediction:
+        """Return the prediction for a length of sequences and a number of ranks."""
         at_once = max(ranks // options.pp, 1) * options.micro_batch
         return predict_finetune(
             shape,

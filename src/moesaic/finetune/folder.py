@@ -100,14 +100,15 @@ def require_folder(options: FinetuneOptions, world: int) -> None:
                 f"--out {folder}: is in use: choose another folder, or --resume the run in it"
             )
         return
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        is_folder = CHECKPOINTS.name.fullmatch(path.name) or path.name == MERGED
-        require_place(
-            path,
-            "a folder"
-            if is_folder or (path.is_dir() and path.name not in (*OF_PEFT, RUN))
-            else "a file",
-        )
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            is_folder = CHECKPOINTS.name.fullmatch(path.name) or path.name == MERGED
+            require_place(
+                path,
+                "a folder"
+                if is_folder or (path.is_dir() and path.name not in (*OF_PEFT, RUN))
+                else "a file",
+            )
     read_run(options, world)
 
 
@@ -306,8 +307,9 @@ class FinetuneFolder:
             InputError: on all ranks: there is something else than a file.
         """
         with self._on_first():
-            for name in names if self._ranks.is_first else ():
-                require_place(self.path / name)
+            if self._ranks.is_first:
+                for name in names:
+                    require_place(self.path / name)
 
     @property
     def _said(self) -> dict[str, Any]:

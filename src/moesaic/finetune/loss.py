@@ -47,6 +47,8 @@ def loss_in_parts(
     def loss_of_hidden(
         logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any
     ) -> Tensor:
+        """Return the loss of hidden states, computing the logits of `tokens` at a time, again in
+        backward."""
         hidden = logits  # the head passes hidden states through; transformers calls by this name
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
         parts = zip(hidden.flatten(0, 1).split(tokens), targets.split(tokens))

@@ -62,7 +62,7 @@ class StageCut:
         one more in the first ones."""
         each, more = divmod(number, self.count)
         start = self.stage * each + min(self.stage, more)
-        return range(start, start + each + (self.stage < more))
+        return range(start, start + each + (1 if self.stage < more else 0))
 
     def cut(self, model: Any) -> None:
         """Take what other stages have out of a model, before its weights are loaded."""

@@ -182,6 +182,7 @@ def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[st
     experts = wrapper.num_experts * ranks
 
     def own(values: list[Any]) -> Any:
+        """Return this rank's part of a state of which `values` are the parts; numbers are equal."""
         if not isinstance(values[0], Tensor) or not values[0].dim():
             return values[0]
         joined = torch.cat(values, int(factor == "lora_B"))

@@ -112,12 +112,13 @@ class Keep(transformers.TrainerCallback):
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for number, values in kept["optimizer"]["state"].items():
             parameter = parameters[number]
-            for name, value in values.items() if isinstance(parameter, DTensor) else ():
-                if value.dim():
-                    local = value.to(parameter.device)
-                    values[name] = DTensor.from_local(
-                        local, parameter.device_mesh, parameter.placements, run_check=False
-                    )
+            if isinstance(parameter, DTensor):
+                for name, value in values.items():
+                    if value.dim():
+                        local = value.to(parameter.device)
+                        values[name] = DTensor.from_local(
+                            local, parameter.device_mesh, parameter.placements, run_check=False
+                        )
         optimizer.load_state_dict(kept["optimizer"])
         lr_scheduler.load_state_dict(kept["schedule"])
         torch.set_rng_state(kept["random"][0])

@@ -105,7 +105,8 @@ def hidden_rows_into(
     torch.clamp_max(pre[0], clamp.limit, out=active).mul_(clamp.alpha)
     torch.ops.aten.silu.out(active, out=active)
     active.div_(clamp.alpha)
-    torch.mul(active, pre[1].clamp(-clamp.limit, clamp.limit).add_(clamp.offset), out=hidden)
+    passed = pre[1].clamp(-clamp.limit, clamp.limit).add_(clamp.offset)
+    torch.mul(active, passed, out=hidden)
 
 
 def hidden_gradient_into(
@@ -138,6 +139,7 @@ def hidden_gradient_into(
 
 
 def _activation_into(x: Tensor, activation: str, out: Tensor) -> None:
+    """Write the activation of `x` into `out`."""
     assert out.is_contiguous() or activation not in BY_ONEDNN, (
         "oneDNN writes to contiguous results only"
     )
@@ -154,6 +156,7 @@ def _activation_into(x: Tensor, activation: str, out: Tensor) -> None:
 
 
 def _gradient_into(x: Tensor, activation: str, grad: Tensor) -> None:
+    """Replace the gradient of an activation's result by that of its argument, in place."""
     if activation == "gelu":
         torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=grad)
     elif activation == "gelu_tanh":

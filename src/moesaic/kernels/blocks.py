@@ -107,7 +107,11 @@ class Blocks:
     def _close(self, segments: list[Segment], sizes: list[int]) -> None:
         """Make a block of these segments."""
         if segments:
-            self.all.append(RowBlock(len(self.all), sum(sizes), tuple(segments), tuple(sizes)))
+            self.all.append(
+                RowBlock(
+                    len(self.all), rows=sum(sizes), segments=tuple(segments), sizes=tuple(sizes)
+                )
+            )
             self.sizes += sizes
 
 

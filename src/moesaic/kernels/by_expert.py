@@ -40,7 +40,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     down = work.down.transpose(1, 2).unbind()
     source = Source(x, work.x_rows, blocks)
     weights = None if work.input_weights is None else blocks.cut(work.input_weights)
-    results = Results(work, blocks, work.result_weights, work.out_rows)
+    results = Results(work, blocks, weights=work.result_weights, places=work.out_rows)
     input_scratch = Scratch(blocks, x.shape[1], x)
     hidden_scratch = Scratch(blocks, work.hidden, x)
     for block in blocks.all:
@@ -140,7 +140,11 @@ class _Backward:
             not wants_gates or _can_divide_by(result_weights)
         )
         reaches_rows = wanted.x or (wants_gates and work.gates_first)
-        self.d_rows = Results(work, blocks, input_weights, work.d_x_rows) if reaches_rows else None
+        self.d_rows = (
+            Results(work, blocks, weights=input_weights, places=work.d_x_rows)
+            if reaches_rows
+            else None
+        )
         weights = (work.up, work.up_bias, work.down, work.down_bias)
         self.d_up, self.d_up_bias, self.d_down, self.d_down_bias = (
             empty(weight.shape, weight.dtype, weight.device)
@@ -279,10 +283,11 @@ class _Backward:
         """Set the gradients of experts without rows to zero."""
         gradients = [self.d_up, self.d_up_bias, self.d_down, self.d_down_bias]
         idle = [expert for expert, rows in enumerate(self.blocks.counts) if not rows]
-        for gradient in gradients if idle else ():
-            if gradient is not None:
-                for expert in idle:
-                    gradient[expert].zero_()
+        if idle:
+            for gradient in gradients:
+                if gradient is not None:
+                    for expert in idle:
+                        gradient[expert].zero_()
 
 
 class _WeightGradients(NamedTuple):

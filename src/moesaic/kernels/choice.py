@@ -133,11 +133,22 @@ def choose_forward(
 def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> ChoiceResult:
     """Return a result with undefined values."""
     num_tokens, num_experts = logits.shape
-    balance = (() if wanted.reduced else (1, num_experts)) if wanted.balance else (0,)
-    floats = (num_tokens * rule.top_k,), balance, () if wanted.z else (0,)
-    ints: tuple[tuple[int, ...], ...] = (*[(num_tokens * rule.top_k,)] * 3, (num_experts,), (), ())
-    new_ints = [torch.empty(size, dtype=torch.int64, device=logits.device) for size in ints]
-    return ChoiceResult(*(logits.new_empty(size) for size in floats), *new_ints)
+    num_copies = num_tokens * rule.top_k
+    balance: tuple[int, ...] = (0,)
+    if wanted.balance:
+        balance = () if wanted.reduced else (1, num_experts)
+    new_ints = logits.new_empty(0, dtype=torch.int64).new_empty
+    return ChoiceResult(
+        weight=logits.new_empty(num_copies),
+        balance=logits.new_empty(balance),
+        z=logits.new_empty(() if wanted.z else 0),
+        expert=new_ints(num_copies),
+        token=new_ints(num_copies),
+        slot=new_ints(num_copies),
+        counts=new_ints(num_experts),
+        nonfinite=new_ints(()),
+        num_valid=new_ints(()),
+    )
 
 
 @torch.library.register_fake(choose_forward.overload)
@@ -154,7 +165,7 @@ def _(logits: Tensor, bias: Any, valid: Any, expert: Any, *settings: Any) -> tup
 def choose_backward(*arguments: Any) -> Tensor:
     """Return the gradient of the logits, (T, E)."""
     call = ChoiceGradients(*arguments[:8])
-    (rule, wanted) = _settings(arguments[8:])
+    rule, wanted = _settings(arguments[8:])
     if _by_triton(call.logits, rule):
         from moesaic.kernels.triton.rows.choose import choose_backward_by_triton
 
@@ -177,6 +188,7 @@ class _Choose(torch.autograd.Function):
         expert: Tensor | None,
         settings: Any,
     ) -> tuple[Tensor, ...]:
+        """Choose experts; save the logits, and of the results what backward reads."""
         chosen = ChoiceResult(*choose_forward(logits, bias, valid, expert, *settings))
         ctx.settings = settings
         ctx.set_materialize_grads(False)

@@ -53,7 +53,7 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
             f"encoding: expert_TK of shape {tuple(expert_TK.shape)}, capacity={capacity}: "
             "give (tokens, top_k) and at least 0"
         )
-    (tokens, top_k) = expert_TK.shape
+    tokens, top_k = expert_TK.shape
     device = expert_TK.device
     places = num_experts * capacity
     expert = expert_TK.t().reshape(-1)  # first choices first
@@ -84,7 +84,7 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     to_places = Dispatch(
         token=place_TK, by_token=token[:num_kept], starts=starts[:-1], per_token=None
     )
-    return Encoding(num_experts, capacity, place_TK, to_places, to_tokens)
+    return Encoding(num_experts, capacity, place=place_TK, to_places=to_places, to_tokens=to_tokens)
 
 
 def fast_encode(x: Tensor, form: Encoding) -> Tensor:
@@ -130,6 +130,7 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return the gradients of the rows and of the gates."""
         rows, gates = ctx.saved_tensors
         d_places = sum_rows(grad.contiguous(), ctx.form.to_places)
         d_gates = None

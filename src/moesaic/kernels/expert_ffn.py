@@ -239,6 +239,7 @@ class _ExpertFfn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `forward`'s arguments that are wanted."""
         *tensors, pre = ctx.saved_tensors
         wants_x, wants_gates, *_, up, up_bias, down, down_bias = ctx.needs_input_grad[2:]
         wants_weights = any((up, up_bias, down, down_bias))

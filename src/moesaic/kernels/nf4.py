@@ -135,9 +135,9 @@ def scale_values(device: torch.device) -> Tensor:
     means = torch.cat(
         [(each[:-1] + each[1:]) / 2 * 10.0 ** (power - 6) for power, each in enumerate(edges)]
     )
-    return (
-        torch.cat([-means, means, torch.tensor([0.0, 1.0], device="cpu")]).sort().values.to(device)
-    )
+    ends = torch.tensor([0.0, 1.0], device="cpu")
+    values = torch.cat([-means, means, ends]).sort().values
+    return values.to(device)
 
 
 @torch.no_grad()
@@ -156,8 +156,10 @@ def compress(scales: Tensor) -> tuple[Tensor, Tensor]:
     groups = F.pad((scales - mean).flatten(), (0, -scales.numel() % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(1)
     scaled = (groups * (1.0 / largest.clamp(min=SMALLEST)).unsqueeze(1)).clamp_(-1, 1)
-    codes = torch.bucketize(scaled, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
-    return codes.flatten()[: scales.numel()].view(scales.shape), torch.cat([mean.view(1), largest])
+    between = (values[:-1] + values[1:]) / 2
+    codes = torch.bucketize(scaled, between, out_int32=True).to(torch.uint8)
+    own_codes = codes.flatten()[: scales.numel()]
+    return own_codes.view(scales.shape), torch.cat([mean.view(1), largest])
 
 
 def expand(codes: Tensor, groups: Tensor) -> Tensor:
@@ -220,18 +222,19 @@ def _by_blocks(
     columns = max(1, SCRATCH // width) if transposed else max(1, SCRATCH // height // BLOCK) * BLOCK
     start = 0
     for expert, end in enumerate(ends.tolist()):
-        for first in range(0, out.shape[1], columns) if end > start else ():
-            last = min(first + columns, out.shape[1])
-            if transposed:
-                matrix = dequantize(
-                    codes[expert, first:last], scales[expert, first:last], x.dtype
-                ).t()
-            else:
-                of_codes = slice(first // 2, last // 2)
-                of_scales = slice(first // BLOCK, last // BLOCK)
-                matrix = dequantize(
-                    codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype
-                )
-            rows_product(x[start:end], matrix, out[start:end, first:last], len(x) - end)
+        if end > start:
+            for first in range(0, out.shape[1], columns):
+                last = min(first + columns, out.shape[1])
+                if transposed:
+                    matrix = dequantize(
+                        codes[expert, first:last], scales[expert, first:last], x.dtype
+                    ).t()
+                else:
+                    of_codes = slice(first // 2, last // 2)
+                    of_scales = slice(first // BLOCK, last // BLOCK)
+                    matrix = dequantize(
+                        codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype
+                    )
+                rows_product(x[start:end], matrix, out[start:end, first:last], len(x) - end)
         start = end
     return out

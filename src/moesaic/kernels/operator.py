@@ -60,6 +60,8 @@ def operator(
     """
 
     def register(function: Callable[..., Any]) -> Any:
+        """Register the function and return it with a short way around the dispatcher for plain
+        tensors."""
         signature = schema or infer_schema(function, mutates_args=mutates_args)
         LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -75,16 +77,15 @@ def operator(
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            is_eager = (
-                not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+            """Call the function directly where the dispatcher would have nothing to do, else the
+            operator."""
+            needs_dispatcher = (
+                torch.compiler.is_compiling()
+                or torch._C._len_torch_dispatch_stack()
+                or type(arguments[0]) is not Tensor
+                or (refuses_gradient and torch.is_grad_enabled())
             )
-            if (
-                is_eager
-                and type(arguments[0]) is Tensor
-                and not (refuses_gradient and torch.is_grad_enabled())
-            ):
-                return guarded(*arguments)
-            return overload(*arguments)
+            return overload(*arguments) if needs_dispatcher else guarded(*arguments)
 
         call.overload = overload  # type: ignore[attr-defined]
         return call

@@ -101,8 +101,17 @@ def router_backward(
 
 
 def _d_tokens(grads: Tensor, weight: Tensor, dtype: torch.dtype, unit: Tensor | None) -> Tensor:
-    """Return the tokens' gradient from pieces of that of the logits, side by side: two terms, or
-    three of which a fourth would be below the rounding."""
+    """Return the tokens' gradient, the product of the logits' gradient and the matrix.
+
+    It is the sum of the products of their pieces, of which each is smaller than the one before: two
+    products if the matrix has one piece, else three. A fourth would be below the rounding.
+
+    Args:
+        grads: the pieces of the logits' gradient, divided by `unit`, side by side.
+        weight: the matrix.
+        dtype: that of the tokens and of the pieces.
+        unit: a power of two; None for 1.
+    """
     matrix_unit = None
     if weight.dtype == dtype:
         terms = torch.cat([weight, weight])

@@ -57,18 +57,18 @@ def device(
 
 
 def sharing(repeats: int, barrier: Callable[[], object]) -> float:
-    """Return wall-clock over processor time of a rank while all ranks compute, mean over ranks; at
-    least 1."""
+    """Return wall-clock over processor time of a rank while all ranks compute: the mean over ranks,
+    of the repeats the median, at least 1."""
     ratios = []
     for _ in range(repeats):
         barrier()
         start = time.monotonic()
         before = time.thread_time()
-        count = 0
         while time.thread_time() - before < SPIN_SECONDS:
-            count += sum(range(1000)) > 0
+            sum(range(1000))
         ratios.append((time.monotonic() - start) / (time.thread_time() - before))
-    return max(1.0, statistics.median(map(statistics.fmean, zip(*gathered(ratios)))))
+    means = [statistics.fmean(of_ranks) for of_ranks in zip(*gathered(ratios))]
+    return max(1.0, statistics.median(means))
 
 
 def copy_bytes_per_second(repeats: int, barrier: Callable[[], object]) -> float:
@@ -146,7 +146,7 @@ def expert_step(
     tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)
     gates = torch.ones(rows * num_experts, device=device)
     ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows
-    call = ExpertCall(sharded, (), tokens, gates, ends)
+    call = ExpertCall(sharded, common=(), rows=tokens, gates=gates, ends=ends)
 
     def step() -> None:
         out, kept = experts.run(call)

@@ -113,7 +113,9 @@ class IdleExperts(AbstractExperts):
         operations of a forward pass."""
         self._on_flops(4 * self._products(call))
         d_gates = None if call.gates is None else torch.zeros_like(call.gates)
-        return ExpertGradients(dy, d_gates, tuple(map(torch.zeros_like, call.sharded)), ())
+        return ExpertGradients(
+            dy, gates=d_gates, sharded=tuple(map(torch.zeros_like, call.sharded)), common=()
+        )
 
     def _products(self, call: ExpertCall) -> float:
         """Return the number of multiplications for all rows, by every matrix of an expert or of a
@@ -141,11 +143,12 @@ class BalancedRouter(AbstractRouter):
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         even = x_TD.new_full((len(x_TD), self.num_experts), 1 / self.num_experts)
-        return Scores(even, even, even, even)
+        return Scores(even, probs=even, gates=even, rank_by=even)
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose as a balanced router would, without looking at the scores."""
         key = (len(scores.logits), top_k)
         if key not in self._choices:
             self._choices[key] = balanced_choice(*key, self.num_experts, self._seed)

@@ -38,7 +38,7 @@ def _send(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
     if peers[0] != 0 or rank not in (0, target):
         return None
     sent, received = ({target: whole}, {}) if rank == 0 else ({}, {0: whole})
-    return transport.wait(transport.issue(Transfer(rank, tag, sent, received)))
+    return transport.wait(transport.issue(Transfer(rank, tag, sends=sent, receives=received)))
 
 
 COLLECTIVES: dict[str, Callable[[AbstractTransport, Peers, Tensor], object]] = {
@@ -100,9 +100,9 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
         sources = _ranks_of_node(rank // ranks_per_node - phase, nodes, ranks_per_node)
         transfer = Transfer(
             rank,
-            tag + phase,
-            {peer: shares[peer] for peer in targets if peer != rank},
-            {peer: received[peer] for peer in sources if peer != rank},
+            tag=tag + phase,
+            sends={peer: shares[peer] for peer in targets if peer != rank},
+            receives={peer: received[peer] for peer in sources if peer != rank},
         )
         exchanges.append((sources, transport.issue(transfer)))
     gathers = []
@@ -114,9 +114,9 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
         others = [peer for peer in inside if peer != rank]
         transfer = Transfer(
             rank,
-            tag + nodes + phase,
-            dict.fromkeys(others, arrived[rank]),
-            {peer: arrived[peer] for peer in others},
+            tag=tag + nodes + phase,
+            sends=dict.fromkeys(others, arrived[rank]),
+            receives={peer: arrived[peer] for peer in others},
             lane="intra",
         )
         gathers.append(transport.issue(transfer))
@@ -144,8 +144,8 @@ def rate_of(line: Fit) -> float:
         (size, line.seconds(size) * (1 + line.residuals[number]))
         for number, size in enumerate(SIZES)
     ]
-    (short, earlier) = ends[-3]
-    (long, later) = ends[-1]
+    short, earlier = ends[-3]
+    long, later = ends[-1]
     if not later > earlier:
         raise InputError(
             f"{line.what}: longer transfers take no longer: measure again with more --repeats"

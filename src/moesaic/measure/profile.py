@@ -48,10 +48,10 @@ class Profile:
     @property
     def troubles(self) -> list[str]:
         """The checks that the profile fails, in words; [] if it fails none."""
-        off = [f"whole layers {self.median_error:.0%} off, at most {LIMIT:.0%}"] * (
-            self.median_error > LIMIT
-        )
-        return off + [line.trouble for line in self.cluster.collectives if line.trouble]
+        troubles = [line.trouble for line in self.cluster.collectives if line.trouble]
+        if self.median_error > LIMIT:
+            troubles.insert(0, f"whole layers {self.median_error:.0%} off, at most {LIMIT:.0%}")
+        return troubles
 
 
 def measure(

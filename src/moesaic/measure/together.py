@@ -57,6 +57,7 @@ def start_together(
     clock = clock or time.monotonic
 
     def barrier() -> None:
+        """Return on all ranks at the same moment, a little later than the last one came."""
         moment = latest(clock()) + lead_seconds
         # when the last rank knew the moment; a slow agreement postpones it
         all_informed = latest(clock())

@@ -57,10 +57,16 @@ class Attention(nn.Module):
         self.shares = kv_heads != num_heads
         self.qkv = self.q = self.kv = None
         if self.shares:
-            self.q = StackedLinear(1, dim, num_heads * width, block.bias)
-            self.kv = StackedLinear(2, dim, kv_heads * width, block.bias)
+            self.q = StackedLinear(
+                1, in_features=dim, out_features=num_heads * width, bias=block.bias
+            )
+            self.kv = StackedLinear(
+                2, in_features=dim, out_features=kv_heads * width, bias=block.bias
+            )
         else:
-            self.qkv = StackedLinear(3, dim, num_heads * width, block.bias)
+            self.qkv = StackedLinear(
+                3, in_features=dim, out_features=num_heads * width, bias=block.bias
+            )
         self.out = RowLinear(num_heads * width, dim, block.bias)
         self.q_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.k_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
@@ -129,11 +135,14 @@ class Attention(nn.Module):
             assert self.q is not None
             assert self.kv is not None
             q = heads(self.q(x))[0]
-            (k, v) = heads(self.kv(memory))
+            k, v = heads(self.kv(memory))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        return (self._rotate(q, start), self._rotate(k, start), v) if self.rotates else (q, k, v)
+        if self.rotates:
+            q = self._rotate(q, start)
+            k = self._rotate(k, start)
+        return q, k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Rotate (batch, heads, positions, width) by position, in float32."""

@@ -69,6 +69,8 @@ class Dense(nn.Module):
         self.expert.init_normal(std, out_std, draw)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output for `x`; with sharded weights, this rank's part of it, which the caller
+        sums."""
         x_TD = x.reshape(-1, x.shape[-1])
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
         parameters = dict(self.expert.named_parameters())
@@ -107,7 +109,9 @@ class TransformerBlock(nn.Module):
         if config.is_sparse(layer):
             self.ffn = make_moe(dim, config.moe)
         else:
-            self.ffn = Dense(dim, config.active_hidden, config.moe.experts, block.bias)
+            self.ffn = Dense(
+                dim, hidden=config.active_hidden, kind=config.moe.experts, bias=block.bias
+            )
 
     def forward(
         self, x: Tensor, tokens: Tensor | None, mask: Tensor | None, cache: KeyValueCache | None
@@ -124,6 +128,7 @@ class TransformerBlock(nn.Module):
         routings: list[Routing] = []
 
         def moe(y: Tensor) -> Tensor:
+            """Run the MoE layer and note its routing."""
             y, routing = self.ffn(y, mask=mask, token_ids=tokens, return_routing=True)
             routings.append(detached_routing(routing))
             return y
@@ -419,9 +424,8 @@ def generate(
             caches = [KeyValueCache() for _ in model.blocks]
             pending = max(limit // 2, 1)
         batch = [(row + [0] * (length - len(row)))[length - pending : length] for row in rows]
-        logits = (
-            model(torch.tensor(batch, device=device), caches=caches).logits[:, -1].float().cpu()
-        )
+        output = model(torch.tensor(batch, device=device), caches=caches)
+        logits = output.logits[:, -1].float().cpu()
         for row, end, scores, generator in zip(rows, ends, logits, generators):
             if len(row) == length and length < end:
                 row.append(_draw(scores, temperature, top_k, top_p, generator))

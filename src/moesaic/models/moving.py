@@ -34,6 +34,7 @@ class MovingBlock(TransformerBlock):
         cache: KeyValueCache | None,
         move: SampleMove | None = None,
     ) -> tuple[Tensor, Routing | None]:
+        """Run the block, and with a move, send samples on to where the next layer is computed."""
         if move is None:
             return super().forward(x, tokens, mask, cache)
         assert isinstance(self.ffn, MoE)

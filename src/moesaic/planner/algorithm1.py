@@ -149,7 +149,9 @@ def operations(
     )
 
     def line(name: str, elements: Callable[[Workload], float]) -> Fit:
-        (x0, t0), (x1, t1) = ((elements(layer), spans[name]) for layer, spans in (small, large))
+        """Return the straight line through the seconds of an operation in both layers."""
+        x0, x1 = (elements(layer) for layer, _ in (small, large))
+        t0, t1 = (spans[name] for _, spans in (small, large))
         slope = (t1 - t0) / (x1 - x0)
         return Fit(alpha=max(t0 - slope * x0, 0.0), beta=slope)
 

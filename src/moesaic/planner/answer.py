@@ -284,12 +284,12 @@ def in_words(tried: list[Remedy]) -> str:
     """Return remedies as a clause of a sentence."""
     fitting = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in tried if each.fits]
     too_large = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in tried if not each.fits]
-    words = (
-        f"what fits: {'; '.join(fitting)}"
-        if fitting
-        else "no single change that was tried makes it fit"
-    )
-    return words + f"; not enough alone: {'; '.join(too_large)}" * bool(too_large)
+    words = "no single change that was tried makes it fit"
+    if fitting:
+        words = f"what fits: {'; '.join(fitting)}"
+    if too_large:
+        words += f"; not enough alone: {'; '.join(too_large)}"
+    return words
 
 
 def _changes(
@@ -352,7 +352,7 @@ def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float
     simulator = Simulator(cluster)
     try:
         grids = layouts(job, cluster, settings.pins)
-        models = [SplitCostModel(job, grid, WHOLE, simulator) for grid in grids]
+        models = [SplitCostModel(job, grid, split=WHOLE, simulator=simulator) for grid in grids]
         return smallest_layout(models)[1]
     except InputError:
         return None

@@ -85,8 +85,8 @@ def sizes_of(
     return CallSizes(
         grid,
         copies,
-        _tokens_by_rank(program, workload, grid),
-        chunks,
+        tokens=_tokens_by_rank(program, workload, grid),
+        num_chunks=chunks,
         node_tokens=node_tokens,
         units=max(1, workload.hidden // grid.etp),
         replicated=replicated,

@@ -86,6 +86,7 @@ def name_of(grid: Grid) -> str:
 
 
 def _grids(world: int, per_node: int, pins: Pins) -> Iterator[Grid]:
+    """Yield the meshes of a world that the pins allow; tp stays inside a node."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     for tp in [size for size in sizes if size <= per_node] if pins.tp is None else [pins.tp]:
         for ep in sizes if pins.ep is None else [pins.ep]:

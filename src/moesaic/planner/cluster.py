@@ -103,8 +103,8 @@ class Link:
             check_above_zero(f"{where}: gbps", rate)
         for name in ("latency_us", "message_us", "connection_us", "connection_gbps", "fabric"):
             check_not_negative(f"{where}: {name}", getattr(self, name))
-        for name in ("size", "users"):
-            check_curve(f"{where}: ", name + "s" * (name == "size"), f"{name}_share", self)
+        check_curve(f"{where}: ", "sizes", "size_share", self)
+        check_curve(f"{where}: ", "users", "users_share", self)
 
     def rate(self, unit: int) -> float:
         """Return the rate of link `unit` of this level, bytes per second in each direction."""
@@ -520,6 +520,8 @@ class ClusterSpec:
             )
 
         def faster(link: Link) -> Link:
+            """Return a link with its rates multiplied; one that reaches several nodes by the
+            largest of their factors."""
             if link.carries not in (carries, "all"):
                 return link
             if len(set(factors)) == 1:
@@ -553,6 +555,8 @@ class ClusterSpec:
         ]
 
     def _check_link(self, link: Link) -> None:
+        """Refuse a link whose devices do not fit nodes, or whose number of rates does not fit its
+        links."""
         where = f"cluster link {link.name!r}"
         per_node = self.devices_per_node
         fits = (

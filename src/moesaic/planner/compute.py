@@ -169,6 +169,7 @@ def compute_seconds(
 def _experts(
     task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: DeviceRates
 ) -> np.ndarray:
+    """Return the seconds of a task of experts for each rank or class of ranks."""
     layer = volumes.layer
     rows = next(slots[name] for name in task.reads if slots[name].kind is Kind.ROWS)
     weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")

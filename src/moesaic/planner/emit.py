@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -121,23 +121,12 @@ TORCHTITAN: dict[str, tuple[str, Any]] = {
 """Flags of torchtitan that define a layout, in the form of `MEGATRON`."""
 
 
-def from_flags(flags: str) -> OthersLayout:
-    """Return the layout that flags of Megatron or torchtitan define; `unread_flags` names those
-    that it leaves out.
-
-    Raises:
-        InputError: if no flag is known, if a flag lacks its value, or if its value is unknown.
-    """
-    values: dict[str, Any] = {}
-    try:
-        words = _words(flags)
-    except ValueError as error:
-        raise InputError(
-            f"--flags: the flags do not parse ({error}): close what is quoted"
-        ) from error
+def _fields_of(given: list[Given]) -> dict[str, Any]:
+    """Return the fields that flags set. A flag that yields gives way to others that set its
+    field."""
     known = MEGATRON | TORCHTITAN
     yielding: dict[str, Any] = {}
-    given = _given(words)
+    values: dict[str, Any] = {}
     for flag in given:
         field, make = known.get(flag.name, ("", None))
         if isinstance(make, Alone):
@@ -145,7 +134,24 @@ def from_flags(flags: str) -> OthersLayout:
             (yielding if make.yields else values)[field] = make.value
         elif field:
             values[field] = _flag_value(flag, make)
-    values = _settled(yielding | values)
+    return yielding | values
+
+
+def from_flags(flags: str) -> OthersLayout:
+    """Return the layout that flags of Megatron or torchtitan define; `unread_flags` names those
+    that it leaves out.
+
+    Raises:
+        InputError: if no flag is known, if a flag lacks its value, or if its value is unknown.
+    """
+    try:
+        words = _words(flags)
+    except ValueError as error:
+        raise InputError(
+            f"--flags: the flags do not parse ({error}): close what is quoted"
+        ) from error
+    given = _given(words)
+    values = _settled(_fields_of(given))
     if _is_one_graph(given):
         values["graphs"] = True
     if "block" not in values.get("recompute", ()):  # these two flags say which blocks
@@ -154,7 +160,7 @@ def from_flags(flags: str) -> OthersLayout:
         }
     if not values:
         first = next((flag.name for flag in given if flag.name != flag.word), "")
-        only = (f"--{first}" if first else "nothing") + suggestion(first, list(known))
+        only = (f"--{first}" if first else "nothing") + suggestion(first, [*MEGATRON, *TORCHTITAN])
         raise InputError(
             f"--flags: found no flag of Megatron or torchtitan that splits a model, only {only}"
         )
@@ -162,16 +168,14 @@ def from_flags(flags: str) -> OthersLayout:
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches
         # of a pipeline.
         local = values.get("local_batch", 1)
-        micro = local if values.get("pp", 1) == 1 else values.get("micro_batch", 1)
-        sharded: Sharded = "parameters" if values.get("pp", 1) == 1 else "gradients"
-        return OthersLayout(
-            **{"sharded": sharded, **values, "local_batch": local, "micro_batch": micro}
-        )
+        has_stages = values.get("pp", 1) > 1
+        micro = values.get("micro_batch", 1) if has_stages else local
+        defaults: dict[str, Any] = {"sharded": "gradients" if has_stages else "parameters"}
+        return OthersLayout(**defaults | values | {"local_batch": local, "micro_batch": micro})
     # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every
     # rank, does not overlap parameters and gradients, and computes the loss step by step.
-    return OthersLayout(
-        **{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values}
-    )
+    defaults = {"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False)}
+    return OthersLayout(**defaults | values)
 
 
 def _settled(values: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +184,7 @@ def _settled(values: dict[str, Any]) -> dict[str, Any]:
     modules = values.pop("modules", ())
     if "virtual_pp" in values and "virtual_layers" in values:
         raise InputError(
-            "--explain: --num-virtual-stages-per-pipeline-rank and "
+            "--flags: --num-virtual-stages-per-pipeline-rank and "
             "--num-layers-per-virtual-pipeline-stage say the same in two ways: give one"
         )
     if modules and "block" not in values.get("recompute", ()):
@@ -405,10 +409,13 @@ PRECISIONS = {
 
 
 def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    """Return the flags with which Megatron runs a layout; numbers that are Megatron's defaults are
+    left out."""
     moe = job.model.moe
     model = job.model
     lines = [
-        f"--tensor-model-parallel-size {layout.tp}" + " --sequence-parallel" * (layout.tp > 1),
+        f"--tensor-model-parallel-size {layout.tp}"
+        + (" --sequence-parallel" if layout.tp > 1 else ""),
         f"--pipeline-model-parallel-size {layout.pp}",
         f"--expert-model-parallel-size {layout.ep}",
         f"--expert-tensor-parallel-size {layout.etp}",
@@ -441,9 +448,12 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
     elif layout.sharded != "none":
         strategy = next(name for name, sharded in STRATEGIES.items() if sharded == layout.sharded)
         lines.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
-    lines += ["--overlap-moe-expert-parallel-comm"] * layout.overlapped
-    lines += ["--grad-reduce-in-bf16"] * (not layout.float32_reduced)
-    lines += [f"--{GRAPHS[0]} {WHOLE_STEP}"] * layout.graphs
+    if layout.overlapped:
+        lines.append("--overlap-moe-expert-parallel-comm")
+    if not layout.float32_reduced:
+        lines.append("--grad-reduce-in-bf16")
+    if layout.graphs:
+        lines.append(f"--{GRAPHS[0]} {WHOLE_STEP}")
     if "block" in layout.recompute:
         how = (
             f"--recompute-method {layout.recompute_method} --recompute-num-layers "
@@ -454,19 +464,23 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
         lines.append(
             f"--recompute-granularity selective --recompute-modules {' '.join(layout.recompute)}"
         )
-    lines += [PRECISIONS[layout.precision]] * layout.is_narrow
-    routing = model.routing
-    if routing.get("groups", 1) > 1:
-        lines += [
-            (
-                f"--moe-router-num-groups {routing['groups']} --moe-router-group-topk "
-                f"{routing['top_groups']}"
-            )
-        ]
-    return lines
+    if layout.is_narrow:
+        lines.append(PRECISIONS[layout.precision])
+    return lines + _megatron_groups(model.routing)
+
+
+def _megatron_groups(routing: Mapping[str, Any]) -> list[str]:
+    """Return Megatron's flags of a router that is limited to groups of experts."""
+    if routing.get("groups", 1) <= 1:
+        return []
+    return [
+        f"--moe-router-num-groups {routing['groups']} --moe-router-group-topk "
+        f"{routing['top_groups']}"
+    ]
 
 
 def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    """Return the flags with which torchtitan runs a layout."""
     mode = next(mode for mode, parts in MODES.items() if parts == layout.recompute)
     lines = [
         f"--parallelism.tensor_parallel_degree {layout.tp}",
@@ -475,11 +489,12 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
         f"--training.local_batch_size {max(layout.local_batch, layout.micro_batch)}",
         f"--training.seq_len {job.model.seq_len}",
     ]
-    lines += [f"--training.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
-    lines += [f"--parallelism.context_parallel_degree {layout.cp}"] * (layout.cp > 1)
-    lines += [f"--parallelism.data_parallel_replicate_degree {layout.replicas}"] * (
-        layout.replicas > 1
-    )
+    if layout.global_batch > 0:
+        lines.append(f"--training.global_batch_size {layout.global_batch}")
+    if layout.cp > 1:
+        lines.append(f"--parallelism.context_parallel_degree {layout.cp}")
+    if layout.replicas > 1:
+        lines.append(f"--parallelism.data_parallel_replicate_degree {layout.replicas}")
     if layout.pp > 1:
         lines += [
             f"--parallelism.pipeline_parallel_degree {layout.pp}",
@@ -487,11 +502,13 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
             f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
         ]
     # refused with either
-    lines += ["--training.disable_cuda_graphs"] * (layout.ep > 1 or layout.pp > 1)
+    if layout.ep > 1 or layout.pp > 1:
+        lines.append("--training.disable_cuda_graphs")
     return [*lines, f"{RECOMPUTE}{mode}"]
 
 
 def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    """Return the flags with which NeMo Automodel runs a layout."""
     sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp, "ep_size": layout.ep}
     sizes |= {"dp_replicate_size": layout.replicas} if layout.replicas > 1 else {}
     # A pipeline cuts the local batch of a data-parallel group into micro-batches.
@@ -504,11 +521,12 @@ def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> l
         f"--step_scheduler.local_batch_size {local}",
         f"--dataset.seq_length {job.model.seq_len}",
     ]
-    lines += [f"--step_scheduler.global_batch_size {layout.global_batch}"] * (
-        layout.global_batch > 0
-    )
-    lines += ["--distributed.activation_checkpointing true"] * bool(layout.recompute)
-    lines += ["--model.backend.dispatcher deepep"] * layout.by_deepep
+    if layout.global_batch > 0:
+        lines.append(f"--step_scheduler.global_batch_size {layout.global_batch}")
+    if layout.recompute:
+        lines.append("--distributed.activation_checkpointing true")
+    if layout.by_deepep:
+        lines.append("--model.backend.dispatcher deepep")
     if layout.pp > 1:
         lines += [
             f"--distributed.pipeline.pp_schedule {_schedule_name(layout).lower()}",
@@ -524,6 +542,8 @@ def _schedule_name(layout: OthersLayout) -> str:
 
 
 def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    """Return the flags with which Moesaic runs a layout, with those of the plan that differ from
+    its defaults."""
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
     mesh |= {"pp": layout.pp, "parts_per_stage": layout.virtual_pp} if layout.pp > 1 else {}
     mesh |= {} if planned is None else mesh_table(planned)
@@ -540,9 +560,11 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
     if planned is not None:
         cut = planned.split.of(job)
         lines += [f"--batch-size {cut.batch_size}", f"--accumulation {cut.accumulation}"]
-        flies = planned.split.in_flight > 1
-        lines += [f"--micro-batches-in-flight {planned.split.in_flight}"] * flies
-    return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)
+        if planned.split.in_flight > 1:
+            lines.append(f"--micro-batches-in-flight {planned.split.in_flight}")
+    if layout.recompute:
+        lines.append("--model.checkpoint-activations")
+    return lines
 
 
 PYTORCH = tuple((schedule, 1) for schedule in dict.fromkeys(TORCH_SCHEDULES.values()))

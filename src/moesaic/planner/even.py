@@ -146,6 +146,7 @@ class Even(AbstractVolumes):
         return self._rows[layout]
 
     def _count_rows(self, layout: Layout) -> np.ndarray:
+        """Return the rows of a layout on each class of ranks."""
         digits = self._radix(layout)
         box = box_of(digits, layout)
         step_digits = steps_of(digits, layout)
@@ -231,6 +232,8 @@ class Even(AbstractVolumes):
     def _compute_movements(
         self, task: Task, move: Move, num_bytes: Callable[[float], float]
     ) -> list[Movement]:
+        """Return a task's messages between classes of ranks; `num_bytes` tells those of a number of
+        rows."""
         digits = self._radix(move.source)
         if task.op is Op.HOP:
             digits = self._link_digits(task.link, move, digits)
@@ -485,6 +488,8 @@ class EvenLayers(AbstractEvenLayers):
         self._known = Known()
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
+        """Return the volumes of a program under even routing, the same object for equal
+        arguments."""
         apart = any(slot.layout.step is not None for slot in program.slots)
         chunks = chunks_of(program)
         redundant = program.is_redundant
@@ -495,7 +500,13 @@ class EvenLayers(AbstractEvenLayers):
                 grid.world, grid.ranks_per_node, block=self._block_size(grid, apart)
             )
             self._volumes[key] = Even(
-                grid, topology, workload, piece, self._known, self._digits, apart=apart
+                grid,
+                topology,
+                layer=workload,
+                piece=piece,
+                known=self._known,
+                digits=self._digits,
+                apart=apart,
             )
         return self._volumes[key]
 

@@ -245,6 +245,8 @@ class Events:
         self.ends *= factors
 
     def _start(self, now: float, actor: int, node: int) -> None:
+        """Start a task on an actor: its computation, or the movements for which this actor was
+        awaited."""
         task = node - self._tasks
         if task < 0:
             heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
@@ -271,14 +273,16 @@ class Events:
             self._end(now, actor, self._tasks + task)
 
     def _launch(self, now: float, task: int, movement: Movement) -> None:
+        """Let a movement begin after its latency and the copies that its starters make."""
         load = movement.load
         number = self._num_flows
         self._num_flows = self._num_flows + 1
-        self._flows[number] = _Flow(task, movement.waiting, load.use, load.longest)
+        self._flows[number] = _Flow(task, movement.waiting, load.use, left=load.longest)
         copies = max(self._compute[task][member] for member in movement.starters)
         heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
 
     def _end(self, now: float, actor: int, node: int) -> None:
+        """Note that an actor ended a node, and start the nodes that waited for it alone."""
         if node >= self._tasks:
             self.ends[node - self._tasks, actor] = now
         unmet = self._unmet[actor]
@@ -309,6 +313,7 @@ class Events:
         return set(flow.use)
 
     def _arrive(self, now: float, number: int) -> set[int]:
+        """End a movement; return the links that it leaves."""
         flow = self._flows.pop(number)
         for actor in flow.waiting:
             self._end_wait(now, actor, flow.task)

@@ -459,15 +459,12 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     layer = cost_model.model.layer
     attention, experts = _adapters(model, job)
     adapters = attention + experts / grid.ep
-    is_sharded = grid.dp > 1
-    logits = (
-        job.logits or layer.tokens
-    ) * model.vocab * LOGIT_BYTES + is_sharded * model.vocab * layer.dim * 2.0
+    logits = float((job.logits or layer.tokens) * model.vocab * LOGIT_BYTES)
     blocks = grid.ep * max(model.moe_layers, 1)
-    block = (
-        _peak_block_bytes(cost_model, experts / blocks, job.projections)
-        + is_sharded * 4 * cost_model.block_parameters[0]
-    )
+    block = _peak_block_bytes(cost_model, experts / blocks, job.projections)
+    if grid.dp > 1:  # what is sharded is gathered: the output, or a block's dense parameters
+        logits += model.vocab * layer.dim * 2.0
+        block += 4 * cost_model.block_parameters[0]
     if job.method == "qlora-double":
         block += model.expert_parameters / blocks * 4 / 64
     peaks = {"logits and loss": model.outputs * logits, "a block's activations": block}
@@ -497,7 +494,9 @@ def _peak_block_bytes(
     with_gradient = 2  # a value and its gradient
     model = cost_model.model
     layer = cost_model.model.layer
-    widths = COPY_VALUES + SENT_VALUES * (cost_model.grid.ep > 1)
+    widths = COPY_VALUES
+    if cost_model.grid.ep > 1:
+        widths += SENT_VALUES
     copies = layer.copies * (
         half * (widths * layer.dim + with_gradient * layer.matrices * layer.hidden) + COPY_BYTES
     )
@@ -507,8 +506,9 @@ def _peak_block_bytes(
     if projections == 4:  # further copies in float32: the inputs of keys and of the output
         attention += 4 * (layer.dim + (model.attention_result or layer.dim))
     shared = half * with_gradient * layer.matrices * model.shared_hidden
-    has_dense = model.moe_layers < model.num_layers
-    dense = has_dense * half * with_gradient * layer.matrices * model.inner * layer.tokens
+    dense = 0.0
+    if model.moe_layers < model.num_layers:
+        dense = half * with_gradient * layer.matrices * model.inner * layer.tokens
     bytes_alone, bytes_on_several = FACTOR_BYTES
     factors = (bytes_on_several if cost_model.grid.ep > 1 else bytes_alone) * adapters
     # A block has either experts or a dense layer, and one block at a time is recomputed.

@@ -97,7 +97,9 @@ def fit(
     logs = np.log(medians)
     variation = float(((logs - logs.mean()) ** 2).sum())
     residual = float(((logs - np.log(np.maximum(predicted, 1e-300))) ** 2).sum())
-    r2 = 1 - residual / variation if variation > 0 else (1.0 if residual < 1e-12 else 0.0)
+    r2 = 1.0 if residual < 1e-12 else 0.0
+    if variation > 0:
+        r2 = 1 - residual / variation
     return Fit(
         alpha=float(alpha),
         beta=float(beta),

@@ -275,6 +275,8 @@ def _target_nodes(nodes: int, size: int) -> list[_Node]:
 def _check_legs(
     link: AbstractAllToAll, hops: tuple[Hop, ...], nodes: int, path: tuple[Leg, ...]
 ) -> None:
+    """Refuse a path whose hops depend on the node in a way that classes of ranks cannot stand
+    for."""
     for leg in path:
         _known(leg.source, _Rank)
         _known(leg.target, _Rank)

@@ -73,6 +73,7 @@ def in_flight(
     costs = costs_of(cluster, program, volumes, dtype)
 
     def run(few: int) -> InFlight:
+        """Return the run of few layers, two micro-batches taking turns."""
         places = list(_taking_turns(program, few))
         both = replace(program, tasks=tuple(_task_of(program, place) for place in places))
         events = events_of(cluster, both, _costs_of(costs, places, between))
@@ -82,10 +83,10 @@ def in_flight(
             Turn(
                 place.micro_batch,
                 place.layer,
-                program.tasks[place.number].name if place.number >= 0 else "",
-                task.lane,
-                float(start),
-                float(end),
+                task=program.tasks[place.number].name if place.number >= 0 else "",
+                lane=task.lane,
+                start=float(start),
+                end=float(end),
             )
             for place, task, start, end in times
         )
@@ -147,7 +148,8 @@ def _task_of(program: Program, place: _Place) -> Task:
 
 
 def _costs_of(costs: Costs, places: list[_Place], between: float) -> Costs:
-    """Return the costs of the tasks of all calls."""
+    """Return the costs of the tasks of all calls. What lies before a call computes `between`
+    seconds."""
     numbers = np.array([max(place.number, 0) for place in places])
     is_between = np.array([place.number < 0 for place in places])
     issue = costs.issue[numbers]

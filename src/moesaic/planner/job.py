@@ -73,13 +73,8 @@ class Job:
         names: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
         rates = cluster.device.tflops
         if self.precision == "auto":
-            return (
-                "bf16"
-                if rates.bf16 and rates.bf16 >= 1.5 * rates.fp32
-                else "fp32"
-                if rates.fp32
-                else "bf16"
-            )
+            is_much_faster = rates.bf16 and rates.bf16 >= 1.5 * rates.fp32
+            return "bf16" if is_much_faster or not rates.fp32 else "fp32"
         dtype = names[self.precision]
         rates.of(dtype)
         return dtype

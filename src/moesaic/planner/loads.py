@@ -175,7 +175,9 @@ def decided(
     chooser = policy.start({name: each.plan for name, each in programs.items()})
     grid = compiled.grid
     copies = copies_by_rank(compiled.forward, compiled.grid, counts)
-    load = CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
+    load = CallLoad(
+        grid, copies, layer.num_experts, units=max(1, layer.hidden // grid.etp), dim=layer.dim
+    )
     decision = chooser.choose(load)
     return programs[decision.program], decision.replicated
 

@@ -86,7 +86,8 @@ class AbstractVolumes(AbstractRowsMoved, AbstractRowCounts, ABC):
         """Return the bytes of the rows of a slot, (actors,)."""
         key = slot.kind, slot.layout
         if key not in self._bytes_known:
-            self._bytes_known[key] = self.rows(slot.layout) * row_bytes(slot, "", 1.0, self.layer)
+            bytes_of_row = row_bytes(slot, codec="", rows=1.0, layer=self.layer)
+            self._bytes_known[key] = self.rows(slot.layout) * bytes_of_row
         return self._bytes_known[key]
 
     @property
@@ -326,7 +327,12 @@ class Counted(AbstractVolumes):
             path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
             load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
             movements.append(
-                Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender)
+                Movement(
+                    (min(sender, receiver), max(sender, receiver)),
+                    load,
+                    posts=np.ones(2),
+                    sender=sender,
+                )
             )
         return movements
 

@@ -194,7 +194,7 @@ def predict(
     Raises:
         InputError: if the layout does not fit the model or the cluster.
     """
-    return _Ranks(job, Simulator(cluster), layout, launches).step()
+    return _Ranks(job, simulator=Simulator(cluster), layout=layout, launches=launches).step()
 
 
 class _Ranks:
@@ -396,6 +396,13 @@ def _recomputed_blocks(layout: OthersLayout, lengths: list[int]) -> int | None:
     return sum(min(length, layout.recompute_layers) for length in lengths)
 
 
+def _loss_bytes(layout: OthersLayout) -> int:
+    """Return the bytes that the loss moves for each logit."""
+    if "loss" in layout.stepwise:
+        return TORCH_LOSS_BYTES
+    return FUSED_LOSS_BYTES if layout.fused_loss else LOSS_BYTES
+
+
 def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int) -> StepModel:
     """Return the model of all layers under what the system overlaps, shards and fuses."""
     projected = layout.mtp * 2 * whole.layer.dim**2
@@ -420,11 +427,7 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
         schedule=layout.schedule,
         hides_parameters=layout.hides_parameters,
         hides_gradients=layout.hides_gradients,
-        loss_bytes=TORCH_LOSS_BYTES
-        if "loss" in layout.stepwise
-        else FUSED_LOSS_BYTES
-        if layout.fused_loss
-        else LOSS_BYTES,
+        loss_bytes=_loss_bytes(layout),
         # PyTorch's of float32 logits: these, their log-softmax, and the gradients of both
         loss_kept=2 + 3 * 4 if "loss" in layout.stepwise else 4,
         logits_kept=2 if "loss" in layout.stepwise else 0,
@@ -460,6 +463,7 @@ def longer_by_narrow_rate(
     at_usual_rate = predict(job, cluster, layout).seconds
 
     def seconds(times: float) -> float:
+        """Return the step's seconds if narrow products are `times` as fast."""
         faster = device.with_products(times, (layout.precision,))
         return predict(job, replace(cluster, device=faster), layout).seconds
 

@@ -36,6 +36,7 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
         count: micro-batches.
     """
     total = count * parts
+    # `ahead` forward passes run before the first backward pass
     if parts == 1:
         per_round = count
         # GPipe runs all forward passes first
@@ -45,6 +46,7 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
         ahead = min((parts - 1) * per_round + 2 * (pp - 1 - rank), total)
 
     def passes(is_backward: bool) -> list[Pass]:
+        """Return a rank's passes in one direction, in their order."""
         seen: dict[int, int] = {}
         found = []
         for number in range(total):
@@ -213,7 +215,7 @@ def _schedule(pp: int, parts: int, count: int) -> tuple[tuple[_Operation, ...], 
             sender[Pass(target, each.micro_batch, each.is_backward)] = len(operations)
         way = 2 * each.part + each.is_backward
         hop = min(each.part, target) if sends else -1
-        operations.append(_Operation(rank, each, waits_for, way, hop))
+        operations.append(_Operation(rank, operation=each, waits_for=waits_for, way=way, hop=hop))
         places[rank] += 1
         return True
 

@@ -184,6 +184,7 @@ def _fields_of(plan: Plan) -> dict[str, Any]:
 
 
 def _write(table: dict[str, Any], path: Path) -> None:
+    """Write a plan's table as TOML or JSON, by the name of the file."""
     if path.suffix not in (".toml", ".json"):
         raise InputError(f"plan {path}: choose a name that ends in .toml or .json")
     text = (json.dumps(table, indent=2) if path.suffix == ".json" else to_toml(table)) + "\n"

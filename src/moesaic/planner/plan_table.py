@@ -378,8 +378,10 @@ class PlanTable:
         """Let a plan run from this step on."""
         if plan == self.running:
             return
-        why = "start" if self.running is None else why
-        self.switches += self.running is not None
+        if self.running is None:
+            why = "start"
+        else:
+            self.switches += 1
         self._unsettled = 1
         self.running = plan
         self.decisions.append(

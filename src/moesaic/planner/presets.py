@@ -45,6 +45,7 @@ def _job(
     conv_width: int = 1,
     accumulation: int = 1,
 ) -> Job:
+    """Return a training job; models of width 768 and more recompute their blocks."""
     shape = ModelShape(
         dim=dim,
         num_layers=num_layers,
@@ -150,6 +151,7 @@ def _papers() -> dict[str, Job]:
 
 
 def _parm() -> dict[str, Job]:
+    """Return the jobs of the Parm paper by name."""
     return {
         # Parm: k is not given in the paper; E is that of its testbed B (2 on A), f the smaller of
         # its sweep's two.
@@ -175,6 +177,7 @@ def _parm() -> dict[str, Job]:
 
 
 def _schemoe() -> dict[str, Job]:
+    """Return the jobs of the ScheMoE paper by name."""
     jobs = {
         # ScheMoE: vocabularies are not given; these reproduce its numbers of parameters (Megatron
         # pads GPT-2's to 51,200).
@@ -225,6 +228,7 @@ def _schemoe() -> dict[str, Job]:
 
 
 def _fastermoe() -> dict[str, Job]:
+    """Return the jobs of the FasterMoE paper by name."""
     jobs = {}
     for name, layers, experts, dim, block in (
         ("gpt-s", 12, 16, 1024, GPT2),
@@ -249,6 +253,7 @@ def _fastermoe() -> dict[str, Job]:
 
 
 def _netmoe() -> dict[str, Job]:
+    """Return the jobs of the NetMoE paper by name."""
     jobs = {}
     # NetMoE: GPT-2's depths, E of 16 devices; the largest has GPT-3's depth at this width.
     for name, layers, heads, dim in (

@@ -234,7 +234,7 @@ def search(
     for split in splits:
         lean = settings if split.pp == 1 else replace(settings, refine=1, paired=0, finished_eps=0)
         try:
-            searches.append(_Search(job, simulator, lean, progress, split))
+            searches.append(_Search(job, simulator, settings=lean, progress=progress, split=split))
         except InputError as error:
             refused.append(error)
     # the most promising first, since its steps rule out layouts of the others
@@ -380,6 +380,8 @@ class _Search:
         *,
         has_counts: bool,
     ) -> dict[int, EpResults]:
+        """Return for each ep what the search found: a lower bound, the best layout, and whether
+        none fits."""
         results = {}
         for ep in sorted({each.grid.ep for each in cost_models}):
             of_ep = [each for each in cost_models if each.grid.ep == ep]
@@ -435,6 +437,7 @@ class _Search:
                     return
 
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
+        """Yield the plans with which every layout is tried first."""
         space = self.settings.space
         first = {name: values[0] for name, values in space.values(grid).items()}
         # Every layout is tried with the all-to-alls that are best on some links, and with
@@ -551,7 +554,8 @@ class _Search:
             splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
             model = self._step_model(grid.dp)
             models = [
-                SplitCostModel(self.job, grid, each, self.simulator, model) for each in splits
+                SplitCostModel(self.job, grid, split=each, simulator=self.simulator, model=model)
+                for each in splits
             ]
             if len(models) > 1:
                 # ways that send the same but for rounding are sorted by their bytes
@@ -736,11 +740,13 @@ class _Search:
         return next(each for each in self._options(planned.grid) if each.split == planned.split)
 
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
+        """Return the error that no layout fits; the smallest is `grid`, with `num_bytes`."""
         device = self.cluster.device.memory_gib
         reserve = self.settings.reserve_gib
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
-        recomputed = ", even with blocks recomputed" * self.job.model.checkpoint_activations
-        under = " under the given loads" * bool(self.loaded)
+        recomputes = self.job.model.checkpoint_activations
+        recomputed = ", even with blocks recomputed" if recomputes else ""
+        under = " under the given loads" if self.loaded else ""
         return TooLargeError(
             f"the model fits no layout of {self.cluster.world} ranks{recomputed}{under}: the "
             f"smallest, {layout_in_words(grid, self.split)}, needs {num_bytes / GIB:.1f} GiB, plus "

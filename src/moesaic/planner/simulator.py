@@ -155,7 +155,7 @@ class Simulator:
 
     def _counted(self, sizes: CallSizes, workload: Workload) -> AbstractVolumes:
         topology = self._topology(sizes.grid.world, sizes.grid.ranks_per_node)
-        return Counted(sizes, topology, workload, self._legs)
+        return Counted(sizes, topology, layer=workload, legs=self._legs)
 
     def _even_sizes(self, program: Program, workload: Workload, grid: Grid) -> CallSizes:
         """Return sizes under even routing. The rows of each layout are computed once for all

@@ -75,16 +75,23 @@ WHOLE = JobSplit()
 
 def layout_in_words(grid: Grid, split: JobSplit) -> str:
     """Return a layout and its split in words, such as "pp 2, tp 1, ep 2, etp 1"."""
-    stages = f"pp {split.pp}, " * (split.pp > 1)
-    runs = f", {split.parts} parts a stage" * (split.parts > 1)
-    runs += f", micro-batches cut in {split.finer}" * (split.finer > 1)
-    runs += ", two micro-batches in flight" * (split.in_flight > 1)
-    shared = ""
+    words = [name_of(grid)]
+    if split.pp > 1:
+        words.insert(0, f"pp {split.pp}")
+    if split.parts > 1:
+        words.append(f"{split.parts} parts a stage")
+    if split.finer > 1:
+        words.append(f"micro-batches cut in {split.finer}")
+    if split.in_flight > 1:
+        words.append("two micro-batches in flight")
     if grid.dp > 1 or grid.edp > 1:
-        over = {"all": "", "node": ", sharded in nodes", "none": ", not sharded"}[split.shard]
-        held = f", {split.hold} held" * (split.hold != "nothing" and split.shard != "none")
-        shared = over + held
-    return f"{stages}{name_of(grid)}{runs}{shared}"
+        if split.shard == "node":
+            words.append("sharded in nodes")
+        if split.shard == "none":
+            words.append("not sharded")
+        elif split.hold != "nothing":
+            words.append(f"{split.hold} held")
+    return ", ".join(words)
 
 
 def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:
@@ -374,7 +381,11 @@ class SplitCostModel:
 
 def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     """Return a model whose parameters are shared and held as a split says."""
-    shards = {"all": (grid.dp, grid.edp), "node": _node_shards(grid), "none": (1, 1)}[split.shard]
+    shards = (1, 1)
+    if split.shard == "all":
+        shards = (grid.dp, grid.edp)
+    elif split.shard == "node":
+        shards = _node_shards(grid)
     return replace(
         model, held=split.hold, replicas=grid.dp // shards[0], expert_replicas=grid.edp // shards[1]
     )
@@ -396,16 +407,16 @@ class _Blocks(NamedTuple):
             whole,
             num_layers=self.layers,
             sparse_layers=self.sparse,
-            vocab=whole.vocab * self.has_table,
+            vocab=whole.vocab if self.has_table else 0,
             embeddings=1,
-            outputs=whole.outputs * self.is_last,
+            outputs=whole.outputs if self.is_last else 0,
         )
 
 
 def _joined(parts: Sequence[_Blocks]) -> _Blocks:
     """Return the blocks of several parts as one."""
     layers, sparse, has_table, is_last = zip(*parts)
-    return _Blocks(sum(layers), sum(sparse), any(has_table), any(is_last))
+    return _Blocks(sum(layers), sparse=sum(sparse), has_table=any(has_table), is_last=any(is_last))
 
 
 def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:

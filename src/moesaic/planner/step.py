@@ -378,6 +378,7 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of several steps under one plan: of their times, parts and limits."""
 
     def mean(tables: list[dict[str, float]]) -> dict[str, float]:
+        """Return the mean of each entry; a table that lacks it has 0."""
         names = dict.fromkeys(name for table in tables for name in table)
         return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
 
@@ -539,6 +540,7 @@ class StepCostModel:
         ends = self.model.outputs * self.forward.unembed
         ahead = self._forward_seconds(forward) - layers * forward.seconds - ends
         parts = self._parts(forward, backward)
+        # the output takes twice as long backward as forward
         both = sum(parts.values()) - parts["moe forward"] - parts["moe backward"] - 3 * ends
         return ahead / layers, max(both - ahead, 0.0) / layers
 
@@ -549,7 +551,7 @@ class StepCostModel:
         dense = model.num_layers - model.moe_layers
         ends = model.outputs * seconds.unembed
         ahead = model.num_layers * seconds.attention + dense * seconds.dense + ends
-        launches = (self.routing + self.launches) / 3
+        launches = (self.routing + self.launches) / 3  # a third of both is forward
         return ahead + model.moe_layers * (seconds.shared + forward.seconds + launches)
 
     def _parts(self, forward: Passes, backward: Passes) -> dict[str, float]:
@@ -672,7 +674,7 @@ class StepCostModel:
         """
         if self.routing or self.cluster.host.runs_compute or self.model.graphs:
             return 0.0
-        (of_layer, of_expert) = self.model.launches
+        of_layer, of_expert = self.model.launches
         experts = self.model.layer.num_experts / self.grid.ep
         return of_layer + of_expert * experts * (
             NARROW_LAUNCHES if self.model.narrow_bytes else 1.0
@@ -804,7 +806,7 @@ class StepCostModel:
         in float32, at the end.
         """
         model = self.model
-        (dense, experts) = self._unit_seconds
+        dense, experts = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         root = self.root_parameters * self._gradient_bytes
         ends = self._node.all_reduce_seconds(root, self.grid.tp, self.num_shards[0]) / 2
@@ -813,7 +815,7 @@ class StepCostModel:
         is_trained = not model.is_frozen
         if model.gathers_per_block:
             adapters = self._node.all_reduce_seconds(4 * model.adapters[0], 1, self.grid.world)
-            scattered = is_trained * (units + self._copy_seconds)
+            scattered = units + self._copy_seconds if is_trained else 0.0
             if model.held != "nothing":
                 return self._held_movements(units, ends, scattered)
             return (
@@ -849,11 +851,11 @@ class StepCostModel:
         """
         count = self.model.micro_batches
         gathered = self._gather_ratio
-        (copies, _) = self.replicas
-        (shards, _) = self.num_shards
+        copies, _ = self.replicas
+        shards, _ = self.num_shards
         root = self.root_parameters * self._gradient_bytes / shards
         between = self._node.all_reduce_seconds(root, self.grid.tp * shards, copies)
-        reduced_ends = Moving(1, (ends + between) * (not self.model.is_frozen), "nothing")
+        reduced_ends = Moving(1, 0.0 if self.model.is_frozen else ends + between, "nothing")
         if self.model.held == "parameters":
             return (
                 Moving(1, gathered * ends, "nothing"),
@@ -1012,12 +1014,11 @@ class StepCostModel:
         dense, experts = self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         moves_each_time = model.gathers_per_block and model.held == "nothing"
+        gathers = self._gather_ratio
+        moves = {"forward": gathers, "backward": gathers if model.is_frozen else gathers + 1}
         gathering = [
-            (moves * units - self._around_moves(behind)) * moves_each_time
-            for behind, moves in (
-                ("forward", self._gather_ratio),
-                ("backward", self._gather_ratio + (not model.is_frozen)),
-            )
+            number * units - self._around_moves(behind) if moves_each_time else 0.0
+            for behind, number in moves.items()
         ]
         recomputed = (self.forward_passes - 1) * max(compute, crossing)
         backward = recomputed + max(model.layer.backward_products * compute, crossing)
@@ -1048,7 +1049,7 @@ class StepCostModel:
     def held_parameters(self) -> float:
         """Parameters of a rank's shards."""
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
-        (copies, expert_copies) = self.replicas
+        copies, expert_copies = self.replicas
         experts = self.model.expert_parameters / self.grid.world
         return copies * dense / self.grid.dp + expert_copies * experts
 
@@ -1091,12 +1092,13 @@ class StepCostModel:
     @property
     def num_shards(self) -> tuple[int, int]:
         """Number of ranks over which dense parameters, and experts, are sharded."""
-        (copies, expert_copies) = self.replicas
+        copies, expert_copies = self.replicas
         return self.grid.dp // copies, self.grid.edp // expert_copies
 
     @cached_property
     def _unit_seconds(self) -> tuple[float, float]:
-        """Seconds of scattering a block's dense gradients over dp, and its experts' over edp."""
+        """Seconds of scattering a block's dense gradients over dp, and its experts' over edp: half
+        of an all-reduce."""
         dense, experts = (
             self._node.all_reduce_seconds(count * self._gradient_bytes, stride, shards) / 2
             for count, stride, shards in zip(self.block_parameters, self._strides, self.num_shards)
@@ -1144,16 +1146,19 @@ class StepCostModel:
 
     def _crossing_seconds(self, link: Link) -> float:
         """Return the seconds for which a link is busy in one direction if each token crosses it
-        once, or the experts' weights do."""
+        once, or the experts' weights do, whichever is less.
+
+        A run is the ranks behind one such link; the experts of a replica are spread over several.
+        """
         layer = self.model.layer
         grid = self.grid
         # A link that only carries messages out of a node counts for the whole node, evenly.
         devices = self.cluster.devices_per_node if link.carries == "outside" else link.devices
         runs = grid.ep * grid.etp // devices
-        elsewhere = runs - max(1, grid.tp // devices)
-        if elsewhere <= 0 or layer.num_experts < runs:
+        other_runs = runs - max(1, grid.tp // devices)  # a tp group's own runs have its tokens
+        if other_runs <= 0 or layer.num_experts < runs:
             return 0.0
-        tokens = node_tokens_per_node(layer, runs, 1) * elsewhere * grid.dp * devices / grid.world
+        tokens = node_tokens_per_node(layer, runs, 1) * other_runs * grid.dp * devices / grid.world
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
         num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
         return num_bytes / link.slowest(self.cluster.nodes)

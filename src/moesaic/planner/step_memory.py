@@ -119,20 +119,21 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
         )
         return states, 0.0
     dense, experts = cost_model.block_parameters
-    (shards, expert_shards) = cost_model.num_shards
+    shards, expert_shards = cost_model.num_shards
     # FSDP2 gathers experts in the dtype of their products; those that are whole are cast and kept
     is_whole = expert_shards == 1 and not model.gathered_bytes
     is_cast = is_whole and layer.element_bytes != size
     casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
-    gathered = dense * (shards > 1) + experts * (expert_shards > 1)
-    root = cost_model.root_parameters * (shards > 1)
+    gathered = (dense if shards > 1 else 0.0) + (experts if expert_shards > 1 else 0.0)
+    root = cost_model.root_parameters if shards > 1 else 0.0
     gathered_size = model.gathered_bytes or size
     whole = _sharded_parameters(cost_model)
-    held = whole * gathered_size * (model.held == "parameters")
-    casted = is_cast * casts * experts * layer.element_bytes
+    held = whole * gathered_size if model.held == "parameters" else 0.0
+    casted = casts * experts * layer.element_bytes if is_cast else 0.0
+    whole_gradients = 0.0 if model.held == "nothing" else whole
     states = Memory(
         weights=held_parameters * size + casted + held + tables,
-        gradients=(held_parameters + whole * (model.held != "nothing")) * size,
+        gradients=(held_parameters + whole_gradients) * size,
         optimizer=held_parameters * 2 * size,
         activations=0.0,
         buffers=0.0,
@@ -149,10 +150,10 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
 
 def _sharded_parameters(cost_model: StepCostModel) -> float:
     """Return how many of a rank's parameters, before sharding, are sharded over other ranks."""
-    (shards, expert_shards) = cost_model.num_shards
+    shards, expert_shards = cost_model.num_shards
     experts = cost_model.model.expert_parameters / (cost_model.grid.ep * cost_model.grid.etp)
     dense = cost_model.whole_parameters - experts
-    return dense * (shards > 1) + experts * (expert_shards > 1)
+    return (dense if shards > 1 else 0.0) + (experts if expert_shards > 1 else 0.0)
 
 
 def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, float, float]:
@@ -171,25 +172,23 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, flo
     # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows,
     # activations' results.
     read = model.narrow_bytes / layer.element_bytes or 1.0
-    attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * (
-        "mla_up_proj" in recomputed
-    )
-    around = (attention + 2 * dim - dim * ("layernorm" in recomputed) - dim * (1 - read)) * row
-    inner = layer.matrices - 1 + model.keeps_activated * read
-    dense = (dim + inner * model.inner * ("mlp" not in recomputed)) * row
-    shared = (
-        inner
-        * model.shared_hidden
-        * layer.tokens
-        * layer.element_bytes
-        * ("shared_experts" not in recomputed)
-    )
-    activated = (
-        cost_model.activated_values
-        * layer.element_bytes
-        * (model.keeps_activated and "moe_act" not in recomputed)
-        * read
-    )
+    attention = model.attention_kept or 5.5 * dim
+    if "mla_up_proj" in recomputed:
+        attention -= model.attention_up_kept
+    norms = dim if "layernorm" in recomputed else 2 * dim
+    around = (attention + norms - dim * (1 - read)) * row
+    inner = float(layer.matrices - 1)
+    if model.keeps_activated:
+        inner += read
+    dense = dim * row
+    if "mlp" not in recomputed:
+        dense = (dim + inner * model.inner) * row
+    shared = 0.0
+    if "shared_experts" not in recomputed:
+        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes
+    activated = 0.0
+    if model.keeps_activated and "moe_act" not in recomputed:
+        activated = cost_model.activated_values * layer.element_bytes * read
     activated -= (
         cost_model.activated_values
         / layer.hidden
@@ -199,7 +198,7 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, flo
         * (1 - read)
     )
     sparse = dim * row if "moe" in recomputed else moe_bytes + activated + shared
-    recomputed_norms = dim * row * ("layernorm" in recomputed)
+    recomputed_norms = dim * row if "layernorm" in recomputed else 0.0
     dense_layers = model.num_layers - model.moe_layers
     blocks = (
         model.num_layers * (around - recomputed_norms)
@@ -208,7 +207,8 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, flo
     )
     block = blocks / model.num_layers
     if "block" not in recomputed:
-        return cost_model.alive * blocks, block, moe_bytes * ("moe" in recomputed)
+        together_bytes = moe_bytes if "moe" in recomputed else 0.0
+        return cost_model.alive * blocks, block, together_bytes
     share = model.recomputed_share
     together = model.recomputed_together
     inputs = share * model.num_layers / together * dim * row

@@ -184,7 +184,7 @@ def box_of(digits: Digits, layout: Layout) -> Box:
     )
     expert = digits.axes(flow.homes)
     free = {"all": expert, "rank": frozenset(), "node": expert & digits.local}[layout.experts]
-    return Box(origin, expert, spread & origin, free)
+    return Box(origin, expert, free_origin=spread & origin, free_expert=free)
 
 
 def steps_of(digits: Digits, layout: Layout) -> frozenset[int]:
@@ -208,7 +208,8 @@ def pieces_of_step(
     """Return, for each pair, the number of (group of the origin, group of the expert's home)
     combinations among its rows."""
     order = sorted(ahead)
-    radix = np.concatenate([[1], np.cumprod(digits.sizes[order])[:-1]]).astype(np.int64)
+    products = np.cumprod(digits.sizes[order])
+    radix = np.concatenate([[1], products[:-1]]).astype(np.int64)
     possible = np.ones(len(source_digits), dtype=bool)
     bases = []
     offsets = []

@@ -113,8 +113,9 @@ def costs_of(cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, d
     movements = movements_of(program, volumes)
     in_earlier_message = {number for bundle in bundles(program) for number in bundle[1:]}
     for number, moved in enumerate(movements):
-        for movement in moved if number not in in_earlier_message else ():
-            issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
+        if number not in in_earlier_message:
+            for movement in moved:
+                issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
     return Costs(issue, compute, movements)
 
 

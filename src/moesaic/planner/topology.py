@@ -207,7 +207,9 @@ class Topology:
             messages: (n,) number of messages that an entry stands for; may be fractional.
         """
         if not len(source):
-            return Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
+            return Load(
+                np.zeros(0, dtype=np.int64), seconds=np.zeros(0), messages=np.zeros(0), latency=0.0
+            )
         route = self._route(source, target, num_bytes, messages)
         seconds = route.seconds
         on_link = route.messages
@@ -222,7 +224,12 @@ class Topology:
                 seconds += np.bincount(ports, weights=route.slowest, minlength=len(seconds))
                 on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)
-        return Load(links, seconds[links], on_link[links], float(route.latency.max()))
+        return Load(
+            links,
+            seconds=seconds[links],
+            messages=on_link[links],
+            latency=float(route.latency.max()),
+        )
 
     def all_reduce_seconds(self, num_bytes: float, stride: int, ranks: int) -> float:
         """Return the seconds of the all-reduces of `all_reduce_load`; 0 for a single rank."""

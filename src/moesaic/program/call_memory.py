@@ -148,6 +148,7 @@ class HeldBytes:
         return np.stack(columns, axis=1).astype(np.float64)
 
     def _term_rows(self, term: _Term, counts: AbstractRowCounts) -> np.ndarray:
+        """Return a term's rows on each rank, or its bytes if it is the scratch of experts."""
         if isinstance(term, HopRows):
             return counts.hop_rows(term)
         if not isinstance(term, _Scratch):
@@ -242,6 +243,7 @@ class _Walk:
         return (False, False) if writer.op is not Op.MOVE else self._order_of(writer.reads[0])
 
     def _row_bytes(self, slot: Slot) -> int:
+        """Return the bytes of a row of a slot."""
         experts = self.experts
         if slot.kind is Kind.LANE:
             return max(WIDE, experts.element_bytes)
@@ -281,7 +283,7 @@ class _Walk:
             joined: whether it travels with other movements as one message, so that rows are copied
                 in and out.
         """
-        (source, move) = ends_of(task, self.slots)
+        source, move = ends_of(task, self.slots)
         target = self.slots[task.writes[0]]
         if task.op is Op.HOP:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))
@@ -497,6 +499,7 @@ class _Alive:
 
 
 def _total_bytes(parts: Iterable[Bytes]) -> Bytes:
+    """Return the sum of some numbers of bytes by term."""
     total: Bytes = Counter()
     for part in parts:
         if not total:

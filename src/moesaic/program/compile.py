@@ -118,7 +118,7 @@ class Compiled:
             self.grid,
             copies,
             tokens,
-            chunks,
+            num_chunks=chunks,
             node_tokens=node_tokens,
             units=units,
             replicated=replicated,
@@ -154,6 +154,7 @@ class Compiled:
 
     @cached_property
     def _held(self) -> Callable[[int, ExpertSizes], HeldBytes]:
+        """Return the bytes that a rank holds, the same object for equal arguments."""
         programs = self.forward, self.backward
         return cache(
             lambda num_experts, experts: HeldBytes(
@@ -196,7 +197,7 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
     if again is not None:
         validate(again)
-    return Compiled(plan, grid, logical, programs[0], programs[1], again)
+    return Compiled(plan, grid, logical, forward=programs[0], backward=programs[1], again=again)
 
 
 @lru_cache(maxsize=256)

@@ -211,6 +211,8 @@ class Grid:
         return {}
 
     def _find_group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+        """Return the ranks, ascending, that differ from `rank` in the coordinates of `axes` at
+        most."""
         view = next((candidate for candidate in VIEWS if set(axes) <= set(candidate)), None)
         assert view is not None, f"{axes} are not axes of one view"
         if view == BY_NODE:

@@ -56,8 +56,11 @@ class Move:
 
 def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
     """Return the source slot of a movement or of a part of one, and the whole movement."""
-    source, target = (slots[name] for name in (task.of or (task.reads[0], task.writes[0])))
-    return source, Move(source.layout, target.layout, task.group, reduces(source, target))
+    ends = task.of or (task.reads[0], task.writes[0])
+    source, target = (slots[name] for name in ends)
+    return source, Move(
+        source.layout, target=target.layout, group=task.group, reduce=reduces(source, target)
+    )
 
 
 def move_of(task: Task, slots: Mapping[str, Slot]) -> Move:
@@ -198,7 +201,10 @@ class Held:
         None if an expert belongs to several sets.
         """
         kinds, kind_of_rank = self._distinct_sets[0]
-        return None if (kinds.sum(0) > 1).any() else (kind_of_rank, kinds.argmax(0), len(kinds))
+        is_of_several = kinds.sum(0) > 1
+        if is_of_several.any():
+            return None
+        return kind_of_rank, kinds.argmax(0), len(kinds)
 
     @cached_property
     def _distinct_sets(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -416,7 +422,7 @@ class LayoutIndex(AbstractLayoutIndex):
             origin = origin[inside]
             chunk = chunk[inside]
         number = self.number(origin, expert, chunk)
-        return Pieces(number, origin, expert, chunk, np.argsort(number, kind="stable"))
+        return Pieces(number, origin, expert, chunk, sorter=np.argsort(number, kind="stable"))
 
     @memoised
     def held(self, layout: Layout) -> Held:
@@ -502,9 +508,12 @@ class LayoutIndex(AbstractLayoutIndex):
             )
         else:
             position = first
-        return _Exchanged(holder[position], target, source_place[position], target_place)
+        return _Exchanged(
+            holder[position], target, source_place=source_place[position], target_place=target_place
+        )
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return the numbers of the chunks of a layout's rows on a rank."""
         if not FLOWS[layout.flow].is_cut:
             return np.zeros(1, dtype=np.int64)
         if layout.chunk is None:
@@ -520,6 +529,7 @@ class LayoutIndex(AbstractLayoutIndex):
         return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
+        """Return the places from which a layout's rows on a rank come, ascending."""
         grid = self.grid
         origins = FLOWS[layout.flow].origins
         peers = grid.group(rank, layout.spread)
@@ -592,5 +602,6 @@ def joined(splits: list[tuple[int, np.ndarray]]) -> Matched:
     """Return the pieces per peer as one `Matched`, without the peers that have none."""
     non_empty = [(peer, places) for peer, places in splits if len(places)]
     starts = np.cumsum([0, *(len(places) for _, places in non_empty)])
-    places = np.concatenate([np.zeros(0, dtype=np.int64), *(places for _, places in non_empty)])
+    none = np.zeros(0, dtype=np.int64)
+    places = np.concatenate([none, *(places for _, places in non_empty)])
     return Matched(tuple(peer for peer, _ in non_empty), starts, places)

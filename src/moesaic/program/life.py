@@ -95,9 +95,10 @@ def life_of(program: Program, outputs: frozenset[str] | None) -> Life:
             if task.op is Op.EXPERT_GRAD:
                 last_use[kept(task.name)] = place
     dies: list[list[str]] = [[] for _ in groups]
-    for name, place in last_use.items() if outputs is not None else ():
-        if name != STORED and name not in (outputs or ()):
-            dies[place].append(name)
+    if outputs is not None:
+        for name, place in last_use.items():
+            if name != STORED and name not in (outputs or ()):
+                dies[place].append(name)
     steps = []
     flying: dict[str, int] = {}
     for place, (number, tasks) in enumerate(groups):

@@ -186,16 +186,20 @@ def plan_in_words(plan: Plan) -> str:
     """Return a plan in words: schedule, all-to-all, and every other choice that is not the
     default."""
     words: list[str] = [plan.schedule, plan.all_to_all]
-    words += [f"{plan.chunks} chunks"] * (plan.chunks > 1) + ["fused"] * plan.fuse
-    words += [] if plan.gather_weights is None else [f"r = {plan.gather_weights}"]
-    words += [f"{plan.peer_groups} peer groups"] * (plan.peer_groups > 1) + [
-        "overlapped gather"
-    ] * plan.overlap_gather
-    words += [f"{plan.codec} forward"] * is_coded(plan.codec)
-    words += [f"{plan.backward_codec} backward"] * is_coded(plan.backward_codec)
-    words += [f"replication {plan.replication}"] * plan.replicates
-    words += [] if plan.memory_budget is None else [f"at most {plan.memory_budget} bytes"]
-    return ", ".join([*words, *([plan.order] if plan.order != Plan().order else [])])
+    others = (
+        (plan.chunks > 1, f"{plan.chunks} chunks"),
+        (plan.fuse, "fused"),
+        (plan.gather_weights is not None, f"r = {plan.gather_weights}"),
+        (plan.peer_groups > 1, f"{plan.peer_groups} peer groups"),
+        (plan.overlap_gather, "overlapped gather"),
+        (is_coded(plan.codec), f"{plan.codec} forward"),
+        (is_coded(plan.backward_codec), f"{plan.backward_codec} backward"),
+        (plan.replicates, f"replication {plan.replication}"),
+        (plan.memory_budget is not None, f"at most {plan.memory_budget} bytes"),
+        (plan.order != Plan().order, plan.order),
+    )
+    words += [word for holds, word in others if holds]
+    return ", ".join(words)
 
 
 def check_budget(where: str, memory_budget: int | None) -> None:

@@ -126,9 +126,9 @@ def placed_sizes(grid: Grid, copies: np.ndarray, shapes: PlacedIndex, units: int
     tokens = np.full(grid.world, copies.shape[1] * shapes.length)
     return CallSizes(
         grid,
-        copies.sum(1),
-        tokens,
-        shapes.num_chunks,
+        copies=copies.sum(1),
+        tokens=tokens,
+        num_chunks=shapes.num_chunks,
         units=units,
         shapes=shapes,
         parts=copies.transpose(0, 2, 1),

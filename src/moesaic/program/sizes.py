@@ -120,7 +120,9 @@ def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     else:
         distinct, number = np.unique(pairs, return_inverse=True)
         summed = np.bincount(number, weights=rows, minlength=len(distinct))
-    return MovedRows(world, distinct // world, distinct % world, summed.astype(np.int64))
+    return MovedRows(
+        world, source=distinct // world, target=distinct % world, rows=summed.astype(np.int64)
+    )
 
 
 @dataclass(frozen=True)
@@ -248,8 +250,8 @@ class CallSizes:
 
     @memoised
     def _helped_on_node(self, rank: int) -> np.ndarray:
-        """Return the experts of which ranks with this one's shards on its node compute replicated
-        copies."""
+        """Return the experts that are replicated to this rank, or to a rank on its node that holds
+        the same shards."""
         shard = self.grid.coordinate(rank, "etp")
         mates = [
             mate
@@ -343,7 +345,8 @@ class CallSizes:
         """Return the rows of a whole slot that a part of it holds, in the part's order."""
         where = find(self.shapes.pieces(whole, rank), self.shapes.pieces(part, rank).number)
         assert (where >= 0).all(), "a part that its whole does not hold"
-        return Runs(self.offsets(whole, rank)[:-1][where], np.diff(self.offsets(part, rank)))
+        starts = self.offsets(whole, rank)[:-1]
+        return Runs(starts[where], np.diff(self.offsets(part, rank)))
 
     @memoised
     def outgoing(self, move: Move, rank: int) -> Splits:
@@ -412,7 +415,9 @@ class CallSizes:
         if experts_per_home > 1:
             merged = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
         origin, home, chunk = np.nonzero(merged)
-        found = _FlowPieces(origin, home * experts_per_home, chunk, merged[origin, home, chunk])
+        found = _FlowPieces(
+            origin, expert=home * experts_per_home, chunk=chunk, rows=merged[origin, home, chunk]
+        )
         if flow == "copies" and not self._replicated.is_empty:
             origin, expert, helper, amount = self._replicated
             helped = (
@@ -475,10 +480,14 @@ class CallSizes:
             sizes = sizes * np.concatenate(
                 [self._needs_weights(theirs, peer)[experts[start:end]] for peer, start, end in cuts]
             )
-        ends = [0, *sizes.cumsum()[matched.starts[1:] - 1].tolist()] if len(sizes) else [0]
+        ends = [0]
+        if len(sizes):
+            ends += sizes.cumsum()[matched.starts[1:] - 1].tolist()
         counts = tuple(end - start for start, end in pairwise(ends))
         is_whole = matched.in_order and ends[-1] == offsets[-1]
-        return Splits(matched.peers, counts, Runs(offsets[matched.places], sizes), is_whole)
+        return Splits(
+            matched.peers, counts, runs=Runs(offsets[matched.places], sizes), is_whole=is_whole
+        )
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         """Return the base of each piece of the copies; see `token_bases`."""

@@ -32,6 +32,7 @@ def cut(
     limit: float = math.inf
 
     def part(values: Sequence[float], ends: tuple[float, float], start: int, end: int) -> float:
+        """Return the sum over some blocks, with the embedding or the output that they have."""
         at_ends = (ends[0] if start == 0 else 0.0) + (ends[1] if end == blocks else 0.0)
         return sum(values[start:end]) + at_ends
 
@@ -39,12 +40,17 @@ def cut(
         return part(times, times_of_ends, start, end)
 
     def size_of(start: int, end: int) -> float:
+        """Return the bytes of blocks that take no longer than the limit."""
         too_slow = time_of(start, end) > limit
         return math.inf if too_slow else part(sizes, sizes_of_ends, start, end)
 
     def best(cost: Callable[[int, int], float]) -> tuple[float, list[range]]:
+        """Return the least worst cost of a stage, and the blocks of each stage."""
+
         @cache
         def rest(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
+            """Return the worst cost of the blocks from `start` on in `parts` stages, and where
+            these end."""
             if parts == 1:
                 return cost(start, blocks), (blocks,)
             found = []

@@ -41,6 +41,7 @@ def to_text(program: Program) -> str:
 
 
 def _extras_text(task: Task) -> str:
+    """Return the parts of a task's text that few tasks have."""
     extras = [f"^{task.power}", f"^{task.dual_power}"] if task.op is Op.SCALE else []
     extras += [f"of={'/'.join(task.of)}"] if task.of else []
     extras += [
@@ -51,6 +52,7 @@ def _extras_text(task: Task) -> str:
 
 
 def _layout_text(layout: Layout) -> str:
+    """Return the text of a layout."""
     origins = "+".join(layout.spread) or "own"
     parts = [layout.flow, f"of {origins}{' whole-tp' if layout.whole_tp else ''}"]
     parts.append("" if layout.experts == "all" else f"at {layout.experts}")

@@ -106,6 +106,7 @@ class _Transposition:
         return slot.name
 
     def _sum(self, name: str, stage: Stage) -> None:
+        """Add up the shares of a slot's gradient."""
         total = dual(self.program.slot(name))
         self.slots[total.name] = total
         reads = tuple(self._shares[name])

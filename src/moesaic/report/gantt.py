@@ -90,7 +90,14 @@ def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
     """
     parts = _parts_of(timeline)
     all_bars = [
-        Bar(span.lane.value, part, span.task, span.start, span.end, span.stage.value)
+        Bar(
+            span.lane.value,
+            part,
+            what=span.task,
+            start=span.start,
+            end=span.end,
+            kind=span.stage.value,
+        )
         for span, part in zip(timeline.spans, parts)
     ]
     rows = [lane.value for lane in LANES if timeline.on(lane)]
@@ -226,10 +233,18 @@ def bars_of(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> l
     optimizer = best.estimate.parts.get("optimizer", 0.0)
     if count > 1:
         all_bars.append(
-            Bar(COMPUTING, FURTHER, f"{count - 1} more like the first", seconds_each, end)
+            Bar(
+                COMPUTING,
+                part=FURTHER,
+                what=f"{count - 1} more like the first",
+                start=seconds_each,
+                end=end,
+            )
         )
     if optimizer:
-        all_bars.append(Bar(COMPUTING, "optimizer", "optimizer", end, end + optimizer))
+        all_bars.append(
+            Bar(COMPUTING, part="optimizer", what="optimizer", start=end, end=end + optimizer)
+        )
     return all_bars
 
 
@@ -259,10 +274,14 @@ def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline])
             timeline = timelines[part.removeprefix("moe ")]
             scale = seconds / timeline.makespan if timeline.makespan else 0.0
             for row, start, end in _busy(timeline):
-                yield Bar(row, part, what, now + scale * start, now + scale * end)
+                yield Bar(row, part, what, start=now + scale * start, end=now + scale * end)
         elif seconds > 0:
             yield Bar(
-                WAITING if part == "parameters" else COMPUTING, part, what, now, now + seconds
+                WAITING if part == "parameters" else COMPUTING,
+                part,
+                what,
+                start=now,
+                end=now + seconds,
             )
         now += seconds
 
@@ -272,6 +291,7 @@ def _order(job: Job) -> Iterator[tuple[str, str, int]]:
     model = job.model
 
     def forward(block: int, what: str) -> Iterator[tuple[str, str, int]]:
+        """Yield the parts of a block's forward pass: their names, texts and numbers."""
         yield "attention", f"attention {what}", 1
         if model.is_sparse(block):
             yield "shared experts", f"shared experts {what}", 1

@@ -108,7 +108,8 @@ def has_rank_times(ranks: Any) -> bool:
         ]
     except (KeyError, TypeError, ValueError):
         return False
-    return len(shapes[0]) == 1 and shapes[1] == shapes[0] and shapes[2] == shapes[0] * 2
+    first, second, third = shapes[:3]
+    return len(first) == 1 and second == first and third == first * 2
 
 
 _TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds")
@@ -261,7 +262,8 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
             other[-length:] == folder.parts[-length:] for other in others
         ):
             length += 1
-        names.append("/".join(part.strip("/") for part in folder.parts[-length:]) or str(folder))
+        name = "/".join(part.strip("/") for part in folder.parts[-length:])
+        names.append(name or str(folder))
     return names
 
 
@@ -447,8 +449,9 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
 def percent(share: float) -> str:
     """Return a share as a percentage with two or three significant digits: 31 %, 3.1 %, 0.31 %."""
     value = 100 * share
-    digits = 0 if value >= 10 or value == 0 else 1 if value >= 1 else 2
-    return f"{value:.{digits}f} %"
+    if value >= 10 or value == 0:
+        return f"{value:.0f} %"
+    return f"{value:.1f} %" if value >= 1 else f"{value:.2f} %"
 
 
 def amount(value: float) -> str:
@@ -456,7 +459,9 @@ def amount(value: float) -> str:
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:
             short = value / size
-            return f"{short:.{2 if short < 10 else 1 if short < 100 else 0}f}{unit}"
+            if short < 10:
+                return f"{short:.2f}{unit}"
+            return f"{short:.1f}{unit}" if short < 100 else f"{short:.0f}{unit}"
     return f"{value:.0f}"
 
 

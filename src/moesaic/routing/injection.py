@@ -208,6 +208,7 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         Variable._execution_engine.queue_callback(self._end)
 
     def _is_new_step(self, parameters: list[nn.Parameter]) -> bool:
+        """Return whether gradients were cleared or parameters stepped since the last look."""
         if not self._is_wrapped and not _are_same(parameters, self._watched):
             return True
         is_clear = all(parameter.grad is None for parameter in self._watched)
@@ -286,6 +287,7 @@ class InjectLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Pass the gradient on, and give the loss its weight once."""
         injection = ctx.injection
         if injection.is_collected:
             return grad_y, None, None
@@ -308,6 +310,7 @@ class InjectLossCompiled(torch.autograd.Function):
         share: float,
         is_half: bool,
     ) -> Tensor:
+        """Return `y` itself; backward adds the loss's gradient."""
         # not saved for backward: the scale may be set again between forward and backward
         ctx.scale = scale
         ctx.passes = passes
@@ -432,6 +435,7 @@ class InjectsLosses(nn.Module):
 
 
 def _trainable(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a layer that have gradients."""
     members = (module._parameters.values() for module in layer.modules())
     return [
         each

@@ -292,6 +292,8 @@ class LoadBalance(AbstractLoss):
         return self.level == "global_batch"
 
     def value(self, statistics: RouterStatistics) -> Tensor:
+        """Return the loss at its level: of sequences, of these tokens, or of all tokens of the step
+        so far."""
         if self.level == "sequence":
             counts = statistics.counts_GE
         elif self.level == "global_batch":
@@ -299,9 +301,8 @@ class LoadBalance(AbstractLoss):
         else:
             counts = statistics.counts_GE.sum(0, keepdim=True)
         share = counts / counts.sum(1, keepdim=True).clamp_min(1)
-        slope = (
-            counts.shape[1] * share / statistics.tokens_G.sum().clamp_min(1)
-        )  # the loss is linear in the probabilities
+        # the loss is linear in the probabilities
+        slope = counts.shape[1] * share / statistics.tokens_G.sum().clamp_min(1)
         probs = statistics.probs_GE
         weighed = (
             _TimesOfFirstPass.apply(probs, slope) if self.level == "global_batch" else probs * slope

@@ -75,6 +75,7 @@ class NodeTokens:
 
     @property
     def _visit_cells(self) -> Tensor:
+        """Return the positions of this rank's visits among the tokens of nodes."""
         assert self.visits is not None
         counts = self.of_all
         return places_of(
@@ -119,7 +120,7 @@ def find_node_tokens(
     )
     counts = stops.sum(2)
     if len(grid.cast_levels) == 1:
-        return NodeTokens(counts, copy_index, stops, None)
+        return NodeTokens(counts, copy_index, stops, visits=None)
     visits = stops.view(nodes, grid.ep // nodes, num_chunks, tokens).any(1)
     return NodeTokens(torch.cat([visits.sum(2), counts]), copy_index, stops, visits)
 

@@ -262,9 +262,10 @@ class Peers:
         self._transport = transport
         self._all_are_peers = grid.tp == 1
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
-        self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
-        """P, the number of peers, this rank included; and the index of this rank among the
-        peers."""
+        self.number = len(self.ranks)
+        """P, the number of peers, this rank included."""
+        self.place = self.ranks.index(transport.rank)
+        """The index of this rank among the peers."""
         self.slices = grid.tp if slices else 1
         """The number of neighbouring peers that hold slices of one batch of tokens (the
         tensor-parallel group of schedule S1); 1 if every peer has whole sequences."""
@@ -278,6 +279,7 @@ class Peers:
         self._device_digest = (torch.empty(0), torch.empty(0))
         self._find_node_tokens = find if self.number == transport.world else None
         self._slots_of = slots
+        # messages count node tokens too where a plan of this mesh may multicast
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
         self._node_tokens_length = CHUNKS * sum(grid.cast_levels) if casts else 0
         self._node_tokens: tuple[Choice, NodeTokens] | None = None
@@ -427,7 +429,9 @@ class Peers:
         """Announce to the ranks that messages change their length, and verify that all ranks
         announce the same length."""
         head = torch.zeros(self.length, dtype=message.dtype, device=message.device)
-        head[0], head[1], head[-len(self.digest) :] = ANNOUNCES, len(message), self.digest.to(head)
+        head[0] = ANNOUNCES
+        head[1] = len(message)
+        head[-len(self.digest) :] = self.digest.to(head)
         heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
         self.check(heads[:, -len(self.digest) :], ranks, together=not self.skips_digests)
         if bool((heads[:, 0] != ANNOUNCES).any() | (heads[:, 1] != len(message)).any()):
@@ -475,7 +479,8 @@ class Peers:
         if together:
             advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)
-        wrong = [rank for rank, row in zip(ranks, digests) if bool((row != digests[0]).any())]
+        differs = (digests != digests[0]).any(1).tolist()
+        wrong = [rank for rank, is_other in zip(ranks, differs) if is_other]
         calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(
             f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank "

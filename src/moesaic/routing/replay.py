@@ -89,6 +89,9 @@ def _chooser(recorded: Recorded) -> Callable[[Scores, int, Tensor | None, Tensor
 
 
 def _recorded(router: AbstractRouter, place: int, experts: Callable[[int], Tensor]) -> Recorded:
+    """Return a function that decodes the choices recorded for the router at `place`; `experts`
+    returns their tables as `encoded` makes them."""
+
     def choice(num_tokens: int, top_k: int, device: torch.device) -> Choice:
         recorded = experts(place).to(device)
         if recorded.shape != (num_tokens, top_k):
@@ -96,14 +99,12 @@ def _recorded(router: AbstractRouter, place: int, experts: Callable[[int], Tenso
                 f"replay: {tuple(recorded.shape)} recorded choices for {num_tokens} tokens with "
                 f"top_k={top_k}: replay a trace of the same model and batch"
             )
-        if (
-            recorded.numel()
-            and int(torch.where(recorded < 0, -1 - recorded, recorded).max()) >= router.num_experts
-        ):
+        found = decoded(recorded)
+        if recorded.numel() and int(found.expert.max()) >= router.num_experts:
             raise InputError(
                 f"replay: a recorded expert is not among the {router.num_experts}: replay "
                 "another trace"
             )
-        return decoded(recorded)
+        return found
 
     return choice

@@ -135,7 +135,14 @@ def route(
         scored = _scored(router, x_TD, top_k, losses, batch, replay=replay, reduced=peers is None)
         record = replay
         if record is None:
-            rules = _Rules(top_k, capacity, len(x_TD), router.num_experts, batch.valid_T, peers)
+            rules = _Rules(
+                top_k,
+                capacity,
+                num_tokens=len(x_TD),
+                num_experts=router.num_experts,
+                valid_T=batch.valid_T,
+                peers=peers,
+            )
             earlier = scored.earlier
             record = _decide(rules, scored)
             record = record._replace(
@@ -192,8 +199,20 @@ def route_chosen(
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
     detached = weight_N.detach()
     counted = _Counted.of(choice, detached, None, None, num_tokens, num_experts)
-    scored = _Scored(choice, detached, None, counted, None, None)
-    record = _decide(_Rules(top_k, Dropless(), num_tokens, num_experts, None, peers), scored)
+    scored = _Scored(
+        choice, weight_N=detached, alive_N=None, counted=counted, sums=None, logits=None
+    )
+    record = _decide(
+        _Rules(
+            top_k,
+            capacity=Dropless(),
+            num_tokens=num_tokens,
+            num_experts=num_experts,
+            valid_T=None,
+            peers=peers,
+        ),
+        scored,
+    )
     return Routed(_routing(record, weight_N, num_tokens, num_experts, {}, None), record, None)
 
 
@@ -239,6 +258,7 @@ class _Counted(NamedTuple):
         num_tokens: int,
         num_experts: int,
     ) -> _Counted:
+        """Count the copies of each expert, weights that are not finite, and valid tokens."""
         is_wrong = ~weight_N.isfinite()
         return cls(
             count(choice.expert, alive_N, num_experts),

@@ -39,6 +39,7 @@ class KeepsFloat32(nn.Module):
     float32_buffers: tuple[str, ...] = ()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Convert the module, but keep some buffers in float32."""
         before = {name: self.get_buffer(name) for name in self.float32_buffers}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -263,6 +264,7 @@ class SoftmaxWeights(AbstractRouter):
         return self.scale * weights_TK.reshape(-1)
 
     def check(self, top_k: int) -> None:
+        """Refuse weights that are always 1."""
         super().check(top_k)
         if top_k == 1 and self.normalize == "after" and self.num_experts > 1:
             raise InputError(

@@ -130,7 +130,7 @@ class DeepEP:
         rows, weights, experts = _Dispatch.apply(
             *self._buffers[key], num_experts, routes, x, weight, expert
         )
-        return Received(rows, experts, weights, routes[0])
+        return Received(rows, expert=experts, weight=weights, route=routes[0])
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
         """Sum each token's rows at its origin: (R, dim) -> (tokens, dim); differentiable."""
@@ -154,6 +154,7 @@ class _Dispatch(torch.autograd.Function):
         weight: Tensor,
         expert: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Send tokens to the ranks of their experts, and keep the route for the way back."""
         rows, experts, weights, handle, event = buffer.dispatch(
             x,
             topk_idx=expert,
@@ -210,6 +211,7 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
     most_tokens = int(gathered.on_host[:, 1].max())
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
+        """Send tokens to their experts' ranks, run these, and return the sums of the results."""
         assert gate is not None
         received = deepep.dispatch(
             x,
@@ -226,7 +228,9 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         order = sort_by_expert(token, local_expert, counts, len(received.x), None)
         gates = received.weight[token, slot][order.order]
         out = experts.compute(
-            ExpertCall(sharded, common, permute(received.x, order), gates, order.ends)
+            ExpertCall(
+                sharded, common, rows=permute(received.x, order), gates=gates, ends=order.ends
+            )
         )
         return deepep.combine(unpermute(out, order, dtype=x.dtype), received)
 

@@ -49,11 +49,11 @@ class ExpertOrder:
         check_order(experts, len(self.experts))
         self.experts = np.array(experts, dtype=np.int64)
         is_plain = np.array_equal(self.experts, np.arange(len(self.experts)))
-        self._slot = (
-            None
-            if is_plain
-            else torch.from_numpy(np.append(np.argsort(self.experts), len(self.experts)))
-        )
+        self._slot = None
+        if not is_plain:
+            # the last entry is the number that means "no expert"
+            slots = np.append(np.argsort(self.experts), len(self.experts))
+            self._slot = torch.from_numpy(slots)
 
     def slots(self, experts: Tensor) -> Tensor:
         """Return the slot of each expert, int64. The number that means "no expert" stays as it

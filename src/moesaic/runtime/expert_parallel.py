@@ -287,6 +287,7 @@ class ExpertParallel:
         return _PlanState(compiled, peers, deepep, calls)
 
     def _activate(self, state: _PlanState) -> None:
+        """Run calls by a plan's state from now on."""
         self.compiled, self.grid = state.compiled, state.compiled.grid
         self.peers = state.peers
         self.calls = state.calls
@@ -552,7 +553,7 @@ class ExpertParallel:
         x = x.to(inputs.dtype)
         units = experts.num_units(sharded)
         sizes_of_experts = partial(experts.sizes, sharded, inputs.dtype)
-        counted = CountedCall(inputs.copies, inputs.tokens, units, sizes_of_experts)
+        counted = CountedCall(inputs.copies, inputs.tokens, units, experts=sizes_of_experts)
         if inputs.choose:
             chosen = inputs.choose(counted)
         else:
@@ -574,7 +575,7 @@ class ExpertParallel:
             own = {"index": inputs.token.unsqueeze(1)}
         else:
             own = dict(node_tokens.indices)
-        run = LayerRun(chosen.compiled, self.transport, call, own, layer=self._number)
+        run = LayerRun(chosen.compiled, self.transport, call, indices=own, layer=self._number)
         cast = [
             tuple(in_dtype(weight, inputs.dtype) for weight in weights)
             for weights in (sharded, common)

@@ -74,7 +74,7 @@ def _pending_move(
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
     if target.layout.flow != "weights":
         return PendingMove(
-            value, outgoing, incoming, sums, partial(_place_rows, move, incoming, call, sums)
+            value, outgoing, incoming, sums, finish=partial(_place_rows, move, incoming, call, sums)
         )
     weights = environment[source.name]
     num_experts = sizes.num_held(target.layout, rank)
@@ -83,6 +83,7 @@ def _pending_move(
     )
 
     def finish(parts: list[Tensor]) -> Value:
+        """Return the value that the arrived parts make up."""
         if move.reduce and not incoming.runs.total:
             # no rank computed rows for this rank's experts: return no gradient instead of zeros
             return ()
@@ -117,15 +118,18 @@ def start(
         sends, receives, settle = _single_move(pending_moves[0], rank, indices)
         return Transfer(rank, tag, sends, receives, lane), [settle]
     values = [pending.value for pending in pending_moves]
+    # tensors with the width and dtype of each movement's rows
     likes = [value.source if isinstance(value, IndexedRows) else value for value in values]
     leaving = Bundle([pending.outgoing for pending in pending_moves], likes, indices)
     arriving = Bundle([pending.incoming for pending in pending_moves], likes, indices)
-    (memory, sends) = leaving.buffer()
-    (filled, receives) = arriving.buffer()
+    memory, sends = leaving.buffer()
+    filled, receives = arriving.buffer()
     leaving.write(memory, values)
     if rank in sends and rank in receives:
         receives[rank].copy_(sends[rank])
-    transfer = Transfer(rank, tag, _to_others(sends, rank), _to_others(receives, rank), lane)
+    transfer = Transfer(
+        rank, tag, sends=_to_others(sends, rank), receives=_to_others(receives, rank), lane=lane
+    )
     read = partial(_read_bundled, arriving, filled)
     return transfer, [
         partial(read, number, like.dtype, pending.sums, pending.finish)
@@ -397,7 +401,7 @@ def pack(task: Task, slots: Mapping[str, Slot], value: Tensor | IndexedRows, cal
     codec = call.codecs(task.codec or "none")
     outgoing = call.sizes.outgoing(move_of(task, slots), call.rank)
     leaving = take(value, outgoing.runs, call.indices)
-    packets = Packets(leaving.shape[1], leaving.dtype, leaving.device, task.codec or "none")
+    packets = Packets(leaving.shape[1], leaving.dtype, leaving.device, codec=task.codec or "none")
     for peer, part in zip(outgoing.peers, leaving.split(outgoing.counts)):
         if peer == call.rank:
             packets.own = part
@@ -433,7 +437,7 @@ def start_hop(
         for peer, packets in order.items()
     }
     sends = {peer: torch.cat(parts) for peer, parts in leaving.items()}
-    transfer = Transfer(call.rank, tag, sends, receives, transport_lane(task))
+    transfer = Transfer(call.rank, tag, sends, receives, lane=transport_lane(task))
     return transfer, partial(_split_messages, arriving, receives, order)
 
 

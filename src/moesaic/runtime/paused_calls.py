@@ -90,7 +90,11 @@ class _PausingCall:
 def run_in_parts(
     turn: AbstractTurn, run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights
 ) -> Tensor:
-    """Run a call as `run_program` does, and hand the turn over wherever its program pauses."""
+    """Run a call as `run_program` does, and hand the turn over wherever its program pauses.
+
+    Forward has two pauses at most. What the transport says it is doing is that of this call again
+    when the turn comes back.
+    """
     call = _PausingCall(run, len(sharded), torch.is_grad_enabled())
     doing = run.transport.doing
     token = Start.apply(call, x, gates, *sharded, *common)

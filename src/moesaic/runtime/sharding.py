@@ -153,7 +153,11 @@ def described(module: nn.Module, *, values: bool) -> dict[str, str]:
 
 def description(tensor: Tensor, *, values: bool = True) -> str:
     """Return dtype, shape and (optionally) a hash of a tensor."""
-    value = "on meta" if tensor.is_meta else fingerprint(tensor) if values else ""
+    value = ""
+    if tensor.is_meta:
+        value = "on meta"
+    elif values:
+        value = fingerprint(tensor)
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {value}".strip()
 
 
@@ -262,6 +266,7 @@ def _mark_spread(parameter: nn.Parameter, num_ranks: int) -> None:
 
 
 def _check_shards(experts: AbstractExperts, grid: Grid) -> None:
+    """Refuse experts that do not split evenly over ep and etp."""
     if experts.num_experts % grid.ep:
         raise InputError(
             f"num_experts={experts.num_experts} does not split over mesh.ep={grid.ep}: choose "

@@ -307,6 +307,8 @@ def placed(
 
 
 def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Tensor | IndexedRows:
+    """Return the rows that a task on this rank alone computes from others: an index, a factor, or
+    parts joined."""
     target = slots[task.writes[0]]
     if task.op is Op.PERMUTE:
         indexed = _index_of(task.reads[0], task.reads[1], slots, reads[1], call)
@@ -318,7 +320,8 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Ten
         size = len(call.sizes.grid.group(call.rank, task.group))
         return reads[0] * float(size) ** task.power if task.power else reads[0]
     assert task.op is Op.JOIN, f"{task.op.value} needs other ranks"
-    joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
+    num_rows = call.sizes.num_rows(target.layout, call.rank)
+    joined = reads[0].new_empty(num_rows, reads[0].shape[1])
     for name, part in zip(task.reads, reads):
         rows_of_part = call.sizes.part_rows(slots[name].layout, target.layout, call.rank)
         joined[call.indices.of(rows_of_part, part.device)] = part
@@ -326,6 +329,8 @@ def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Ten
 
 
 def _combine(task: Task, slots: Slots, reads: list[Value], call: Call) -> Tensor:
+    """Return the sums of rows that an index brings together; rows that are not full count as
+    zero."""
     indexed = _index_of(task.writes[0], task.reads[1], slots, rows(reads[1]), call)
     value = reads[0]
     if indexed.is_full is not None:
@@ -381,6 +386,7 @@ def _where_it_lies(value: Value, call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
+    """Run experts; return their result and the activations that backward needs."""
     gates = rows(reads[1]).squeeze(1)
     tokens, x_rows = _where_it_lies(reads[0], call)
     sharded, common = _weights(reads[2:])
@@ -404,8 +410,12 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
 def _as_they_came(
     value: Value, index: Tensor | None, call: Call
 ) -> tuple[Tensor | None, Callable[[Tensor], Tensor | IndexedRows]]:
-    """Return the places in which an expert task writes its rows, those in which the rows that it
-    read had arrived, and a function that makes the slot's value of the written rows."""
+    """Return where an expert task writes its rows, and a function that makes the slot's value of
+    what it wrote.
+
+    Rows that it read through an index are written to the places where they had arrived, so that
+    they are sent back without another copy; others in the order of the experts, without places.
+    """
     if index is None or not isinstance(value, IndexedRows) or value.runs is None:
         return None, lambda written: written
     places = call.indices.inverse(value.runs, index.device)
@@ -416,6 +426,7 @@ def _as_they_came(
 def _expert_grad(
     task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call
 ) -> Environment:
+    """Run the backward pass of experts; return the gradients of what the forward task read."""
     (dy, y_rows), (tokens, x_rows) = (_where_it_lies(value, call) for value in reads[:2])
     gates = rows(reads[2]).squeeze(1)
     sharded, common = _weights(reads[3:])

@@ -179,6 +179,7 @@ def _autocast_depth() -> int:
 
 
 def _set_autocast_depth(depth: int) -> None:
+    """Enter or leave contexts of autocast until `depth` of them are open."""
     present = _autocast_depth()
     for _ in range(present, depth):
         torch.autocast_increment_nesting()

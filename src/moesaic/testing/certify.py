@@ -90,7 +90,7 @@ class MoEWeights:
         """Return the experts of a rank, and the whole router."""
         per_rank = self.num_experts // world
         own = slice(rank * per_rank, (rank + 1) * per_rank)
-        return MoEWeights(self.w1[own], self.w3[own], self.w2[own], self.router)
+        return MoEWeights(self.w1[own], w3=self.w3[own], w2=self.w2[own], router=self.router)
 
     @property
     def experts(self) -> list[Tensor]:
@@ -513,7 +513,9 @@ def _draw(
         )
 
     up, gate, down = normal(3, num_experts, hidden, dim) * dim**-0.5
-    weights = MoEWeights(up, gate, down.transpose(1, 2).contiguous(), normal(num_experts, dim))
+    weights = MoEWeights(
+        up, w3=gate, w2=down.transpose(1, 2).contiguous(), router=normal(num_experts, dim)
+    )
     calls = []
     for _ in range(situation.calls):
         if shares:
@@ -721,7 +723,9 @@ def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list
             gates = given.gates.double().requires_grad_()
             copies = _choice(twin, x)[2] if is_whole else _given_copies(given.experts, gates)
             y = reference_output(twin, x, copies)
-            ((y * given.dy.double()).sum() + 0 * (x.sum() + gates.sum())).backward()
+            nothing = 0 * (x.sum() + gates.sum())  # so that both have a gradient
+            loss = (y * given.dy.double()).sum() + nothing
+            loss.backward()
             assert x.grad is not None
             assert gates.grad is not None
             own["output"].append(y.detach())
@@ -740,7 +744,7 @@ def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list
 def _given_copies(experts: Tensor, gates: Tensor) -> list[Copy]:
     """Return the copies of tokens by their given routing, (tokens, top_k) both."""
     return [
-        Copy(token, expert, slot, gates[token, slot])
+        Copy(token, expert, slot, weight=gates[token, slot])
         for token, of_token in enumerate(experts.tolist())
         for slot, expert in enumerate(of_token)
     ]
@@ -906,7 +910,9 @@ class Rank:
             if peer != self.number and len(buffer)
         }
         transport.wait(
-            transport.issue(Transfer(self.number, transport.take_tags(1), sends, receives))
+            transport.issue(
+                Transfer(self.number, tag=transport.take_tags(1), sends=sends, receives=receives)
+            )
         )
         return received
 

@@ -350,7 +350,8 @@ def _difference(first: Values, other: Values) -> float:
     gradients = {key.quantity for key in other if key.quantity.endswith("gradient")}
     same = {"output", *gradients} - {"expert gradient"}
     pairs = ((first[key], value) for key, value in other.items() if key.quantity in same)
-    return float(any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs))
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return float(not all(torch.equal(a, b) for a, b in both))
 
 
 class RowsBudget(MemoryBudget):

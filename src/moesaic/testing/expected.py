@@ -118,6 +118,7 @@ def _shard_output(
         row = weight * row
 
     def read(name: str) -> Tensor:
+        """Return the shard's projection of the row by one of the expert's matrices."""
         out: Tensor = getattr(experts, f"w{name}")[expert].chunk(shards)[shard] @ row
         return (
             out + getattr(experts, f"b{name}")[expert].chunk(shards)[shard] if experts.bias else out
@@ -151,7 +152,8 @@ def _round_trip(row: Tensor, name: str) -> Tensor:
     """Return a row, (dim,), after it was encoded and decoded."""
     codec = codec_named(name)
     rows = row.detach().unsqueeze(0)
-    return codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype).squeeze(0).clone()
+    received = codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype)
+    return received.squeeze(0).clone()
 
 
 class Key(NamedTuple):

@@ -415,7 +415,8 @@ def reference_loss(
 
     def balance(inside_T: Tensor, load_E: Tensor) -> Tensor:
         """Return E * sum over experts of (the expert's share of copies * its mean probability)."""
-        return len(load_E) * (load_E / load_E.sum().clamp_min(1) * probs[inside_T].mean(0)).sum()
+        share_E = load_E / load_E.sum().clamp_min(1)
+        return len(load_E) * (share_E * probs[inside_T].mean(0)).sum()
 
     if loss.level != "sequence":
         return balance(

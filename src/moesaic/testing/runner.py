@@ -332,6 +332,7 @@ def observed() -> Iterator[list[Observed]]:
         *,
         pauses: bool = False,
     ) -> Steps:
+        """Interpret a program as a call does, and keep the values of all its slots."""
         # without `wanted`, so that every slot is computed
         environment = yield from interpret(program, values, call, pauses=pauses)
         runs.append(Observed(program, call, environment))

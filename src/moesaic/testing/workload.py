@@ -62,16 +62,17 @@ def draw_workload(case: Case) -> CaseData:
     layer = _build_layer(case).to(dtype)
 
     def batch(micro: int, group: int) -> GroupBatch:
+        """Return the batch of a micro-batch and group, drawn from the case's generator."""
         shape = case.sequences, case.lengths[micro][group]
         x, dy = torch.randn(2, *shape, DIM, generator=generator, dtype=torch.float64)
         mask = torch.rand(shape, generator=generator) < 0.7 if case.padding else None
         ids = torch.randint(0, 50, shape, generator=generator)
         return GroupBatch(
             (x + case.skew * lean).to(dtype),
-            dy.to(dtype),
-            mask,
-            ids,
-            case.seed + 100 * micro + group,
+            dy=dy.to(dtype),
+            mask=mask,
+            ids=ids,
+            seed=case.seed + 100 * micro + group,
         )
 
     micro_batches = range(len(case.lengths))
@@ -118,9 +119,9 @@ def _build_layer(case: Case) -> MoE:
         torch.manual_seed(case.seed)
         layer = MoE(
             DIM,
-            HIDDEN,
-            case.num_experts,
-            case.top_k,
+            hidden=HIDDEN,
+            num_experts=case.num_experts,
+            top_k=case.top_k,
             router=small_router(case.router, case.num_experts, case.top_k),
             experts=experts,  # type: ignore[arg-type]
             capacity=case.capacity,

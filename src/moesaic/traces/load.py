@@ -85,7 +85,8 @@ def drift(loads: np.ndarray) -> float:
     """
     if len(loads) < 2:
         return 0.0
-    return float(np.abs(np.diff(_shares(loads), axis=0)).sum(axis=1).mean() / 2)
+    changes = np.abs(np.diff(_shares(loads), axis=0))
+    return float(changes.sum(axis=1).mean() / 2)
 
 
 def locality(samples: np.ndarray, top_k: int) -> float:

@@ -175,9 +175,9 @@ class Trace:
                 self.shape,
                 self.holds,
                 part.steps,
-                self._read_segment(number),
-                part.groups,
-                source or {},
+                table=self._read_segment(number),
+                groups=part.groups,
+                source=source or {},
             )
 
     def _table(self, layer: int, step: int, micro: int) -> np.ndarray:
@@ -241,7 +241,9 @@ def steps_in_words(steps: Sequence[int]) -> str:
     """Return steps as text: "0 to 49 and 60 to 99", or the number of steps and their range if there
     are many runs."""
     cuts = [place for place in range(1, len(steps)) if steps[place] != steps[place - 1] + 1]
-    runs = [(steps[a], steps[b - 1]) for a, b in zip([0, *cuts], [*cuts, len(steps)])]
+    starts = [0, *cuts]
+    ends = [*cuts, len(steps)]
+    runs = [(steps[start], steps[end - 1]) for start, end in zip(starts, ends)]
     words = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     if len(words) > 4:
         return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
@@ -343,7 +345,12 @@ class TraceSegment:
         """Return the steps before `step`."""
         count = int(np.searchsorted(self.steps, step))
         return TraceSegment(
-            self.shape, self.holds, self.steps[:count], self.table[:count], self.groups, self.source
+            self.shape,
+            self.holds,
+            steps=self.steps[:count],
+            table=self.table[:count],
+            groups=self.groups,
+            source=self.source,
         )
 
 
@@ -423,7 +430,12 @@ def read_header(path: Path) -> Header:
     try:
         shape = TraceShape(**header["shape"])
         segment = Header(
-            path, shape, header["holds"], arrays["steps"], int(header["groups"]), header["source"]
+            path,
+            shape,
+            holds=header["holds"],
+            steps=arrays["steps"],
+            groups=int(header["groups"]),
+            source=header["source"],
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(

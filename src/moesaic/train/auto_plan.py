@@ -121,6 +121,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         say(f"planner: the link between machines carries {gbps:.2g} Gbit/s")
 
     def layouts_of(ranks: int) -> tuple[PlannedStep, ...]:
+        """Return the layouts that are predicted to be fastest on a number of ranks, best first."""
         return find_layouts(
             asdict(config),
             ranks,
@@ -199,6 +200,7 @@ def _cut_finer(config: TrainConfig, finer: int) -> TrainConfig:
 
 
 def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
+    """Return the configuration with the mesh and plan of a file; what both set must be the same."""
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
     for name in (*MESH, *SPLIT):
@@ -325,6 +327,7 @@ def start_auto(
     accumulation = run.config.accumulation
 
     def load() -> float:
+        """Return the copies of the busiest expert, mean over layers and micro-batches."""
         busiest = torch.stack([layer.step_counts.max() for layer in layers]).double().mean()
         return float(busiest) / accumulation
 

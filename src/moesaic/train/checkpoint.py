@@ -446,6 +446,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _read(path: Path) -> Checkpoint:
+    """Read a checkpoint's state, and name what is damaged."""
     try:
         state = _checked_state(path)
         return Checkpoint(

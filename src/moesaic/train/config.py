@@ -475,6 +475,7 @@ class TrainConfig:
                 raise InputError(f"{option} clashes with {other}: {why}")
 
     def _check_shards(self) -> None:
+        """Refuse sharding that the mesh or other options do not fit."""
         model = self.model
         mesh = self.mesh
         sparse = [model.is_sparse(layer) for layer in range(model.num_layers)]
@@ -499,6 +500,7 @@ class TrainConfig:
                 )
 
     def _check_stages(self) -> None:
+        """Refuse stages that the model, the micro-batches or other options do not fit."""
         stages = self.mesh.pp
         parts = self.mesh.parts_per_stage
         option = f"mesh.pp={self.mesh.pp}"
@@ -553,6 +555,7 @@ class TrainConfig:
                 raise InputError(f"{option} clashes with {name}={value}: {why}: leave one out")
 
     def _check_experts(self) -> None:
+        """Refuse moving experts where there are none to move."""
         option = f"balance.experts={self.balance.experts}"
         if not self.balance.moves_experts:
             return
@@ -566,6 +569,7 @@ class TrainConfig:
             )
 
     def _check_samples(self) -> None:
+        """Refuse moving samples where a part of the model or of the run needs them to stay."""
         option = f"balance.samples={self.balance.samples}"
         block = self.model.block
         if not self.balance.moves_samples:

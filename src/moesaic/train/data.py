@@ -286,7 +286,8 @@ def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
             f"validation data: {len(tokens)} tokens are fewer than model.seq_len + 1 = "
             f"{seq_len + 1}: give more with data.val, raise data.val_share or lower model.seq_len"
         )
-    return sorted(set(np.linspace(0, available - 1, min(count, available)).astype(int).tolist()))
+    starts = np.linspace(0, available - 1, min(count, available))
+    return sorted(set(starts.astype(int).tolist()))
 
 
 def share(windows: list[int], index: int, count: int) -> list[int]:
@@ -318,6 +319,7 @@ def as_batch(
 
 
 def _read(files: list[Path], field: str) -> list[bytes]:
+    """Return the documents of files; an InputError if there is none."""
     documents = [document for path in files for document in read_documents(path, field)]
     if files and not documents:
         raise InputError(
@@ -338,6 +340,7 @@ def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
 def _load_bin(
     config: DataConfig, files: list[Path], val_files: list[Path], tokenizer_file: Path | None
 ) -> Corpus:
+    """Return the corpus of files of tokens; without validation files, their end is held out."""
     arrays = [_map_bin(path, config) for path in files]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     if val_files:
@@ -349,7 +352,12 @@ def _load_bin(
         val = whole[cut:]
     tokenizer = make_tokenizer(config, tokenizer_file) if config.tokenizer else None
     return Corpus(
-        train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files"
+        train,
+        val,
+        tokenizer,
+        config.vocab_size,
+        val_bytes=max(len(val), 1),
+        description=f"{len(files)} token files",
     )
 
 
@@ -366,6 +374,7 @@ def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
 
 
 def _map_bin(path: Path, config: DataConfig) -> np.ndarray:
+    """Map a file of tokens into memory, and refuse one whose size or sampled ids are wrong."""
     dtype = _bin_dtype(path, config)
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:

@@ -99,9 +99,8 @@ def write_shards(
             continue; None for the default group.
 
     Returns:
-        checksums of the files that this rank flushed, by path below `folder`. The ranks divide the
-        files among
-            themselves.
+        checksums of the files that this rank flushed, by path below `folder`; each file is flushed
+            by one rank.
 
     Raises:
         OSError, CheckpointException: on all ranks, if one of them cannot write; OSError on a rank
@@ -116,7 +115,7 @@ def write_shards(
         flush(path)
     sums = {f"{SHARDS}/{path.name}": checksum(path) for path in own_files}
     read = read_into(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
-    # of copies only one is written, maybe another rank's
+    # Of tensors that several ranks hold, one rank's is written, and others may differ by roundings.
     for has_copies, share in ((False, 0.0), (True, ROUNDING)):
         compared = {
             name: tensor

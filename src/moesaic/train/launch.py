@@ -140,7 +140,8 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         roll, missing = meet(store, rank, world, patience)
         atexit.register(roll.outlast)
         if missing:
-            raise dist.DistStoreError(f"rank{'s' * (',' in missing)} {missing} did not come")
+            ranks = "ranks" if "," in missing else "rank"
+            raise dist.DistStoreError(f"{ranks} {missing} did not come")
         handle_ends(roll, lambda: "in the start; start the run again")
         _init_process_group(roll, rank, world, patience)
     except (dist.DistError, TrainingError) as error:
@@ -211,6 +212,7 @@ def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, st
     if rank:
 
         def answered() -> Roll:
+            """Come to the start, and return the roll of the attempt that rank 0 answers with."""
             store.set(f"moesaic/comes/{rank}", word)
             attempt = store.get(f"moesaic/answer/{word}").decode()
             roll = Roll(PrefixStore(f"moesaic/{attempt}", store), rank, world)
@@ -544,6 +546,7 @@ def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, Sig
     """
 
     def end(number: int, frame: FrameType | None) -> None:
+        """End the run on a signal, and say which ranks died before it."""
         signal.signal(number, signal.SIG_IGN)
         dead: dict[int, str] = {}
         with suppress(ConnectionError):
@@ -569,6 +572,8 @@ def stop_requests() -> Iterator[list[str]]:
     before: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
+        """Note a signal. A second SIGINT or SIGTERM has its usual effect; after SIGHUP the terminal
+        is gone."""
         received.append(signal.Signals(number).name)
         if number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, before[signal.Signals(number)])
@@ -610,6 +615,7 @@ def ask_store(question: Callable[[], T], seconds: float) -> T:
     answers: list[T] = []
 
     def run() -> None:
+        """Ask, in a thread that may never get an answer."""
         with suppress(RuntimeError):
             answers.append(question())
 

@@ -132,7 +132,11 @@ def train(
 def _watch_start(config: TrainConfig) -> Watch:
     """Return a watch over the ranks while they have no model yet."""
     return Watch(
-        nn.Module(), None, config.start_patience, lambda: "the start", lambda: "start the run again"
+        nn.Module(),
+        folder=None,
+        patience=config.start_patience,
+        step=lambda: "the start",
+        advice=lambda: "start the run again",
     )
 
 
@@ -165,10 +169,10 @@ class Trainer:
             self._layers = run.model.layers
         self._watch = Watch(
             run.model,
-            run.claim,
-            run.config.patience,
-            lambda: f"step {self.state.step + 1}",
-            run.advice,
+            folder=run.claim,
+            patience=run.config.patience,
+            step=lambda: f"step {self.state.step + 1}",
+            advice=run.advice,
         )
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
@@ -186,7 +190,11 @@ class Trainer:
             run, candidates, lambda: self.clock.seconds, lambda line: self._say(line)
         )
         self.experts = ExpertMover(
-            run.config, run.model, run.ranks.mesh, run.optimizer, min(run.dtype.itemsize, 4)
+            run.config,
+            run.model,
+            run.ranks.mesh,
+            run.optimizer,
+            element_bytes=min(run.dtype.itemsize, 4),
         )
 
     def run(self) -> TrainResult:
@@ -243,10 +251,15 @@ class Trainer:
                 self._metrics.close()
             handle.remove()
         return TrainResult(
-            state.folder, state.step, val_loss, self.clock.seconds, state.step < config.steps
+            state.folder,
+            state.step,
+            val_nats_per_byte=val_loss,
+            seconds=self.clock.seconds,
+            was_stopped=state.step < config.steps,
         )
 
     def _open_metrics(self) -> None:
+        """Open the metrics on the first rank."""
         folder = self.state.folder
         step = self.state.step
         with self.ranks.together():
@@ -386,6 +399,7 @@ class Trainer:
         auxiliary: dict[int, list[dict[str, Tensor]]] = {}
 
         def loss_of(micro: int) -> Tensor:
+            """Run a micro-batch forward; return its part of the step's loss."""
             tokens, targets = self._batch(micro)
             with autocast(state.device, state.dtype):
                 output = model(tokens, targets)
@@ -577,6 +591,7 @@ class Trainer:
         return evaluation.per_byte
 
     def _save(self) -> None:
+        """Start to save a checkpoint, once the weights of all ranks are finite and equal."""
         state = self.state
         self._finish_saving()
         with self.ranks.together():
@@ -625,6 +640,7 @@ class Trainer:
         return {} if table is None else {PLAN_TABLE: json.dumps(table) + "\n"}
 
     def _describe(self) -> str:
+        """Return a line on the run: the model, the data, the precision and the device."""
         model = self.model
         corpus = self.state.corpus
         return (

@@ -166,6 +166,7 @@ def _lines_up_to(path: Path, start_step: int, say: Callable[[str], None]) -> lis
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
+    """Return the error that metrics could not be written."""
     reason = (
         "the disk is full: free space"
         if error.errno == errno.ENOSPC
@@ -177,6 +178,7 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Return the numbers of a nested table with the paths to them."""
     scalars: list[tuple[str, float]] = []
     for name, value in values.items():
         if isinstance(value, bool):

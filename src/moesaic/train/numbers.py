@@ -181,11 +181,13 @@ def _first_faults(
     def check(
         what: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str
     ) -> None:
+        """Note the first tensors of a pass that are not finite: how many came before, and where."""
         if what not in faults and not all(bool(tensor.isfinite().all()) for tensor in tensors):
             faults[what] = seen[what], name, detail()
         seen[what] += 1
 
     def check_output(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        """Check a module's floating-point outputs now, and their gradients in the backward pass."""
         parts = output if isinstance(output, tuple) else (output,)
         tensors = [
             local_part(part)
@@ -340,4 +342,4 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 def in_words(ranks: Sequence[int]) -> str:
     """Return "rank 1", or "ranks 1, 3"."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

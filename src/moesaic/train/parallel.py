@@ -152,7 +152,11 @@ class SplitParameters(ParallelStyle):
         self.output_layout = output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Let the module compute with its part: its input is gathered, its output summed or
+        scattered."""
+
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            """Gather the input; its gradients are summed."""
             assert self.input_layout is not None
             return (
                 move(inputs[0], mesh, self.input_layout, Replicate(), gradient=Partial()),
@@ -160,6 +164,7 @@ class SplitParameters(ParallelStyle):
             )
 
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            """Sum the parts of the output."""
             assert self.output_layout is not None
             return move(output, mesh, Partial(), self.output_layout)
 
@@ -172,6 +177,7 @@ class SplitParameters(ParallelStyle):
         )
 
     def _partition(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Replace the parameters by their parts on the ranks."""
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name not in self.dims:
                 continue

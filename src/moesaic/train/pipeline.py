@@ -119,11 +119,16 @@ class Part(nn.Module):
             return unembed(self.norm(x), (self.unembedding or self.embedding).weight)
 
     def _run_blocks(self, x: Tensor, tokens: Tensor) -> Tensor:
-        for block in self.blocks.values() if self.refusal is None else ():
-            recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
+        """Run the blocks and add their routings to those of this pass; after a refusal, return `x`
+        as it is."""
+        if self.refusal is not None:
+            return x
+        recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
+        for block in self.blocks.values():
             run = partial(checkpoint, block) if recomputes else block
-            x, routing = run(x, tokens, None, None)
-            self.routings[-1] += [] if routing is None else [routing]
+            x, routing = run(x, tokens, None, None)  # no mask, no cache
+            if routing is not None:
+                self.routings[-1].append(routing)
         return x
 
 

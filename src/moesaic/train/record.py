@@ -71,7 +71,9 @@ class RoutingObserver:
             run.ranks.require_same("the trace that is replayed", sums, advice)
         self._recorder: _Recorder | None = None
         if run.config.record_routing != "none":
-            self._recorder = _Recorder(run.config, run.ranks, self._places, run.folder / FOLDER)
+            self._recorder = _Recorder(
+                run.config, run.ranks, self._places, folder=run.folder / FOLDER
+            )
             with run.ranks.together():
                 if run.ranks.is_first:
                     self._recorder.check_continues()
@@ -111,7 +113,10 @@ class RoutingObserver:
 
     @contextmanager
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
+        """Route as one micro-batch of a trace did."""
+
         def experts(place: int) -> Tensor:
+            """Return the recorded choices of the tokens that this rank's router at `place` gets."""
             return torch.from_numpy(
                 trace.experts(self._places.numbers[place], step, micro)[
                     self._places.tokens(place)
@@ -240,7 +245,12 @@ class _Recorder:
                     len(steps), self._shape.accumulation, *tables[0].shape
                 )
                 segment = TraceSegment(
-                    self._shape, self._holds, np.array(steps), whole, self._ranks.dp, self._source
+                    self._shape,
+                    self._holds,
+                    steps=np.array(steps),
+                    table=whole,
+                    groups=self._ranks.dp,
+                    source=self._source,
                 )
                 write_segment(segment, self._folder / segment_name(steps[0]))
                 flush(self._folder)
@@ -398,8 +408,8 @@ def prune(folder: Path, step: int) -> None:
                 header.shape,
                 header.holds,
                 header.steps,
-                read_table(header),
-                header.groups,
-                header.source,
+                table=read_table(header),
+                groups=header.groups,
+                source=header.source,
             )
             write_segment(whole.before(step), path)

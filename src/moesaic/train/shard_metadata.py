@@ -189,6 +189,8 @@ class _ListUnpickler(pickle.Unpickler):
 
 
 def _metadata(record: Any, others: list[str] | None) -> Metadata:
+    """Return torch's metadata of a checkpoint from its record. With `others`, add to it the names
+    of entries that are no tensors, and leave them out."""
     fields = _fields(record, "Metadata")
     entries = {
         _typed(name, str): entry
@@ -215,6 +217,8 @@ def _metadata(record: Any, others: list[str] | None) -> Metadata:
 
 
 def _tensor_metadata(record: Any) -> TensorStorageMetadata:
+    """Return torch's metadata of a tensor, from the record that the pickle gave; its properties
+    hold the dtype first."""
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
     if type(properties).__name__ != "TensorProperties":
@@ -232,6 +236,7 @@ def _tensor_metadata(record: Any) -> TensorStorageMetadata:
 
 
 def _metadata_index(record: Any) -> MetadataIndex:
+    """Return torch's key of a stored tensor, from the record that the pickle gave."""
     fields = _fields(record, "MetadataIndex")
     offset = fields.get("offset")
     index = fields.get("index")
@@ -243,6 +248,7 @@ def _metadata_index(record: Any) -> MetadataIndex:
 
 
 def _storage_info(record: Any) -> _StorageInfo:
+    """Return where a stored tensor lies, from the record that the pickle gave."""
     fields = _fields(record, "_StorageInfo")
     name = _typed(fields["relative_path"], str)
     if PurePosixPath(name).name != name or "\\" in name:

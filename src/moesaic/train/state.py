@@ -169,13 +169,13 @@ def _open(
     say: Callable[[str], None],
     announce: Callable[[str], None],
 ) -> RunState:
+    """Read data and checkpoint, and build model and optimizer; all ranks call this together."""
     torch.set_num_threads(config.threads or torch.get_num_threads())
     device = pick_device(config.device)
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
-    folder = claim.path
     saved, dtype = ranks.from_first(_find_resume_point(config, device, ranks, claim, say, announce))
     config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
-    announce(f"{folder.name}: reading the data")
+    announce(f"{claim.path.name}: reading the data")
     with ranks.together():
         found = _find_base(config, saved, say) if ranks.is_first else None
     base = ranks.from_first(found)
@@ -186,7 +186,7 @@ def _open(
         model, hold = _build(config, task.make_model, vocab_size, device, dtype, ranks)
         if saved is None:
             millions = model.num_parameters() / 1e6
-            announce(f"{folder.name}: drawing {millions:,.2f} M parameters on {device}")
+            announce(f"{claim.path.name}: drawing {millions:,.2f} M parameters on {device}")
         _materialise(model, config, device, draw=saved is None)
         if base is not None:
             read_frozen(base, model, config.model, vocab_size)
@@ -197,7 +197,7 @@ def _open(
         if saved is not None:
             _go_on_from(saved, config, model, optimizer, data)
             if ranks.is_first:
-                _warn_of_changes(config, saved, folder, say)
+                _warn_of_changes(config, saved, claim.path, say)
     tokenizer = data.corpus.tokenizer
     with ranks.together():
         files = _write_folder(claim, config, tokenizer, saved, say) if ranks.is_first else {}
@@ -205,7 +205,7 @@ def _open(
     return RunState(
         config,
         task,
-        folder=folder,
+        folder=claim.path,
         **vars(data),
         device=device,
         dtype=dtype,
@@ -259,16 +259,16 @@ def _read_data(
         corpus = task.load_corpus(config, tokenizer)
         data = _Data(
             corpus,
-            Batches(
+            batches=Batches(
                 corpus.train,
                 config.model.seq_len,
                 config.batch_size,
                 config.seed,
-                (ranks.dp_index, ranks.dp),
-                corpus.objective,
+                part=(ranks.dp_index, ranks.dp),
+                objective=corpus.objective,
             ),
-            even_windows(corpus.val, config.model.seq_len, config.evaluate.sequences),
-            fingerprint(corpus.train),
+            eval_windows=even_windows(corpus.val, config.model.seq_len, config.evaluate.sequences),
+            fingerprint=fingerprint(corpus.train),
         )
     ranks.require_same(
         "the training data", data.fingerprint, "give every rank the same files in data.path"
@@ -474,7 +474,7 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
     if base is not None:
         read_frozen(base, model, config.model, saved.vocab_size)
     load_into(saved, model, None, config.model, saved.vocab_size)
-    return Trained(folder, config, model, tokenizer)
+    return Trained(folder, config, model, text=tokenizer)
 
 
 def seed_everything(seed: int) -> None:
@@ -530,6 +530,7 @@ def _generator_state(text: str) -> Tensor:
 
 
 def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
+    """Refuse another precision than that of the checkpoint."""
     before = saved.extra["precision"]
     if config.precision not in ("auto", before):
         raise InputError(
@@ -539,6 +540,7 @@ def _require_same_precision(config: TrainConfig, saved: Checkpoint) -> None:
 
 
 def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
+    """Refuse other training tokens than those of the checkpoint."""
     if saved.extra["train_tokens"] != fingerprint_now:
         raise InputError(
             f"the training tokens are not those of the checkpoint of step {saved.step}: the "

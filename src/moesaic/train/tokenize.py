@@ -64,6 +64,7 @@ def pack(out: Path, paths: Sequence[str], data: DataConfig) -> Packed:
 
 
 def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.ndarray) -> Packed:
+    """Write the facts about a file of tokens, and its tokenizer, beside it."""
     if not counts[:, 0].sum():
         raise InputError(f"path: no text in it, {out} is empty: name files with text")
     tokenizer_path = None
@@ -74,9 +75,9 @@ def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.nd
         out,
         dtype,
         tokenizer.vocab_size,
-        tuple(counts[:, 0].tolist()),
-        tuple(counts[:, 1].tolist()),
-        tokenizer_path,
+        tokens=tuple(counts[:, 0].tolist()),
+        documents=tuple(counts[:, 1].tolist()),
+        tokenizer=tokenizer_path,
     )
     table = {
         "dtype": dtype,

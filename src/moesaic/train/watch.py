@@ -183,6 +183,8 @@ class Watch:
         return f"in {self._step()}; {self._advice()}"
 
     def _run(self) -> None:
+        """Watch until stopped: in each round, tell the others that this rank lives, and end the run
+        if it stood still for too long, if a rank gave the run up, or if nobody answers."""
         beats = 0
         place = None
         num_bytes = 0
@@ -318,6 +320,7 @@ class Watch:
         os._exit(1)
 
     def _position(self) -> Position:
+        """Return where this rank is: what it does, whose messages it waits for, and its stack."""
         at = self._activity()
         waits_for = {}
         handle = next(_locals(self._frames().values(), Handle), None)
@@ -329,7 +332,9 @@ class Watch:
             f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
             for frame in reversed(list(_outward(self._frames()[self._main])))
         ]
-        return Position(self._rank, process_name(), at, waits_for, tuple(stack))
+        return Position(
+            self._rank, process=process_name(), at=at, waits_for=waits_for, stack=tuple(stack)
+        )
 
     def _activity(self) -> str:
         """Return what this rank is doing, in words."""
@@ -492,7 +497,8 @@ def _place_of(innermost: FrameType) -> list[tuple[int, int]]:
         for number, frame in enumerate(frames)
         if frame.f_code.co_name == "wait" and _is_own(frame)
     ]
-    return [(id(frame.f_code), frame.f_lasti) for frame in frames[waits[-1] + 1 if waits else 0 :]]
+    first = waits[-1] + 1 if waits else 0
+    return [(id(frame.f_code), frame.f_lasti) for frame in frames[first:]]
 
 
 def _moved_bytes() -> int:

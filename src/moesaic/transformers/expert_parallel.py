@@ -85,7 +85,11 @@ class MoesaicEP(EPImplementation):
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
         self._experts = weakref.ref(experts)
         self.run = ChosenExperts(
-            self._spread(experts), hidden_of(experts), experts.parameters, mesh, plan
+            self._spread(experts),
+            hidden=hidden_of(experts),
+            parameters=experts.parameters,
+            mesh=mesh,
+            plan=plan,
         )
         experts._moesaic = self  # where `use_plan` finds it
         adopt_at_first_call(experts)
@@ -113,6 +117,7 @@ class MoesaicEP(EPImplementation):
         self.run.exchange(self._spread(experts))
 
     def _spread(self, experts: nn.Module) -> AbstractExperts:
+        """Return the experts of a family for the ranks of ep."""
         number = self.num_local_experts * self.ep_mesh.size()
         return (
             FamilyFrozenExperts(experts, number)

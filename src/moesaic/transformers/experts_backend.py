@@ -125,6 +125,8 @@ def gate_of(module: Any) -> Gate | None:
 
 @torch.no_grad()
 def _recognised(module: Any) -> Gate | None:
+    """Return the activation that a module's gate computes at some points; None if it is none that
+    the kernels know."""
     own_ids = {id(parameter) for parameter in module._parameters.values()}
     if module.has_post_expert_norm or any(id(each) not in own_ids for each in module.parameters()):
         return None  # a norm after the expert, or a gate with parameters
@@ -299,6 +301,7 @@ def family_experts(module: nn.Module, num_experts: int) -> BorrowedExperts:
     bias = bool(module.has_bias)
 
     def read() -> tuple[Weights, Weights]:
+        """Return the experts' tensors, sharded ones and common ones, as the layer takes them."""
         matrices = Matrices.of(module)
         ups = [parameter for parameter in (matrices.up, matrices.up_bias) if parameter is not None]
         reading = ups if gated else [parameter.squeeze(1) for parameter in ups]

@@ -270,6 +270,8 @@ def _as_peft_made(model: nn.Module) -> list[Any]:
     place = {module: number for number, module in enumerate(model.modules())}
 
     def made(module: Any) -> tuple[bool, int, int]:
+        """Return what orders modules: adapters of modules first, by their places, inner ones
+        first."""
         is_parameter = hasattr(module, "parameter_name")
         return (
             is_parameter,
@@ -290,8 +292,9 @@ def _draw(layer: Any, configs: dict[str, Any]) -> None:
                 each.to_empty(device="cpu").reset_parameters()
             layer.reset_lora_parameters(name, getattr(configs.get(name), "init_lora_weights", True))
             implementation = getattr(_adapted(layer), "_moesaic", None)
-            for each in pair if implementation is None else ():
-                each.to(next(layer.get_base_layer().parameters()).device)
+            if implementation is None:
+                for each in pair:
+                    each.to(next(layer.get_base_layer().parameters()).device)
 
 
 def factor_part(name: str, tensor: Tensor, experts: int, ranks: int, place: int) -> Tensor:
@@ -326,11 +329,13 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
     whole = wrapper.num_experts
 
     def part_of(name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a whole factor."""
         part = factor_part(name, tensor, whole, ranks, place)
         part = part.to(wrapper.get_param().device, copy=True)
         return DTensor.from_local(part, mesh, [Shard(name == "lora_B")], run_check=False)
 
     def gather(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+        """Save whole factors in place of those of this rank."""
         for key, tensor in [
             (key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state
         ]:
@@ -340,6 +345,7 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             state[key] = joined
 
     def cut(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        """Load this rank's parts of whole factors."""
         for key in _factor_keys(wrapper, prefix):
             if key in state:  # PEFT may have sharded it, as if a rank's experts lay side by side
                 name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"
@@ -404,6 +410,7 @@ def _replace_merging(wrapper: Any, module: Any) -> None:
     """Make a wrapper merge its factors into this rank's weights, or say why that cannot be."""
 
     def delta_weight(adapter: str, *_: Any, **__: Any) -> Tensor:
+        """Return what an adapter adds to the experts' weights, in their layout."""
         parameter = wrapper.get_param()
         if is_four_bit(module):
             raise InputError(
@@ -447,6 +454,7 @@ class _Mean:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        """Replace the gradients by their means over the group, in one message."""
         self._is_queued = False
         for each in self._parameters:
             if each.grad is None:

@@ -82,6 +82,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
                     plan[groups_name(name)] = style
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        """Replace experts' weights by empty codes and scales, which loading then fills."""
         found = [module for module in model.modules() if four_bit_weights(module)]
         if not found:
             raise InputError(
@@ -114,6 +115,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        """Tell PEFT the shapes of whole weights, and let experts in NF4 compute by Moesaic."""
         for module in model.modules():
             for name, shape in getattr(module, "moesaic_whole_shapes", {}).items():
                 # PEFT looks there for the shape of a weight that is stored otherwise.

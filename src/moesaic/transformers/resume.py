@@ -121,6 +121,8 @@ class Resumable:
         return str(CHECKPOINTS.newest(folder, _undamaged, warnings.warn, remedy, typed=True))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint and seal it with the checksums of its files, which the ranks share
+        out."""
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]
         rank, world = _place()
@@ -155,6 +157,8 @@ class Resumable:
         self.model.load_state_dict(read.state_dict())
 
     def _load_best_model(self) -> None:
+        """Load the best checkpoint as `_load_from_checkpoint` does, which knows a model that
+        transformers spread."""
         if not isinstance(self.model, PreTrainedModel):
             super()._load_best_model()  # type: ignore[misc]
             return
@@ -199,6 +203,7 @@ class Resumable:
         self.lr_scheduler.load_state_dict(_for_groups(schedule, len(self.optimizer.param_groups)))
 
     def _save_rng_state(self, output_dir: str) -> None:
+        """Save the states of random numbers without pickle."""
         numpy: Any = np.random.get_state()
         kind, keys, *others = numpy
         state: dict[str, Any] = {
@@ -210,6 +215,7 @@ class Resumable:
         write_nested(self._random_states(Path(output_dir)), state)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set the states of random numbers that `_save_rng_state` saved."""
         if checkpoint is None:
             return
         path = self._random_states(Path(checkpoint))

@@ -76,7 +76,7 @@ class Checkpoint:
         sources = self.tensors[state]
         gathered = dict[str, Readable]()
         for name in layout.by_stored:
-            tensor = GatheredTensor(name, layout, self.layout, sources)
+            tensor = GatheredTensor(name, layout, source=self.layout, tensors=sources)
             present = [source_name for source_name in tensor.source_names if source_name in sources]
             if not present:
                 continue
@@ -107,6 +107,8 @@ class Checkpoint:
         }
 
     def _digests(self, tensors: Mapping[str, Readable]) -> dict[str, Any]:
+        """Return a hash of each tensor, and for tensors of experts a list of a hash for each
+        expert."""
         digests: dict[str, Any] = {}
         for name in sorted(tensors):
             tensor = tensors[name]

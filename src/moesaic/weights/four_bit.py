@@ -71,7 +71,8 @@ class FourBit:
         end = (rows[-1] + 1) * inner
         first = start // nf4.BLOCK
         last = -(-end // nf4.BLOCK)
-        scales = torch.from_numpy(self.scales.read((range(first, last),))).view(self.scales.dtype)
+        stored = self.scales.read((range(first, last),))
+        scales = torch.from_numpy(stored).view(self.scales.dtype)
         if self.values is not None and self.groups is not None:
             of_each = _whole(self.groups)[torch.arange(first, last) // self.size]
             scales = _whole(self.values)[scales.int()] * of_each + self.offset
@@ -82,7 +83,8 @@ class FourBit:
             : end - start
         ]
         within = tuple(slice(dim.start, dim.stop, dim.step) for dim in others)
-        picked = numbers.view(-1, *self.shape[1:])[(slice(None, None, rows.step), *within)]
+        whole = numbers.view(-1, *self.shape[1:])
+        picked = whole[(slice(None, None, rows.step), *within)]
         return picked.reshape([len(dim) for dim in at if isinstance(dim, range)])
 
 

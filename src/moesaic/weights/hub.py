@@ -48,6 +48,7 @@ class Hub(AbstractFormat):
         return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
+        """Read a folder of safetensors, and refuse one with an adapter beside the weights."""
         if (folder / ADAPTER).exists():
             raise InputError(
                 f"{folder / ADAPTER}: an adapter lies beside the weights: merge it with PEFT's "
@@ -60,6 +61,8 @@ class Hub(AbstractFormat):
         write_safetensors(folder, tensors)
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
+        """Yield where each tensor of transformers lies in the checkpoint, by the conversions of its
+        model type."""
         tables = [
             t
             for t in get_model_conversion_mapping(model.model, add_legacy=False)
@@ -86,10 +89,14 @@ class Hub(AbstractFormat):
             )
             if tensor in names and not hub_tensors.keys() <= set(names):
                 # As transformers saves it under its present names, or bitsandbytes' `Experts4bit`.
-                yield StoredBlock(tensor, full_region(shape), tensor, full_region(shape))
+                yield StoredBlock(
+                    tensor, at=full_region(shape), tensor=tensor, index=full_region(shape)
+                )
             elif not kinds:
                 (name,) = hub_tensors
-                yield StoredBlock(name, full_region(shape), tensor, full_region(shape))
+                yield StoredBlock(
+                    name, at=full_region(shape), tensor=tensor, index=full_region(shape)
+                )
             elif kinds <= {"MergeModulelist", "Concatenate"} and len(hub_tensors) % shape[0] == 0:
                 yield from _unstacked(tensor, shape, list(hub_tensors))
             else:
@@ -113,7 +120,7 @@ def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterato
         kind, expert = divmod(number, experts)
         assert f".{expert}." in name, name
         index: Region = (expert, range(kind * rows, (kind + 1) * rows), *full_region(shape[2:]))
-        yield StoredBlock(name, full_region((rows, *shape[2:])), tensor, index)
+        yield StoredBlock(name, at=full_region((rows, *shape[2:])), tensor=tensor, index=index)
 
 
 class Moesaic(AbstractFormat):
@@ -139,4 +146,6 @@ class Moesaic(AbstractFormat):
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         for tensor, shape in model.shapes.items():
-            yield StoredBlock(tensor, full_region(shape), tensor, full_region(shape))
+            yield StoredBlock(
+                tensor, at=full_region(shape), tensor=tensor, index=full_region(shape)
+            )

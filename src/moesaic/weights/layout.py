@@ -74,7 +74,13 @@ class StoredBlock:
 
     def flipped(self) -> StoredBlock:
         """Return the block with the roles of the stored and the model's tensor exchanged."""
-        return StoredBlock(self.tensor, self.index, self.stored, self.at, self.transposed)
+        return StoredBlock(
+            self.tensor,
+            at=self.index,
+            tensor=self.stored,
+            index=self.at,
+            transposed=self.transposed,
+        )
 
     def cut(self, region: Region) -> StoredBlock | None:
         """Return the part of this block inside a region of the stored tensor; None if they do not
@@ -96,7 +102,13 @@ class StoredBlock:
             assert isinstance(whole, range)
             assert isinstance(target, range)
             index[j] = _matching(whole, at[i], target)
-        return StoredBlock(self.stored, tuple(at), self.tensor, tuple(index), self.transposed)
+        return StoredBlock(
+            self.stored,
+            at=tuple(at),
+            tensor=self.tensor,
+            index=tuple(index),
+            transposed=self.transposed,
+        )
 
 
 def _intersect(a: Dim, b: Dim) -> Dim | None:
@@ -107,6 +119,7 @@ def _intersect(a: Dim, b: Dim) -> Dim | None:
         return b if b in a else None
     if a.step != b.step and 1 not in (a.step, b.step):
         raise NotImplementedError("rows of two different steps")
+    # the elements of `fine` inside `wide`, which has a step of 1 or the same step
     wide, fine = (a, b) if a.step == 1 else (b, a)
     if not wide or not fine or (wide.step > 1 and (wide.start - fine.start) % fine.step):
         return None
@@ -237,7 +250,10 @@ class Layout:
 def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     """Return the layout in which every tensor is stored as the model has it in memory."""
     return Layout(
-        (StoredBlock(n, full_region(s), n, full_region(s)) for n, s in shapes.items()),
+        (
+            StoredBlock(n, at=full_region(s), tensor=n, index=full_region(s))
+            for n, s in shapes.items()
+        ),
         shapes,
         "the model",
     )
@@ -313,7 +329,8 @@ def _numpy_index(places: Region, at: Region) -> tuple[Any, ...]:
         else:
             first = dim.index(place[0])
             last = dim.index(place[-1])
-            index.append(slice(first, last + 1, max(1, (last - first) // max(1, len(place) - 1))))
+            step = (last - first) // max(1, len(place) - 1)
+            index.append(slice(first, last + 1, max(1, step)))
     return tuple(index)
 
 

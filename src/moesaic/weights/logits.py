@@ -130,6 +130,7 @@ def require_alike(found: dict[str, Any], where: str) -> None:
 
 @torch.no_grad()
 def _logits(side: Side) -> Tensor:
+    """Return a model's logits of a fixed text."""
     try:
         model = _loaded(side)
         if side.checkpoint.model.experts:

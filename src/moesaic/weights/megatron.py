@@ -177,6 +177,7 @@ class Megatron(AbstractFormat):
     """Folder of a checkpoint that does not belong to an iteration."""
 
     def _inside(self, folder: Path) -> Path:
+        """Return the folder of the latest iteration, or the folder itself if none is noted."""
         mark = folder / "latest_checkpointed_iteration.txt"
         if not mark.exists():
             return folder
@@ -190,15 +191,17 @@ class Megatron(AbstractFormat):
 
     def recognises(self, folder: Path) -> bool:
         inside = self._inside(folder)
-        return (inside / ".metadata").exists() and OUTSIDE["model.embed_tokens.weight"] in read_dcp(
-            inside
-        )[0]
+        if not (inside / ".metadata").exists():
+            return False
+        tensors, _ = read_dcp(inside)
+        return OUTSIDE["model.embed_tokens.weight"] in tensors
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
         tensors, others = read_dcp(self._inside(folder))
         return {name.removeprefix("chained_0."): tensor for name, tensor in tensors.items()}, others
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
+        """Write a checkpoint as Megatron does, with the files by which it recognises one."""
         inside = folder / self.folder
         write_dcp(inside, tensors)
         kind = {
@@ -213,6 +216,7 @@ class Megatron(AbstractFormat):
         write(folder / "latest_checkpointed_iteration.txt", "release")
 
     def converted(self, stored: str, tensor: Readable, *, to_model: bool) -> Readable:
+        """Add 1 to norms that Megatron stores minus one, or subtract it."""
         if not stored.endswith("self_attention.out_norm.weight"):
             return tensor
 
@@ -234,6 +238,8 @@ class Megatron(AbstractFormat):
         return stored if state is None else f"optimizer.state.{state}.{stored}"
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
+        """Yield where each tensor lies in Megatron's checkpoint, whose layers are stacked if all
+        are alike."""
         layers: dict[int, set[str]] = {}
         for name in model.shapes:
             if match := LAYER.fullmatch(name):
@@ -246,9 +252,9 @@ class Megatron(AbstractFormat):
         sparse = {int(name.split(".")[2]) for name in model.experts}
 
         def rules(layer: int) -> Rules:
-            attention = (
-                LINEAR_ATTENTION if layer in linear else LATENT_ATTENTION if latent else ATTENTION
-            )
+            attention = LATENT_ATTENTION if latent else ATTENTION
+            if layer in linear:
+                attention = LINEAR_ATTENTION
             return {**attention, **(SPARSE if layer in sparse else DENSE)}
 
         return by_rules(

@@ -57,7 +57,7 @@ class Part:
         if rows is not None:
             dim = self.rows + 1 if self.transposed else self.rows
             index[dim] = index[dim][rows.start : rows.stop]
-        return StoredBlock(stored, at, self.tensor, tuple(index), self.transposed)
+        return StoredBlock(stored, at, self.tensor, index=tuple(index), transposed=self.transposed)
 
 
 class Architecture:
@@ -157,6 +157,7 @@ class Architecture:
         parts = []
         for number, name in enumerate(("gate", "up")):
             index = list(whole.index)
+            # (experts, 2 hidden, dim), or transposed, or the bias, (experts, 2 hidden)
             dim = len(index) - 1 if whole.transposed or kind else 1
             both = index[dim]
             half = len(both) // 2
@@ -220,6 +221,7 @@ def half(number: int) -> Place:
     """Return a place that puts a part into the upper (0) or lower (1) half of a tensor's rows."""
 
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
+        """Yield all rows of the part at their place in the joint tensor."""
         rows = part.shape[part.rows]
         yield "", range(rows), range(number * rows, (number + 1) * rows)
 

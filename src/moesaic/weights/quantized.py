@@ -194,11 +194,17 @@ def _sizes(at: Region) -> list[int]:
 
 
 def _from_mxfp4(blocks: Stored, scales: Stored, at: Region) -> Tensor:
+    """Return part of a matrix in bfloat16: two FP4 codes a byte, a power of two for each 32
+    values."""
     experts, columns, rows = ranges(at)
     groups = range(columns[0] // 32, columns[-1] // 32 + 1)
     packed = torch.from_numpy(blocks.read((experts, rows, groups, range(16)))).view(torch.uint8)
-    powers = torch.from_numpy(scales.read((experts, rows, groups))).view(torch.uint8).int() - 127
-    pairs = torch.stack([FP4[(packed & 15).long()], FP4[(packed >> 4).long()]], -1)
-    values = torch.ldexp(pairs.flatten(-2), powers.unsqueeze(-1)).bfloat16().flatten(-2)
+    biased = torch.from_numpy(scales.read((experts, rows, groups))).view(torch.uint8)
+    powers = biased.int() - 127
+    low = FP4[(packed & 15).long()]
+    high = FP4[(packed >> 4).long()]
+    pairs = torch.stack([low, high], -1)
+    scaled = torch.ldexp(pairs.flatten(-2), powers.unsqueeze(-1))
+    values = scaled.bfloat16().flatten(-2)
     picked = values[..., torch.tensor(list(columns)) - 32 * groups[0]]
     return picked.transpose(1, 2).reshape(_sizes(at))

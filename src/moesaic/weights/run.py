@@ -268,7 +268,7 @@ def _attention(attention: Attention) -> dict[str, Tensor]:
         assert attention.q is not None
         assert attention.kv is not None
         (q,) = attention.q.weight
-        (k, v) = attention.kv.weight
+        k, v = attention.kv.weight
     weights = {
         "q_proj.weight": q,
         "k_proj.weight": k,

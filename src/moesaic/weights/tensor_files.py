@@ -327,7 +327,7 @@ def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int)
             "without quantization"
         )
     shape = tuple(entry["shape"])
-    (start, end) = entry["data_offsets"]
+    start, end = entry["data_offsets"]
     dtype = CODES[entry["dtype"]]
     if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
         raise ValueError("a size or an offset is not a whole number")
@@ -407,7 +407,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Readable]) -> None:
         _write_file(folder / file, shard)
         for name, each in shard.items():
             shape = tuple(each.shape)
-            entries[name] = Entry(each.dtype, shape, (SharedPart(file, (0,) * len(shape), shape),))
+            part = SharedPart(file, (0,) * len(shape), shape)
+            entries[name] = Entry(each.dtype, shape, (part,))
     write_index(folder, entries)
 
 
@@ -444,6 +445,7 @@ def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
 
 
 def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
+    """Write a file of safetensors piece by piece; return the bytes of its tensors."""
     codes = {dtype: code for code, dtype in CODES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

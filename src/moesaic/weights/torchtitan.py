@@ -93,6 +93,7 @@ class Torchtitan(AbstractFormat):
         return stored if state is None else f"optimizer.state.{stored}.{state}"
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
+        """Yield where each tensor lies in torchtitan's checkpoint."""
         latent = any("kv_a_proj_with_mqa" in name for name in model.shapes)
         biased = any(module.has_bias for module in model.experts.values())
         rules: Rules = {

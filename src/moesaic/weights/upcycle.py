@@ -79,6 +79,8 @@ def _router(
     row."""
 
     def make(at: Region) -> torch.Tensor:
+        """Return a part of the router's matrix: each row drawn once, for all the parts of an
+        expert."""
         generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
         copies = (
             torch.randn(shape[0] // settings.granularity, shape[1], generator=generator)
@@ -136,7 +138,9 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
             assert match is not None, name
             norm = weights[f"model.layers.{match[1]}.input_layernorm.weight"]
             tensors[name] = _router(shape, norm.dtype, settings, int(match[1]))
-        blocks.append(StoredBlock(name, full_region(shape), name, full_region(shape)))
+        blocks.append(
+            StoredBlock(name, at=full_region(shape), tensor=name, index=full_region(shape))
+        )
     dropped = [
         f"optimizer state {state}: upcycled weights have none"
         for state in dense.tensors
@@ -156,7 +160,7 @@ def _shards(
         shard = expert % settings.granularity
         at = list(full_region(shape))
         at[cut] = range(shard * width, (shard + 1) * width)
-        yield StoredBlock(stored, tuple(at), part.tensor, (expert, *part.index[1:]))
+        yield StoredBlock(stored, at=tuple(at), tensor=part.tensor, index=(expert, *part.index[1:]))
 
 
 def _sparse_config(config: Any, settings: Upcycling) -> Any:

@@ -301,8 +301,10 @@ class ReplicaLoad:
     def limits(self, limit: float) -> np.ndarray:
         """Return the copies that each place may compute, (ep,) int64: `limit` times its share if
         all places take equally long."""
-        fair = 1 / self.links.slowness / (1 / self.links.slowness).sum()
-        limits: np.ndarray = np.ceil(np.round(self.copies.sum() * fair * limit, 6)).astype(np.int64)
+        speed = 1 / self.links.slowness
+        fair = speed / speed.sum()
+        loads = np.round(self.copies.sum() * fair * limit, 6)
+        limits: np.ndarray = np.ceil(loads).astype(np.int64)
         return limits
 
     def closed_form(self, computed: Seconds, rows: Seconds, weights: Seconds) -> Seconds:

@@ -148,6 +148,7 @@ class _ByTable(AbstractChooser):
         self._policy = policy
 
     def choose(self, load: CallLoad) -> CallDecision:
+        """Ask the policy what to replicate, and check its answer."""
         replicated = self._policy.replications(load)
         if (replicated.amount < 1).any() or (
             replicated.helper == load.home[replicated.expert]

@@ -74,6 +74,7 @@ class Published(AbstractReplicaPolicy):
     equation 8 falls."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
+        """Return the shadows that FasterMoE's rule chooses in one replica of the experts."""
         load = replica.load
         places = np.arange(len(replica.origins))
         slowest = float(replica.links.seconds_per_byte.max())
@@ -86,4 +87,4 @@ class Published(AbstractReplicaPolicy):
             np.arange(load.num_experts), shadows_of(replica.copies, load.home, rates)
         )
         place, expert = np.nonzero(shadowed & (places[:, None] != load.home) & (replica.copies > 0))
-        return Replications(place, expert, place, replica.copies[place, expert])
+        return Replications(place, expert, helper=place, amount=replica.copies[place, expert])

@@ -53,7 +53,12 @@ def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
         for cell in (home_cell, helper_cell)
     )
     replicates = replicated.helped(replica.load.num_experts, ep)
-    return Rows(at_home - moved, helped, replica.sent(replicates), int(replicates.sum(0).max()))
+    return Rows(
+        at_home - moved,
+        replicated=helped,
+        fetched=replica.sent(replicates),
+        held=int(replicates.sum(0).max()),
+    )
 
 
 def shadows(
@@ -84,7 +89,7 @@ def shadows(
     if whole:
         seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
     end = int(np.argmin(np.round(seconds + price * most_held, DECIMALS)))
-    return Replications(place[:end], expert[:end], place[:end], amount[:end])
+    return Replications(place[:end], expert=expert[:end], helper=place[:end], amount=amount[:end])
 
 
 def shadows_above(
@@ -103,7 +108,7 @@ def shadows_above(
         place, expert = _hot_experts(away, threshold, at_most)
     else:
         place, expert = _hot_pairs(away, threshold, at_most)
-    return Replications(place, expert, place, replica.copies[place, expert])
+    return Replications(place, expert, helper=place, amount=replica.copies[place, expert])
 
 
 def _hot_experts(away: np.ndarray, threshold: float, at_most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -166,7 +171,8 @@ def _ranked(
     ep = len(replica.origins)
     if whole:
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
-        order = (np.arange(ep)[None, :] * away.shape[1] + hottest[:, None]).reshape(-1)
+        first_of_place = np.arange(ep) * away.shape[1]
+        order = (first_of_place[None, :] + hottest[:, None]).reshape(-1)
     else:
         order = largest(away.reshape(-1), tries)
     order = order[away.reshape(-1)[order] > 0]
@@ -179,7 +185,8 @@ def _fitting(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the first `at_most` pairs of each place, and for every prefix of these the most
     experts on one place."""
-    held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
+    is_at = place[:, None] == np.arange(ep)[None, :]
+    held = np.cumsum(is_at, axis=0)[np.arange(len(place)), place]
     fits = held <= at_most
     most_held = np.concatenate([[0], np.maximum.accumulate(held[fits])])
     return place[fits], expert[fits], most_held
@@ -312,7 +319,10 @@ def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
     shared = _overlaps(replica.load.copies[replica.origins[origin], expert[:, None]], by_helper)
     cell, rank, helper = np.nonzero(shared)
     return Replications(
-        replica.origins[origin[cell], rank], expert[cell], helper, shared[cell, rank, helper]
+        replica.origins[origin[cell], rank],
+        expert=expert[cell],
+        helper=helper,
+        amount=shared[cell, rank, helper],
     )
 
 
@@ -324,7 +334,18 @@ def _matched(
     limits: np.ndarray,
 ) -> Replications:
     """Return the replications from those of `places` that are above `limits`, (ep,), to the others
-    of `places`."""
+    of `places`.
+
+    The place with the largest excess comes first, and of its experts those with most copies, of
+    which it gives until its excess is gone. Copies go to the helpers with most room first.
+
+    Args:
+        replica: the load of one replica of the experts.
+        staying: (ep, num_experts), the copies that each origin has left at their home.
+        loads: (ep,), the copies that each place computes.
+        places: the places that exchange copies.
+        limits: (ep,), the loads to reach.
+    """
     excess = np.maximum((loads - limits)[places], 0)
     room = np.maximum((limits - loads)[places], 0)
     givers = places[np.argsort(-excess, kind="stable")]
@@ -333,7 +354,8 @@ def _matched(
     totals = staying.sum(0).reshape(-1, per_place)[givers]
     largest = np.argsort(-totals, axis=1, kind="stable")
     totals = np.take_along_axis(totals, largest, 1)
-    excess_left = np.maximum((loads - limits)[givers], 0)[:, None] - (totals.cumsum(1) - totals)
+    given_before = totals.cumsum(1) - totals
+    excess_left = np.maximum((loads - limits)[givers], 0)[:, None] - given_before
     amounts = np.clip(excess_left, 0, totals).reshape(-1)
     experts = (givers[:, None] * per_place + largest).reshape(-1)
     gives = amounts > 0
@@ -366,18 +388,22 @@ def from_origins(
     own_copies = np.minimum(replicated, staying[helpers][:, experts].T)
     copies_left = staying[:, experts].T.copy()
     copies_left[np.arange(len(experts))[:, None], helpers[None, :]] -= own_copies
-    turn = (replica.load.home[experts][:, None] + 1 + np.arange(ep)[None, :]) % ep
+    after_home = replica.load.home[experts] + 1
+    turn = (after_home[:, None] + np.arange(ep)[None, :]) % ep
     shared = _overlaps(np.take_along_axis(copies_left, turn, 1), replicated - own_copies)
     expert, origin, helper = np.nonzero(shared)
     others = Replications(
-        turn[expert, origin], experts[expert], helpers[helper], shared[expert, origin, helper]
+        turn[expert, origin],
+        expert=experts[expert],
+        helper=helpers[helper],
+        amount=shared[expert, origin, helper],
     )
     expert_index, helper_index = np.nonzero(own_copies)
     return Replications(
         helpers[helper_index],
-        experts[expert_index],
-        helpers[helper_index],
-        own_copies[expert_index, helper_index],
+        expert=experts[expert_index],
+        helper=helpers[helper_index],
+        amount=own_copies[expert_index, helper_index],
     ).joined(others)
 
 

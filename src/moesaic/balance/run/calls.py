@@ -199,7 +199,7 @@ class MoveArbiter:
         """Return whether samples may move in the next call."""
         self._calls += 1
         if self._tried is not None:
-            (move, alone_seconds, dim) = self._tried
+            move, alone_seconds, dim = self._tried
             self._tried = None
             saved = saved_seconds(move, self._costs, dim)
             self._share = 1 - saved / alone_seconds if alone_seconds else 1.0
@@ -265,6 +265,7 @@ def calls_by(policy: AbstractReplicationPolicy) -> policies.CallsOf:
     whatever name the plan has."""
 
     def calls(compiled: Compiled, num_experts: int, dim: int) -> AbstractCallPolicy:
+        """Return what decides a layer's calls under a plan."""
         if not compiled.replicates:
             return policies.calls_of(compiled, num_experts, dim)
         return BalancedCalls(compiled, num_experts, dim, policy)

@@ -189,8 +189,8 @@ def carry_slots(
     sends: dict[int, list[Tensor]] = {}
     receives: dict[int, list[int]] = {}
     for slot, expert in enumerate(after):
-        (source, old) = holder[old_slot[expert]]
-        (target, new) = holder[slot]
+        source, old = holder[old_slot[expert]]
+        target, new = holder[slot]
         if (source, old) == (target, new):
             continue
         if source == rank:
@@ -208,7 +208,7 @@ def carry_slots(
     arrived = dict(buffers)
     if rank in messages:
         arrived[rank] = messages.pop(rank)
-    transport.wait(transport.issue(Transfer(rank, tag, messages, buffers)))
+    transport.wait(transport.issue(Transfer(rank, tag, sends=messages, receives=buffers)))
     for peer, places in receives.items():
         for new, part in zip(places, arrived[peer].view(len(places), -1)):
             _unpack(part, expert_slots.slots[new])
@@ -250,6 +250,7 @@ def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _unpack(part: Tensor, tensors: list[Tensor]) -> None:
+    """Copy the bytes of a message into tensors, one after the other."""
     start = 0
     for tensor in tensors:
         end = start + tensor.numel() * tensor.element_size()
@@ -471,6 +472,7 @@ class ExpertPlacement:
 
 
 def _order_of(layer: PlacedLayer) -> ExpertOrder:
+    """Return where the experts of a layer are, and refuse a layer whose experts cannot move."""
     if layer.on_mesh is None:
         raise InputError(
             "place_experts: a layer is on no mesh: call parallelize(mesh, plan) on it first"
@@ -488,7 +490,11 @@ def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
     sharding."""
     if isinstance(experts, ModuleExperts):
         return sum(parameter.numel() for parameter in next(experts.experts.children()).parameters())
-    return sum(p.numel() // len(p) // (etp if is_dtensor(p) else 1) for p in experts.parameters())
+    total = 0
+    for parameter in experts.parameters():
+        shards = etp if is_dtensor(parameter) else 1
+        total += parameter.numel() // len(parameter) // shards
+    return total
 
 
 def _busiest_over_mean(load: ExpertLoad, place: np.ndarray) -> float:

@@ -235,8 +235,8 @@ class Relocator:
         ).cpu()
         different = (sizes != sizes[0]).any(1).nonzero().flatten().tolist()
         if different:
-            (samples, tokens) = sizes[0].tolist()
-            (other_samples, other_tokens) = sizes[different[0]].tolist()
+            samples, tokens = sizes[0].tolist()
+            other_samples, other_tokens = sizes[different[0]].tolist()
             raise InputError(
                 f"sample placement needs samples that split evenly: rank 0 has {samples} of "
                 f"{tokens} tokens, rank {different[0]} has {other_samples} of {other_tokens}: "
@@ -248,7 +248,9 @@ class Relocator:
                 f"sample placement with mesh.tp={tp} needs a multiple of {tp} samples per tensor "
                 f"group, got {num_samples}: each of its ranks is responsible for equally many"
             )
-        self.trip = SampleTrip(self, followings, num_samples // tp, length, rests=rests)
+        self.trip = SampleTrip(
+            self, followings, slots=num_samples // tp, length=length, rests=rests
+        )
         return self.trip
 
     def compiled(self, plain: Compiled, *, bias: bool) -> Compiled | None:
@@ -372,7 +374,14 @@ class SampleTrip:
         following = None if is_last else self._followings[number]
         goal = self.home if self._rests or (is_last and self.relocator.ends_home) else None
         self.moves.append(
-            SampleMove(self.relocator, self.homes, following, self.length, goal, rests=self._rests)
+            SampleMove(
+                self.relocator,
+                before=self.homes,
+                following=following,
+                length=self.length,
+                goal=goal,
+                rests=self._rests,
+            )
         )
         return self.moves[-1]
 
@@ -439,7 +448,9 @@ class SampleMove:
         self._future: Future[Homes] | None = None
         if rests:
             no_copies = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
-            self.load = SampleLoad(relocator.mesh.grid, before, no_copies, None)
+            self.load = SampleLoad(
+                relocator.mesh.grid, homes=before, copies=no_copies, following=None
+            )
 
     @property
     def after(self) -> Homes:
@@ -537,9 +548,9 @@ class SampleMove:
         ]
         self.load = SampleLoad(
             mesh.grid,
-            self.before,
-            by_sample[0],
-            None if predicted is None else by_sample[1],
+            homes=self.before,
+            copies=by_sample[0],
+            following=None if predicted is None else by_sample[1],
             carried=self.alone.reshape(-1)[place] if rides else carried * self.length,
             is_direct=is_direct,
         )

@@ -129,6 +129,8 @@ class WithResidual(AbstractExperts):
         dy: Tensor,
         deferred_wgrad: DeferredWgrad | None = None,
     ) -> ExpertGradients:
+        """Return the gradients through the inner experts, then through the norm and the
+        residual."""
         norm_row = self._split(call.common)[1]
         leaves = [call.rows.detach().requires_grad_(), norm_row.detach().requires_grad_()]
         with torch.enable_grad():
@@ -147,7 +149,7 @@ class WithResidual(AbstractExperts):
             d_norm = torch.zeros_like(call.common[0][:, -self._columns :])
             d_norm[:1] = d_norm_row
             d_common = (torch.cat([*d_common, d_norm], dim=1),)
-        return ExpertGradients(d_rows, d_gates, of_inner.sharded, d_common)
+        return ExpertGradients(d_rows, gates=d_gates, sharded=of_inner.sharded, common=d_common)
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         self.inner.init_normal(std, out_std, draw)
@@ -205,6 +207,8 @@ class WithResidual(AbstractExperts):
         return ((common[0][:, :width],) if width else ()), common[0][0, width:]
 
     def _normed(self, rows: Tensor, norm_row: Tensor) -> Tensor:
+        """Return the norm of rows, with its parameters from `norm_row`; the rows themselves without
+        a norm."""
         if self.norm is None:
             return rows.view_as(rows)
         parts = (

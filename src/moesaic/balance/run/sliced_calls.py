@@ -126,9 +126,10 @@ class SlicedRun:
         return [first + tags_per_slice * number for number in range(len(self.slices))]
 
     def run(self, number: int, first_tag: int) -> LayerRun:
-        """Return the run of one slice."""
+        """Return the run of one slice, whose forward pass has the tags from `first_tag` on: one for
+        each task, then those of the backward pass."""
         part = self.slices[number]
-        forward = len(self.whole.compiled.forward.tasks)
+        num_forward_tags = len(self.whole.compiled.forward.tasks)
         call = replace(
             self.whole.call,
             sizes=part.sizes(),
@@ -137,7 +138,7 @@ class SlicedRun:
             indices=Indices(),
         )
         return replace(
-            self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices
+            self.whole, call=call, backward_tag=first_tag + num_forward_tags, indices=part.indices
         )
 
 

@@ -107,7 +107,7 @@ class Arbitration(AbstractChooser):
     def __init__(self, settings: Arbiter, plans: Mapping[str, Plan]) -> None:
         self.settings = settings
         self.weigher = Weigher(plans, settings.costs, settings.at_most)
-        self._last = Option(ALONE, Recipe(), (), 0.0)
+        self._last = Option(ALONE, recipe=Recipe(), replicated=(), seconds=0.0)
         self._seconds: dict[str, float] = {}
         self._known: dict[str, Option] = {}
         self._saved: dict[str, float] = {}
@@ -128,9 +128,10 @@ class Arbitration(AbstractChooser):
         # nothing is left to replicate: the same steps without replication
         if table.is_empty and option.recipe.policy:
             program = STEPS if option.program == STEPS_REPLICATED else ALONE
-            option = Option(program, Recipe(), (), 0.0)
+            option = Option(program, recipe=Recipe(), replicated=(), seconds=0.0)
 
         def moved() -> tuple[CallTraffic, CallTraffic]:
+            """Return what a call moves without replication, and what it moved."""
             nothing = (NOTHING,) * len(replicas)
             ran = [within(each, table) for each in replicas]
             return tuple(  # type: ignore[return-value]

@@ -102,7 +102,9 @@ class Recipe:
         """Name of the policy; "" if the recipe replicates nothing."""
         if self.shadows:
             return "whole shadow" if self.whole else "shadow"
-        return "redundant" if self.redundant else "spill" if self.limit is not None else ""
+        if self.redundant:
+            return "redundant"
+        return "" if self.limit is None else "spill"
 
     def table(self, replica: ReplicaLoad, least: float, at_most: int) -> Replications:
         """Return the replications between the places of one replica of the experts.
@@ -205,12 +207,13 @@ class Weigher:
     def _option(
         self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work]
     ) -> Option:
+        """Return a program as an option, with its predicted seconds."""
         plan = self._plans[program]
         costs = self._costs
         parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
         seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
         seconds += parts * (costs.part_us + costs.inter_latency_us) * 1e-6
-        return Option(program, recipe, replicated, round(seconds, DECIMALS))
+        return Option(program, recipe, replicated, seconds=round(seconds, DECIMALS))
 
     def _best_tables(
         self, replicas: Sequence[ReplicaLoad]

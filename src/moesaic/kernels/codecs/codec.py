@@ -122,6 +122,7 @@ class AbstractCodec(ABC):
         """Return the `error_bound` of rows, neither R nor D being 0; NaN stands for infinity."""
 
     def _check(self, rows: Tensor) -> None:
+        """Refuse rows of another shape, or of a dtype that the codec does not take."""
         assert rows.dim() == 2, f"{self.name}: (rows, dim) expected, got {tuple(rows.shape)}"
         if rows.dtype not in FLOATS and not self.spec.is_lossless:
             takes = ", ".join(map(_name, FLOATS))

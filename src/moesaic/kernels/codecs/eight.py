@@ -31,6 +31,7 @@ class AbstractEightBit(AbstractCodec):
     """Sends one byte per value, and scales that several values share."""
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """Decode rows from codes and scales."""
         scale, codes = fields
         if codes_by_triton(scale.device, dtype):
             from moesaic.kernels.triton.quantise import decode
@@ -53,6 +54,7 @@ class Int8(AbstractEightBit):
     name: ClassVar[str] = "int8"
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Write the scales and the codes of rows; a NaN becomes 0."""
         if codes_by_triton(rows.device, rows.dtype):
             from moesaic.kernels.triton.quantise import int8_encode
 
@@ -66,6 +68,7 @@ class Int8(AbstractEightBit):
         )
 
     def _bound(self, rows: Tensor) -> Tensor:
+        """Return the largest error of each value."""
         values = rows.to(compute_dtype(rows.dtype))
         scale = scales(values.abs().amax(1, keepdim=True), INT8_LARGEST).double()
         # Half a step; 2**-14 steps cover the rounding of the scale and of the quotient: 3 x 127 x
@@ -101,6 +104,7 @@ class Fp8(AbstractEightBit):
     name: ClassVar[str] = "fp8"
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Write the scales and the codes of rows; a NaN becomes 0."""
         if codes_by_triton(rows.device, rows.dtype):
             from moesaic.kernels.triton.quantise import fp8_encode
 
@@ -113,6 +117,7 @@ class Fp8(AbstractEightBit):
         codes.copy_(scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).nan_to_num_(0.0))
 
     def _bound(self, rows: Tensor) -> Tensor:
+        """Return the largest error of each value."""
         values = rows.to(compute_dtype(rows.dtype))
         scale = per_value(scales(block_max(values), FP8_LARGEST), rows.shape[1]).double()
         # The last factor covers the rounding of scale and quotient: at most 4 x 2**-24 of the value

@@ -45,6 +45,8 @@ class AbstractSixteenBit(AbstractCodec):
         return self.top - torch.frexp(largest).exponent
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Write rows in the 16-bit dtype, multiplied by a power of two where its range is too
+        small."""
         values = rows.to(compute_dtype(rows.dtype))
         if self._is_scaled(rows.dtype):
             shift = self._shift(values)
@@ -60,6 +62,8 @@ class AbstractSixteenBit(AbstractCodec):
         return torch.where(transport.isinf(), transport.to(dtype), saturate(values, dtype))
 
     def _bound(self, rows: Tensor) -> Tensor:
+        """Return the largest error of each value: none if the dtype is sent as it is, else that of
+        the cast."""
         values = rows.double()
         if rows.dtype == self.transport:
             return torch.zeros_like(values).where(values.isfinite(), torch.inf)

@@ -82,6 +82,7 @@ class Zfp(AbstractCodec):
         return codec_spec(f"{self.name}:{self.rate}")
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
+        """Encode rows on the CPU."""
         values, shift, bad = prepare(rows)
         stream = _zfpy().compress_numpy(pad(values).numpy(), rate=self.rate, write_header=False)
         assert len(stream) == fields[1].numel(), (
@@ -92,6 +93,7 @@ class Zfp(AbstractCodec):
         fields[2].copy_(torch.from_numpy(np.packbits(bad.numpy())))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        """Decode rows on the CPU, and return them on the device of the fields."""
         shift, stream, flags = (field.cpu() for field in fields)
         zfpy = _zfpy()
         is_double = compute_dtype(dtype) == torch.float64
@@ -105,6 +107,8 @@ class Zfp(AbstractCodec):
         return saturate(values.masked_fill(bad[:, None], torch.nan), dtype).to(fields[0].device)
 
     def _bound(self, rows: Tensor) -> Tensor:
+        """Return the largest error of each value: that of its block; infinity in rows that are not
+        finite."""
         values, shift, bad = prepare(rows)
         errors = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
         of_padded = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
@@ -174,7 +178,8 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     # A block's planes get its bits but for a flag and the exponent.
     plane_bits = BLOCK * BLOCK * rate - (9 if values.dtype == np.float32 else 12)
     width = values.dtype.itemsize * 8
-    planes = (plane_bits - 15) // 16
+    planes = (plane_bits - 15) // 16  # p planes take at most 16 p + 15 bits
+    # relative to the block's power of two; the last plane that is sent whole is at place 2 - planes
     relative = (
         CUT * 2.0 ** (2 - planes)
         + LOSSES * 2.0 ** (2 - width)

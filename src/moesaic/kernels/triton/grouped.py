@@ -1,22 +1,70 @@
 """The grouped product of rows: each expert's rows times that expert's matrix.
 
-It is the forward of the down projection, and gives the gradient of the up projection's input rows.
-
-Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. Nothing is saved here. FLOPs: 2 R K N.
-Bytes: R K + R N + E K N elements at least; tiles of one expert that run at the same time share its
-matrix and its rows in L2. Sums are accumulated in float32, in a fixed order: deterministic.
+Eager: `torch.cat([x[a:b] @ w[e].T for each expert e])`. One kernel serves four of a layer's
+products. They differ in their epilogue, what is done with a tile of the product while it is in
+registers. That of `rows_times` stores it: the forward of the down projection, and the gradient of
+the up projection's input rows. `up.py` and `down_grad.py` have the others. FLOPs: 2 R K N. Bytes:
+R K + R N + E K N elements at least; tiles of one expert that run at the same time share its matrix
+and its rows in L2. Sums are accumulated in float32, in a fixed order: deterministic.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moesaic.kernels.triton.parts import Schedules, bias_tile, place, rows_of_tile
-from moesaic.kernels.triton.rows.launch import as_operand, launch_options, num_programs, unit_stride
+from moesaic.kernels.triton.parts import RowTile, Schedules, place, rows_of_tile
+from moesaic.kernels.triton.rows.launch import as_operand, num_programs, tile_constants, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.rows.varying import VARYING
+
+
+class Form(NamedTuple):
+    """The constants for which the kernel of grouped products is compiled."""
+
+    product: str
+    """The name of the product, by which profiles tell kernels apart."""
+    parts: int
+    """Matrices of an expert whose tiles are multiplied at once, side by side: 2 with a gate."""
+    is_stacked: bool
+    """Whether the matrices are (E, parts, N, K)."""
+    transposed: bool
+    """Whether the matrices are (E, N, K), else (E, K, N)."""
+    rows_by_descriptor: bool
+    matrix_by_descriptor: bool
+    precision: str
+    """The `input_precision` of `tl.dot`."""
+    flatten: bool
+    """Whether a persistent program's loop over tiles and the loop over their depth become one, so
+    that the next tile's loads start before this one's epilogue."""
+    block_r: int
+    """Rows of a tile."""
+    block_n: int
+    """Columns of a tile in each part."""
+    block_k: int
+    """Elements of the reduction per step."""
+    group: int
+    """See `Tile.group`."""
+    activation: str = ""
+    """A key of `ACTIVATIONS`, applied to the gate, if any."""
+    is_gated: bool = False
+    """Whether an expert has two pre-activations, of which the first gates the second."""
+    clamp: tuple[float, ...] | None = None
+    """The constants of clamped SwiGLU."""
+    splits: int = 1
+    """In how many parts of its columns the epilogue processes a tile."""
+
+
+class Stored(NamedTuple):
+    """The tensors of the epilogue of `rows_times`."""
+
+    out: tl.tensor
+    places: tl.tensor
 
 
 def rows_times(
@@ -44,101 +92,137 @@ def rows_times(
     Returns:
         (R, N) in the dtype of the rows; rows from `ends[-1]` on are uninitialised.
     """
+    out = x.new_empty(len(x), w.shape[1] if transposed else w.shape[2])
+    run_grouped(
+        x,
+        w,
+        ends,
+        tile,
+        store_rows,
+        Stored(out, places),
+        product="rows",
+        transposed=transposed,
+        bias=bias,
+        bias_weight=weight,
+    )
+    return out
+
+
+def run_grouped(
+    x: Tensor,
+    w: Tensor,
+    ends: Tensor | Schedules,
+    tile: Tile,
+    epilogue: JITFunction,
+    tensors: Any,
+    *,
+    transposed: bool,
+    token: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_weight: Tensor | None = None,
+    **constants: Any,
+) -> None:
+    """Multiply each expert's rows by its matrix and give each tile of the product to an epilogue.
+
+    Args:
+        x, ends, tile, bias, bias_weight: see `rows_times`.
+        w: (E, N, K) if `transposed`, else (E, K, N); or (E, C, N, K), C matrices side by side.
+        epilogue: called with the tile and its `RowTile`, the number of the tile's columns, those of
+            the product, `tensors` and the `Form`.
+        tensors: a named tuple of the tensors that the epilogue reads and fills.
+        token: (R,) int32, the token of each row; None if `x` is in expert order.
+        constants: the fields of `Form` that the epilogue reads.
+    """
     x = x.contiguous()
     w = unit_stride(w)
-    num_rows = len(x)
-    columns, depth = (w.shape[1], w.shape[2]) if transposed else (w.shape[2], w.shape[1])
-    out = x.new_empty(num_rows, columns)
+    num_rows = len(x if token is None else token)
+    columns, depth = w.shape[-2:] if transposed else (w.shape[2], w.shape[1])
     if num_rows == 0 or columns == 0:
-        return out
+        return
     schedule, capacity = Schedules.of(ends, num_rows).tiles(tile.rows)
+    rows, matrix, form = _operands(x, w, tile, transposed=transposed, gathered=token is not None)
     programs = num_programs(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
-    block = (1, tile.columns, tile.depth) if transposed else (1, tile.depth, tile.columns)
-    matrix, by_descriptor = as_operand(w, block, tile)
-    source, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile)
-    _rows_kernel[(programs,)](
-        source,
+    _grouped_kernel[(programs,)](
+        rows,
         matrix,
-        out=out,
-        bias=out if bias is None else bias.contiguous(),
-        weight=out if weight is None else weight,
-        places=out if places is None else places,
+        bias=None if bias is None else bias.contiguous(),
+        bias_weight=bias_weight,
+        token=token,
+        tensors=tensors,
         schedule=schedule,
         capacity=capacity,
         columns=columns,
         depth=depth,
         stride_x=x.stride(0),
         stride_expert=w.stride(0),
-        stride_w=w.stride(1),
-        BIASED=bias is not None,
-        WEIGHTED=weight is not None,
-        PLACED=places is not None,
-        TRANSPOSED=transposed,
-        ROWS_BY_DESCRIPTOR=rows_by_descriptor,
-        BY_DESCRIPTOR=by_descriptor,
-        **launch_options(tile, x.dtype),
+        stride_part=w.stride(1),
+        stride_w=w.stride(-2),
+        EPILOGUE=epilogue,
+        FORM=Form(**form, **tile_constants(tile, x.dtype), **constants),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
-    return out
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _rows_kernel(
+def _operands(
+    x: Tensor, w: Tensor, tile: Tile, *, transposed: bool, gathered: bool
+) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, dict[str, Any]]:
+    """Return the rows and the matrices as the kernel loads them, and the constants that say how."""
+    sides = (tile.columns, tile.depth) if transposed else (tile.depth, tile.columns)
+    rows, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), None if gathered else tile)
+    matrix, matrix_by_descriptor = as_operand(w, (1, *w.shape[1:-2], *sides), tile)
+    constants = {
+        "parts": w.shape[1] if w.ndim == 4 else 1,
+        "is_stacked": w.ndim == 4,
+        "transposed": transposed,
+        "rows_by_descriptor": rows_by_descriptor,
+        "matrix_by_descriptor": matrix_by_descriptor,
+    }
+    return rows, matrix, constants
+
+
+def _name(call: Any) -> str:
+    """Return the name of a compiled kernel."""
+    return f"_{call.constants['FORM'].product}_kernel"
+
+
+@triton.jit(do_not_specialize=VARYING, repr=_name)
+def _grouped_kernel(
     x: tl.tensor,
     w: tl.tensor,
-    out: tl.tensor,
     bias: tl.tensor,
-    weight: tl.tensor,
-    places: tl.tensor,
+    bias_weight: tl.tensor,
+    token: tl.tensor,
+    tensors: tl.tuple,
     schedule: tl.tensor,
     capacity: tl.tensor,
     columns: tl.tensor,
     depth: tl.tensor,
     stride_x: tl.tensor,
     stride_expert: tl.tensor,
+    stride_part: tl.tensor,
     stride_w: tl.tensor,
-    BIASED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    PLACED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    ROWS_BY_DESCRIPTOR: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
+    BLOCK_R: tl.constexpr = FORM.block_r
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_K: tl.constexpr = FORM.block_k
+    GROUP: tl.constexpr = FORM.group
+    ROWS_BY_DESCRIPTOR: tl.constexpr = FORM.rows_by_descriptor
     column_tiles = tl.cdiv(columns, BLOCK_N)
     num_row_tiles = tl.load(schedule)
     for index in tl.range(
-        tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN
+        tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FORM.flatten
     ):
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert, first, row, is_row, source = rows_of_tile(
-            schedule, capacity, schedule, row_tile, False, BLOCK_R
-        )
-        start = column_tile * BLOCK_N
-        factor = tl.full((BLOCK_R,), 1.0, tl.float32)
-        if WEIGHTED:
-            factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
-        total = bias_tile(
-            bias,
-            factor,
-            expert=expert,
-            column=start,
-            width=columns,
-            BIASED=BIASED,
-            PARTS=1,
-            BLOCK_R=BLOCK_R,
-            BLOCK_N=BLOCK_N,
-        )
+        rows = rows_of_tile(schedule, capacity, token, row_tile, BLOCK_R)
+        column = column_tile * BLOCK_N
+        total = bias_tile(bias, bias_weight, rows, column, columns, FORM)
         for k in tl.range(0, depth, BLOCK_K):
             a = rows_tile(
                 x,
-                first,
-                source=source,
-                is_row=is_row,
+                rows,
                 k=k,
                 depth=depth,
                 stride_x=stride_x,
@@ -147,54 +231,80 @@ def _rows_kernel(
             )
             b = matrix_tile(
                 w,
-                expert,
-                column=start,
+                rows.expert,
+                column=column,
                 k=k,
                 columns=columns,
                 depth=depth,
                 stride_expert=stride_expert,
+                stride_part=stride_part,
                 stride_w=stride_w,
-                TRANSPOSED=TRANSPOSED,
-                BY_DESCRIPTOR=BY_DESCRIPTOR,
-                BLOCK_N=BLOCK_N,
-                BLOCK_K=BLOCK_K,
+                FORM=FORM,
             )
-            total = tl.dot(a, b, total, input_precision=PRECISION)
-        column = start + tl.arange(0, BLOCK_N)
-        own_place = tl.load(places + row, mask=is_row, other=0) if PLACED else row
-        pointers = out + own_place.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(
-            pointers,
-            total.to(out.dtype.element_ty),
-            mask=is_row[:, None] & (column < columns)[None, :],
-        )
+            total = tl.dot(a, b, total, input_precision=FORM.precision)
+        EPILOGUE(total, rows, column_tile, columns, tensors, FORM)
+
+
+@triton.jit
+def bias_tile(
+    bias: tl.tensor,
+    weight: tl.tensor,
+    rows: RowTile,
+    column: tl.tensor,
+    columns: tl.tensor,
+    FORM: tl.constexpr,
+) -> tl.tensor:
+    """Return the float32 tile to which a product is added, its parts side by side: zeros, or each
+    row's weight times the bias.
+
+    Biases are stored (parts, columns) for each expert. As initial sums they take no registers
+    beside those of the product.
+    """
+    BLOCK_R: tl.constexpr = FORM.block_r
+    WIDTH: tl.constexpr = FORM.parts * FORM.block_n
+    total = tl.zeros((BLOCK_R, WIDTH), tl.float32)
+    if bias is not None:
+        factor = weights_of(weight, rows, FORM)
+        n = tl.arange(0, WIDTH)
+        own_column = column + n % FORM.block_n
+        first = bias + rows.expert.to(tl.int64) * FORM.parts * columns
+        own = first + n // FORM.block_n * columns + own_column
+        values = tl.load(own, mask=own_column < columns, other=0.0).to(tl.float32)
+        total += factor[:, None] * values[None, :]
+    return total
+
+
+@triton.jit
+def weights_of(weight: tl.tensor, rows: RowTile, FORM: tl.constexpr) -> tl.tensor:
+    """Return the weights of rows in float32; 1 without weights."""
+    factor = tl.full((FORM.block_r,), 1.0, tl.float32)
+    if weight is not None:
+        factor = tl.load(weight + rows.row, mask=rows.is_row, other=0.0).to(tl.float32)
+    return factor
 
 
 @triton.jit
 def rows_tile(
     x: tl.tensor,
-    first: tl.tensor,
-    source: tl.tensor,
-    is_row: tl.tensor,
+    rows: RowTile,
     k: tl.tensor,
     depth: tl.tensor,
     stride_x: tl.tensor,
     BY_DESCRIPTOR: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Load BLOCK_K columns, from column k on, of the rows in `source`; elements beyond the rows and
-    columns are zero.
+    """Load BLOCK_K columns of rows, from column k on; zero beyond the rows and columns.
 
-    A descriptor loads the rows from `first` on instead, including rows of the next expert, whose
-    results are not written.
+    A descriptor loads consecutive rows instead, including rows of the next expert, whose results
+    are not written.
     """
     if BY_DESCRIPTOR:
-        rows = x.load([first, k])
+        tile = x.load([rows.first, k])
     else:
         step = k + tl.arange(0, BLOCK_K)
-        pointers = x + source.to(tl.int64)[:, None] * stride_x + step[None, :]
-        rows = tl.load(pointers, mask=is_row[:, None] & (step < depth)[None, :], other=0.0)
-    return rows
+        pointers = x + rows.source.to(tl.int64)[:, None] * stride_x + step[None, :]
+        tile = tl.load(pointers, mask=rows.is_row[:, None] & (step < depth)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -206,30 +316,58 @@ def matrix_tile(
     columns: tl.tensor,
     depth: tl.tensor,
     stride_expert: tl.tensor,
+    stride_part: tl.tensor,
     stride_w: tl.tensor,
-    TRANSPOSED: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tl.tensor:
-    """Load the (BLOCK_K, BLOCK_N) tile of an expert's matrix that starts at (k, column); elements
-    beyond the matrix are zero.
+    """Load the (block_k, parts block_n) tile of an expert's matrix that starts at (k, column), its
+    parts side by side; elements beyond the matrix are zero.
 
-    The matrix is stored (columns, depth) if TRANSPOSED, else (depth, columns). A descriptor checks
-    the bounds itself.
+    The matrix is stored (parts, columns, depth), (columns, depth) or (depth, columns); see `Form`.
+    A descriptor checks the bounds itself.
     """
-    n = column + tl.arange(0, BLOCK_N)
-    step = k + tl.arange(0, BLOCK_K)
-    if BY_DESCRIPTOR:
-        if TRANSPOSED:
-            matrix = tl.trans(w.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K))
+    WIDTH: tl.constexpr = FORM.parts * FORM.block_n
+    n = tl.arange(0, WIDTH)
+    own_column = column + (n % FORM.block_n if FORM.is_stacked else n)
+    step = k + tl.arange(0, FORM.block_k)
+    if FORM.matrix_by_descriptor:
+        if FORM.is_stacked:
+            tile = tl.trans(w.load([expert, 0, column, k]).reshape(WIDTH, FORM.block_k))
+        elif FORM.transposed:
+            tile = tl.trans(w.load([expert, column, k]).reshape(WIDTH, FORM.block_k))
         else:
-            matrix = w.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
+            tile = w.load([expert, k, column]).reshape(FORM.block_k, WIDTH)
     else:
-        inside = (step < depth)[:, None] & (n < columns)[None, :]
+        inside = (step < depth)[:, None] & (own_column < columns)[None, :]
         base = w + expert.to(tl.int64) * stride_expert
-        if TRANSPOSED:
-            matrix = tl.load(base + n[None, :] * stride_w + step[:, None], mask=inside, other=0.0)
+        if FORM.is_stacked:
+            of_column = n // FORM.block_n * stride_part + own_column * stride_w
+            pointers = base + of_column[None, :] + step[:, None]
+        elif FORM.transposed:
+            pointers = base + own_column[None, :] * stride_w + step[:, None]
         else:
-            matrix = tl.load(base + step[:, None] * stride_w + n[None, :], mask=inside, other=0.0)
-    return matrix
+            pointers = base + step[:, None] * stride_w + own_column[None, :]
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(
+    total: tl.tensor,
+    rows: RowTile,
+    column_tile: tl.tensor,
+    columns: tl.tensor,
+    tensors: Stored,
+    FORM: tl.constexpr,
+) -> None:
+    """Store a tile of the product, each row in its place of the result."""
+    column = column_tile * FORM.block_n + tl.arange(0, FORM.block_n)
+    own_place = rows.row
+    if tensors.places is not None:
+        own_place = tl.load(tensors.places + rows.row, mask=rows.is_row, other=0)
+    pointers = tensors.out + own_place.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(
+        pointers,
+        total.to(tensors.out.dtype.element_ty),
+        mask=rows.is_row[:, None] & (column < columns)[None, :],
+    )

@@ -36,7 +36,7 @@ def rows_times_by_triton(
     codes = codes.contiguous()
     scales = scales.contiguous()
     num_rows = len(x)
-    (num_experts, height, half) = codes.shape
+    num_experts, height, half = codes.shape
     columns = height if transposed else 2 * half
     out = x.new_empty(num_rows, columns)
     if num_rows == 0 or columns == 0:
@@ -88,28 +88,18 @@ def _nf4_kernel(
     index = tl.program_id(0)
     if index < num_row_tiles * column_tiles:
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert, first, row, is_row, source = rows_of_tile(
-            schedule, capacity, schedule, row_tile, False, BLOCK_R
-        )
+        rows = rows_of_tile(schedule, capacity, None, row_tile, BLOCK_R)
         start = column_tile * BLOCK
         total = tl.zeros((BLOCK_R, BLOCK), tl.float32)
         for k in tl.range(0, depth, BLOCK):
             a = rows_tile(
-                x,
-                first,
-                source=source,
-                is_row=is_row,
-                k=k,
-                depth=depth,
-                stride_x=depth,
-                BY_DESCRIPTOR=False,
-                BLOCK_K=BLOCK,
+                x, rows, k=k, depth=depth, stride_x=depth, BY_DESCRIPTOR=False, BLOCK_K=BLOCK
             )
             b = matrix_tile(
                 codes,
                 scales,
                 values=values,
-                expert=expert,
+                expert=rows.expert,
                 row=start if TRANSPOSED else k,
                 column=k if TRANSPOSED else start,
                 height=height,
@@ -119,26 +109,12 @@ def _nf4_kernel(
             if TRANSPOSED:
                 b = tl.trans(b)
             total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
-        store_tile(out, total, row, is_row=is_row, start=start, columns=columns, BLOCK=BLOCK)
-
-
-@triton.jit
-def store_tile(
-    out: tl.tensor,
-    values: tl.tensor,
-    row: tl.tensor,
-    is_row: tl.tensor,
-    start: tl.tensor,
-    columns: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Write values to some rows of a result of `columns` columns, BLOCK of them from `start` on."""
-    column = start + tl.arange(0, BLOCK)
-    tl.store(
-        out + row.to(tl.int64)[:, None] * columns + column[None, :],
-        values.to(out.dtype.element_ty),
-        mask=is_row[:, None] & (column < columns)[None, :],
-    )
+        column = start + tl.arange(0, BLOCK)
+        tl.store(
+            out + rows.row.to(tl.int64)[:, None] * columns + column[None, :],
+            total.to(out.dtype.element_ty),
+            mask=rows.is_row[:, None] & (column < columns)[None, :],
+        )
 
 
 @triton.jit

@@ -15,6 +15,8 @@ expert, and their infinities times zero would be NaN.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,23 @@ from moesaic.kernels.triton.rows.tiles import Tile
 
 RANKED = 16
 """The number of experts that one program ranks by their rows."""
+
+
+class OuterForm(NamedTuple):
+    """The constants for which the kernel of outer products is compiled."""
+
+    is_wide: bool
+    """Whether addresses of elements do not fit 32 bits."""
+    precision: str
+    """The `input_precision` of `tl.dot`."""
+    block_n: int
+    """Rows of a tile of the result, columns of `p`."""
+    block_k: int
+    """Columns of a tile of the result, columns of `q`."""
+    block_r: int
+    """Rows of `p` and `q` per step."""
+    group: int
+    """See `Tile.group`."""
 
 
 def outer_products(
@@ -76,7 +95,9 @@ def _launch_outer(
     q_token: Tensor | None,
 ) -> None:
     """Start the kernel that fills the products."""
-    per_expert = triton.cdiv(out.shape[1], tile.rows) * triton.cdiv(out.shape[2], tile.columns)
+    height = out.shape[1]
+    width = out.shape[2]
+    per_expert = triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)
     # if so, half of the stages load row numbers ahead of the rows
     is_gathered = p_token is not None or q_token is not None
     p_steps, p_by_descriptor = as_operand(
@@ -88,26 +109,24 @@ def _launch_outer(
     _outer_kernel[(num_programs(tile, len(ends) * per_expert, p.device),)](
         p,
         q,
-        p_steps=p_steps,
-        q_steps=q_steps,
+        p_steps=p_steps if p_by_descriptor else None,
+        q_steps=q_steps if q_by_descriptor else None,
         out=out,
-        p_token=p if p_token is None else p_token,
-        q_token=q if q_token is None else q_token,
+        p_token=p_token,
+        q_token=q_token,
         ends=ends,
         order=order,
         num_experts=len(ends),
-        height=out.shape[1],
-        width=out.shape[2],
-        P_GATHERED=p_token is not None,
-        Q_GATHERED=q_token is not None,
-        P_BY_DESCRIPTOR=p_by_descriptor,
-        Q_BY_DESCRIPTOR=q_by_descriptor,
-        WIDE=max(p.numel(), q.numel()) >= 2**31,
-        PRECISION=dot_precision(p.dtype),
-        BLOCK_N=tile.rows,
-        BLOCK_K=tile.columns,
-        BLOCK_R=tile.depth,
-        GROUP=tile.group,
+        height=height,
+        width=width,
+        FORM=OuterForm(
+            is_wide=max(p.numel(), q.numel()) >= 2**31,
+            precision=dot_precision(p.dtype),
+            block_n=tile.rows,
+            block_k=tile.columns,
+            block_r=tile.depth,
+            group=tile.group,
+        ),
         num_warps=tile.warps,
         num_stages=2 * tile.stages - 1 if is_gathered else tile.stages,
     )
@@ -167,17 +186,11 @@ def _outer_kernel(
     num_experts: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
-    P_GATHERED: tl.constexpr,
-    Q_GATHERED: tl.constexpr,
-    P_BY_DESCRIPTOR: tl.constexpr,
-    Q_BY_DESCRIPTOR: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
+    BLOCK_N: tl.constexpr = FORM.block_n
+    BLOCK_K: tl.constexpr = FORM.block_k
+    GROUP: tl.constexpr = FORM.group
     height_tiles = tl.cdiv(height, BLOCK_N)
     width_tiles = tl.cdiv(width, BLOCK_K)
     per_expert = height_tiles * width_tiles
@@ -189,67 +202,17 @@ def _outer_kernel(
         first_n = height_tile * BLOCK_N
         first_k = width_tile * BLOCK_K
         total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        whole = start + (end - start) // BLOCK_R * BLOCK_R
-        for row in tl.range(start, whole, BLOCK_R):
-            left = step_tile(
-                p_steps,
-                p_token,
-                row=row,
-                end=end,
-                first=first_n,
-                columns=height,
-                GATHERED=P_GATHERED,
-                BY_DESCRIPTOR=P_BY_DESCRIPTOR,
-                CUT=False,
-                WIDE=WIDE,
-                BLOCK_R=BLOCK_R,
-                BLOCK=BLOCK_N,
-            )
-            right = step_tile(
-                q_steps,
-                q_token,
-                row=row,
-                end=end,
-                first=first_k,
-                columns=width,
-                GATHERED=Q_GATHERED,
-                BY_DESCRIPTOR=Q_BY_DESCRIPTOR,
-                CUT=False,
-                WIDE=WIDE,
-                BLOCK_R=BLOCK_R,
-                BLOCK=BLOCK_K,
-            )
-            total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
+        whole = start + (end - start) // FORM.block_r * FORM.block_r
+        left = Side(p, p_steps, p_token, first_n, height)
+        right = Side(q, q_steps, q_token, first_k, width)
+        for row in tl.range(start, whole, FORM.block_r):
+            a = step_tile(left, row, end, FORM, CUT=False, BLOCK=BLOCK_N)
+            b = step_tile(right, row, end, FORM, CUT=False, BLOCK=BLOCK_K)
+            total = tl.dot(tl.trans(a), b, total, input_precision=FORM.precision)
         if whole < end:
-            left = step_tile(
-                p,
-                p_token,
-                row=whole,
-                end=end,
-                first=first_n,
-                columns=height,
-                GATHERED=P_GATHERED,
-                BY_DESCRIPTOR=False,
-                CUT=True,
-                WIDE=WIDE,
-                BLOCK_R=BLOCK_R,
-                BLOCK=BLOCK_N,
-            )
-            right = step_tile(
-                q,
-                q_token,
-                row=whole,
-                end=end,
-                first=first_k,
-                columns=width,
-                GATHERED=Q_GATHERED,
-                BY_DESCRIPTOR=False,
-                CUT=True,
-                WIDE=WIDE,
-                BLOCK_R=BLOCK_R,
-                BLOCK=BLOCK_K,
-            )
-            total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
+            a = step_tile(left, whole, end, FORM, CUT=True, BLOCK=BLOCK_N)
+            b = step_tile(right, whole, end, FORM, CUT=True, BLOCK=BLOCK_K)
+            total = tl.dot(tl.trans(a), b, total, input_precision=FORM.precision)
         n = first_n + tl.arange(0, BLOCK_N)
         k = first_k + tl.arange(0, BLOCK_K)
         pointers = (
@@ -265,35 +228,45 @@ def _outer_kernel(
         )
 
 
+class Side(NamedTuple):
+    """A factor of an outer product, and the columns of it that a tile takes."""
+
+    x: tl.tensor
+    steps: tl.tensor
+    """Its descriptor; None to load it by pointers."""
+    token: tl.tensor
+    """The token of each row; None in expert order."""
+    first: tl.tensor
+    """The first column of the tile."""
+    columns: tl.tensor
+    """The number of columns of `x`."""
+
+
 @triton.jit
 def step_tile(
-    x: tl.tensor,
-    token: tl.tensor,
+    side: Side,
     row: tl.tensor,
     end: tl.tensor,
-    first: tl.tensor,
-    columns: tl.tensor,
-    GATHERED: tl.constexpr,
-    BY_DESCRIPTOR: tl.constexpr,
+    FORM: tl.constexpr,
     CUT: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Load a tile of the rows from `row` on and the columns from `first` on; zero beyond `columns`
-    and, if CUT, row `end`."""
-    if BY_DESCRIPTOR:
-        tile = x.load([row, first])
+    """Load a tile of the rows from `row` on and BLOCK columns; zero beyond the columns and, if CUT,
+    row `end`."""
+    if side.steps is not None and not CUT:
+        tile = side.steps.load([row, side.first])
     else:
-        r = row + tl.arange(0, BLOCK_R)
-        column = first + tl.arange(0, BLOCK)
-        inside = (column < columns)[None, :]
+        r = row + tl.arange(0, FORM.block_r)
+        column = side.first + tl.arange(0, BLOCK)
+        inside = (column < side.columns)[None, :]
         if CUT:
             inside = (r < end)[:, None] & inside
         source = r
-        if GATHERED:
-            source = tl.load(token + r, mask=r < end, other=0) if CUT else tl.load(token + r)
-        if WIDE:
+        if side.token is not None:
+            to_token = side.token + r
+            source = tl.load(to_token, mask=r < end, other=0) if CUT else tl.load(to_token)
+        if FORM.is_wide:
             source = source.to(tl.int64)
-        tile = tl.load(x + source[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        pointers = side.x + source[:, None] * side.columns + column[None, :]
+        tile = tl.load(pointers, mask=inside, other=0.0)
     return tile

@@ -14,6 +14,8 @@ expert is half empty on average.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -98,34 +100,6 @@ def gated_slope(d: tl.tensor, x: tl.tensor, CLAMP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def bias_tile(
-    bias: tl.tensor,
-    factor: tl.tensor,
-    expert: tl.tensor,
-    column: tl.tensor,
-    width: tl.tensor,
-    BIASED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tl.tensor:
-    """Return the (BLOCK_R, PARTS BLOCK_N) float32 tile to which a product is added: zeros, or each
-    row's factor times the bias.
-
-    Biases are stored (PARTS, width) for each expert. As initial sums they take no registers beside
-    those of the product.
-    """
-    total = tl.zeros((BLOCK_R, PARTS * BLOCK_N), tl.float32)
-    if BIASED:
-        n = tl.arange(0, PARTS * BLOCK_N)
-        own_column = column + n % BLOCK_N
-        own = bias + expert.to(tl.int64) * PARTS * width + n // BLOCK_N * width + own_column
-        values = tl.load(own, mask=own_column < width, other=0.0).to(tl.float32)
-        total += factor[:, None] * values[None, :]
-    return total
-
-
-@triton.jit
 def place(
     index: tl.tensor, num_row_tiles: tl.tensor, num_column_tiles: tl.tensor, GROUP: tl.constexpr
 ) -> tl.tensor:
@@ -142,9 +116,36 @@ def place(
 
 
 @triton.jit
-def halves(x: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
-    """Split a (ROWS, COLUMNS) tile into its left and its right half, in registers."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+def halves(x: tl.tensor) -> tl.tensor:
+    """Split a tile into its left and its right half, in registers."""
+    HALF: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
+
+
+class RowTile(NamedTuple):
+    """The rows of a tile, which belong to one expert."""
+
+    expert: tl.tensor
+    first: tl.tensor
+    """The number of the first row."""
+    row: tl.tensor
+    """All row numbers."""
+    is_row: tl.tensor
+    """Which of them are rows of the expert."""
+    source: tl.tensor
+    """The rows of the input to read: tokens if the input is gathered, else the row numbers."""
+
+
+class Part(NamedTuple):
+    """Some columns of a tile, which an epilogue processes at once."""
+
+    rows: RowTile
+    factor: tl.tensor
+    """The rows' weights."""
+    start: tl.tensor
+    """The first column."""
+    width: tl.tensor
+    """The number of columns of the product."""
 
 
 @triton.jit
@@ -153,22 +154,18 @@ def rows_of_tile(
     capacity: tl.tensor,
     token: tl.tensor,
     row_tile: tl.tensor,
-    GATHERED: tl.constexpr,
     BLOCK_R: tl.constexpr,
-) -> tl.tensor:
-    """Return a tile of `row_tiles`: the expert, its first row, all its row numbers, which of them
-    are valid, and their sources.
-
-    The sources are the rows of the input to read: tokens if GATHERED, else the row numbers.
-    """
+) -> RowTile:
+    """Return the `RowTile` of number `row_tile` in a schedule of `row_tiles`; `token` is None if
+    the input is not gathered."""
     expert = tl.load(schedule + 1 + row_tile)
     first = tl.load(schedule + 1 + capacity + row_tile)
     row = first + tl.arange(0, BLOCK_R)
     is_row = row < tl.load(schedule + 1 + 2 * capacity + row_tile)
     source = row
-    if GATHERED:
+    if token is not None:
         source = tl.load(token + row, mask=is_row, other=0)
-    return expert, first, row, is_row, source
+    return RowTile(expert, first, row, is_row, source)
 
 
 WIDTH = 32

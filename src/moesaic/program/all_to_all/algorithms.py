@@ -79,6 +79,7 @@ class Hier2D(AbstractAllToAll):
         return legs_of((0, source, mate), (1, mate, target))
 
     def paths(self, node_map: NodeMap) -> dict[int, np.ndarray]:
+        """Return for each hop the pairs of ranks whose rows it moves, and the ends of their way."""
         ranks = np.array(node_map.ranks)
         ranks_by_node = np.array(node_map.nodes)
         # ranks of a group are node-major
@@ -131,6 +132,8 @@ class Hier3D(AbstractAllToAll):
         return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0)), Hop(Lane.INTER, (-1, 0, 1))
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+        """Return the way of rows: to the mate on the own node, to that on a relay node, to the
+        target."""
         source_node = node_map.node(source)
         target_node = node_map.node(target)
         mate = node_map.rank(source_node, node_map.local(target))

@@ -141,6 +141,8 @@ class Builder:
     def _scale(
         self, source: str, name: str, axis: Axis, state: State, stage: Stage, dual_power: int
     ) -> str:
+        """Add a task that multiplies a slot by a power of the size of `axis`, whose state becomes
+        `state`."""
         slot = self._slots[source]
         states = self._states(source) | {axis: state}
         return self._task(
@@ -167,14 +169,11 @@ class Builder:
         group: tuple[Axis, ...] = (),
         dual_power: int = 0,
     ) -> str:
+        """Add a task and the slot that it writes; return the slot's name."""
         self._slot(name, kind, layout, states)
-        lane = (
-            Lane.COMPUTE
-            if op is not Op.MOVE
-            else Lane.INTER
-            if {"ep", "node"}.intersection(group)
-            else Lane.INTRA
-        )
+        lane = Lane.COMPUTE
+        if op is Op.MOVE:
+            lane = Lane.INTER if {"ep", "node"}.intersection(group) else Lane.INTRA
         self._tasks.append(
             Task(
                 name=name,
@@ -193,6 +192,7 @@ class Builder:
         return dict(self._slots[name].state)
 
     def _slot(self, name: str, kind: Kind, layout: Layout, states: States) -> str:
+        """Add a slot that a task will write."""
         assert name not in self._slots, f"slot {name} is written twice"
         listed = tuple(
             sorted((axis, state) for axis, state in states.items() if state is not State.SHARDED)

@@ -89,6 +89,8 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
     )
 
     def number(layout: Layout) -> int | None:
+        """Return the number of a layout's chunk: backward passes count from 1 on. Replicated copies
+        are 0 there, and come after the last chunk in forward passes."""
         if isinstance(layout.chunk, str):
             return 0 if backward else last
         return layout.chunk if layout.chunk is None else layout.chunk + backward
@@ -115,6 +117,7 @@ def early(program: Program) -> Program:
     is_replicated = moves_replicated_weights(program)
 
     def rank(task: Task) -> tuple[bool, int]:
+        """Return the place of a task: movements first, then by chunk."""
         chunk = number(slots[task.writes[0]].layout)
         if is_replicated(task):
             return True, 0 if task.lane is Lane.INTER else chunk or 0

@@ -50,6 +50,8 @@ def optsche(program: Program) -> Program:
     last = max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
+        """Return the place of a task in the order: its phase, a part or level, and a rank among
+        equals."""
         phase = phases[task.name]
         part = parts[task.name]
         if is_replicated(task):
@@ -60,6 +62,7 @@ def optsche(program: Program) -> Program:
             )
         if phase is not _Phase.MIDDLE:
             return phase, levels[task.name], part
+        # within a chunk: its expert, the next chunk's movements inside a node, its result
         if task.stage is Stage.DISPATCH and task.lane in MOVING:
             return phase, part - 1, 1
         return phase, part, 2 if task.stage is Stage.COMBINE else 0
@@ -108,6 +111,7 @@ def _parts(program: Program) -> dict[str, int]:
     number = chunk_numbers(program)
 
     def part(layout: Layout) -> tuple[int, int]:
+        """Return a layout's chunk and step; -1 for whole ones."""
         chunk = number(layout)
         return -1 if chunk is None else chunk, -1 if layout.step is None else layout.step[0]
 
@@ -121,6 +125,7 @@ def _parts(program: Program) -> dict[str, int]:
     }
 
     def place_of(task: Task) -> int:
+        """Return the position of a task's part; -1 before all parts, or their number after them."""
         if len(parts_of_task[task.name]) == 1:
             return positions[next(iter(parts_of_task[task.name]))]
         return -1 if task.stage in (Stage.ROUTE, Stage.DISPATCH) else len(positions)

@@ -100,6 +100,7 @@ def _may_fuse(program: Program, task: Task) -> bool:
 
 
 def _fused(program: Program, first: Task, second: Task) -> Program:
+    """Return the program with two movements made one over the axes of both."""
     group: tuple[Axis, ...] = tuple(
         axis for axis in ("ep", "etp") if axis in (*first.group, *second.group)
     )

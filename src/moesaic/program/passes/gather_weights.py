@@ -73,6 +73,7 @@ def _visit_outer(program: Program) -> Program:
         return tuple("etp_outer" if axis == "etp" else axis for axis in axes)
 
     def changed(slot: Slot) -> Slot:
+        """Return a slot whose rows are spread over the outer part of etp."""
         if slot.kind is Kind.WEIGHT:
             return slot
         state = tuple(("etp_outer" if axis == "etp" else axis, value) for axis, value in slot.state)
@@ -92,6 +93,7 @@ def _stay_home(program: Program) -> Program:
     """Remove all movements of rows to experts and back."""
 
     def changed(slot: Slot) -> Slot:
+        """Return a slot whose rows are spread over the outer part of etp."""
         if slot.kind is Kind.WEIGHT:
             return slot
         spread = tuple(axis for axis in slot.layout.spread if axis not in ("ep", "etp"))

@@ -47,4 +47,6 @@ def _share(layout: Layout, task: Task) -> Layout | None:
     axis = task.group[0]
     if axis in layout.spread:
         return replace(layout, spread=tuple(other for other in layout.spread if other != axis))
-    return replace(layout, whole_tp=False) if layout.whole_tp and axis in ("tp", "etp") else None
+    if layout.whole_tp and axis in ("tp", "etp"):
+        return replace(layout, whole_tp=False)
+    return None

@@ -64,9 +64,10 @@ def multicast(program: Program, grid: Grid) -> Program:
     slices = program.routes_slices
     build = Builder(f"{program.name}, multicast", bias)
     tokens, y_layout, tp = _tokens(build, slices)
-    index, places, (once, copies, g) = _to_ranks(build, grid, tokens, slices)
-    h = build.permute(once, copies, "h", _at_ranks("copies"))
-    sums = build.combine(build.expert(h, g, "out"), copies, "sums", _at_ranks("rank_tokens"))
+    index, places, (rank_tokens, copy_index, gates) = _to_ranks(build, grid, tokens, slices)
+    copies = build.permute(rank_tokens, copy_index, "h", _at_ranks("copies"))
+    outputs = build.expert(copies, gates, "out")
+    sums = build.combine(outputs, copy_index, "sums", _at_ranks("rank_tokens"))
     y = build.combine(_home(build, grid, sums, places), index, "y_part", y_layout, tp)
     whole = Layout(flow="tokens", whole_tp=True)
     build.move(y, "y", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
@@ -133,7 +134,8 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
     )
     if places:
         at_mate = build.combine(at_mate, places, "z_here", _at_mate("node_tokens"))
-    return build.move(at_mate, "z", Layout(flow=build.flow(at_mate)), ("node",), {}, Stage.COMBINE)
+    at_origin = Layout(flow=build.flow(at_mate))
+    return build.move(at_mate, "z", at_origin, ("node",), {}, Stage.COMBINE)
 
 
 def _has_mates(grid: Grid) -> bool:
@@ -166,7 +168,8 @@ def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
     x = build.input("x", Kind.TOKENS, whole, {"tp": State.IDENTICAL})
     if slices:
         own = replace(whole, whole_tp=False)
-        return build.move(x, "x_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH), own, {}
+        sharded: States = {"tp": State.SHARDED}
+        return build.move(x, "x_mine", own, ("tp",), sharded, Stage.DISPATCH), own, {}
     shared: States = {"tp": State.REPLICATED}
     return (
         build.move(x, "x_shared", whole, ("tp",), shared, Stage.DISPATCH),

@@ -136,6 +136,7 @@ def _placed(layout: Layout) -> Placed:
 
 
 def _index_move(source: str) -> Task:
+    """Return the task that moves the index of rows to where samples go."""
     return Task(
         name=INDEX,
         op=Op.MOVE,

@@ -110,6 +110,7 @@ def _with_weights(
     source_slot = program.slot(source)
 
     def sent(suffix: str, chunk: Literal["near", "here"], over: tuple[Axis, ...]) -> Slot:
+        """Return a slot of replicated weights after a movement over some axes."""
         state = {**dict(source_slot.state), **dict.fromkeys(over, State.REPLICATED), "etp": on_etp}
         layout = replace(source_slot.layout, experts="all", chunk=chunk)
         listed_states = tuple(
@@ -118,6 +119,7 @@ def _with_weights(
         return Slot(name=f"{name}_{suffix}", kind=Kind.WEIGHT, layout=layout, state=listed_states)
 
     def movement(read: str, slot: Slot, axis: Axis) -> Task:
+        """Return the task that fetches weights along one axis."""
         lane = Lane.INTRA if axis == "local" else Lane.INTER
         return Task(
             name=slot.name,

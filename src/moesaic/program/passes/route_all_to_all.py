@@ -95,7 +95,8 @@ def lower(
     """Return the tasks that perform a movement, and the slots between them."""
     source = task.reads[0]
     target = task.writes[0]
-    hops: tuple[Hop, ...] = ALL_TO_ALLS[link].hops(NodeMap(grid, grid.group(0, task.group)))
+    nodes = NodeMap(grid, grid.group(0, task.group))
+    hops: tuple[Hop, ...] = ALL_TO_ALLS[link].hops(nodes)
     packed = f"{target}@pack"
     names = [packed, *(f"{target}@{number}" for number in range(len(hops)))]
     common = replace(task, link=link, of=(source, target))

@@ -103,6 +103,7 @@ def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]
 
 
 def _part_task(task: Task, part: StretchPart, cut: set[str]) -> Task:
+    """Return the task for one part of the slots that are cut."""
     return replace(
         task,
         name=task.name + part.suffix,

@@ -41,11 +41,17 @@ class BalancedAssignment(LinearRouter):
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)
-        return Scores(logits_TE, logits_TE.softmax(-1), logits_TE.sigmoid(), logits_TE.detach())
+        return Scores(
+            logits_TE,
+            probs=logits_TE.softmax(-1),
+            gates=logits_TE.sigmoid(),
+            rank_by=logits_TE.detach(),
+        )
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose one expert for each token; in training so that all experts get equally many."""
         best = top_k_indices(scores.rank_by, 1)
         if self.training:
             tokens = (

@@ -68,6 +68,7 @@ class CosineTopK(SoftmaxWeights):
             self.logit_bias.zero_()
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Return the softmax of the cosines between tokens and experts over the temperature."""
         projected_TP = F.normalize(F.linear(x_TD, self.projection.to(x_TD.dtype)), dim=-1)
         cosine_TE = F.linear(projected_TP, F.normalize(self.embedding.to(x_TD.dtype), dim=-1))
         temperature = self.log_temperature.to(x_TD.dtype).exp().clamp_min(self.floor)
@@ -75,4 +76,4 @@ class CosineTopK(SoftmaxWeights):
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias.to(x_TD.dtype)
         probs_TE = logits_TE.softmax(-1)
-        return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+        return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE.detach())

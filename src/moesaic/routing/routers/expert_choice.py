@@ -33,11 +33,12 @@ class ExpertChoice(LinearRouter):
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(-1)
-        return Scores(logits_TE, probs_TE, probs_TE, probs_TE.detach())
+        return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=probs_TE.detach())
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Let each expert choose its tokens, equally many; padding is chosen by none."""
         rank_by = (
             scores.rank_by
             if valid_T is None

@@ -61,6 +61,7 @@ class GroupLimited(LimitedRouter):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose as the inner router, among experts of each token's best groups."""
         limited = in_best_groups(
             scores.rank_by,
             self.num_groups,
@@ -70,6 +71,8 @@ class GroupLimited(LimitedRouter):
         return self.inner.choose(scores._replace(rank_by=limited), top_k, valid_T, noise)
 
     def fused(self, top_k: int) -> FusedChoice | None:
+        """Return the inner router's choice in one operation, limited to groups; None if it has
+        none."""
         inner = self.inner.fused(top_k) if self.is_as_in(GroupLimited) else None
         if inner is None or inner.rule.num_groups > 1:
             return None
@@ -81,6 +84,7 @@ class GroupLimited(LimitedRouter):
         return inner._replace(rule=rule)
 
     def check_fits(self, top_k: int) -> None:
+        """Refuse more experts a token than its best groups have."""
         super().check_fits(top_k)
         eligible = self.top_groups * self.num_experts // self.num_groups
         if top_k > eligible:

@@ -58,11 +58,13 @@ class GShardTop2(LinearRouter):
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)
         probs_TE = logits_TE.softmax(-1)
-        return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+        return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE.detach())
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
+        """Choose the best expert, and a second one that is sampled, or sent with a probability that
+        grows with its weight."""
         first = top_k_indices(scores.rank_by, 1)
         rank_by = scores.rank_by
         if noise is not None and self.second == "sampled":
@@ -75,7 +77,8 @@ class GShardTop2(LinearRouter):
         choice = token_choice(torch.cat([first, top_k_indices(rank_by, 1)], dim=1))
         if noise is None or self.second == "sampled":
             return choice
-        second_gate = normalized(chosen(scores.gates.detach(), choice, 2)).view(-1, 2)[:, 1]
+        gates = normalized(chosen(scores.gates.detach(), choice, 2))
+        second_gate = gates.view(-1, 2)[:, 1]
         sent = torch.ones_like(choice.slot, dtype=torch.bool).view(-1, 2)
         sent[:, 1] = noise[:, 0] < 2 * second_gate
         return choice._replace(sent=sent.reshape(-1))

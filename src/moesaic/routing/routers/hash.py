@@ -61,6 +61,7 @@ class Hash(AbstractRouter):
             self.table.copy_(numbers.argsort(dim=1, stable=True))
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Return scores that rank each token's experts in the order of the table."""
         if token_ids is None:
             raise InputError(
                 "the hash router reads token ids: call the layer as moe(x, token_ids=ids)"
@@ -70,7 +71,12 @@ class Hash(AbstractRouter):
         places = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=x_TD.dtype)
         rank_by.scatter_(1, order_TE, places.expand_as(rank_by))
         uniform = torch.full_like(rank_by, 1 / self.num_experts)
-        return Scores(torch.zeros_like(rank_by), uniform, torch.ones_like(rank_by), rank_by)
+        return Scores(
+            torch.zeros_like(rank_by),
+            probs=uniform,
+            gates=torch.ones_like(rank_by),
+            rank_by=rank_by,
+        )
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None

@@ -50,9 +50,10 @@ class NoisyTopK(SoftmaxWeights, LinearRouter):
         return torch.randn(num_tokens, self.num_experts, device=device) if self.training else None
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Return the softmax of the logits, with learnt noise if there is noise."""
         logits_TE = self.logits(x_TD)
         if noise is not None:
             deviation_TE = F.softplus(F.linear(x_TD, self.noise_weight.to(x_TD.dtype)))
             logits_TE = logits_TE + noise.to(x_TD.dtype) * deviation_TE
         probs_TE = logits_TE.softmax(-1)
-        return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+        return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE.detach())

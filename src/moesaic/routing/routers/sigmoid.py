@@ -59,10 +59,13 @@ class SigmoidTopK(LinearRouter):
         self.normalize = normalize
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        """Return the sigmoid of the logits; experts are ranked by it plus the bias."""
         logits_TE = self.logits(x_TD)
         gates_TE = logits_TE.sigmoid()
         probs_TE = gates_TE / gates_TE.sum(-1, keepdim=True)
-        return Scores(logits_TE, probs_TE, gates_TE, gates_TE.detach() + self.bias)
+        return Scores(
+            logits_TE, probs=probs_TE, gates=gates_TE, rank_by=gates_TE.detach() + self.bias
+        )
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         gates_TK = chosen(scores.gates, choice, top_k)
@@ -73,6 +76,7 @@ class SigmoidTopK(LinearRouter):
         return FusedChoice(self.logits, rule, self.bias) if self.is_as_in(SigmoidTopK) else None
 
     def check(self, top_k: int) -> None:
+        """Refuse weights that are always 1."""
         super().check(top_k)
         if top_k == 1 and self.normalize and self.num_experts > 1:
             raise InputError(

@@ -46,7 +46,7 @@ class SoftmaxTopK(SoftmaxWeights, LinearRouter):
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         logits_TE = self.logits(x_TD)
         probs_TE = softmax_rows(logits_TE)
-        return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+        return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE.detach())
 
     def fused(self, top_k: int) -> FusedChoice | None:
         rule = ChoiceRule(

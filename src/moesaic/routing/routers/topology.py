@@ -133,6 +133,7 @@ class TopologyRouter(LimitedRouter):
         return self.inner.choose(scores, top_k, valid_T, noise)
 
     def check_fits(self, top_k: int) -> None:
+        """Refuse more experts a token than the smallest group has."""
         super().check_fits(top_k)
         fewest = int(self.inside.sum(2).min()) if self.levels else self.num_experts
         if top_k > fewest:

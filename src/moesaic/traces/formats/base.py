@@ -117,7 +117,14 @@ def tokens_segment(
         seq_len=tokens // sequences,
         accumulation=accumulation,
     )
-    return TraceSegment(shape, "tokens", np.array(steps, dtype=np.int64), table, sequences, source)
+    return TraceSegment(
+        shape,
+        holds="tokens",
+        steps=np.array(steps, dtype=np.int64),
+        table=table,
+        groups=sequences,
+        source=source,
+    )
 
 
 def counts_segment(
@@ -162,7 +169,9 @@ def counts_segment(
             f"trace {path}: an expert has more copies than there are tokens with "
             f"top_k={top_k}: give a smaller --top-k"
         )
-    return TraceSegment(shape, "counts", numbers, table, sequences, source)
+    return TraceSegment(
+        shape, holds="counts", steps=numbers, table=table, groups=sequences, source=source
+    )
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -189,7 +198,9 @@ def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
     Raises:
         InputError: no file matches.
     """
-    candidates = [path] if path.is_file() else entries(path, typed=True) if path.is_dir() else []
+    candidates = [path] if path.is_file() else []
+    if path.is_dir():
+        candidates = entries(path, typed=True)
     files = {}
     for file in candidates:
         match = re.fullmatch(pattern, file.name)

@@ -10,6 +10,8 @@ written backward; 28 T K for the copies. Exponentials: T E per pass. Saved: the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,71 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 """The smallest normal float32, the least sum by which sigmoid weights are divided."""
 
 
+class ChoiceForm(NamedTuple):
+    """The constants for which the kernels of the choice are compiled; see `ChoiceRule` and
+    `WantedSums`."""
+
+    top_k: int
+    by_sigmoid: bool
+    normalize: bool
+    groups: int
+    top_groups: int
+    by_best_two: bool
+    balance: bool
+    z: bool
+    reduced: bool
+    slots: int
+    """A power of two, at least `top_k`."""
+    rows: int
+    """Tokens that a program holds at a time."""
+    columns: int
+    """A power of two, at least the number of experts."""
+
+    @classmethod
+    def of(cls, rule: ChoiceRule, wanted: WantedSums, num_experts: int) -> ChoiceForm:
+        """Return the constants of a choice among `num_experts`."""
+        columns = triton.next_power_of_2(num_experts)
+        return cls(
+            top_k=rule.top_k,
+            by_sigmoid=rule.by_sigmoid,
+            normalize=rule.normalize,
+            groups=rule.num_groups,
+            top_groups=rule.top_groups,
+            by_best_two=rule.by_best_two,
+            balance=wanted.balance,
+            z=wanted.z,
+            reduced=wanted.reduced,
+            slots=triton.next_power_of_2(rule.top_k),
+            rows=max(1, VALUES // columns),
+            columns=columns,
+        )
+
+
+class Sums(NamedTuple):
+    """The sums over some tokens, without padding. Those that are a number are in parts, added up
+    when they are stored."""
+
+    probs: tl.tensor
+    """(columns,): each expert's probabilities."""
+    copies: tl.tensor
+    """(columns,): each expert's copies."""
+    squares: tl.tensor
+    """Parts of the sum of the squares of the logits' logsumexp."""
+    nonfinite: tl.tensor
+    """Parts of the number of copies whose weight is not finite."""
+    num_valid: tl.tensor
+    """Parts of the number of tokens."""
+
+
+class Copies(NamedTuple):
+    """What the choice stores of each copy; see `ChoiceResult`."""
+
+    expert: tl.tensor
+    token: tl.tensor
+    slot: tl.tensor
+    weight: tl.tensor
+
+
 def choose_by_triton(
     logits: Tensor,
     bias: Tensor | None,
@@ -43,52 +110,33 @@ def choose_by_triton(
 ) -> None:
     """Fill `chosen`; the other arguments are those of `kernels.choice.choose`."""
     num_rows, num_experts = logits.shape
-    columns = triton.next_power_of_2(num_experts)
-    rows = max(1, VALUES // columns)
-    tiles = triton.cdiv(num_rows, rows)
+    form = ChoiceForm.of(rule, wanted, num_experts)
+    tiles = triton.cdiv(num_rows, form.rows)
     programs = max(1, min(tiles, PROGRAMS))
-    floats = torch.empty(programs, columns + 1, dtype=torch.float32, device=logits.device)
-    ints = torch.empty(programs, columns + 2, dtype=torch.int32, device=logits.device)
+    floats = torch.empty(programs, form.columns + 1, dtype=torch.float32, device=logits.device)
+    ints = torch.empty(programs, form.columns + 2, dtype=torch.int32, device=logits.device)
     _choose_kernel[(programs,)](
         logits.contiguous(),
         bias,
         valid=valid,
         given=given,
-        expert=chosen.expert,
-        token=chosen.token,
-        slots=chosen.slot,
-        weight=chosen.weight,
+        copies=Copies(chosen.expert, chosen.token, chosen.slot, chosen.weight),
         floats=floats,
         ints=ints,
         num_rows=num_rows,
         num_experts=num_experts,
         tiles=tiles,
         scale=rule.scale,
-        TOP_K=rule.top_k,
-        SLOTS=triton.next_power_of_2(rule.top_k),
-        ROWS=rows,
-        COLUMNS=columns,
-        BY_SIGMOID=rule.by_sigmoid,
-        NORMALIZE=rule.normalize,
-        GROUPS=rule.num_groups,
-        TOP_GROUPS=rule.top_groups,
-        BEST_TWO=rule.by_best_two,
-        BALANCE=wanted.balance,
-        Z=wanted.z,
+        FORM=form,
     )
-    _add_up(floats, ints, valid, logits.shape, wanted, chosen)
+    _add_up(floats, ints, num_experts, wanted, chosen)
 
 
 def _add_up(
-    floats: Tensor,
-    ints: Tensor,
-    valid: Tensor | None,
-    shape: torch.Size,
-    wanted: WantedSums,
-    chosen: ChoiceResult,
+    floats: Tensor, ints: Tensor, num_experts: int, wanted: WantedSums, chosen: ChoiceResult
 ) -> None:
     """Fill the sums of `chosen` from those of each program."""
-    columns = triton.next_power_of_2(shape[1])
+    columns = triton.next_power_of_2(num_experts)
     step = max(1, VALUES // columns)
     programs = len(floats)
     if programs > 2 * GROUP:
@@ -110,14 +158,12 @@ def _add_up(
     _sum_kernel[(1,)](
         floats,
         ints,
-        valid=valid,
         balance=chosen.balance,
         z=chosen.z,
         counts=chosen.counts,
         nonfinite=chosen.nonfinite,
         num_valid=chosen.num_valid,
-        num_rows=shape[0],
-        num_experts=shape[1],
+        num_experts=num_experts,
         programs=len(floats),
         COLUMNS=columns,
         STEP=step,
@@ -132,14 +178,13 @@ def choose_backward_by_triton(
 ) -> Tensor:
     """Return the gradient of the logits, (T, E) float32."""
     num_rows, num_experts = call.logits.shape
-    columns = triton.next_power_of_2(num_experts)
+    form = ChoiceForm.of(rule, wanted, num_experts)
     d_logits = torch.empty_like(call.logits, memory_format=torch.contiguous_format)
-    rows = max(1, VALUES // columns)
     d_weight, d_balance = (
         None if g is None else g.contiguous() for g in (call.d_weight, call.d_balance)
     )
     if num_rows:
-        _choose_backward_kernel[(triton.cdiv(num_rows, rows),)](
+        _choose_backward_kernel[(triton.cdiv(num_rows, form.rows),)](
             call.logits.contiguous(),
             call.valid,
             expert=call.expert,
@@ -152,13 +197,7 @@ def choose_backward_by_triton(
             num_rows=num_rows,
             num_experts=num_experts,
             scale=rule.scale,
-            TOP_K=rule.top_k,
-            SLOTS=triton.next_power_of_2(rule.top_k),
-            ROWS=rows,
-            COLUMNS=columns,
-            BY_SIGMOID=rule.by_sigmoid,
-            NORMALIZE=rule.normalize,
-            REDUCED=wanted.reduced,
+            FORM=form,
         )
     return d_logits
 
@@ -234,33 +273,27 @@ def _divisor(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _normalized(
-    picked: tl.tensor, is_copy: tl.tensor, BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr
-) -> tl.tensor:
+def _normalized(picked: tl.tensor, is_copy: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     """Return the weights of the chosen experts before scaling, from their scores, or from logits
     that softmax normalizes."""
-    if NORMALIZE and not BY_SIGMOID:
+    if FORM.normalize and not FORM.by_sigmoid:
         picked, _ = _softmax(picked, is_copy)
-    elif NORMALIZE:
+    elif FORM.normalize:
         picked = picked / _divisor(tl.where(is_copy, picked, 0.0))
     return picked
 
 
 @triton.jit
-def _in_best_groups(
-    place: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BEST_TWO: tl.constexpr,
-) -> tl.tensor:
+def _in_best_groups(place: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     """Return the places with that of -inf outside each row's best groups, as `in_best_groups` of
     `kernels/top_k.py`."""
-    SIZE: tl.constexpr = COLUMNS // GROUPS
+    ROWS: tl.constexpr = FORM.rows
+    GROUPS: tl.constexpr = FORM.groups
+    TOP_GROUPS: tl.constexpr = FORM.top_groups
+    SIZE: tl.constexpr = FORM.columns // GROUPS
     grouped = tl.reshape(place, (ROWS * GROUPS, SIZE))
     best = value_at(tl.max(grouped, 1))
-    if BEST_TWO and SIZE > 1:
+    if FORM.by_best_two and SIZE > 1:
         first = first_best(grouped, SIZE, SIZE)
         rest = tl.where(tl.arange(0, SIZE)[None, :] == first[:, None], TAKEN, grouped)
         best = best + value_at(tl.max(rest, 1))
@@ -273,7 +306,83 @@ def _in_best_groups(
         is_eligible = tl.where(is_taken, 1, is_eligible)
         group_place = tl.where(is_taken, TAKEN, group_place)
     kept = tl.reshape(is_eligible, (ROWS * GROUPS, 1)) != 0
-    return tl.reshape(tl.where(kept, grouped, -0x7F800001), (ROWS, COLUMNS))  # the place of -inf
+    return tl.reshape(
+        tl.where(kept, grouped, -0x7F800001), (ROWS, FORM.columns)
+    )  # the place of -inf
+
+
+@triton.jit
+def _scores(x: tl.tensor, inside: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    """Return the experts' scores, their probabilities, and the rows' logsumexp."""
+    probabilities, log_sum = _softmax(x, inside)
+    gates = probabilities
+    if FORM.by_sigmoid:
+        gates = _sigmoid(x, inside)
+        probabilities = gates / tl.sum(gates, 1)[:, None]
+    return gates, probabilities, log_sum
+
+
+@triton.jit
+def _ranks(
+    x: tl.tensor,
+    gates: tl.tensor,
+    inside: tl.tensor,
+    bias: tl.tensor,
+    num_experts: tl.tensor,
+    FORM: tl.constexpr,
+) -> tl.tensor:
+    """Return the places by which experts are ranked, from logits or scores; `TAKEN` outside."""
+    rank_by = x
+    if FORM.by_sigmoid:
+        rank_by = gates
+        if bias is not None:
+            column = tl.arange(0, FORM.columns)
+            own = tl.load(bias + column, mask=column < num_experts, other=0.0)
+            rank_by = gates + own[None, :]
+    place = tl.where(inside, place_of(rank_by), TAKEN)
+    if FORM.groups > 1:
+        place = _in_best_groups(place, FORM)
+    return place
+
+
+@triton.jit
+def _copies_of(row: tl.tensor, num_rows: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    """Return which slots of rows, (rows, slots), are copies, and the copies' numbers."""
+    slot = tl.arange(0, FORM.slots)
+    is_copy = (row < num_rows)[:, None] & (slot < FORM.top_k)[None, :]
+    return is_copy, row.to(tl.int64)[:, None] * FORM.top_k + slot[None, :]
+
+
+@triton.jit
+def _store_copies(
+    copies: Copies,
+    expert: tl.tensor,
+    weight: tl.tensor,
+    row: tl.tensor,
+    copy: tl.tensor,
+    is_copy: tl.tensor,
+) -> None:
+    """Store experts and weights of (rows, slots), with their tokens and slots."""
+    slot = tl.arange(0, expert.shape[1]).to(tl.int64)
+    token = row.to(tl.int64)
+    tl.store(copies.expert + copy, expert.to(tl.int64), mask=is_copy)
+    tl.store(copies.token + copy, tl.broadcast_to(token[:, None], expert.shape), mask=is_copy)
+    tl.store(copies.slot + copy, tl.broadcast_to(slot[None, :], expert.shape), mask=is_copy)
+    tl.store(copies.weight + copy, weight, mask=is_copy)
+
+
+@triton.jit
+def _store_sums(floats: tl.tensor, ints: tl.tensor, line: tl.tensor, sums: Sums) -> None:
+    """Store sums in a line of both tables, which `_sums_of` reads."""
+    COLUMNS: tl.constexpr = sums.probs.shape[0]
+    column = tl.arange(0, COLUMNS)
+    to_floats = floats + line * (COLUMNS + 1)
+    to_ints = ints + line * (COLUMNS + 2)
+    tl.store(to_floats + column, sums.probs)
+    tl.store(to_floats + COLUMNS, tl.sum(sums.squares, 0))
+    tl.store(to_ints + column, sums.copies)
+    tl.store(to_ints + COLUMNS, tl.sum(sums.nonfinite, 0))
+    tl.store(to_ints + COLUMNS + 1, tl.sum(sums.num_valid, 0))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -282,28 +391,19 @@ def _choose_kernel(
     bias: tl.tensor,
     valid: tl.tensor,
     given: tl.tensor,
-    expert: tl.tensor,
-    token: tl.tensor,
-    slots: tl.tensor,
-    weight: tl.tensor,
+    copies: Copies,
     floats: tl.tensor,
     ints: tl.tensor,
     num_rows: tl.tensor,
     num_experts: tl.tensor,
     tiles: tl.tensor,
     scale: tl.tensor,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BY_SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BEST_TWO: tl.constexpr,
-    BALANCE: tl.constexpr,
-    Z: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
+    ROWS: tl.constexpr = FORM.rows
+    COLUMNS: tl.constexpr = FORM.columns
+    SLOTS: tl.constexpr = FORM.slots
+    TOP_K: tl.constexpr = FORM.top_k
     column = tl.arange(0, COLUMNS)
     slot = tl.arange(0, SLOTS)
     counts = tl.zeros((COLUMNS,), tl.int32)
@@ -314,30 +414,16 @@ def _choose_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         x, inside, is_valid = _load_rows(logits, valid, row, num_rows, num_experts, COLUMNS)
-        probabilities, log_sum = _softmax(x, inside)
-        gates = probabilities
-        rank_by = x
-        if BY_SIGMOID:
-            gates = _sigmoid(x, inside)
-            rank_by = gates
-            probabilities = gates / tl.sum(gates, 1)[:, None]
-            if bias is not None:
-                rank_by = (
-                    gates + tl.load(bias + column, mask=column < num_experts, other=0.0)[None, :]
-                )
-        place = tl.where(inside, place_of(rank_by), TAKEN)
-        if GROUPS > 1:
-            place = _in_best_groups(place, ROWS, COLUMNS, GROUPS, TOP_GROUPS, BEST_TWO)
-        weighed_by = x if NORMALIZE and not BY_SIGMOID else gates
-        is_copy = (row < num_rows)[:, None] & (slot < TOP_K)[None, :]
-        copy = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+        gates, probabilities, log_sum = _scores(x, inside, FORM)
+        place = _ranks(x, gates, inside, bias, num_experts, FORM)
+        is_copy, copy = _copies_of(row, num_rows, FORM)
+        weighed_by = x if FORM.normalize and not FORM.by_sigmoid else gates
         best = tl.zeros((ROWS, SLOTS), tl.int32)
         picked = tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
         for k in tl.static_range(TOP_K):
             if given is not None:
-                index = tl.load(
-                    given + row.to(tl.int64) * TOP_K + k, mask=row < num_rows, other=0
-                ).to(tl.int32)
+                own = given + row.to(tl.int64) * TOP_K + k
+                index = tl.load(own, mask=row < num_rows, other=0).to(tl.int32)
             else:
                 index = first_best(place, num_experts, COLUMNS)
             is_chosen = column[None, :] == index[:, None]
@@ -346,29 +432,17 @@ def _choose_kernel(
             value = tl.sum(tl.where(is_chosen, weighed_by, 0.0), 1)
             picked = tl.where(slot[None, :] == k, value[:, None], picked)
             counts += tl.sum((is_chosen & is_valid[:, None]).to(tl.int32), 0)
-        picked = scale * _normalized(picked, is_copy, BY_SIGMOID, NORMALIZE)
-        tl.store(expert + copy, best.to(tl.int64), mask=is_copy)
-        tl.store(
-            token + copy, tl.broadcast_to(row.to(tl.int64)[:, None], (ROWS, SLOTS)), mask=is_copy
-        )
-        tl.store(
-            slots + copy, tl.broadcast_to(slot.to(tl.int64)[None, :], (ROWS, SLOTS)), mask=is_copy
-        )
-        tl.store(weight + copy, picked, mask=is_copy)
-        nonfinite += tl.sum(
-            (is_copy & is_valid[:, None] & (picked - picked != 0.0)).to(tl.int32), 1
-        )
+        picked = scale * _normalized(picked, is_copy, FORM)
+        _store_copies(copies, best, picked, row, copy, is_copy)
+        is_wrong = is_copy & is_valid[:, None] & (picked - picked != 0.0)
+        nonfinite += tl.sum(is_wrong.to(tl.int32), 1)
         num_valid += is_valid.to(tl.int32)
-        if BALANCE:
+        if FORM.balance:
             probs += tl.sum(tl.where(is_valid[:, None], probabilities, 0.0), 0)
-        if Z:
+        if FORM.z:
             squares += tl.where(is_valid, log_sum * log_sum, 0.0)
-    program = tl.program_id(0)
-    tl.store(floats + program * (COLUMNS + 1) + column, probs)
-    tl.store(floats + program * (COLUMNS + 1) + COLUMNS, tl.sum(squares, 0))
-    tl.store(ints + program * (COLUMNS + 2) + column, counts)
-    tl.store(ints + program * (COLUMNS + 2) + COLUMNS, tl.sum(nonfinite, 0))
-    tl.store(ints + program * (COLUMNS + 2) + COLUMNS + 1, tl.sum(num_valid, 0))
+    sums = Sums(probs, counts, squares, nonfinite, num_valid)
+    _store_sums(floats, ints, tl.program_id(0), sums)
 
 
 @triton.jit
@@ -389,14 +463,13 @@ def _sums_of(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sums of programs `start` to `end`: probabilities, copies, squares, copies that are
-    not finite, tokens."""
+    """Return the `Sums` of programs `start` to `end`."""
     column = tl.arange(0, COLUMNS)
     probs = tl.zeros((COLUMNS,), tl.float32)
     copies = tl.zeros((COLUMNS,), tl.int32)
     squares = tl.zeros((STEP,), tl.float32)
-    wrong = tl.zeros((STEP,), tl.int32)
-    tokens = tl.zeros((STEP,), tl.int32)
+    nonfinite = tl.zeros((STEP,), tl.int32)
+    num_valid = tl.zeros((STEP,), tl.int32)
     for first in range(start, end, STEP):
         program = first + tl.arange(0, STEP)
         is_program = program < end
@@ -409,9 +482,9 @@ def _sums_of(
             tl.load(of_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0
         )
         squares += tl.load(of_floats + COLUMNS, mask=is_program, other=0.0)
-        wrong += tl.load(of_ints + COLUMNS, mask=is_program, other=0)
-        tokens += tl.load(of_ints + COLUMNS + 1, mask=is_program, other=0)
-    return probs, copies, tl.sum(squares, 0), tl.sum(wrong, 0), tl.sum(tokens, 0)
+        nonfinite += tl.load(of_ints + COLUMNS, mask=is_program, other=0)
+        num_valid += tl.load(of_ints + COLUMNS + 1, mask=is_program, other=0)
+    return Sums(probs, copies, squares, nonfinite, num_valid)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -427,30 +500,19 @@ def _group_kernel(
 ) -> None:
     group = tl.program_id(0)
     start = group * GROUP
-    probs, copies, squares, wrong, tokens = _sums_of(
-        floats, ints, start, tl.minimum(programs, start + GROUP), COLUMNS, STEP
-    )
-    column = tl.arange(0, COLUMNS)
-    to_floats = group_floats + group * (COLUMNS + 1)
-    to_ints = group_ints + group * (COLUMNS + 2)
-    tl.store(to_floats + column, probs)
-    tl.store(to_floats + COLUMNS, squares)
-    tl.store(to_ints + column, copies)
-    tl.store(to_ints + COLUMNS, wrong)
-    tl.store(to_ints + COLUMNS + 1, tokens)
+    end = tl.minimum(programs, start + GROUP)
+    _store_sums(group_floats, group_ints, group, _sums_of(floats, ints, start, end, COLUMNS, STEP))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _sum_kernel(
     floats: tl.tensor,
     ints: tl.tensor,
-    valid: tl.tensor,
     balance: tl.tensor,
     z: tl.tensor,
     counts: tl.tensor,
     nonfinite: tl.tensor,
     num_valid: tl.tensor,
-    num_rows: tl.tensor,
     num_experts: tl.tensor,
     programs: tl.tensor,
     COLUMNS: tl.constexpr,
@@ -460,21 +522,59 @@ def _sum_kernel(
     REDUCED: tl.constexpr,
 ) -> None:
     column = tl.arange(0, COLUMNS)
-    probs, copies, squares, wrong, total_tokens = _sums_of(floats, ints, 0, programs, COLUMNS, STEP)
+    sums = _sums_of(floats, ints, 0, programs, COLUMNS, STEP)
+    squares = tl.sum(sums.squares, 0)
+    wrong = tl.sum(sums.nonfinite, 0)
+    tokens = tl.sum(sums.num_valid, 0)
     is_expert = column < num_experts
-    tl.store(counts + column, copies.to(tl.int64), mask=is_expert)
+    tl.store(counts + column, sums.copies.to(tl.int64), mask=is_expert)
     tl.store(nonfinite, wrong.to(tl.int64))
-    tl.store(num_valid, total_tokens.to(tl.int64))
+    tl.store(num_valid, tokens.to(tl.int64))
     if BALANCE:
         if REDUCED:
-            tl.store(balance, tl.sum(probs * _slope(copies, total_tokens, num_experts), 0))
+            slope = _slope(sums.copies, tokens, num_experts)
+            tl.store(balance, tl.sum(sums.probs * slope, 0))
         else:
-            tl.store(balance + column, probs, mask=is_expert)
+            tl.store(balance + column, sums.probs, mask=is_expert)
     if Z:
         total = squares
         if REDUCED:
-            total = total / tl.maximum(total_tokens, 1).to(tl.float32)
+            total = total / tl.maximum(tokens, 1).to(tl.float32)
         tl.store(z, total)
+
+
+@triton.jit
+def _d_normalized(
+    picked: tl.tensor, grad: tl.tensor, is_copy: tl.tensor, FORM: tl.constexpr
+) -> tl.tensor:
+    """Return the gradient of what `_normalized` gets, from that of its result: of scores, or of the
+    chosen logits. `picked` are the chosen logits."""
+    if FORM.by_sigmoid:
+        picked = _sigmoid(picked, is_copy)
+        total = tl.sum(picked, 1)[:, None]
+        through_total = tl.sum(grad * picked, 1)[:, None] / total
+        grad = (grad - tl.where(total < TINY, 0.0, through_total)) / _divisor(picked)
+    else:
+        shares, _ = _softmax(picked, is_copy)
+        grad = shares * (grad - tl.sum(grad * shares, 1)[:, None])
+    return grad
+
+
+@triton.jit
+def _spread(grad: tl.tensor, index: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    """Return the gradients of copies, (rows, slots), in their experts' columns, (rows, columns)."""
+    ROWS: tl.constexpr = FORM.rows
+    COLUMNS: tl.constexpr = FORM.columns
+    TOP_K: tl.constexpr = FORM.top_k
+    column = tl.arange(0, COLUMNS)
+    slot = tl.arange(0, FORM.slots)
+    spread = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in tl.static_range(TOP_K):
+        of_slot = slot[None, :] == k
+        chosen = tl.sum(tl.where(of_slot, index, 0), 1)[:, None]
+        own = tl.sum(tl.where(of_slot, grad, 0.0), 1)[:, None]
+        spread = tl.where(column[None, :] == chosen, own, spread)
+    return spread
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -491,71 +591,50 @@ def _choose_backward_kernel(
     num_rows: tl.tensor,
     num_experts: tl.tensor,
     scale: tl.tensor,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BY_SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    REDUCED: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> None:
+    ROWS: tl.constexpr = FORM.rows
+    COLUMNS: tl.constexpr = FORM.columns
     column = tl.arange(0, COLUMNS)
-    slot = tl.arange(0, SLOTS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     x, inside, is_valid = _load_rows(logits, valid, row, num_rows, num_experts, COLUMNS)
     probabilities, log_sum = _softmax(x, inside)
     gates = probabilities
-    if BY_SIGMOID:
+    if FORM.by_sigmoid:
         gates = _sigmoid(x, inside)
     d_gates = tl.zeros((ROWS, COLUMNS), tl.float32)
     direct = tl.zeros((ROWS, COLUMNS), tl.float32)
     if d_balance is not None:
         is_expert = column < num_experts
-        if REDUCED:
+        if FORM.reduced:
             copies = tl.load(counts + column, mask=is_expert, other=0)
             d_probs = tl.load(d_balance) * _slope(copies, tl.load(num_valid), num_experts)
         else:
             d_probs = tl.load(d_balance + column, mask=is_expert, other=0.0)
         d_gates += tl.where(is_valid[:, None], d_probs[None, :], 0.0)
-        if BY_SIGMOID:
+        if FORM.by_sigmoid:
             total = tl.sum(gates, 1)[:, None]
             d_gates = (d_gates - tl.sum(d_gates * gates, 1)[:, None] / total) / total
     if d_weight is not None:
-        is_copy = (row < num_rows)[:, None] & (slot < TOP_K)[None, :]
-        copy = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+        is_copy, copy = _copies_of(row, num_rows, FORM)
         index = tl.load(expert + copy, mask=is_copy, other=0).to(tl.int32)
         grad = tl.load(d_weight + copy, mask=is_copy, other=0.0) * scale
-        if NORMALIZE:
+        if FORM.normalize:
             at = row.to(tl.int64)[:, None] * num_experts + index
             picked = tl.load(logits + at, mask=is_copy, other=0.0)
-            if BY_SIGMOID:
-                picked = _sigmoid(picked, is_copy)
-                total = tl.sum(picked, 1)[:, None]
-                through_total = tl.sum(grad * picked, 1)[:, None] / total
-                grad = (grad - tl.where(total < TINY, 0.0, through_total)) / _divisor(picked)
-            else:
-                shares, _ = _softmax(picked, is_copy)
-                grad = shares * (grad - tl.sum(grad * shares, 1)[:, None])
-        spread = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in tl.static_range(TOP_K):
-            of_slot = slot[None, :] == k
-            chosen = tl.sum(tl.where(of_slot, index, 0), 1)[:, None]
-            spread = tl.where(
-                column[None, :] == chosen, tl.sum(tl.where(of_slot, grad, 0.0), 1)[:, None], spread
-            )
-        if NORMALIZE and not BY_SIGMOID:
-            direct += spread
+            grad = _d_normalized(picked, grad, is_copy, FORM)
+        if FORM.normalize and not FORM.by_sigmoid:
+            direct += _spread(grad, index, FORM)
         else:
-            d_gates += spread
-    if BY_SIGMOID:
+            d_gates += _spread(grad, index, FORM)
+    if FORM.by_sigmoid:
         direct += d_gates * gates * (1.0 - gates)
     else:
         direct += gates * (d_gates - tl.sum(tl.where(inside, d_gates * gates, 0.0), 1)[:, None])
     if d_z is not None:
         factor = 2.0 * tl.load(d_z)
-        if REDUCED:
+        if FORM.reduced:
             factor = factor / tl.maximum(tl.load(num_valid), 1).to(tl.float32)
         direct += tl.where(is_valid, factor * log_sum, 0.0)[:, None] * probabilities
-    tl.store(
-        d_logits + row.to(tl.int64)[:, None] * num_experts + column[None, :], direct, mask=inside
-    )
+    to = d_logits + row.to(tl.int64)[:, None] * num_experts + column[None, :]
+    tl.store(to, direct, mask=inside)

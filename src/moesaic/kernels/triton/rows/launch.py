@@ -45,6 +45,7 @@ def device_of(device: torch.device) -> TileDevice:
 
 @lru_cache(maxsize=32)
 def _gpu(index: int) -> TileDevice:
+    """Return the properties of a GPU, asked once."""
     properties = torch.cuda.get_device_properties(index)
     return TileDevice(
         name=properties.name,
@@ -73,20 +74,15 @@ def as_operand(
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)), True
 
 
-def launch_options(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the constants by which the kernels of grouped products run a tile over rows of a
-    dtype."""
+def tile_constants(tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the constants of `grouped.Form` by which a tile of rows of a dtype is multiplied."""
     return {
-        "PRECISION": dot_precision(dtype),
-        # whether a persistent program's loop over tiles and the loop over their depth become one,
-        # so that the next tile's loads start before this one's epilogue
-        "FLATTEN": tile.programs > 0,
-        "BLOCK_R": tile.rows,
-        "BLOCK_N": tile.columns,
-        "BLOCK_K": tile.depth,
-        "GROUP": tile.group,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
+        "precision": dot_precision(dtype),
+        "flatten": tile.programs > 0,
+        "block_r": tile.rows,
+        "block_n": tile.columns,
+        "block_k": tile.depth,
+        "group": tile.group,
     }
 
 
@@ -96,6 +92,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def _is_aligned(x: Tensor) -> bool:
+    """Return whether a descriptor can load a tensor."""
     strides = [stride * x.itemsize for stride in x.stride()[:-1]]
     return (
         min(x.shape) > 0

@@ -46,12 +46,13 @@ def bucket(shape: Shape) -> str:
 
 def tile_for(shape: Shape, device: TileDevice) -> Tile:
     """Return the tile of a product on a device: the nearest measured one, or the default."""
-    wanted = _parsed(bucket(shape))
+    wanted_kind, wanted_sizes = _parsed(bucket(shape))
     near = list[tuple[float, Tile]]()
     for (kind, sizes), tile in _tiles(device.name, device.capability).items():
-        smaller = [log2(size / other) for size, other in zip(sizes, wanted[1])]
+        # by how many powers of two each size is smaller than the measured one; negative if larger
+        smaller = [log2(size / wanted) for size, wanted in zip(sizes, wanted_sizes)]
         fits = shared_bytes(tile, shape) <= device.shared_bytes and not shape.is_odd
-        if fits and kind == wanted[0] and all(map(le, smaller, SMALLER)):
+        if fits and kind == wanted_kind and all(map(le, smaller, SMALLER)):
             near.append((max(map(abs, smaller)), tile))
     return min(near, key=itemgetter(0))[1] if near else default_tile(shape, device)
 
