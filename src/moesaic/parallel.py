@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from moesaic.comm import waits
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import StackedExperts
@@ -601,7 +600,9 @@ def gradient_norm(
         )
     if math.isinf(norm_type):
         total = total.nan_to_num(nan=math.inf)  # a maximum over ranks may drop NaN
-    with waits.said(group, "the norm of all gradients"):
+    from moesaic.comm.waits import said
+
+    with said(group, "the norm of all gradients"):
         dist.all_reduce(
             total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group
         )

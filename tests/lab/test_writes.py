@@ -95,7 +95,12 @@ def test_temporary_files_are_not_outside(place: Place) -> None:
     made = place.folder.parent
     for given in ("/tmp/a/b", "/var/tmp/h2_b4x9a", f"{made}/tmp/a", f"{place.folder}/h2_b4x9a"):
         assert place.is_given(given), given
-    for strange in ("/root/a", f"{made}/home/a", f"{place.folder}/h2.b4x9a", f"{made}/h2_b4x9a"):
+    for strange in (
+        "/elsewhere/a",
+        f"{made}/other/a",
+        f"{place.folder}/h2.b4x9a",
+        f"{made}/h2_b4x9a",
+    ):
         assert not place.is_given(strange), strange
 
 

@@ -4,6 +4,7 @@ not divide them, memory."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -55,12 +56,7 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             "choose an MoE model"
         )
     number = next(iter(experts.values())).num_experts
-    top_k = getattr(config.get_text_config(), "num_experts_per_tok", 1)
-    if isinstance(top_k, int) and not 1 <= top_k <= number:
-        raise InputError(
-            f"{options.model}: num_experts_per_tok={top_k}, but the model has {number} experts: "
-            f"use the model's own {CONFIG}"
-        )
+    _require_top_k(config, number, options.model)
     if number % sharing:
         raise InputError(
             f"{options.model}: {sharing} ranks do not divide its {number} experts: choose "
@@ -85,6 +81,16 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             )
         require_stages(model, options.pp, options.model)
     _require_memory(options, world, folder)
+
+
+def _require_top_k(config: Any, num_experts: int, model: str) -> None:
+    """Raise InputError if a configuration says that a token goes to more experts than there are."""
+    top_k = getattr(config.get_text_config(), "num_experts_per_tok", 1)
+    if isinstance(top_k, int) and not 1 <= top_k <= num_experts:
+        raise InputError(
+            f"{model}: num_experts_per_tok={top_k}, but the model has {num_experts} experts: use "
+            f"the model's own {CONFIG}"
+        )
 
 
 def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 from moesaic.comm.collectives import all_reduce_sum, check_same
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts import AbstractExperts, ModuleExperts
+from moesaic.experts import AbstractExperts
+from moesaic.experts.experts import StackedExperts
 from moesaic.initial_values import is_dtensor
 from moesaic.program.grid import Axis
 
@@ -97,7 +98,7 @@ def _check_frozen(module: nn.Module, mesh: Mesh) -> None:
     own = {
         id(parameter)
         for part in module.modules()
-        if isinstance(part, ModuleExperts)
+        if isinstance(part, AbstractExperts) and not isinstance(part, StackedExperts)
         for parameter in part.parameters()
     }
     names = {
