@@ -60,9 +60,9 @@ def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
         build.input("rows", Kind.ROWS, Layout(), {}),
         "h",
         AT_EXPERTS,
-        ("ep", "etp"),
-        {},
-        Stage.DISPATCH,
+        group=("ep", "etp"),
+        states={},
+        stage=Stage.DISPATCH,
     )
     program = route_all_to_all(build.build("h"), algorithm, grid)
     validate(program)

@@ -222,11 +222,27 @@ def deliver(build: Builder, rows: str, gates: str) -> str:
     """Send rows and gates to all shards of their experts (S -> R over etp) and run the experts (->
     P)."""
     layout = Layout(spread=("ep", "etp"), experts="rank")
-    h = build.move(rows, "h", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
-    g = build.move(gates, "g", layout, ("ep", "etp"), {"etp": State.REPLICATED}, Stage.DISPATCH)
+    h = build.move(
+        rows,
+        "h",
+        layout,
+        group=("ep", "etp"),
+        states={"etp": State.REPLICATED},
+        stage=Stage.DISPATCH,
+    )
+    g = build.move(
+        gates,
+        "g",
+        layout,
+        group=("ep", "etp"),
+        states={"etp": State.REPLICATED},
+        stage=Stage.DISPATCH,
+    )
     return build.expert(h, g, "out")
 
 
 def collect(build: Builder, out: str, layout: Layout) -> str:
     """Return the shards' partial results to the origins and sum them there (P -> S over etp)."""
-    return build.move(out, "z", layout, ("ep", "etp"), {"etp": State.SHARDED}, Stage.COMBINE)
+    return build.move(
+        out, "z", layout, group=("ep", "etp"), states={"etp": State.SHARDED}, stage=Stage.COMBINE
+    )

@@ -30,19 +30,32 @@ def baseline(bias: bool = False) -> Program:
     shards: States = {"etp": State.REPLICATED}
     wide_tokens = Layout(flow="tokens", spread=("etp",))
     wide = Layout(spread=("etp",))
-    x_wide = build.move(x_own, "x_wide", wide_tokens, ("etp",), shards, Stage.DISPATCH)
-    gates_wide = build.move(gates_own, "gates_wide", wide, ("etp",), shards, Stage.DISPATCH)
-    index_wide = build.move(index, "index_wide", wide, ("etp",), shards, Stage.DISPATCH)
+    x_wide = build.move(
+        x_own, "x_wide", wide_tokens, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
+    gates_wide = build.move(
+        gates_own, "gates_wide", wide, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
+    index_wide = build.move(
+        index, "index_wide", wide, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
     rows = build.permute(x_wide, index_wide, "rows", wide)
     at_experts = Layout(spread=("ep", "etp"), experts="rank")
-    h = build.move(rows, "h", at_experts, ("ep",), {}, Stage.DISPATCH)
-    g = build.move(gates_wide, "g", at_experts, ("ep",), {}, Stage.DISPATCH)
+    h = build.move(rows, "h", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
+    g = build.move(gates_wide, "g", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
     out = build.expert(h, g, "out")
     summed = build.move(
-        out, "summed", at_experts, ("etp",), {"etp": State.IDENTICAL}, Stage.COMBINE
+        out,
+        "summed",
+        at_experts,
+        group=("etp",),
+        states={"etp": State.IDENTICAL},
+        stage=Stage.COMBINE,
     )
-    back = build.move(summed, "back", wide, ("ep",), {}, Stage.COMBINE)
-    own = build.move(back, "own", copies, ("etp",), {"etp": State.SHARDED}, Stage.COMBINE)
+    back = build.move(summed, "back", wide, group=("ep",), states={}, stage=Stage.COMBINE)
+    own = build.move(
+        back, "own", copies, group=("etp",), states={"etp": State.SHARDED}, stage=Stage.COMBINE
+    )
     y_own = build.combine(own, index, "y_own", tokens)
     build.agree(y_own, "y", "tp")
     return build.build("y")
@@ -62,16 +75,21 @@ def ted(bias: bool = False) -> Program:
     x, gates, index = declare(build, tokens, copies, {"etp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", copies)
     at_experts = Layout(spread=("ep",), whole_tp=True, experts="rank")
-    h = build.move(rows, "h_same", at_experts, ("ep",), {}, Stage.DISPATCH)
-    g = build.move(gates, "g_same", at_experts, ("ep",), {}, Stage.DISPATCH)
+    h = build.move(rows, "h_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
+    g = build.move(gates, "g_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
     shards: States = {"etp": State.REPLICATED}
-    h = build.move(h, "h", at_experts, ("etp",), shards, Stage.DISPATCH)
-    g = build.move(g, "g", at_experts, ("etp",), shards, Stage.DISPATCH)
+    h = build.move(h, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
+    g = build.move(g, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
     out = build.expert(h, g, "out")
     summed = build.move(
-        out, "summed", at_experts, ("etp",), {"etp": State.IDENTICAL}, Stage.COMBINE
+        out,
+        "summed",
+        at_experts,
+        group=("etp",),
+        states={"etp": State.IDENTICAL},
+        stage=Stage.COMBINE,
     )
-    back = build.move(summed, "back", copies, ("ep",), {}, Stage.COMBINE)
+    back = build.move(summed, "back", copies, group=("ep",), states={}, stage=Stage.COMBINE)
     build.combine(back, index, "y", tokens)
     return build.build("y")
 
@@ -88,12 +106,16 @@ def s1(bias: bool = False) -> Program:
     whole = Layout(flow="tokens", whole_tp=True)
     copies = Layout()
     x, gates, index = declare(build, whole, copies, {"tp": State.IDENTICAL}, gate_states={})
-    x_mine = build.move(x, "x_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
+    x_mine = build.move(
+        x, "x_mine", own, group=("tp",), states={"tp": State.SHARDED}, stage=Stage.DISPATCH
+    )
     rows = build.permute(x_mine, index, "rows", copies)
     out = deliver(build, rows, gates)
     z = collect(build, out, copies)
     y_mine = build.combine(z, index, "y_mine", own)
-    build.move(y_mine, "y", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
+    build.move(
+        y_mine, "y", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
+    )
     return build.build("y")
 
 
@@ -109,13 +131,22 @@ def s2(bias: bool = False) -> Program:
     share = Layout()
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
-    mine = build.move(rows, "mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
+    mine = build.move(
+        rows, "mine", share, group=("tp",), states={"tp": State.SHARDED}, stage=Stage.DISPATCH
+    )
     gates_mine = build.move(
-        gates, "gates_mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH
+        gates,
+        "gates_mine",
+        share,
+        group=("tp",),
+        states={"tp": State.SHARDED},
+        stage=Stage.DISPATCH,
     )
     out = deliver(build, mine, gates_mine)
     z = collect(build, out, share)
-    full = build.move(z, "z_full", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
+    full = build.move(
+        z, "z_full", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
+    )
     build.combine(full, index, "y", whole_tokens)
     return build.build("y")
 
@@ -132,27 +163,38 @@ def s3(bias: bool = False) -> Program:
     whole_tokens = Layout(flow="tokens", whole_tp=True)
     whole = Layout(whole_tp=True)
     share = Layout()
+    slices: States = {"tp": State.SHARDED}
+    shards: States = {"etp": State.REPLICATED}
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
-    mine = build.move(rows, "mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
+    mine = build.move(rows, "mine", share, group=("tp",), states=slices, stage=Stage.DISPATCH)
     gates_mine = build.move(
-        gates, "gates_mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH
+        gates, "gates_mine", share, group=("tp",), states=slices, stage=Stage.DISPATCH
     )
     at_ep_ranks = Layout(spread=("ep",), experts="rank")
     at_experts = Layout(spread=("ep", "etp"), experts="rank")
-    arrived = build.move(mine, "arrived", at_ep_ranks, ("ep",), {}, Stage.DISPATCH)
-    gates_arrived = build.move(
-        gates_mine, "gates_arrived", at_ep_ranks, ("ep",), {}, Stage.DISPATCH
+    arrived = build.move(
+        mine, "arrived", at_ep_ranks, group=("ep",), states={}, stage=Stage.DISPATCH
     )
-    h = build.move(arrived, "h", at_experts, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH)
+    gates_arrived = build.move(
+        gates_mine, "gates_arrived", at_ep_ranks, group=("ep",), states={}, stage=Stage.DISPATCH
+    )
+    h = build.move(arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
     g = build.move(
-        gates_arrived, "g", at_experts, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH
+        gates_arrived, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
     )
     out = build.expert(h, g, "out")
     reduced = build.move(
-        out, "reduced", at_ep_ranks, ("etp",), {"etp": State.SHARDED}, Stage.COMBINE
+        out,
+        "reduced",
+        at_ep_ranks,
+        group=("etp",),
+        states={"etp": State.SHARDED},
+        stage=Stage.COMBINE,
     )
-    z = build.move(reduced, "z", share, ("ep",), {}, Stage.COMBINE)
-    full = build.move(z, "z_full", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
+    z = build.move(reduced, "z", share, group=("ep",), states={}, stage=Stage.COMBINE)
+    full = build.move(
+        z, "z_full", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
+    )
     build.combine(full, index, "y", whole_tokens)
     return build.build("y")

@@ -70,7 +70,7 @@ def multicast(program: Program, grid: Grid) -> Program:
     sums = build.combine(outputs, copy_index, "sums", _at_ranks("rank_tokens"))
     y = build.combine(_home(build, grid, sums, places), index, "y_part", y_layout, tp)
     whole = Layout(flow="tokens", whole_tp=True)
-    build.move(y, "y", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
+    build.move(y, "y", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE)
     return build.build("y")
 
 
@@ -101,7 +101,12 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[st
     if _has_mates(grid):
         sent = {
             name: build.move(
-                slot, f"{name}_here", _at_mate(build.flow(slot)), ("node",), {}, Stage.DISPATCH
+                slot,
+                f"{name}_here",
+                _at_mate(build.flow(slot)),
+                group=("node",),
+                states={},
+                stage=Stage.DISPATCH,
             )
             for name, slot in sent.items()
         }
@@ -115,7 +120,14 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[st
     shards: States = {"etp": State.REPLICATED}
     names = {"rank_tokens": "rank_tokens_in", "copy_index": "copy_index_in", "gates": "g"}
     arrived = [
-        build.move(slot, names[name], _at_ranks(build.flow(slot)), group, shards, Stage.DISPATCH)
+        build.move(
+            slot,
+            names[name],
+            _at_ranks(build.flow(slot)),
+            group=group,
+            states=shards,
+            stage=Stage.DISPATCH,
+        )
         for name, slot in sent.items()
     ]
     return index, places, arrived
@@ -127,15 +139,25 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
     added: States = {"etp": State.SHARDED}
     if not _has_mates(grid):
         return build.move(
-            sums, "z", Layout(flow="rank_tokens"), ("ep", "etp"), added, Stage.COMBINE
+            sums,
+            "z",
+            Layout(flow="rank_tokens"),
+            group=("ep", "etp"),
+            states=added,
+            stage=Stage.COMBINE,
         )
     at_mate = build.move(
-        sums, "z_rank_tokens", _at_mate("rank_tokens"), ("local",), added, Stage.COMBINE
+        sums,
+        "z_rank_tokens",
+        _at_mate("rank_tokens"),
+        group=("local",),
+        states=added,
+        stage=Stage.COMBINE,
     )
     if places:
         at_mate = build.combine(at_mate, places, "z_here", _at_mate("node_tokens"))
     at_origin = Layout(flow=build.flow(at_mate))
-    return build.move(at_mate, "z", at_origin, ("node",), {}, Stage.COMBINE)
+    return build.move(at_mate, "z", at_origin, group=("node",), states={}, stage=Stage.COMBINE)
 
 
 def _has_mates(grid: Grid) -> bool:
@@ -158,7 +180,9 @@ def _gates(build: Builder, slices: bool) -> str:
     if slices:
         return build.input("gates", Kind.LANE, own, {})
     gates = build.input("gates", Kind.LANE, Layout(whole_tp=True), {"tp": State.IDENTICAL})
-    return build.move(gates, "gates_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
+    return build.move(
+        gates, "gates_mine", own, group=("tp",), states={"tp": State.SHARDED}, stage=Stage.DISPATCH
+    )
 
 
 def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
@@ -169,10 +193,14 @@ def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
     if slices:
         own = replace(whole, whole_tp=False)
         sharded: States = {"tp": State.SHARDED}
-        return build.move(x, "x_mine", own, ("tp",), sharded, Stage.DISPATCH), own, {}
+        return (
+            build.move(x, "x_mine", own, group=("tp",), states=sharded, stage=Stage.DISPATCH),
+            own,
+            {},
+        )
     shared: States = {"tp": State.REPLICATED}
     return (
-        build.move(x, "x_shared", whole, ("tp",), shared, Stage.DISPATCH),
+        build.move(x, "x_shared", whole, group=("tp",), states=shared, stage=Stage.DISPATCH),
         whole,
         {"tp": State.PARTIAL},
     )
