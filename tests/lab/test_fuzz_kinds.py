@@ -31,6 +31,14 @@ def test_a_command_that_writes_through_a_link_or_has_no_end_is_noticed(
     )
 
 
+def test_links_are_written_through_on_paths_that_were_typed_alone() -> None:
+    words = ("tokenize", "text", "--out", "one/t.bin")
+    assert kinds.is_typed("one", words)
+    assert kinds.is_typed("one/t.bin", words)
+    assert not kinds.is_typed("on", words)
+    assert not kinds.is_typed("one/t.json", words)
+
+
 def test_names_are_those_that_a_command_uses(fuzz_bases: Path, tmp_path: Path) -> None:
     assert set(kinds.names_of(fuzz_bases, "report 1", tmp_path / "one")) == {
         "run",

@@ -158,12 +158,16 @@ def tried(bases: Path, command: str, name: str, kind: str, scratch: Path) -> str
     KINDS[kind](place, outside, kept if kept.exists() else None)
     before = _contents(outside)
     ended = _run(example.words, folder)
-    is_typed = (
-        name in example.words
-    )  # what the user typed may be a link, and is then written through
-    problem = _problem(ended, before, before if is_typed else _contents(outside))
+    may_change = is_typed(name, example.words)
+    problem = _problem(ended, before, before if may_change else _contents(outside))
     shutil.rmtree(scratch)
     return problem
+
+
+def is_typed(name: str, words: Sequence[str]) -> bool:
+    """Return whether a name is a path, or a folder on a path, that the user typed: that may be a
+    link, and is then written through."""
+    return any(word == name or word.startswith(f"{name}/") for word in words)
 
 
 def _make_outside(outside: Path, place: Path) -> None:
