@@ -45,6 +45,7 @@ def test_names_are_those_that_a_command_uses(fuzz_bases: Path, tmp_path: Path) -
         "run/config.json",
         "run/metrics.jsonl",
         "run/report.html",
+        "timeline.json",
     }
 
 

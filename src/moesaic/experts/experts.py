@@ -789,6 +789,17 @@ class GatedExperts(StackedExperts):
         """(num_experts, hidden, dim): the matrix whose product is gated, a view of `w13`."""
         return self.w13.select(1, 1)
 
+    @property
+    def b1(self) -> Tensor | None:
+        """(num_experts, hidden): the gate's bias, a view of `b13`; None without biases."""
+        return None if self.b13 is None else self.b13.select(1, 0)
+
+    @property
+    def b3(self) -> Tensor | None:
+        """(num_experts, hidden): the bias of the gated product, a view of `b13`; None without
+        biases."""
+        return None if self.b13 is None else self.b13.select(1, 1)
+
 
 class BorrowedExperts(StackedExperts):
     """Stacked experts whose parameters are another module's, such as another library's, which keeps
