@@ -64,7 +64,7 @@ LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8))
 """The default search space."""
 GIVE_UP = 1.5
 REFINED = 4
-"""`give_up` and `refine` of `Settings` that suffice: 64 devices take ten seconds, and searching
+"""`give_up` and `refine` of `Settings` that suffice: 64 devices take five seconds, and searching
 longer found no better plan."""
 LOSSY: tuple[Codec, ...] = tuple(CODECS)
 """Codecs that are searched, forward and backward, if losses are allowed."""
