@@ -67,6 +67,12 @@ def test_even_stages_without_messages_take_the_published_time(pp: int, count: in
     assert timed.alive == tuple(min(pp - rank, count) for rank in range(pp))
 
 
+@pytest.mark.parametrize(("pp", "count"), [(33, 65), (33, 80), (64, 128), (48, 1024)])
+def test_more_stages_than_are_simulated_twice_take_the_published_time(pp: int, count: int) -> None:
+    timed = simulate_pipeline(pp, count, [1.0] * pp, [2.0] * pp, [0.0] * pp, blocks_sender=False)
+    assert timed.seconds == pytest.approx((count + pp - 1) * 3.0)
+
+
 def test_interleaving_divides_the_bubble_by_the_parts() -> None:
     """m (F + B) + (p - 1)(F + B) / v, Narayanan et al. 2021, section 2.2."""
     pp, parts, count = 4, 2, 8

@@ -100,7 +100,8 @@ class Timed:
     alive: tuple[float, ...]
     """Micro-batches, as shares of a rank's parts, that each rank keeps at once at most."""
     operations: tuple[_Operation, ...]
-    """What the ranks compute, of at most `MOST_MICRO_BATCHES` micro-batches."""
+    """What the ranks compute, of at most `MOST_MICRO_BATCHES` micro-batches or two for each
+    stage."""
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     """When each operation starts and ends."""
@@ -123,6 +124,8 @@ def simulate_pipeline(
 ) -> Timed:
     """Return the time of a pipeline's step.
 
+    Beyond `MOST_MICRO_BATCHES` it grows as from `few` micro-batches to twice as many.
+
     Args:
         pp: number of stages.
         count: micro-batches.
@@ -131,9 +134,9 @@ def simulate_pipeline(
         blocks_sender: whether a rank computes nothing while it sends, as on CPUs.
     """
     if count > MOST_MICRO_BATCHES:
-        few = MOST_MICRO_BATCHES // 2 // pp * pp or pp
+        few = max(MOST_MICRO_BATCHES // 2 // pp, 1) * pp  # schedules take whole rounds of stages
         short, long = (
-            simulate_pipeline(pp, each, forward, backward, hops, blocks_sender=blocks_sender)
+            _timed(pp, each, forward, backward, hops, blocks_sender=blocks_sender)
             for each in (few, 2 * few)
         )
         more = (count - 2 * few) / few
