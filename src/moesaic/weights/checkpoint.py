@@ -192,10 +192,9 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
         )
     tensors = {name: stored[stored_name] for stored_name, name in weights.items()}
     checkpoint = Checkpoint(model, layout, {None: tensors}, left_behind=others)
-    integers = {n for n, each in model.model.state_dict().items() if not each.is_floating_point()}
     for stored_name, name in weights.items():
         dtype = tensors[name].dtype
-        if not dtype.is_floating_point and name not in integers:
+        if not dtype.is_floating_point and not _holds_integers(model, layout, name):
             raise InputError(
                 f"{folder}: {stored_name} holds {str(dtype).removeprefix('torch.')}, and no scales "
                 "of a known form: convert the checkpoint that it was quantized from"
@@ -219,6 +218,14 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
         name: format.converted(name, t, to_model=True) for name, t in tensors.items()
     }
     return checkpoint
+
+
+def _holds_integers(model: Architecture, layout: Layout, name: str) -> bool:
+    """Return whether what a tensor of a layout holds are integers in the model, as a hash router's
+    table is."""
+    states = model.model.state_dict()
+    parts = layout.by_stored.cuts(name, full_region(layout.shapes[name]))
+    return not any(states[block.tensor].is_floating_point() for _, block in parts)
 
 
 def _of_more_tokens(config: Any) -> list[str]:
