@@ -3,15 +3,18 @@ lines."""
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 import torch
 
+from helpers import refused
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.measure import links as timed
-from moesaic.measure.links import COLLECTIVES, all_to_all_gathered, collectives, spans
+from moesaic.measure.links import COLLECTIVES, all_to_all_gathered, collectives, rate_of, spans
 from moesaic.planner.algorithm1 import choose, measured_operations
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.fit import Fit
@@ -64,6 +67,30 @@ def test_everything_is_timed_over_every_span(monkeypatch: pytest.MonkeyPatch) ->
     assert all(
         len(line.residuals) == 3 and line.what == name for name, line in lines_of_ranks[0].items()
     )
+
+
+def test_times_that_a_neighbour_spoiled_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three repeats of each size take equally long, more of them longer and longer."""
+    counts = defaultdict[int, int](int)
+    most = 3
+
+    def spoiled(of_ranks: list[list[tuple[float, float]]]) -> tuple[float, ...]:
+        counts[threading.get_ident()] += 1
+        repeats = len(of_ranks[0])
+        seconds = 1e-3 if repeats <= most else 1e-3 * counts[threading.get_ident()]
+        return (seconds,) * repeats
+
+    monkeypatch.setattr(timed, "gathered", lambda own: [own])
+    monkeypatch.setattr(timed, "elapsed", spoiled)
+    monkeypatch.setattr(timed, "COLLECTIVES", {"all_to_all": COLLECTIVES["all_to_all"]})
+    for flat in (3, 9):
+        most = flat
+        (lines, _) = run_ranks(2, lambda transport: collectives(transport, 2, 3, lambda: None))
+        assert rate_of(lines["all_to_all inside"]) > 0
+    most = 100
+    (lines, _) = run_ranks(2, lambda transport: collectives(transport, 2, 3, lambda: None))
+    said = refused(rate_of, lines["all_to_all inside"])
+    assert "longer transfers take no longer, measured 3 times: measure again while" in said
 
 
 LINKS = tuple(

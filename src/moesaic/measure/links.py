@@ -21,6 +21,9 @@ from moesaic.planner.fit import Fit, fit
 SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
 """Bytes as nccl-tests counts them: of a rank's input tensor, or of its output tensor in an
 all-gather."""
+MORE_REPEATS = (3, 9)
+"""How many times as many repeats are made, one after the other, where a neighbour on the machine
+hid the links' rate."""
 Peers = tuple[int, ...]
 
 
@@ -140,17 +143,21 @@ def rate_of(line: Fit) -> float:
     Raises:
         InputError: if longer transfers take no longer.
     """
-    ends = [
-        (size, line.seconds(size) * (1 + line.residuals[number]))
-        for number, size in enumerate(SIZES)
-    ]
-    short, earlier = ends[-3]
-    long, later = ends[-1]
-    if not later > earlier:
+    longer = _longer_seconds(line)
+    if not longer > 0:
         raise InputError(
-            f"{line.what}: longer transfers take no longer: measure again with more --repeats"
+            f"{line.what}: longer transfers take no longer, measured {1 + len(MORE_REPEATS)} times"
+            ": measure again while nothing else runs, or with more --repeats"
         )
-    return (long - short) / (later - earlier)
+    return (SIZES[-1] - SIZES[-3]) / longer
+
+
+def _longer_seconds(line: Fit) -> float:
+    """Return by how many seconds the last of the three largest sizes took longer than the first."""
+    earlier, later = (
+        line.seconds(SIZES[place]) * (1 + line.residuals[place]) for place in (-3, -1)
+    )
+    return later - earlier
 
 
 def collectives(
@@ -167,7 +174,8 @@ def collectives(
     Args:
         transport: this rank's transport.
         ranks_per_node: ranks of each machine.
-        repeats: timed repeats of each size, after one untimed.
+        repeats: timed repeats of each size, after one untimed; `MORE_REPEATS` times as many where
+            longer transfers took no longer, since something else ran.
         barrier: releases all ranks at one moment.
         clock: a clock that all ranks share.
 
@@ -184,22 +192,39 @@ def collectives(
     }
     if "everywhere" in groups:
         timed["saa everywhere"] = partial(all_to_all_gathered, transport, groups["inside"])
+    everybody = tuple(range(transport.world))
     lines = {}
     for name, run in timed.items():
-        seconds = []
-        for size in SIZES:
-            tensor = torch.zeros(
-                size // 4 // transport.world * transport.world, device=transport.device
-            )
-            own_spans = []
-            for repeat in range(-1, repeats):
-                barrier()
-                start = clock()
-                run(tensor)
-                if tensor.is_cuda:
-                    torch.cuda.synchronize()
-                if repeat >= 0:
-                    own_spans.append((start, clock()))
-            seconds.append(elapsed(gathered(own_spans)))
-        lines[name] = fit(SIZES, seconds, what=name)
+        for times in (1, *MORE_REPEATS):
+            seconds = _seconds_by_size(transport, run, times * repeats, barrier, clock)
+            lines[name] = fit(SIZES, seconds, what=name)
+            is_noise = torch.tensor([float(not _longer_seconds(lines[name]) > 0)])
+            if not all_reduce_sum(transport, everybody, is_noise.to(transport.device)).any():
+                break
     return lines
+
+
+def _seconds_by_size(
+    transport: AbstractTransport,
+    run: Callable[[Tensor], object],
+    repeats: int,
+    barrier: Callable[[], object],
+    clock: Callable[[], float],
+) -> list[tuple[float, ...]]:
+    """Return the seconds of each repeat of a collective, by size."""
+    seconds = []
+    for size in SIZES:
+        tensor = torch.zeros(
+            size // 4 // transport.world * transport.world, device=transport.device
+        )
+        own_spans = []
+        for repeat in range(-1, repeats):
+            barrier()
+            start = clock()
+            run(tensor)
+            if tensor.is_cuda:
+                torch.cuda.synchronize()
+            if repeat >= 0:
+                own_spans.append((start, clock()))
+        seconds.append(elapsed(gathered(own_spans)))
+    return seconds
