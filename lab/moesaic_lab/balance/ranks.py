@@ -151,7 +151,7 @@ class Subject:
         self.layer.parallelize(mesh, compiled, calls=None if policy is None else calls_by(policy))
         assert self.layer.on_mesh is not None
         calls = self.layer.on_mesh.calls
-        if policy is not None and isinstance(calls, BalancedCalls):
+        if isinstance(calls, BalancedCalls) and calls._chooser:
             calls._chooser = Watched(calls._chooser, self.decided)
         self._option = "" if policy is None or policy.has_choice else method.plan.replication
         self.relocator = (

@@ -108,20 +108,25 @@ class FourBitExperts(FrozenExperts):
 
     @classmethod
     def like(cls, experts: StackedExperts, *, rank: int = 0) -> FourBitExperts:
-        """Return experts of the sizes and on the device of built-in experts of one rank; frozen
-        tensors are undefined."""
-        down = experts.w2
+        """Return experts of the sizes and on the device of built-in ones; frozen tensors are
+        undefined.
+
+        Args:
+            experts: all experts of a layer, not sharded.
+            rank: the rank of the adapters; 0 for none.
+        """
+        num_experts, dim, hidden = experts.w2.shape
         return cls(
-            experts.dim,
-            down.shape[2],
-            experts.num_experts,
+            dim=dim,
+            hidden=hidden,
+            num_experts=num_experts,
             gated=len(experts.ups) > 1,
             activation=experts.activation,
             clamp=experts.clamp,
             bias=experts.bias,
             rank=rank,
-            device=down.device,
-            dtype=down.dtype,
+            device=experts.w2.device,
+            dtype=experts.w2.dtype,
         )
 
     @classmethod

@@ -263,13 +263,20 @@ def _merged(
 ) -> Tensor:
     """Return a weight with what its adapter adds, if it has one; whole on the group's first
     rank."""
-    if wrapper is None:
+    if wrapper is None:  # nothing was trained here
         return _whole(tensor)
-    if not hasattr(wrapper, "parameter_name"):
+    if not _is_of_experts(wrapper):  # of a linear layer: every rank has the whole adapter
         return (_whole(tensor).float() + wrapper.get_delta_weight("default").float()).to(dtype)
+    # Of experts: each rank adds to its own part, maybe in NF4; the first rank gathers the parts.
     part = dequantized(module, name) if is_four_bit(module) else local_part(tensor).float()
     part = (part + added(wrapper, module, "default").float()).to(dtype).contiguous()
     return _gathered(part, group) if isinstance(tensor, DTensor) else part
+
+
+def _is_of_experts(wrapper: Any) -> bool:
+    """Return whether PEFT's wrapper adapts a parameter of stacked experts (`ParamWrapper`), not a
+    linear layer."""
+    return hasattr(wrapper, "parameter_name")
 
 
 def _gathered(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -43,15 +43,24 @@ class FlyingTrainer(AdapterTrainer):
         what `Trainer` returns if outputs are asked for."""
         if return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        ids = inputs["input_ids"].chunk(2)
-        hidden = torch.cat(both(lambda half: model(input_ids=half, use_cache=False).logits, ids))
+
+        def hidden_states(half: torch.Tensor) -> torch.Tensor:
+            """Return the hidden states of half a micro-batch. They stand where a model returns its
+            logits, since `loss_in_parts` made the head pass them through."""
+            found: torch.Tensor = model(input_ids=half, use_cache=False).logits
+            return found
+
+        hidden = torch.cat(both(hidden_states, inputs["input_ids"].chunk(2)))
         base = model.get_base_model()
+        # `loss_in_parts` also put a loss here that multiplies hidden states by the head itself.
+        # Where it leaves a model as it is, `hidden` are logits, which the model's own loss takes.
         loss = base.loss_function(
             logits=hidden,
             labels=inputs["labels"],
             vocab_size=base.config.get_text_config().vocab_size,
             num_items_in_batch=num_items_in_batch,
         )
+        # Gradients become their mean over the ranks, which divides by the number of ranks again.
         return loss * self.accelerator.num_processes
 
 

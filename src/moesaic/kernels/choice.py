@@ -370,13 +370,14 @@ def _softmax_gradient(grad: Tensor, result: Tensor) -> Tensor:
 
 
 def _quotient_gradient(grad: Tensor, values: Tensor, least: float) -> Tensor:
-    """Return the gradient of the values of rows that are divided by their sums; sums below `least`
-    count as constant."""
+    """Return d_values, given `grad` = d_q of q = values / max(sum(values), least), row by row.
+
+    d_values = (d_q - sum(d_q * q)) / sum(values). Where the sum is below `least`, the divisor is a
+    constant, so d_values = d_q / least. Values are at least 0.
+    """
     total = values.sum(1, keepdim=True)
     through_total = (grad * values).sum(1, keepdim=True) / total
-    return (grad - torch.where(total < least, 0.0, through_total)) / (
-        total.clamp_min(least) if least else total
-    )
+    return (grad - torch.where(total < least, 0.0, through_total)) / total.clamp_min(least)
 
 
 def softmax_rows(logits: Tensor) -> Tensor:

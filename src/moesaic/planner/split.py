@@ -22,7 +22,14 @@ from moesaic.planner.job import Job
 from moesaic.planner.pipeline import Timed, simulate_pipeline
 from moesaic.planner.rank_memory import Memory
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.step import Estimate, Held, Passes, StepCostModel, StepModel
+from moesaic.planner.step import (
+    Estimate,
+    Held,
+    Passes,
+    StepCostModel,
+    StepModel,
+    alive_micro_batches,
+)
 from moesaic.planner.step_memory import layer_bytes, least_bytes_of_plans, rank_memory
 from moesaic.planner.task_times import Simulated
 from moesaic.program.compile import Compiled
@@ -188,18 +195,15 @@ class SplitCostModel:
             self._known[blocks] = StepCostModel(model, self.grid, self.simulator)
         return self._known[blocks]
 
-    def _alive(self, rank: int) -> float:
-        """Return the micro-batches whose activations a stage's rank keeps at once."""
-        if self.split.pp == 1:
-            return float(self.split.in_flight)
-        ahead = self.split.pp - rank
-        alive = float(ahead)
-        if self.split.parts > 1:  # the warm-up of interleaved 1F1B
-            passes = (self.split.parts - 1) * self.split.pp + 2 * ahead - 1
-            alive = passes / self.split.parts
+    def _alive(self, stage: int) -> float:
+        """Return the micro-batches whose activations a rank of a stage keeps at once."""
+        split = self.split
         count = self.model.micro_batches
-        # GPipe, which fewer micro-batches than stages take, keeps all of them
-        return float(count) if count < self.split.pp else min(alive, count)
+        if split.pp == 1:
+            return float(split.in_flight)
+        if count < split.pp:  # the schedule is GPipe, which keeps all
+            return float(count)
+        return alive_micro_batches("1f1b", split.pp, split.parts, count, stage)
 
     def estimate(self, forward: Passes, backward: Passes) -> Estimate:
         """Return a step's predicted time.

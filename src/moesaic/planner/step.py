@@ -418,9 +418,18 @@ def bubble_seconds(
 def alive_micro_batches(schedule: Schedule, stages: int, runs: int, count: int, rank: int) -> float:
     """Return the micro-batches whose activations a rank of a pipeline keeps at once.
 
-    1F1B: p - rank; interleaved: the warm-up of Megatron, ((v - 1) p + 2 (p - rank) - 1) / v
-    (Narayanan et al. 2021); ZB-H1 and ZB-V: p (Qi et al. 2023); DualPipeV: p + 1/2 (DeepSeek's
+    1F1B: p - rank, one for each later stage and the current one. Interleaved 1F1B: the forward
+    passes of Megatron's warm-up are 2 for each later stage, p for each part but the last, and the
+    current one; each is of one part, 1 / v of a micro-batch: ((v - 1) p + 2 (p - rank) - 1) / v
+    (Narayanan et al. 2021). ZB-H1 and ZB-V: p (Qi et al. 2023); DualPipeV: p + 1/2 (DeepSeek's
     DualPipe, README).
+
+    Args:
+        schedule: name of the schedule.
+        stages: p, stages of the pipeline.
+        runs: v, parts of the model on each rank.
+        count: micro-batches of a step.
+        rank: the stage, from 0 on.
     """
     kept = {
         "1f1b": stages - rank
@@ -556,18 +565,18 @@ class StepCostModel:
 
     def _parts(self, forward: Passes, backward: Passes) -> dict[str, float]:
         """Return the seconds of a micro-batch by part."""
-        moe = {
-            "moe forward": self.forward_passes * forward.seconds,
-            "moe backward": backward.seconds,
-        }
-        saved = self._overlap_saves(forward, backward) / (forward.seconds + backward.seconds)
-        moe["moe forward"] -= saved * forward.seconds
-        moe["moe backward"] -= saved * backward.seconds
-        routing = self.model.moe_layers * self.routing
+        layers = self.model.moe_layers
+        # Overlap saves the same share of both passes. A forward pass that is recomputed inside the
+        # backward pass overlaps with nothing, so the share is taken from one forward pass.
+        saved_seconds = self._overlap_saves(forward, backward)
+        saved_share = saved_seconds / (forward.seconds + backward.seconds)
+        moe_forward = self.forward_passes * forward.seconds - saved_share * forward.seconds
+        moe_backward = backward.seconds - saved_share * backward.seconds
         return {
             **self.around,
-            "routing": routing,
-            **{name: self.model.moe_layers * seconds for name, seconds in moe.items()},
+            "routing": layers * self.routing,
+            "moe forward": layers * moe_forward,
+            "moe backward": layers * moe_backward,
         }
 
     def _overlap_saves(self, forward: Passes, backward: Passes) -> float:
@@ -1002,28 +1011,37 @@ class StepCostModel:
             compression: bytes of a row over the bytes that a codec sends for it.
         """
         model = self.model
-        crossing = 0.0
         compute = model.moe_layers * self._expert_seconds
-        if not model.overlapped:
-            crossing = (
-                2
-                * model.moe_layers
-                * max([0.0, *map(self._crossing_seconds, self._links)])
-                / compression
-            )
-        dense, experts = self._unit_seconds
-        units = model.num_layers * dense + model.moe_layers * experts
-        moves_each_time = model.gathers_per_block and model.held == "nothing"
-        gathers = self._gather_ratio
-        moves = {"forward": gathers, "backward": gathers if model.is_frozen else gathers + 1}
-        gathering = [
-            number * units - self._around_moves(behind) if moves_each_time else 0.0
-            for behind, number in moves.items()
-        ]
-        recomputed = (self.forward_passes - 1) * max(compute, crossing)
+        crossing = self._least_crossing_seconds(compression)
+        forward = max(compute, crossing)
+        recomputed = (self.forward_passes - 1) * forward
         backward = recomputed + max(model.layer.backward_products * compute, crossing)
-        passes = max(compute, crossing, gathering[0]) + max(backward, gathering[1])
+        passes = max(forward, self._uncovered_moves("forward"))
+        passes += max(backward, self._uncovered_moves("backward"))
         return self._outside_seconds + model.micro_batches * passes
+
+    def _least_crossing_seconds(self, compression: float) -> float:
+        """Return the seconds for which the busiest link carries tokens in a pass through all MoE
+        layers, at least; 0 if another micro-batch's computation hides them."""
+        if self.model.overlapped:
+            return 0.0
+        slowest = max([0.0, *map(self._crossing_seconds, self._links)])
+        # twice, since copies go to the experts and results come back
+        return 2 * self.model.moe_layers * slowest / compression
+
+    def _uncovered_moves(self, behind: Literal["forward", "backward"]) -> float:
+        """Return the seconds in which parameters and gradients move behind a pass, less those that
+        its work outside MoE layers covers; 0 or less if all are covered."""
+        model = self.model
+        if not model.gathers_per_block or model.held != "nothing":
+            return 0.0  # they do not move in every pass
+        dense, experts = self._unit_seconds
+        scattering = model.num_layers * dense + model.moe_layers * experts
+        # a gathering of the parameters takes as long as so many scatterings of their gradients
+        scatterings = self._gather_ratio
+        if behind == "backward" and not model.is_frozen:
+            scatterings += 1  # backward gathers again, and scatters the gradients
+        return scatterings * scattering - self._around_moves(behind)
 
     @property
     def _outside_seconds(self) -> float:

@@ -21,6 +21,15 @@ import numpy as np
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Link, Peer
 
+PORTS_PER_RANK = 4
+"""Ports of a rank that sends its messages one after the other: it sends and receives, and has
+separate ports for movements of which no message leaves its node."""
+SENDS = 0
+RECEIVES = 1
+INSIDE = 2
+"""Place of a port among those of its rank: SENDS or RECEIVES, plus INSIDE if it is of movements
+inside nodes."""
+
 
 class Use(NamedTuple):
     """A movement's demand for a link."""
@@ -177,6 +186,7 @@ class Topology:
                 seconds_per_byte += [8 / (peer.gbps * 1e9)] * 2
         self._ports = len(self.names)
         if spec.host.messages == "in_turn":
+            # The order of these names is that of SENDS, RECEIVES and INSIDE.
             for rank in range(self.block):
                 for suffix in ("", " inside its node"):
                     self.names += [
@@ -214,13 +224,13 @@ class Topology:
         seconds = route.seconds
         on_link = route.messages
         if self._ports < len(self.names):
-            # Movements that stay inside nodes use separate ports.
             source_nodes, target_nodes = (
                 self.devices_of(ends) // self.spec.devices_per_node for ends in (source, target)
             )
-            first_port = self._ports + (0 if (source_nodes != target_nodes).any() else 2)
-            for side, ends in ((0, source), (1, target)):
-                ports = first_port + 4 * (ends % self.block) + side
+            stays_inside = not (source_nodes != target_nodes).any()
+            first_port = self._ports + (INSIDE if stays_inside else 0)
+            for side, ends in ((SENDS, source), (RECEIVES, target)):
+                ports = first_port + PORTS_PER_RANK * (ends % self.block) + side
                 seconds += np.bincount(ports, weights=route.slowest, minlength=len(seconds))
                 on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
         links = np.flatnonzero(seconds)

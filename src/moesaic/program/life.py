@@ -87,38 +87,52 @@ def life_of(program: Program, outputs: frozenset[str] | None) -> Life:
         program: the program.
         outputs: names that live to the end; None for all of them.
     """
-    groups = [(each[0], tuple(program.tasks[k] for k in each)) for each in bundles(program)]
-    last_use: dict[str, int] = {}
-    for place, (_, tasks) in enumerate(groups):
-        for task in tasks:
-            last_use.update(dict.fromkeys((*task.reads, *_born(task)), place))
-            if task.op is Op.EXPERT_GRAD:
-                last_use[kept(task.name)] = place
-    dies: list[list[str]] = [[] for _ in groups]
-    if outputs is not None:
-        for name, place in last_use.items():
-            if name != STORED and name not in (outputs or ()):
-                dies[place].append(name)
+    bundled = bundles(program)
+    tasks_of_steps = [tuple(program.tasks[number] for number in each) for each in bundled]
+    dies = _deaths(tasks_of_steps, outputs)
     steps = []
-    flying: dict[str, int] = {}
-    for place, (number, tasks) in enumerate(groups):
+    sent_by: dict[str, int] = {}  # a slot in flight -> the place of the step that sent it
+    for place, tasks in enumerate(tasks_of_steps):
         reads = tuple(name for task in tasks for name in task.reads)
-        lands = tuple(dict.fromkeys(flying[name] for name in reads if name in flying))
-        flying = {name: sender for name, sender in flying.items() if sender not in lands}
-        born = tuple(name for task in tasks for name in _born(task))
+        lands = tuple(dict.fromkeys(sent_by[name] for name in reads if name in sent_by))
+        sent_by = {name: sender for name, sender in sent_by.items() if sender not in lands}
         step = Step(
-            number=number,
+            number=bundled[place][0],
             tasks=tasks,
             reads=reads,
             lands=lands,
-            born=born,
+            born=tuple(name for task in tasks for name in _born(task)),
             dies=tuple(dies[place]),
             sends=tasks[0].op in (Op.MOVE, Op.HOP),
         )
         steps.append(step)
         if step.sends:
-            flying |= dict.fromkeys(born, place)
-    return Life(steps=tuple(steps), lands=tuple(dict.fromkeys(flying.values())))
+            sent_by |= dict.fromkeys(step.born, place)
+    return Life(steps=tuple(steps), lands=tuple(dict.fromkeys(sent_by.values())))
+
+
+def _deaths(
+    tasks_of_steps: list[tuple[Task, ...]], outputs: frozenset[str] | None
+) -> list[list[str]]:
+    """Return for each step the names that die after it; arguments as of `life_of`."""
+    dies: list[list[str]] = [[] for _ in tasks_of_steps]
+    if outputs is None:
+        return dies
+    for name, place in _last_uses(tasks_of_steps).items():
+        if name != STORED and name not in outputs:
+            dies[place].append(name)
+    return dies
+
+
+def _last_uses(tasks_of_steps: list[tuple[Task, ...]]) -> dict[str, int]:
+    """Return for each name the place of the last step that reads or makes it."""
+    last_use: dict[str, int] = {}
+    for place, tasks in enumerate(tasks_of_steps):
+        for task in tasks:
+            last_use.update(dict.fromkeys((*task.reads, *_born(task)), place))
+            if task.op is Op.EXPERT_GRAD:  # reads what its expert task kept
+                last_use[kept(task.name)] = place
+    return last_use
 
 
 def _born(task: Task) -> tuple[str, ...]:

@@ -204,12 +204,15 @@ class ExpertParallel:
         deepep: Callable[[], DeepEP] | None = None,
     ) -> None:
         compiled = fitting(plan, grid, transport, experts, settings, weights)
-        self._mesh = grid
+        self._mesh_grid = grid
+        """The mesh; `grid` is the mesh as the present plan factors it."""
         self.transport = transport
         self.rank = transport.rank
-        self._number = transport.number_layer()
+        self._layer_number = transport.number_layer()
+        """The layer's place among those of the transport, for messages and errors."""
         self.num_experts = experts.num_experts
         self._calls_under = calls_under
+        """Returns the call policy for a compiled plan."""
         self.codecs: Codecs = known_codec
         """Returns the codec of a name. A benchmark may substitute codecs with the same message
         layout."""
@@ -217,17 +220,24 @@ class ExpertParallel:
         """Called before every call with (tokens of the tensor-parallel group, experts per token,
         dtype) to choose the plan. None if the plan is fixed."""
         self._order: ExpertOrder | None = None
+        """The slot of each expert; None until `order` is read."""
         self.weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
+        """The ranks of this rank's tensor-parallel group."""
         self._tp_place = grid.coordinate(self.rank, "tp")
-        by_deepep = compiled.plan.crossing is Crossing.DEEPEP
-        if by_deepep and weight_first:
-            raise InputError(
-                'apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast'
-            )
-        assert deepep is not None or not by_deepep
-        state = self._prepare(compiled, deepep() if deepep is not None and by_deepep else None)
+        """This rank's place in that group."""
+        deepep_state = None
+        uses_deepep = compiled.plan.crossing is Crossing.DEEPEP
+        if uses_deepep:
+            if weight_first:
+                raise InputError(
+                    'apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast'
+                )
+            assert deepep is not None
+            deepep_state = deepep()
+        state = self._prepare(compiled, deepep_state)
         self._states: dict[Plan | bytes, _PlanState] = {_plan_key(plan): state}
+        """The state of each plan that was used."""
         self._activate(state)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
@@ -266,7 +276,9 @@ class ExpertParallel:
                     "plan.all_to_all=deepep needs process groups, which only MoE.parallelize "
                     "makes: switch to multicast, or parallelize the layer with deepep"
                 )
-            state = self._prepare(compiled_for(plan, self._mesh, self.transport, experts), None)
+            state = self._prepare(
+                compiled_for(plan, self._mesh_grid, self.transport, experts), None
+            )
             self._states[_plan_key(plan)] = state
         if state.compiled is not self.compiled:
             state.peers.length = self.peers.length
@@ -338,7 +350,7 @@ class ExpertParallel:
         earlier = None if replay is None else replay.gathered
         with_gradients = torch.is_grad_enabled() if earlier is None else earlier.with_gradients
         settings: dict[str, object] = {
-            "layer": self._number,
+            "layer": self._layer_number,
             "gradients": with_gradients,
             # without gradients, no loss and no noise depends on it
             "training": router.training and with_gradients,
@@ -394,7 +406,7 @@ class ExpertParallel:
         if micro is not None:
             settings["micro_batch"] = micro
             of_micro_batch = f" in micro-batch {micro}"
-        self.transport.doing = f"the forward pass of layer {self._number}{of_micro_batch}"
+        self.transport.doing = f"the forward pass of layer {self._layer_number}{of_micro_batch}"
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
             self._digests_checked = False
 
@@ -414,7 +426,7 @@ class ExpertParallel:
             self.auto(len(x_TD), expert_TK.shape[1], dtype)
         self._enter(
             {
-                "layer": self._number,
+                "layer": self._layer_number,
                 "gradients": torch.is_grad_enabled(),
                 "dtype": dtype,
                 "top_k": expert_TK.shape[1],
@@ -575,7 +587,7 @@ class ExpertParallel:
             own = {"index": inputs.token.unsqueeze(1)}
         else:
             own = dict(node_tokens.indices)
-        run = LayerRun(chosen.compiled, self.transport, call, indices=own, layer=self._number)
+        run = LayerRun(chosen.compiled, self.transport, call, indices=own, layer=self._layer_number)
         cast = [
             tuple(in_dtype(weight, inputs.dtype) for weight in weights)
             for weights in (sharded, common)

@@ -258,9 +258,12 @@ class Watch:
         )
 
     def _is_given_up(self) -> bool:
-        """Return whether the run was given up; False if the store does not answer in time, since an
-        error waits to be reported."""
+        """Return whether the run was given up; False if the store does not answer in time.
+
+        The caller is handling an error, which it must still report: a second one would hide it.
+        """
         try:
+            # Adding 0 reads a counter; `get` would wait until some rank has written the key.
             return bool(
                 ask_store(partial(self._store.add, "watch/given_up", 0), self._answer_seconds)
             )

@@ -26,6 +26,7 @@ from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import (
     ALONE,
+    AbstractChooser,
     AbstractReplicationPolicy,
     CallDecision,
     programs_of,
@@ -71,6 +72,11 @@ class BalancedCalls(AbstractCallPolicy):
         self._dim = dim
         self.budget = MemoryBudget(compiled, num_experts, None if policy is None else policy.costs)
         self._policy: AbstractReplicationPolicy | None = None
+        """The replication policy; None without replication."""
+        self._chooser: AbstractChooser | None = None
+        """Applies the policy to the calls of this layer; None without replication."""
+        self._moves: MoveArbiter | None = None
+        """Decides whether samples move in a call; None if the policy has no choice."""
         self.programs: dict[str, Compiled] = {}
         """The programs that calls may run, by the name that the replication policy gives them; {}
         without replication."""
@@ -80,9 +86,12 @@ class BalancedCalls(AbstractCallPolicy):
             self._chooser = self._policy.start(
                 {name: each.plan for name, each in self.programs.items()}
             )
-            self._moves = MoveArbiter(self._policy.costs or Rates())
+            if self._policy.has_choice:
+                self._moves = MoveArbiter(self._policy.costs or Rates())
         self._decisions: deque[CallDecision] = deque(maxlen=KEPT)
+        """Decisions of a policy that has a choice, until `take` returns them."""
         self._decided_by_call = WeakIdKeyDictionary()
+        """The decision of each call that may still be recomputed."""
 
     @property
     def digest(self) -> bytes:
@@ -104,7 +113,7 @@ class BalancedCalls(AbstractCallPolicy):
     @property
     def has_choice(self) -> bool:
         """Whether the replication policy chooses among several ways to run a call."""
-        return self._policy is not None and self._policy.has_choice
+        return self._moves is not None
 
     def refuse_padding(self) -> None:
         """See `MemoryBudget.refuse_padding`."""
@@ -114,7 +123,7 @@ class BalancedCalls(AbstractCallPolicy):
         """Return the policy's choice, changed if the memory budget requires it."""
         compiled = self.compiled
         replicated = None
-        if self._policy is not None:
+        if self._chooser is not None:
             decision: CallDecision | None = self._decided_by_call.get(record.by_rank)
             if decision is None:
                 decision = self._chooser.choose(self._load(call.copies, call.units))
@@ -130,7 +139,7 @@ class BalancedCalls(AbstractCallPolicy):
     def _note(self, record: RoutingRecord, decision: CallDecision) -> None:
         """Keep the decision of a call for its recomputation and for `take`."""
         self._decided_by_call[record.by_rank] = replace(decision, moved=CallDecision.moved)
-        if self.has_choice:
+        if self._moves is not None:
             self._moves.note_others(decision)
             self._decisions.append(decision)
 
@@ -141,7 +150,7 @@ class BalancedCalls(AbstractCallPolicy):
         Args:
             move: the move of the call; it keeps the decision.
         """
-        if not self.has_choice:
+        if self._moves is None:
             return False
         if move.stays is None:
             if move.goal is not None:
@@ -161,7 +170,7 @@ class BalancedCalls(AbstractCallPolicy):
             copies: (world, num_experts) int64: copies of each origin for each expert.
             units: hidden units of one shard of an expert.
         """
-        if not self.has_choice or record.by_rank in self._decided_by_call:
+        if self._chooser is None or self._moves is None or record.by_rank in self._decided_by_call:
             return
         decision = self._chooser.choose(self._load(copies, units))
         self._note(record, decision)

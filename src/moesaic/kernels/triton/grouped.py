@@ -136,12 +136,15 @@ def run_grouped(
     x = x.contiguous()
     w = unit_stride(w)
     num_rows = len(x if token is None else token)
+    # N and K: the columns of the product, and the depth of its sums
     columns, depth = w.shape[-2:] if transposed else (w.shape[2], w.shape[1])
     if num_rows == 0 or columns == 0:
         return
-    schedule, capacity = Schedules.of(ends, num_rows).tiles(tile.rows)
+    # The schedule says on the device which expert and rows each tile has, and how many tiles there
+    # are. The host knows only `max_tiles`, the most that there can be.
+    schedule, max_tiles = Schedules.of(ends, num_rows).tiles(tile.rows)
     rows, matrix, form = _operands(x, w, tile, transposed=transposed, gathered=token is not None)
-    programs = num_programs(tile, capacity * triton.cdiv(columns, tile.columns), x.device)
+    programs = num_programs(tile, max_tiles * triton.cdiv(columns, tile.columns), x.device)
     _grouped_kernel[(programs,)](
         rows,
         matrix,
@@ -150,12 +153,12 @@ def run_grouped(
         token=token,
         tensors=tensors,
         schedule=schedule,
-        capacity=capacity,
+        capacity=max_tiles,
         columns=columns,
         depth=depth,
         stride_x=x.stride(0),
         stride_expert=w.stride(0),
-        stride_part=w.stride(1),
+        stride_part=w.stride(1),  # of (E, C, N, K); the kernel does not read it for other matrices
         stride_w=w.stride(-2),
         EPILOGUE=epilogue,
         FORM=Form(**form, **tile_constants(tile, x.dtype), **constants),

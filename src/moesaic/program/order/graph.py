@@ -82,18 +82,20 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
     arrive. They come first in a backward program, so that the weights' gradients are sent home
     while everything else runs (FasterMoE, He et al., PPoPP 2022, section 4.2).
     """
-    backward = any(task.op is Op.EXPERT_GRAD for task in program.tasks)
+    is_backward = any(task.op is Op.EXPERT_GRAD for task in program.tasks)
     last = 1 + max(
         (slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)),
         default=0,
     )
 
     def number(layout: Layout) -> int | None:
-        """Return the number of a layout's chunk: backward passes count from 1 on. Replicated copies
-        are 0 there, and come after the last chunk in forward passes."""
-        if isinstance(layout.chunk, str):
-            return 0 if backward else last
-        return layout.chunk if layout.chunk is None else layout.chunk + backward
+        """Return the number of a layout's chunk; None if its rows are not cut into chunks."""
+        chunk = layout.chunk
+        if chunk is None:
+            return None
+        if isinstance(chunk, str):  # replicated copies, whose chunks have names
+            return 0 if is_backward else last
+        return chunk + 1 if is_backward else chunk
 
     return number
 

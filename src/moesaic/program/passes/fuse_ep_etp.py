@@ -29,44 +29,56 @@ def fuse_ep_etp(program: Program) -> Program:
 
 
 def _permute_first(program: Program) -> Program:
-    """Copy tokens to rows before an all-gather over etp, if tokens and index are gathered in the
-    same way."""
+    """Return the program with the permutation before the all-gather over etp: a rank copies its own
+    tokens to rows, then gathers the rows in place of tokens and index."""
+    found = _gathered_permute(program)
+    if found is None:
+        return program
+    permute, tokens, index = found
+    rows = program.slot(permute.writes[0])
+    own_rows = replace(
+        rows,
+        name=f"{rows.name}_own",
+        layout=program.slot(index).layout,
+        state=program.slot(tokens).state,
+    )
+    own = own_rows.name
+    own_permute = replace(permute, name=own, reads=(tokens, index), writes=(own,))
+    gather = Task(
+        name=rows.name,
+        op=Op.MOVE,
+        reads=(own,),
+        writes=(rows.name,),
+        stage=permute.stage,
+        lane=Lane.INTRA,
+        group=("etp",),
+    )
+    tasks: list[Task] = []
+    for task in program.tasks:
+        if task is permute:
+            tasks += [own_permute, gather]
+        elif task.writes[0] not in permute.reads:
+            tasks.append(task)
+    slots = tuple(slot for slot in program.slots if slot.name not in permute.reads)
+    return replace(program, slots=(*slots, own_rows), tasks=tuple(tasks))
+
+
+def _gathered_permute(program: Program) -> tuple[Task, str, str] | None:
+    """Return the first permutation of which movements over etp alone write both tokens and index,
+    and the slots that these two movements read: a rank's own tokens and index."""
     writers = {task.writes[0]: task for task in program.tasks}
     for task in program.tasks:
         if task.op is not Op.PERMUTE:
             continue
-        writers_read = [writers.get(name) for name in task.reads]
-        if not all(
-            move is not None and move.op is Op.MOVE and move.group == ("etp",)
-            for move in writers_read
-        ):
-            continue
-        tokens, index = (move.reads[0] for move in writers_read if move is not None)
-        rows = program.slot(task.writes[0])
-        own = f"{task.writes[0]}_own"
-        own_rows = replace(
-            rows, name=own, layout=program.slot(index).layout, state=program.slot(tokens).state
-        )
-        gather = Task(
-            name=rows.name,
-            op=Op.MOVE,
-            reads=(own,),
-            writes=(rows.name,),
-            stage=task.stage,
-            lane=Lane.INTRA,
-            group=("etp",),
-        )
-        permute = replace(task, name=own, reads=(tokens, index), writes=(own,))
-        removed = set(task.reads)
-        tasks: list[Task] = []
-        for other in program.tasks:
-            if other is task:
-                tasks += [permute, gather]
-            elif other.writes[0] not in removed:
-                tasks.append(other)
-        slots = tuple(slot for slot in program.slots if slot.name not in removed)
-        return replace(program, slots=(*slots, own_rows), tasks=tuple(tasks))
-    return program
+        gathers = [
+            writers[name]
+            for name in task.reads
+            if name in writers and writers[name].op is Op.MOVE and writers[name].group == ("etp",)
+        ]
+        if len(gathers) == len(task.reads):
+            tokens, index = (gather.reads[0] for gather in gathers)
+            return task, tokens, index
+    return None
 
 
 def _next_pair(program: Program) -> tuple[Task, Task] | None:

@@ -39,6 +39,20 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         InputError: a column is missing, a row is not of numbers or stands twice, or an expert's
             number is out of range.
     """
+    cells = _cells(path)
+    last_expert = max(expert for *_, expert in cells)
+    num_experts = options.num_experts or last_expert + 1
+    if last_expert >= num_experts or num_experts > MOST_EXPERTS:
+        raise InputError(
+            f"trace {path}: its experts are numbered up to {last_expert}: give --num-experts "
+            f"between {last_expert + 1} and {MOST_EXPERTS}"
+        )
+    table, steps = _table(path, cells, num_experts)
+    return counts_segment(path, table, steps, options.top_k or 1, {"format": "counts"})
+
+
+def _cells(path: Path) -> dict[tuple[int, ...], int]:
+    """Return the counts of a file by their numbers on `AXES`; at least one."""
     rows = csv.DictReader(lines_of(path))
     missing = [name for name in (*AXES[1:], "count") if name not in (rows.fieldnames or ())]
     if missing:
@@ -61,21 +75,25 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         cells[place] = count
     if not cells:
         raise InputError(f"trace {path}: has no rows: name a table of counts")
-    *numbers, experts = (sorted({place[axis] for place in cells}) for axis in range(len(AXES)))
-    num_experts = options.num_experts or experts[-1] + 1
-    if experts[-1] >= num_experts or num_experts > MOST_EXPERTS:
-        raise InputError(
-            f"trace {path}: its experts are numbered up to {experts[-1]}: give --num-experts "
-            f"between {experts[-1] + 1} and {MOST_EXPERTS}"
-        )
+    return cells
+
+
+def _table(
+    path: Path, cells: dict[tuple[int, ...], int], num_experts: int
+) -> tuple[np.ndarray, list[int]]:
+    """Return all counts, an axis for each of `AXES`, and the numbers of the steps. The numbers on
+    the other axes become places in ascending order; experts keep theirs."""
+    numbers = [sorted({place[axis] for place in cells}) for axis in range(len(AXES) - 1)]
     sizes = (*map(len, numbers), num_experts)
     if np.prod(sizes, dtype=float) > MOST_CELLS:
         raise InputError(f"trace {path}: its numbers span more than {MOST_CELLS:,} counts")
+    # Python's whole numbers have no limit: `counts_segment` refuses those that int64 cannot hold.
     table = np.zeros(sizes, dtype=object)
-    at = [{number: index for index, number in enumerate(of_axis)} for of_axis in numbers]
-    for (*places, expert), count in cells.items():
-        table[(*(index[number] for index, number in zip(at, places)), expert)] = count
-    return counts_segment(path, table, numbers[0], options.top_k or 1, {"format": "counts"})
+    indices = [{number: index for index, number in enumerate(on_axis)} for on_axis in numbers]
+    for (*place, expert), count in cells.items():
+        index = (indices[axis][number] for axis, number in enumerate(place))
+        table[(*index, expert)] = count
+    return table, numbers[0]
 
 
 def write(trace: Trace, path: Path) -> None:
