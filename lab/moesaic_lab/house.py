@@ -41,6 +41,29 @@ TOKENS = 48
 MANY_BYTES = 8 * 4 * DIM
 """Size from which a message must hold token rows: eight rows exceed all counts and losses that
 ranks exchange before."""
+STEP = (
+    "finetune/staged.py",
+    "finetune/stages.py",
+    "interleaved.py",
+    "planner/fewer_machines.py",
+    "planner/in_flight.py",
+    "planner/pipeline.py",
+    "planner/plan_race.py",
+    "planner/search.py",
+    "planner/simulated_plans.py",
+    "planner/split.py",
+    "program/stage_cuts.py",
+    "runtime/gathered_units.py",
+    "runtime/paused_calls.py",
+    "runtime/torch_state.py",
+    "train/better_split.py",
+    "train/holding.py",
+    "train/pipeline.py",
+    "train/schedule.py",
+    "transformers/in_flight.py",
+)
+"""Files of what a step adds to a layer: pipeline stages, micro-batches in flight, parameters held
+sharded or replicated, and the search over them."""
 LAYER = "layer.py"
 """File of the layer whose call starts the path."""
 _LAYOUT = {
@@ -116,6 +139,7 @@ def measure(root: Path = ROOT) -> dict[str, float]:
         tokens[folder] = sum(each for each, _ in counted)
         lines[folder] = sum(each for _, each in counted)
     files = [path for folder in COUNTED for path in sorted((root / folder).rglob("*.py"))]
+    step = [(root / PACKAGES[0] / name).read_text(encoding="utf-8") for name in STEP]
     circles = [circle for package in PACKAGES for circle in cycles(root / package)]
     trace = trace_path(root / PACKAGES[0])
     return {
@@ -123,6 +147,7 @@ def measure(root: Path = ROOT) -> dict[str, float]:
         "tokens_per_line_of_lab": round(tokens["lab"] / lines["lab"], 2),
         "tokens": tokens["src"],
         "tokens_of_lab": tokens["lab"],
+        "tokens_of_step": sum(tokens_and_lines(text)[0] for text in step),
         "parallel_assignments": _count(is_parallel, files),
         "calls_over_six_positional": _count(is_long_call, files),
         "functions_over_60_lines": sum(len(long_functions(path)) for path in files),
