@@ -60,6 +60,15 @@ def test_noise_is_reported_and_residuals_are_kept() -> None:
     assert fit(SIZES, times(2e-4, 4e-8, 0.6)).spread > 0.25
 
 
+def test_times_that_hardly_depend_on_size_are_no_trouble() -> None:
+    """With more ranks than cores, short and long transfers take about as long."""
+    near = fit(SIZES, [[1e-3 * (1 + 0.1 * (-1) ** place)] for place in range(len(SIZES))])
+    assert near.r2 < 0.5
+    assert near.worst < 0.2
+    assert not near.trouble
+    assert fit(SIZES, [[1e-3 * (1 + 0.5 * (-1) ** place)] for place in range(len(SIZES))]).trouble
+
+
 @pytest.mark.parametrize(
     ("sizes", "seconds", "line"),
     [

@@ -16,7 +16,10 @@ from moesaic.errors import InputError
 from moesaic.planner.checks import check_not_negative
 
 MIN_R2 = 0.9
-"""Share of the relative variation that the line must explain."""
+"""Share of the variation of log time that a reliable line explains, unless it is near all times."""
+MAX_WORST = 0.25
+"""Largest error of a line that is reliable whatever it explains: times that hardly depend on size
+leave nothing to explain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +52,11 @@ class Fit:
     @property
     def trouble(self) -> str:
         """Reason not to rely on the line; "" if it is reliable."""
-        if self.r2 >= MIN_R2:
+        if self.r2 >= MIN_R2 or self.worst <= MAX_WORST:
             return ""
         return (
-            f"{self.what}: the times do not lie on a line over size, r2 {self.r2:.2f}, at least "
+            f"{self.what}: the times do not lie on a line over size, one of them is "
+            f"{self.worst:.0%} off, and r2 is {self.r2:.2f}: at most {MAX_WORST:.0%} or at least "
             f"{MIN_R2}"
         )
 
