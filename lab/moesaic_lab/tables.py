@@ -130,6 +130,11 @@ QUARTILES = ("median_seconds", "low_seconds", "high_seconds")
 """Columns for the keys of `Timing.row`."""
 
 
+def _of_a_claim(value: float, *, digits: int) -> str:
+    """Return a whole number in full, and any other with so many significant digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+
+
 def claims_table(claims: Sequence[Claim]) -> Table:
     """Return a table of claims with their targets; a claim without a value shows the reason."""
     shown = Table(
@@ -143,8 +148,10 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     ):
         shown.add_column(name, justify=justify, no_wrap=name != "holds")  # type: ignore[arg-type]
     for claim in claims:
-        value = "" if claim.value is None else f"{claim.value:.4g}"
-        target = "" if claim.target is None else f"{claim.op} {claim.target:g}"
+        value = "" if claim.value is None else _of_a_claim(claim.value, digits=4)
+        target = ""
+        if claim.target is not None:
+            target = f"{claim.op} {_of_a_claim(claim.target, digits=6)}"
         holds = {True: "yes", False: "no", None: claim.reason}[claim.holds]
         shown.add_row(claim.name, value, target, holds)
     return shown
