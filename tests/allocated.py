@@ -19,6 +19,8 @@ class Allocated(TorchDispatchMode):
         self.now = 0
         self.most = 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._read: dict[int, int] = {}
+        """By storage that is a part of a file: the bytes that were taken of it."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -27,7 +29,14 @@ class Allocated(TorchDispatchMode):
         for tensor in tree_leaves(out):
             local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
             if type(local) in (torch.Tensor, torch.nn.Parameter) and local.device.type == "cpu":
-                self._note(local.untyped_storage())
+                storage = local.untyped_storage()
+                if function is torch.ops.aten.set_.source_Storage:
+                    self._read[storage._cdata] = storage.nbytes()
+                elif function is torch.ops.aten.slice.Tensor and storage._cdata in self._read:
+                    # safetensors maps a whole tensor, of which a rank keeps a slice
+                    taken = min(self._read[storage._cdata], local.nbytes)
+                    self._read[storage._cdata] = taken
+                self._note(storage)
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -43,7 +52,11 @@ class Allocated(TorchDispatchMode):
 
     def _set(self, key: int, reference: weakref.ref[torch.UntypedStorage] | None) -> None:
         storage = None if reference is None else reference()
-        size = 0 if storage is None else storage.nbytes()
+        size = 0
+        if storage is None:
+            self._read.pop(key, None)
+        else:
+            size = self._read.get(key, storage.nbytes())
         self.now += size - self._known.pop(key, (None, 0))[1]
         if storage is not None and reference is not None:
             self._known[key] = reference, size

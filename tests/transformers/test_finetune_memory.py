@@ -27,6 +27,7 @@ from moesaic.finetune.recipe import adapted
 from moesaic.finetune.staged import StagedModel
 from moesaic.finetune.stages import ranks_in_stages
 from moesaic.planner.finetune import (
+    BLOCK,
     LOSS_TOKENS,
     FinetuneJob,
     Method,
@@ -53,7 +54,6 @@ OURS = {
     "head_dim": 16,
 }
 LOSS = "logits and loss"
-BLOCK = "a block's activations"
 VOCABULARIES = {LOSS: 2048, BLOCK: 64}
 """What needs most memory, and a size of the vocabulary with which it does."""
 METHODS: dict[str, Method] = {LOSS: "qlora", BLOCK: "qlora-double"}
@@ -108,12 +108,24 @@ def peaks(folder: str, world: int) -> dict[str, int]:
 
 
 def test_predicted_memory_is_within_five_percent_of_the_peak(tmp_path: Path) -> None:
+    _hold_spread_experts_to_their_peak(tmp_path, worlds=(1, 2))
+
+
+@pytest.mark.random
+def test_predicted_memory_of_four_ranks_is_within_five_percent_of_the_peak(tmp_path: Path) -> None:
+    _hold_spread_experts_to_their_peak(tmp_path, worlds=(4,))
+
+
+def _hold_spread_experts_to_their_peak(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """Compare the prediction with the mean over the ranks of worlds that share all experts."""
     for name, vocabulary in VOCABULARIES.items():
         torch.manual_seed(0)
         config = Qwen3MoeConfig(**{**SIZES, **OURS, "vocab_size": vocabulary})
         Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / name)
-    for world in (1, 2):
-        of_ranks = [peaks(str(tmp_path), 1)] if world == 1 else on_ranks(2, peaks, str(tmp_path), 2)
+    for world in worlds:
+        of_ranks = [peaks(str(tmp_path), 1)]
+        if world > 1:
+            of_ranks = on_ranks(world, peaks, str(tmp_path), world)
         for name in VOCABULARIES:
             shape = read_shape(
                 json.loads((tmp_path / name / "config.json").read_text()), name, seq_len=LENGTH
@@ -171,18 +183,34 @@ def stage_peak(folder: str, stages: int) -> int:
 
 
 def test_predicted_memory_of_each_stage_is_within_five_percent(tmp_path: Path) -> None:
+    _hold_stages_to_their_peak(tmp_path, world=2, stages=2)
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("stages", [2, 4])
+def test_predicted_memory_of_stages_on_four_ranks_is_within_five_percent(
+    tmp_path: Path, stages: int
+) -> None:
+    _hold_stages_to_their_peak(tmp_path, world=4, stages=stages)
+
+
+def _hold_stages_to_their_peak(tmp_path: Path, world: int, stages: int) -> None:
+    """Compare the prediction of each stage with the mean over its ranks, which share its
+    experts."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**{**SIZES, **OURS})
     Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-    found = on_ranks(2, stage_peak, str(tmp_path), 2)
+    found = on_ranks(world, stage_peak, str(tmp_path), stages)
     shape = read_shape(json.loads((tmp_path / "config.json").read_text()), "", seq_len=LENGTH)
     job = FinetuneJob(
-        batch_size=2 * TOKENS // LENGTH,
+        batch_size=world * TOKENS // LENGTH,
         rank=RANK,
         logits=LOSS_TOKENS,
         projections=4,
         model=replace(shape, checkpoint_activations=True),
         data=DataShape(vocab_size=64),
     )
-    for stage, parts in enumerate(stage_parts(job, unnamed(2), 2, MICRO_BATCHES)):
-        assert sum(parts.values()) == pytest.approx(found[stage], rel=0.05), (stage, parts, found)
+    width = world // stages
+    for stage, parts in enumerate(stage_parts(job, unnamed(world), stages, MICRO_BATCHES)):
+        mean = sum(found[stage * width : (stage + 1) * width]) / width
+        assert sum(parts.values()) == pytest.approx(mean, rel=0.05), (stage, parts, found)

@@ -68,6 +68,8 @@ CODED: tuple[Codec, ...] = ("none", "fp8")
 """Codecs of messages among which "fewer bits on the wire" chooses."""
 LOSS_TOKENS = 256
 """Tokens whose logits exist at once where `moesaic finetune` computes the loss."""
+BLOCK = "a block's activations"
+"""Name of the part of memory that a block's recomputed activations are."""
 STEPWISE = ("norms",)
 """Operations of transformers' blocks that run step by step (`StepModel.stepwise`)."""
 
@@ -426,13 +428,23 @@ def stage_parts(
     found = []
     for stage in rank_models(job, whole, layout, count):
         parts = _memory(StepCostModel(stage, grid, simulator), job)
-        # torch's schedules keep what comes for every micro-batch of a step: in all stages but the
-        # first activations and, once computed, their gradients; in all but the last gradients, and
-        # what was sent until it is backward's turn
         is_first = stage.vocab > 0 and not stage.outputs
-        kept = 0.0 if is_first else 2.0 * count - 1
-        kept += 0.0 if stage.outputs else count + stage.alive
-        found.append(parts | {"messages of stages": kept * activations})
+        is_last = stage.outputs > 0
+        # torch's schedules receive every micro-batch of a step into a buffer of its own:
+        # activations, which are the inputs of the first block, and gradients. An output stays until
+        # it is backward's turn, and one more while it is sent.
+        messages = stage.alive
+        if not is_first:
+            messages += count
+            parts["blocks' inputs"] -= stage.alive * activations
+        if not is_last:
+            messages += count
+        if not (is_first or is_last):
+            messages += 1
+        if is_last and BLOCK in parts:
+            parts[BLOCK] += 2 * activations  # the last norm keeps its input in float32
+        parts["messages of stages"] = messages * activations
+        found.append(parts)
     return found
 
 
@@ -467,7 +479,7 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
         block += 4 * cost_model.block_parameters[0]
     if job.method == "qlora-double":
         block += model.expert_parameters / blocks * 4 / 64
-    peaks = {"logits and loss": model.outputs * logits, "a block's activations": block}
+    peaks = {"logits and loss": model.outputs * logits, BLOCK: block}
     largest = max(peaks, key=lambda name: peaks[name])
     return {
         "experts": model.expert_parameters * WEIGHT_BYTES[job.method] / grid.ep,
