@@ -195,7 +195,7 @@ class Benchmark(Generic[O, C, F]):
             require_writable(options.json, "--json")
         cases = self.cases(options)
         keep = getattr(options, "keep", None)
-        goes_on = keep is not None and any(Path(keep).glob("*.json"))
+        goes_on = keep is not None and any(Path(keep).glob("[!.]*.json"))
         started = time.monotonic()
         with _progress() as told:
             results = self.measure(options, cases, told)
@@ -448,13 +448,13 @@ def told_of_files(folder: Path, told: Told) -> Iterator[None]:
     """Report each JSON file that other processes write into the folder inside the block, by its
     name."""
     ended = Event()
-    seen = set(folder.glob("*.json"))
+    seen = set(folder.glob("[!.]*.json"))
 
     def watch() -> None:
         is_over = False
         while not is_over:
             is_over = ended.wait(WATCH_SECONDS)
-            new = set(folder.glob("*.json")) - seen
+            new = set(folder.glob("[!.]*.json")) - seen
             seen.update(new)
             for path in sorted(new):
                 told(f"{path.stem} is measured")

@@ -10,7 +10,7 @@ import pytest
 
 from moesaic_lab import auto, small
 from moesaic_lab.beds import Timed
-from moesaic_lab.benchmark import on_beds
+from moesaic_lab.benchmark import on_beds, told_of_files
 from moesaic_lab.comm import ranks as comm
 from moesaic_lab.kept_ranks import KeptRanks
 from moesaic_lab.layer import ranks as layer
@@ -131,3 +131,11 @@ def test_jobs_go_on_from_the_first_that_is_not_kept(
     stops_at = -1
     assert run() == [2] * 4
     assert measured == [(0,), (1,), (2,), (3,)]
+
+
+def test_a_file_that_is_still_written_is_not_told_as_measured(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with told_of_files(tmp_path, lines.append):
+        (tmp_path / ".writing-1-half.json").write_text("{")
+        (tmp_path / "whole.json").write_text("{}")
+    assert lines == ["whole is measured"]

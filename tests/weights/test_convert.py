@@ -182,6 +182,19 @@ def changed(folder: Path, **changes: Tensor | None) -> Path:
     return folder
 
 
+def test_hidden_files_beside_the_weights_are_nobody_s_tensors(tmp_path: Path) -> None:
+    """macOS leaves `._model.safetensors` on other file systems, an interrupted save its own."""
+    folder = changed(tmp_path / "hub")
+    for name in ("._model.safetensors", ".writing-1-model.safetensors"):
+        (folder / name).write_bytes(b"no tensors")
+    moesaic.convert(folder, tmp_path / "out", to="moesaic", logits=False)
+    moesaic.convert(tmp_path / "out", tmp_path / "again", to="hf", logits=False)
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_keys_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     source = changed(tmp_path / "a", **{name: None, "model.norm.weight": None})

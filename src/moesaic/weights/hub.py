@@ -45,7 +45,7 @@ class Hub(AbstractFormat):
     title = "Hugging Face safetensors"
 
     def recognises(self, folder: Path) -> bool:
-        return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
+        return (folder / INDEX).exists() or any(folder.glob("[!.]*.safetensors"))
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
         """Read a folder of safetensors, and refuse one with an adapter beside the weights."""

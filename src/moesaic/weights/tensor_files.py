@@ -249,7 +249,7 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
             message names the file.
     """
     listed: dict[str, str] | None = None
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = sorted(folder.glob("[!.]*.safetensors"))
     if (folder / INDEX).exists():
         listed = _index(folder / INDEX)
         others = [each.name for each in paths if OF_MODEL.fullmatch(each.name)]
