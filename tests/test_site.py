@@ -137,6 +137,111 @@ def test_no_page_shows_markup(site: Path) -> None:
     assert found == []
 
 
+UNITS = (
+    r"s|ms|us|ns|minutes?|hours?|seconds?|milliseconds?|microseconds?|days?|[kKMGT]i?B|bytes?|bits?"
+    r"|[kKMGT]?bit/s|[kKMG]i?B/s|[MGT]?FLOPs?|[MGT]FLOP/s|TFLOPS?|[a-z]+/s|%|percent|USD|EUR"
+    r"|dollars?|euros?|times|ratios?|shares?|over|factor|errors?|speed-?ups?|gains?|regret"
+    r"|correlation|r2|perplexity|loss|losses|accuracy"
+)
+"""Units, currencies and words for ratios, as a regular expression."""
+COUNTED = (
+    r"counts?|numbers?|unit|date|version|tokens?|ranks?|layers?|experts?|nodes?|devices?|GPUs?"
+    r"|cards?|machines?|cores?|steps?|sequences?|heads?|parameters?|rows?|cases?|tests?|chunks?"
+    r"|stages?|runs?|messages?|seeds?|inputs?|figures|kernels?|launches|registers|operators|modules"
+    r"|sources?|plans?|copies|faults?|micro-batch(es)?|width|dim|hidden|top.?k|k|size|sizes|dp|ep|tp"
+    r"|pp|edp|etp|MaxVio|exponent|capability|table|section|equation|Python|torch|#"
+)
+"""What the title of a column may count, as a regular expression."""
+A_NUMBER = re.compile(r"[\s<>=\u2264\u2265~+-]*\d[\d.,]*(\s*to\s*[\d.,]+)?\s*")
+
+
+class Tables(HTMLParser):
+    """The tables of a page: the text between the heading or table before and it, and its rows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: list[tuple[str, list[list[str]]]] = []
+        self._before = ""
+        self._rows: list[list[str]] = []
+        self._is_cell = False
+        self.feed(text[text.index("<article") : text.index("</article>")])
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        """Begin a table, a row or a cell; a heading begins new text."""
+        if tag in {"h1", "h2", "h3", "h4"}:
+            self._before = ""
+        elif tag == "table":
+            self._rows = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in {"th", "td"}:
+            self._rows[-1].append("")
+            self._is_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        """End a table or a cell."""
+        if tag == "table":
+            self.tables.append((self._before, self._rows))
+            self._before = ""
+        elif tag in {"th", "td"}:
+            self._is_cell = False
+
+    def handle_data(self, data: str) -> None:
+        """Add text to the cell, or to what stands before the next table."""
+        if self._is_cell:
+            self._rows[-1][-1] += data
+        else:
+            self._before += data
+
+
+def without_unit(tables: Tables) -> list[str]:
+    """Return the titles of columns of numbers of which nothing says what they count or measure:
+    neither the title, nor the first column's, nor a column of units, nor the text before the
+    table."""
+    found = []
+    for before, (titles, *rows) in tables.tables:
+        if "unit" in titles:
+            continue
+        for place, title in enumerate(titles):
+            cells = [row[place] for row in rows if place < len(row) and row[place].strip()]
+            numbers = [each for each in cells if A_NUMBER.fullmatch(each)]
+            if len(numbers) * 2 <= len(cells):
+                continue
+            if not names(f"{UNITS}|{COUNTED}", f"{title} {titles[0]}") and not names(UNITS, before):
+                found.append(title)
+    return found
+
+
+def names(words: str, text: str) -> bool:
+    """Return whether a text has one of some words."""
+    return re.search(rf"(?<!\w)({words})(?!\w)", text, re.IGNORECASE) is not None
+
+
+def test_every_column_of_numbers_names_its_unit(site: Path) -> None:
+    found = {
+        page.parent.relative_to(site).as_posix(): missing
+        for page in sorted(site.rglob("index.html"))
+        if (missing := without_unit(Tables(page.read_text("utf-8"))))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "title", "missing"),
+    [
+        ("", "memory", ["memory"]),
+        ("", "memory, GiB", []),
+        ("Memory in GiB", "most", []),
+        ("Of one card.", "price", ["price"]),
+        ("", "price, USD", []),
+    ],
+)
+def test_a_column_without_a_unit_is_found(before: str, title: str, missing: list[str]) -> None:
+    page = f"""<article><h2>A page</h2><p>{before}</p><table><tr><th>what</th><th>{title}</th></tr>
+        <tr><td>one</td><td>1.5</td></tr><tr><td>two</td><td>7</td></tr></table></article>"""
+    assert without_unit(Tables(page)) == missing
+
+
 def test_markup_that_was_not_taken_for_it_is_found(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(
         "<article><p>Look at the plan:\n3. <strong>Train</strong>, with this</p>\n"

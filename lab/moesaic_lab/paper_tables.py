@@ -158,7 +158,7 @@ def trained(rows: Sequence[Row]) -> str:
         [
             "trained on",
             "steps",
-            "locality",
+            "locality, as a share",
             "saved between nodes, simulated",
             "gain, simulated",
             "gain, measured",

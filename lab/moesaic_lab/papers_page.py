@@ -27,7 +27,7 @@ from moesaic_lab.paper_tables import tables_of
 from moesaic_lab.pays import TECHNIQUES
 from moesaic_lab.pictures import Panel, PlottedSeries, write_picture
 from moesaic_lab.reproduce.records import PAPERS, page_of, read_book
-from moesaic_lab.tables import markdown_table, share, write_page
+from moesaic_lab.tables import CLAIM_COLUMNS, markdown_table, share, with_unit, write_page
 
 DOCS = ROOT / "docs"
 CLAIMS = DOCS / "reproduce.md"
@@ -128,7 +128,8 @@ def summary(paper: str, results: Mapping[str, Any]) -> str:
     """Return a line per technique and benchmark: the simulated map in short, beside the measured
     pairs."""
     names = (
-        "technique|simulated|pays from, tokens per rank|measured|faster in|median|range|predicted"
+        "technique|simulated gain|pays from, tokens per rank|measured|faster in, cases|median gain"
+        "|range of gains|predicted gain"
     )
     lines = [names.split("|")]
     for technique in TECHNIQUES:
@@ -254,12 +255,15 @@ def panels_of(paper: str, results: Mapping[str, Any]) -> Iterator[Panel]:
 
 def claims_of(claims: Sequence[Row], ours: Mapping[str, float]) -> str:
     """Return a table of claims, with the reason of each that is missed."""
-    lines = [["claim", "value", "target", "holds"]]
+    lines = [[*CLAIM_COLUMNS]]
     book = read_book()
     for claim in claims:
         reason = book.filled(book.missed.get(claim["name"], ""), ours)
         holds = {True: "yes", False: f"**no**: {reason}", None: ""}[claim["holds"]]
-        value = claim["reason"] if claim["value"] is None else f"{claim['value']:.3g}"
+        if claim["value"] is None:
+            value = claim["reason"]
+        else:
+            value = with_unit(f"{claim['value']:.3g}", claim.get("unit", "1"))
         lines.append([f"`{claim['name']}`", value, f"{claim['op']} {claim['target']:g}", holds])
     return markdown_table(lines)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from moesaic_lab.claims import RESULTS, ROOT
 from moesaic_lab.measured import measured
-from moesaic_lab.tables import markdown_table
+from moesaic_lab.tables import CLAIM_COLUMNS, markdown_table, with_unit
 
 PAGE = ROOT / "docs" / "performance.md"
 REGION = re.compile(r"<!-- claims: (.*?) -->\n.*?<!-- end of claims -->", re.DOTALL)
@@ -72,7 +72,7 @@ def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
     claims = [
         claim for _, result in answers for claim in result["claims"] if claim["target"] is not None
     ]
-    lines = [["claim", "value", "target", "holds"], *(line(alike) for alike in families(claims))]
+    lines = [CLAIM_COLUMNS, *(line(alike) for alike in families(claims))]
     missed = [f"`{claim['name']}`" for claim in claims if claim["holds"] is False]
     verdict = (
         f"Missed: {', '.join(missed)}."
@@ -110,7 +110,10 @@ def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     is_measured = alike[0]["value"] is not None
     worst = max if alike[0]["op"] == "<=" else min
     claim = worst(alike, key=lambda each: each["value"]) if is_measured else alike[0]
-    value = f"{claim['value']:.4g}" if is_measured else f"not measured: {claim['reason']}"
+    if is_measured:
+        value = with_unit(f"{claim['value']:.4g}", claim.get("unit", "1"))
+    else:
+        value = f"not measured: {claim['reason']}"
     words = {
         True: "the worst of {} with",
         False: "the worst of {} that miss",

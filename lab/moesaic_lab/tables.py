@@ -88,6 +88,15 @@ def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dic
     ]
 
 
+CLAIM_COLUMNS = ("claim (a ratio, or with its unit)", "value", "target", "holds")
+"""Titles of a table of claims on a page."""
+
+
+def with_unit(figure: str, unit: str) -> str:
+    """Return a figure with its unit, without one for a ratio."""
+    return figure if unit in RATIOS else f"{figure} {unit}"
+
+
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as a Markdown table; the first row is the header."""
     header, *body = ["| " + " | ".join(line) + " |" for line in lines]
@@ -135,6 +144,10 @@ def _of_a_claim(value: float, *, digits: int) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
 
 
+RATIOS = ("1", "share")
+"""Units of claims that are ratios."""
+
+
 def claims_table(claims: Sequence[Claim]) -> Table:
     """Return a table of claims with their targets; a claim without a value shows the reason."""
     shown = Table(
@@ -148,7 +161,9 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     ):
         shown.add_column(name, justify=justify, no_wrap=name != "holds")  # type: ignore[arg-type]
     for claim in claims:
-        value = "" if claim.value is None else _of_a_claim(claim.value, digits=4)
+        value = ""
+        if claim.value is not None:
+            value = with_unit(_of_a_claim(claim.value, digits=4), claim.unit)
         target = ""
         if claim.target is not None:
             target = f"{claim.op} {_of_a_claim(claim.target, digits=6)}"

@@ -21,7 +21,7 @@ from moesaic_lab.claims import ROOT
 from moesaic_lab.measured import measured
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
-from moesaic_lab.tables import markdown_table, write_page
+from moesaic_lab.tables import CLAIM_COLUMNS, markdown_table, write_page
 
 DOCS = ROOT / "docs"
 GUIDE = DOCS / "balance.md"
@@ -79,7 +79,7 @@ def tables(result: dict[str, Any]) -> str:
                 )
             )
     lines = [
-        ["claim", "value", "target", "holds"],
+        CLAIM_COLUMNS,
         *(line([claim]) for claim in result["claims"] if claim["target"] is not None),
     ]
     where = (

@@ -35,7 +35,7 @@ from moesaic_lab.ledger.held_out import (
 from moesaic_lab.ledger.records import SOURCES, Entry, Kind, counted, median_error, worst_error
 from moesaic_lab.ledger.trace import trace
 from moesaic_lab.measured import places
-from moesaic_lab.tables import markdown_table
+from moesaic_lab.tables import CLAIM_COLUMNS, markdown_table
 
 SHOWN = 40
 """The most rows per kind that the page prints, evenly spaced from the smallest to the largest
@@ -226,10 +226,10 @@ def _of_kinds(ledger: list[Entry]) -> list[list[str]]:
     names = [
         "kind",
         "figures",
-        "used for a fit",
+        "figures used for a fit",
         "sources",
         "median error",
-        "worst",
+        "worst error",
         "median ratio",
         "middle half of the ratios",
     ]
@@ -264,7 +264,7 @@ def _of_claims(ledger: list[Entry]) -> list[list[str]]:
         ]
         for claim in claims(ledger)
     ]
-    return [["claim", "value", "target", "holds"], *of_claims]
+    return [[*CLAIM_COLUMNS], *of_claims]
 
 
 def _of_presets() -> list[list[str]]:

@@ -124,7 +124,9 @@ def claims_table(result: Mapping[str, Any]) -> str:
     """Return the claims of each cell as a table, missed ones in bold."""
     by_name = {claim["name"]: claim for claim in result["claims"]}
     names = ("chosen_over_best", "chosen_over_ep", "hybrid", "order", "again", "losses_differ")
-    lines = [["cell", *(name.replace("_", " ") for name in names)]]
+    titles = [name.replace("_", " ") for name in names]
+    titles[names.index("order")] = "order, rank correlation"
+    lines = [["cell", *titles]]
     for cell, _ in cells_of(result):
         of_cell = [by_name.get(f"step.{cell.name}.{name}") for name in names]
         lines.append([cell.name, *map(claim_in_words, of_cell)])
