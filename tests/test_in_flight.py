@@ -546,6 +546,7 @@ class Blocks(nn.Module):
         return self.head(x).square().mean()
 
 
+@pytest.mark.random
 @pytest.mark.parametrize(("stays", "count"), [(False, 3), (True, 4)])
 def test_under_fsdp2_gradients_are_those_of_one_after_another(stays: bool, count: int) -> None:
     """Where units free their parameters after the forward pass, and where they keep them."""
@@ -635,6 +636,7 @@ def of_many_steps(num_steps: int) -> tuple[list[int], list[int]]:
     return objects, greenlets
 
 
+@pytest.mark.random
 def test_steps_leave_nothing_behind() -> None:
     for (some, all_steps), greenlets in on_ranks(2, of_many_steps, 100):
         assert all_steps - some < 100
@@ -699,8 +701,7 @@ def values_of_case(case: Case, mesh: Mesh, *, flies: bool) -> tuple[list[Tensor]
 
 
 @pytest.mark.parametrize(
-    "first",
-    [*range(0, 20, 10), *(pytest.param(n, marks=pytest.mark.random) for n in range(20, 60, 10))],
+    "first", [0, *(pytest.param(n, marks=pytest.mark.random) for n in range(10, 60, 10))]
 )
 def test_cases_of_the_conformance_suite_compute_the_same_in_flight(first: int) -> None:
     """Sums over micro-batches are added in another order: (a + b) + (c + d)."""
@@ -723,6 +724,7 @@ def test_cases_of_the_conformance_suite_compute_the_same_in_flight(first: int) -
     assert pairs
 
 
+@pytest.mark.random
 def test_eight_micro_batches_need_no_more_memory_than_two() -> None:
     """And two halves of a micro-batch in flight need about what the whole one needs."""
     torch.manual_seed(0)
@@ -765,6 +767,7 @@ def of_compiled() -> tuple[list[float], list[float], float]:
     return expected[0], found[0], largest_difference(expected[1], again[1])
 
 
+@pytest.mark.random
 def test_a_compiled_model_computes_the_same() -> None:
     for expected, found, difference in on_ranks(2, of_compiled):
         assert found == pytest.approx(expected, abs=1e-14)

@@ -187,7 +187,9 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], case: Case)
         assert torch.allclose(gradient, wanted[name], rtol=1e-12, atol=1e-12), f"{case}: {name}"
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.random)])
+@pytest.mark.parametrize(
+    "world", [2, *(pytest.param(each, marks=pytest.mark.random) for each in (4, 8))]
+)
 def test_a_step_of_micro_batches_is_that_of_one_process(world: int) -> None:
     of_ranks = on_ranks(world, all_cases)
     for number, case in enumerate(CASES[world]):
@@ -308,6 +310,7 @@ def all_bytes() -> list[int]:
     return [bytes_of_a_step(case) for case in WIRED]
 
 
+@pytest.mark.random
 def test_the_bytes_on_the_wire_are_those_of_the_formula() -> None:
     of_ranks = on_ranks(4, all_bytes)
     for number, case in enumerate(WIRED):
@@ -363,6 +366,7 @@ def all_scaled() -> list[tuple[list[float], dict[str, Tensor]]]:
     return [scaled_training(case) for case in SCALED[dist.get_world_size()]]
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("world", SCALED)
 def test_all_ranks_skip_a_step_whose_scaled_gradients_overflow_on_some(world: int) -> None:
     of_ranks = on_ranks(world, all_scaled)
@@ -399,6 +403,7 @@ def rounded_sums() -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.random
 def test_sums_between_nodes_are_rounded_and_those_inside_are_not() -> None:
     """A gradient is that of two nodes, each rounded once: with one node's whole sum beside it, what
     lies between is at most what bfloat16 rounds."""

@@ -49,6 +49,7 @@ def test_names_are_those_that_a_command_uses(fuzz_bases: Path, tmp_path: Path) -
     }
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("command", ["report 1", "why-hung 1", "trace 1", "tokenize 2"])
 def test_whatever_lies_in_place_of_a_file_nothing_outside_changes(
     command: str, fuzz_bases: Path

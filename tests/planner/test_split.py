@@ -176,6 +176,7 @@ def test_on_a_slow_link_stages_win() -> None:
     assert {each.split.pp for each in result.ranking} > {result.best.split.pp}
 
 
+@pytest.mark.random
 def test_without_stages_copies_are_held_where_memory_allows() -> None:
     before = search(JOB, SLOW, Settings(keep=1, refine=2)).best
     after = best_on(SLOW, pp=1).best
@@ -183,6 +184,7 @@ def test_without_stages_copies_are_held_where_memory_allows() -> None:
     assert after.split != JobSplit()
 
 
+@pytest.mark.random
 def test_what_is_found_fits_the_memory() -> None:
     found = best_on(SLOW).best
     tight = replace(
@@ -201,6 +203,7 @@ FOR = FoundFor(
 )
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("ending", ["toml", "json"])
 def test_a_split_comes_back_from_a_plan_file(ending: str, tmp_path: Path) -> None:
     split = JobSplit(pp=2, parts=2, shard="node", hold="gradients", finer=4)

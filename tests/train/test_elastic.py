@@ -115,6 +115,7 @@ def test_under_auto_a_mesh_that_fits_stays_and_another_is_searched(tmp_path, mon
     assert (alone.mesh.ep, alone.planner.plan) == (1, "")
 
 
+@pytest.mark.random
 def test_a_search_names_machines_that_do_not_pay(tmp_path, monkeypatch):
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(SLOW.format(gbps=0.001))
@@ -126,6 +127,7 @@ def test_a_search_names_machines_that_do_not_pay(tmp_path, monkeypatch):
     assert said[1].startswith("planner: 1 of 2 machines is as fast: ")
 
 
+@pytest.mark.random
 def test_a_search_takes_the_measured_rate_of_the_link_between_machines(tmp_path, monkeypatch):
     left(monkeypatch, 2)
     monkeypatch.setattr(auto_plan, "ranks_of_a_node", lambda _: 1)

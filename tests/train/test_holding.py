@@ -51,6 +51,7 @@ BASE = {
 }
 
 
+@pytest.mark.random
 def test_a_run_goes_on_as_one_process_while_its_split_changes_at_every_step(tmp_path: Path) -> None:
     steps = WALK.split(",")
     assert len({*pairwise(steps)}) == len(SPLITS) * (len(SPLITS) - 1)

@@ -20,6 +20,7 @@ RUNS = {
 }
 
 
+@pytest.mark.random
 def test_two_in_flight_train_the_same(tmp_path: Path) -> None:
     pairs = []
     for name, changes in RUNS.items():

@@ -101,6 +101,7 @@ def predicted(case: str, world: int) -> float:
     return step_memory(cost_model, compiled.forward, compiled.backward, grid).total
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_step_takes_the_predicted_memory(tmp_path: Path, world: int) -> None:
     numbers = np.random.default_rng(0).integers(0, 256, 60_000)
