@@ -311,7 +311,8 @@ class Device:
             check_above_zero(
                 "cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second
             )
-        if len(self.narrow_between) not in (0, 2) or min(self.narrow_between, default=1) <= 0:
+        has_two_or_none = len(self.narrow_between) in (0, 2)
+        if not has_two_or_none or any(factor <= 0 for factor in self.narrow_between):
             raise InputError(
                 f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers "
                 "above 0, or none"
