@@ -106,17 +106,20 @@ def _grids(world: int, per_node: int, pins: Pins) -> Iterator[Grid]:
 def _refusal(job: Job, grid: Grid) -> str:
     """Return the reason why a job does not fit a mesh; "" if it fits."""
     model = job.model
+    # (divisor in words, divisor, name of the size, size)
     divisions = [
-        ("mesh.tp", grid.tp, "model.num_heads", model.num_heads),
-        ("mesh.ep", grid.ep, "model.moe.num_experts", model.moe.num_experts),
-        ("mesh.etp", grid.etp, "model.moe.hidden", model.moe.hidden),
-        ("the data-parallel groups, ", grid.dp, "batch_size", job.batch_size),
+        (f"mesh.tp={grid.tp}", grid.tp, "model.num_heads", model.num_heads),
+        (f"mesh.ep={grid.ep}", grid.ep, "model.moe.num_experts", model.moe.num_experts),
+        (f"mesh.etp={grid.etp}", grid.etp, "model.moe.hidden", model.moe.hidden),
+        (f"the data-parallel groups, {grid.dp}", grid.dp, "batch_size", job.batch_size),
     ]
     if job.dense_layers:
-        divisions.append(("mesh.tp", grid.tp, "the dense layers' inner width", model.active_hidden))
-    for axis, ranks, name, size in divisions:
-        if size % ranks:
-            return f"{axis}={ranks} does not divide {name}={size}".replace(", =", ", ")
+        divisions.append(
+            (f"mesh.tp={grid.tp}", grid.tp, "the dense layers' inner width", model.active_hidden)
+        )
+    for divisor_in_words, divisor, name, size in divisions:
+        if size % divisor:
+            return f"{divisor_in_words} does not divide {name}={size}"
     return ""
 
 

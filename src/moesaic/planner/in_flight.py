@@ -161,8 +161,9 @@ def _task_of(program: Program, place: _Place) -> Task:
 def _costs_of(costs: Costs, places: list[_Place], between: float) -> Costs:
     """Return the costs of the tasks of all calls. What lies before a call computes `between`
     seconds."""
-    numbers = np.array([max(place.number, 0) for place in places])
     is_between = np.array([place.number < 0 for place in places])
+    # what lies before a call takes the first task's costs for a moment, which are then replaced
+    numbers = np.array([max(place.number, 0) for place in places])
     issue = costs.issue[numbers]
     compute = costs.compute[numbers]
     issue[is_between] = 0.0

@@ -674,7 +674,8 @@ class StepCostModel:
         dense_layers = model.num_layers - model.moe_layers
 
         # A part takes its forward seconds once forward and twice backward: once for the gradients
-        # of its inputs, and once for those of its weights, which frozen weights do not have.
+        # of its inputs, and once for those of its weights, which frozen weights do not have. A
+        # third of the launches is forward.
         frozen = 1 if model.is_frozen else 0
         attention = 3 * block.attention + self._attention_recomputed - frozen * block.projections
         dense = (3 + model.recomputes("mlp")) * block.dense - frozen * block.dense_product
