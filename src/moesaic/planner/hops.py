@@ -100,6 +100,7 @@ def hop_paths(
         leg_from = partial(leg_of, target=target)
         distinct = _num_messages(digits, upper, source, target, leg=leg, leg_to=leg_to)
         sharers = _num_sharers(digits, upper, source, target, leg=leg, leg_from=leg_from)
+        # each pair stands for `distinct` messages, and `sharers` pairs for the same ones
         leg_ends = (leg.source, leg.target)
         if leg_ends not in number_of:
             number_of[leg_ends] = len(ends)
@@ -138,8 +139,9 @@ def _num_messages(
         target_value = target // stride % base
         if source_value == target_value or base == 2:
             continue  # the class has one value of this digit
-        # does the packet to a target with a third value take another leg?
-        other_value = next(v for v in range(base) if v not in (source_value, target_value))
+        # if a target with a third value is reached by another leg, each value is by its own
+        values = range(base)
+        other_value = next(v for v in values if v not in (source_value, target_value))
         if leg_to(target + (other_value - target_value) * stride) != leg:
             count *= base - 1
     return count

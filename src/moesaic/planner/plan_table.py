@@ -238,30 +238,36 @@ class PlanTable:
         self._trial_left = 0
 
     def _next_trial(self, race: Race | PairedSteps) -> None:
-        """Run the next plan of the race; the winner beside the first plan if the race is over, and
-        then the faster of both."""
+        """Run the plan that a race times next, or end a race that is over."""
         plan = race.next()
-        if isinstance(race, Race) and race.is_void:
+        if isinstance(race, Race) and race.is_void:  # step times drifted, so it begins anew
             self._start_race()
             assert self.race is not None
-            return self._next_trial(self.race)
-        if plan is not None:
+            self._next_trial(self.race)
+        elif plan is not None:
             warm_up = 0 if plan == self.running else 1
             self._trial_left = race.steps + warm_up
-            return self._run(plan, "trial")
-        self._recent.clear()
+            self._run(plan, "trial")
+        else:
+            self._recent.clear()
+            self._end_race(race)
+
+    def _end_race(self, race: Race | PairedSteps) -> None:
+        """Let the winner of a race run beside the first plan, and after that the faster of both."""
         if isinstance(race, PairedSteps):
             self._settle(race)
             self.race = None
-            return self._run(race.faster, "fastest")
+            self._run(race.faster, "fastest")
+            return
         self.timed = race.times()
         winner = race.left[0]
         first = self.allowed[0]
         if winner == first or not self._pairs:
             self.race = None
-            return self._run(winner, "fastest")
+            self._run(winner, "fastest")
+            return
         self.race = PairedSteps(winner, first)
-        return self._next_trial(self.race)
+        self._next_trial(self.race)
 
     def _settle(self, pairs: PairedSteps) -> None:
         """Replace what both plans of the pairs took by what they took in turn; the others' times
