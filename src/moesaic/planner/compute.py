@@ -220,7 +220,7 @@ def frozen_seconds(
         rates: rates of the devices.
         is_backward: whether it is a backward pass.
     """
-    moved_bytes = np.zeros(rows.shape)
+    moved_bytes: np.ndarray = np.zeros(rows.shape)
     if layer.frozen_bytes < layer.element_bytes:
         weights = layer.dim * units * layer.matrices
         moved_bytes = (rows > 0) * weights * (layer.frozen_bytes + layer.element_bytes)

@@ -210,7 +210,7 @@ class Even(AbstractVolumes):
             self._known.exchanges[key] = _exchange(digits, move, groups)
         exchange = self._known.exchanges[key]
         rows = self._rows_of(exchange, move)
-        if not rows.any():
+        if not rows.any():  # nothing is replicated, or no rank lacks rows
             nobody = np.zeros(0, dtype=np.int64)
             return Pairs(nobody, nobody, np.zeros(0)), np.zeros(0)
         if exchange.is_unlike:
