@@ -192,11 +192,11 @@ def _operation_seconds(simulator: Simulator, grid: Grid, layer: Workload) -> dic
         source, *_ = task.of or task.reads
         kind = slots[source].kind
         if kind is Kind.LANE or kind is Kind.INDEX:
-            continue
+            continue  # routing weights and positions of tokens, which Parm does not count
         seconds = sum(moved.load.alone for moved in volumes.movements(task, slots, ""))
         if kind is Kind.TOKENS:
             seconds_of["gather"] += seconds
-        elif task.stage is Stage.COMBINE:
+        elif task.stage is Stage.COMBINE:  # the second of two equal all-to-alls
             seconds_of["all_to_all"] += seconds
 
     # from the first start to the last end of what S2 moves to combine results

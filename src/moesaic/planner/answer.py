@@ -194,7 +194,7 @@ def under_skew(
     simulator = Simulator(cluster)
     if grid.ep == 1:
         return SkewedStep(longer=1.0, memory=planned.memory)
-    compiled = _replica(job, planned, simulator)
+    compiled = _replica(planned, simulator)
     # the ratio is that of micro-batches in turn
     split = replace(planned.split, in_flight=1)
     cost_model = SplitCostModel(job, grid, split, simulator)
@@ -210,7 +210,7 @@ def under_skew(
     return SkewedStep(longer=skewed_seconds / even_seconds, memory=memory)
 
 
-def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
+def _replica(planned: PlannedStep, simulator: Simulator) -> Compiled | None:
     """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more
     than `SKEWED` ranks."""
     one = on_replica(compile_plan(planned.plan, planned.grid), simulator.cluster)
