@@ -295,12 +295,13 @@ class SplitCostModel:
     def timed(self, forward: Passes, backward: Passes) -> Timed:
         """Return the passes of a step's micro-batches through the stages; arguments as of
         `estimate`."""
+        # (forward, backward) seconds of each part; equal parts are computed once
         seconds_of = {
-            part: self._costs(part).pass_seconds(forward, backward)
-            for part in dict.fromkeys(self._parts)
+            part: self._costs(part).pass_seconds(forward, backward) for part in {*self._parts}
         }
-        forward_seconds = [seconds_of[part][0] for part in self._parts]
-        backward_seconds = [seconds_of[part][1] for part in self._parts]
+        seconds = [seconds_of[part] for part in self._parts]
+        forward_seconds = [ahead for ahead, _ in seconds]
+        backward_seconds = [back for _, back in seconds]
         hop_seconds = [self._hop_seconds(part) for part in range(len(self._parts))]
         return simulate_pipeline(
             self.split.pp,

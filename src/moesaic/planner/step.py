@@ -865,6 +865,7 @@ class StepCostModel:
         in float32, at the end.
         """
         model = self.model
+        # seconds of scattering the gradients of all blocks, and of the root
         blocks = self._scatter_seconds
         root_bytes = self.root_parameters * self._gradient_bytes
         root = self._node.all_reduce_seconds(root_bytes, self.grid.tp, self.num_shards[0]) / 2
@@ -875,14 +876,15 @@ class StepCostModel:
             return self._held_movements(blocks, root, reduced)
 
         count = model.micro_batches
-        gathered = self._gather_ratio
+        gather_ratio = self._gather_ratio  # gathering parameters over scattering their gradients
         # the root is gathered in both passes, and its gradients are scattered
-        root_times = 2 * gathered + (0 if model.is_frozen else 1)
-        adapters = self._node.all_reduce_seconds(4 * model.adapters[0], 1, self.grid.world)
+        root_scatters = 2 * gather_ratio + (0 if model.is_frozen else 1)
+        shared_adapters, _ = model.adapters
+        adapters = self._node.all_reduce_seconds(4 * shared_adapters, 1, self.grid.world)
         return (
-            Moving(count, root_times * root, "nothing"),
-            Moving(count, gathered * blocks, "forward"),
-            Moving(count, gathered * blocks + reduced, "backward"),
+            Moving(count, root_scatters * root, "nothing"),
+            Moving(count, gather_ratio * blocks, "forward"),
+            Moving(count, gather_ratio * blocks + reduced, "backward"),
             Moving(1, adapters, "nothing"),
         )
 
@@ -893,12 +895,12 @@ class StepCostModel:
             scattered: seconds of scattering the gradients of all blocks and of the root.
         """
         model = self.model
-        is_sharded = model.sharded != "none"
         gathered = 0.0
         reduced = 2.0 * scattered + self._copy_seconds  # an all-reduce: a scatter and a gathering
-        if is_sharded:
-            narrow = model.layer.element_bytes / self._gradient_bytes
-            gathered = narrow * scattered
+        if model.sharded != "none":
+            # parameters are gathered in the dtype of activations
+            gather_ratio = model.layer.element_bytes / self._gradient_bytes
+            gathered = gather_ratio * scattered
             reduced = scattered + self._copy_seconds
         reductions = model.micro_batches if model.sharded == "gradients" else 1
         return (
@@ -915,7 +917,7 @@ class StepCostModel:
             reduced: seconds in which the gradients of blocks are reduced, between replicas too.
         """
         count = self.model.micro_batches
-        gathered = self._gather_ratio
+        gather_ratio = self._gather_ratio  # gathering parameters over scattering their gradients
         copies, _ = self.replicas
         shards, _ = self.num_shards
         shard_bytes = self.root_parameters * self._gradient_bytes / shards
@@ -923,17 +925,17 @@ class StepCostModel:
         root_reduced = 0.0 if self.model.is_frozen else root + between_copies
         if self.model.held == "parameters":
             return (
-                Moving(1, gathered * root, "nothing"),
-                Moving(1, gathered * blocks, "forward"),
+                Moving(1, gather_ratio * root, "nothing"),
+                Moving(1, gather_ratio * blocks, "forward"),
                 Moving(1, reduced, "backward"),
                 Moving(1, root_reduced, "nothing"),
             )
         return (
-            Moving(count, 2 * gathered * root, "nothing"),
-            Moving(count, gathered * blocks, "forward"),
+            Moving(count, 2 * gather_ratio * root, "nothing"),
+            Moving(count, gather_ratio * blocks, "forward"),
             # the last micro-batch's backward pass reduces the gradients too
-            Moving(count - 1, gathered * blocks, "backward"),
-            Moving(1, gathered * blocks + reduced, "backward"),
+            Moving(count - 1, gather_ratio * blocks, "backward"),
+            Moving(1, gather_ratio * blocks + reduced, "backward"),
             Moving(1, root_reduced, "nothing"),
         )
 

@@ -90,10 +90,11 @@ def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) ->
         logits = model.layer.tokens * model.vocab / cost_model.grid.tp
     at_loss = logits * model.loss_kept / model.loss_chunks
     backward = kept.recomputed + buffers + logits * model.logits_kept
+    # at the loss, or in the backward pass of the last block
     last = replace(states, activations=kept.blocks, buffers=moving + max(at_loss, backward))
     if not model.gathers_per_block or model.micro_batches > 1:
         return last
-    # the layer's buffers have its own experts' gradients
+    # in the backward pass of the first block; the layer's buffers have its own experts' gradients
     _, expert_parameters = cost_model.block_parameters
     own_gradients = expert_parameters * model.parameter_bytes
     other_gradients = max(states.gradients - own_gradients, 0.0)
