@@ -261,6 +261,6 @@ def _node_tokens(
         miss_probability = (1 - min(even_visits / tokens, 1.0)) ** (node_copies / even_copies)
         visits = tokens * (1 - miss_probability)
         expected = visits / chunks * even_chunk_visits / even_visits
-    # at least all experts of a token are on the node, at most one
+    # a visit is for one copy of a token at least, and for all of them at most
     bounded = np.minimum(np.maximum(expected, chunk_copies / workload.top_k), chunk_copies)
     return np.repeat(np.rint(bounded).astype(np.int64)[:, :, None], chunks, axis=2)

@@ -409,13 +409,17 @@ class SplitCostModel:
 
 def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     """Return a model whose parameters are shared and held as a split says."""
-    shards = (1, 1)
+    num_shards = (1, 1)
     if split.shard == "all":
-        shards = (grid.dp, grid.edp)
+        num_shards = (grid.dp, grid.edp)
     elif split.shard == "node":
-        shards = _node_shards(grid)
+        num_shards = _node_shards(grid)
+    dense_shards, expert_shards = num_shards
     return replace(
-        model, held=split.hold, replicas=grid.dp // shards[0], expert_replicas=grid.edp // shards[1]
+        model,
+        held=split.hold,
+        replicas=grid.dp // dense_shards,
+        expert_replicas=grid.edp // expert_shards,
     )
 
 
