@@ -380,6 +380,7 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
     model = _step_model(whole, layout, blocks, count)
     models = []
     for rank in range(pp):
+        # numbers of the rank's runs
         numbers = [rank, last_run - rank] if is_v else list(range(rank, pp * runs, pp))
         lengths = [len(blocks_of_runs[number]) for number in numbers]
         has_embedding = 0 in numbers
