@@ -58,17 +58,19 @@ def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
 def faster(operations: Operations, layer: Workload, entered: float, overlapped: float) -> str:
     """Return the faster schedule.
 
+    S1 has two all-to-alls and then gathers the tokens; S2 overlaps the second one with gathering.
+
     Args:
         operations: times of the operations.
         layer: the workload.
         entered: input elements of a plain all-to-all.
         overlapped: input elements of the overlapped all-to-all.
     """
-    first = 2 * operations.all_to_all.seconds(entered) + operations.gather.seconds(
-        layer.tokens * layer.dim
-    )
-    second = operations.all_to_all.seconds(entered) + operations.overlapped.seconds(overlapped)
-    return "s1" if first <= second else "s2"
+    all_to_all = operations.all_to_all.seconds(entered)
+    gather = operations.gather.seconds(layer.tokens * layer.dim)
+    s1_seconds = 2 * all_to_all + gather
+    s2_seconds = all_to_all + operations.overlapped.seconds(overlapped)
+    return "s1" if s1_seconds <= s2_seconds else "s2"
 
 
 def choose(simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
@@ -79,9 +81,9 @@ def choose(simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
         layer: the workload of a rank.
         grid: the mesh.
     """
-    known = measured_operations(simulator.cluster.collectives, grid, layer.dtype) or operations(
-        simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor
-    )
+    known = measured_operations(simulator.cluster.collectives, grid, layer.dtype)
+    if known is None:
+        known = operations(simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor)
     return CHOICES[corrected(known, layer, grid.tp, grid.etp)]
 
 
@@ -95,13 +97,20 @@ def measured_operations(collectives: Sequence[Fit], grid: Grid, dtype: str) -> O
         grid: the mesh.
         dtype: dtype of rows.
     """
-    exchanged, gathered = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
-    names = (f"all_to_all {exchanged}", f"all_gather {gathered}", f"saa {exchanged}")
+    expert_span = _span(grid, ("ep", "etp"))
+    tp_span = _span(grid, ("tp",))
+    names = (f"all_to_all {expert_span}", f"all_gather {tp_span}", f"saa {expert_span}")
     known = {line.what: line for line in collectives}
-    if gathered != "inside" or any(name not in known for name in names):
+    if tp_span != "inside" or any(name not in known for name in names):
         return None
-    lines = (replace(known[name], beta=known[name].beta * ELEMENT_BYTES[dtype]) for name in names)
-    return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))
+
+    def per_element(name: str) -> Fit:
+        """Return a measured line over elements, in place of bytes."""
+        line = known[name]
+        return replace(line, beta=line.beta * ELEMENT_BYTES[dtype])
+
+    all_to_all, gather, overlapped = map(per_element, names)
+    return Operations(all_to_all=all_to_all, gather=gather, overlapped=overlapped)
 
 
 def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
@@ -143,54 +152,63 @@ def operations(
         dtype=dtype,
         capacity_factor=capacity_factor,
     )
-    small, large = (
-        (workload, _spans(simulator, grid, workload))
-        for workload in (replace(layer, tokens=SMALL), layer)
-    )
+    small_layer = replace(layer, tokens=SMALL)
+    small_seconds = _operation_seconds(simulator, grid, small_layer)
+    seconds = _operation_seconds(simulator, grid, layer)
 
     def line(name: str, elements: Callable[[Workload], float]) -> Fit:
-        """Return the straight line through the seconds of an operation in both layers."""
-        x0, x1 = (elements(layer) for layer, _ in (small, large))
-        t0, t1 = (spans[name] for _, spans in (small, large))
-        slope = (t1 - t0) / (x1 - x0)
-        return Fit(alpha=max(t0 - slope * x0, 0.0), beta=slope)
+        """Return the straight line through the seconds of an operation in both layers, over its
+        elements."""
+        small_elements = elements(small_layer)
+        slope = (seconds[name] - small_seconds[name]) / (elements(layer) - small_elements)
+        return Fit(alpha=max(small_seconds[name] - slope * small_elements, 0.0), beta=slope)
 
-    def entered(layer: Workload) -> float:
+    def exchanged(layer: Workload) -> float:
+        """Return the input elements of a rank in an all-to-all."""
         return grid.etp * layer.copies * layer.dim / grid.tp
 
+    def gathered(layer: Workload) -> float:
+        """Return the output elements of gathering the tokens over tp."""
+        return layer.tokens * layer.dim
+
     return Operations(
-        all_to_all=line("all_to_all", entered),
-        gather=line("gather", lambda layer: layer.tokens * layer.dim),
-        overlapped=line("overlapped", entered),
+        all_to_all=line("all_to_all", exchanged),
+        gather=line("gather", gathered),
+        overlapped=line("overlapped", exchanged),
     )
 
 
-def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float]:
-    """Return the seconds of the three operations in the forward pass of one layer."""
-    s1, s2 = (compile_plan(plan, grid) for plan in CHOICES.values())
+def _operation_seconds(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float]:
+    """Return the seconds of the three operations in the forward pass of one layer, by the fields of
+    `Operations`."""
+    s1 = compile_plan(CHOICES["s1"], grid)
+    s2 = compile_plan(CHOICES["s2"], grid)
     volumes = simulator.volumes(s1.forward, layer, s1.grid)
     slots = {slot.name: slot for slot in s1.forward.slots}
     seconds_of = {"all_to_all": 0.0, "gather": 0.0}
     for task in s1.forward.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
-        kind = slots[(task.of or task.reads)[0]].kind
+        source, *_ = task.of or task.reads
+        kind = slots[source].kind
         if kind is Kind.LANE or kind is Kind.INDEX:
-            continue
+            continue  # routing weights and positions of tokens, which Parm does not count
         seconds = sum(moved.load.alone for moved in volumes.movements(task, slots, ""))
         if kind is Kind.TOKENS:
             seconds_of["gather"] += seconds
-        elif task.stage is Stage.COMBINE:
+        elif task.stage is Stage.COMBINE:  # the second of two equal all-to-alls
             seconds_of["all_to_all"] += seconds
+
+    # from the first start to the last end of what S2 moves to combine results
     run = simulator.run(s2.forward, layer, s2.grid)
-    tail = [
+    combining = [
         span
         for span in run.timeline.spans
         if span.stage is Stage.COMBINE
         and span.lane in (Lane.INTER, Lane.INTRA)
         and span.end > span.start
     ]
-    seconds_of["overlapped"] = max((span.end for span in tail), default=0.0) - min(
-        (span.start for span in tail), default=0.0
-    )
+    start = min((span.start for span in combining), default=0.0)
+    end = max((span.end for span in combining), default=0.0)
+    seconds_of["overlapped"] = end - start
     return seconds_of

@@ -90,11 +90,12 @@ def speed_of(
     """
     simulated = sequences * job.model.seq_len / step.seconds / devices
     low, middle, high = SPEED_RATIOS
+    least_longer, most_longer = longer
     tokens_per_second = simulated * middle
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
         tokens_per_second=tokens_per_second,
-        interval=(simulated * low / longer[1], simulated * high / longer[0]),
+        interval=(simulated * low / most_longer, simulated * high / least_longer),
         utilization=tokens_per_second * operations_per_token(job, cluster) / peak,
     )
 
@@ -102,8 +103,11 @@ def speed_of(
 def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
     """Return the floating-point operations of a training step per token, forward and backward."""
     step = job.step_model(cluster, 1)
-    looked_up = 0 if job.model.tied else step.vocab * step.layer.dim
-    multiplied = job.parameters(cluster)[1] - looked_up
+    _, active_parameters = job.parameters(cluster)
+    # an embedding of its own is looked up, not multiplied
+    embedding = 0 if job.model.tied else step.vocab * step.layer.dim
+    multiplied = active_parameters - embedding
+    # two operations a parameter, forward, and twice as many backward; likewise for scores
     return 6 * multiplied + 3 * step.num_layers * step.scores
 
 
@@ -122,27 +126,27 @@ def changes(
     """
     best = result.best
     # Both times are by the cluster's description; those of the ranking may be under counts.
-    seconds_before = again(job, cluster, best)[0]
-    effects = [
-        Change(what=what, speedup=seconds_before / again(job, other, best)[0])
-        for what, other in _machines(cluster)
-    ]
-    memory_changes = []
+    seconds_before, _ = again(job, cluster, best)
+    effects = []
+    for what, changed_cluster in _machines(cluster):
+        seconds, _ = again(job, changed_cluster, best)
+        effects.append(Change(what=what, speedup=seconds_before / seconds))
+
+    # what a device with more memory could run: (in words, job, plan)
+    larger_runs = []
     if result.too_large is not None:
-        memory_changes.append((result.too_large.layout, *again(job, cluster, result.too_large)))
+        larger_runs.append((result.too_large.layout, job, result.too_large))
     if job.model.checkpoint_activations:
         without_recomputation = replace(job, model=replace(job.model, checkpoint_activations=False))
-        memory_changes.append(("nothing recomputed", *again(without_recomputation, cluster, best)))
-    for what, seconds, memory in memory_changes:
+        larger_runs.append(("nothing recomputed", without_recomputation, best))
+    for what, changed_job, planned in larger_runs:
+        seconds, memory = again(changed_job, cluster, planned)
         gib = math.ceil(memory.total * FRAGMENTED / GIB + reserve_gib)
         if gib > cluster.device.memory_gib and seconds < seconds_before:
-            effects.append(
-                Change(what=f"devices of {gib} GiB ({what})", speedup=seconds_before / seconds)
-            )
-    return sorted(
-        (effect for effect in effects if abs(effect.speedup - 1) > 0.005),
-        key=lambda effect: -effect.speedup,
-    )
+            speedup = seconds_before / seconds
+            effects.append(Change(what=f"devices of {gib} GiB ({what})", speedup=speedup))
+    noticeable = [effect for effect in effects if abs(effect.speedup - 1) > 0.005]
+    return sorted(noticeable, key=lambda effect: -effect.speedup)
 
 
 def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, Memory]:
@@ -190,7 +194,7 @@ def under_skew(
     simulator = Simulator(cluster)
     if grid.ep == 1:
         return SkewedStep(longer=1.0, memory=planned.memory)
-    compiled = _replica(job, planned, simulator)
+    compiled = _replica(planned, simulator)
     # the ratio is that of micro-batches in turn
     split = replace(planned.split, in_flight=1)
     cost_model = SplitCostModel(job, grid, split, simulator)
@@ -198,14 +202,15 @@ def under_skew(
     if compiled is None or max_vio > largest_max_vio(grid.ep, layer):
         return None
     counts = skewed_counts(compiled.grid.dp, layer, ep=grid.ep, max_vio=max_vio)
-    seconds = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    in_turn = again(job, cluster, replace(planned, split=split))[0]
+    forward, backward = simulate_counts(simulator, compiled, layer, counts)
+    skewed_seconds = cost_model.estimate(forward, backward).seconds
+    even_seconds, _ = again(job, cluster, replace(planned, split=split))
     memory_of = SplitCostModel(job, grid, planned.split, simulator).memory
     memory = memory_under_counts(memory_of, simulator, compiled, layer, [counts])
-    return SkewedStep(longer=seconds / in_turn, memory=memory)
+    return SkewedStep(longer=skewed_seconds / even_seconds, memory=memory)
 
 
-def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
+def _replica(planned: PlannedStep, simulator: Simulator) -> Compiled | None:
     """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more
     than `SKEWED` ranks."""
     one = on_replica(compile_plan(planned.plan, planned.grid), simulator.cluster)
@@ -259,25 +264,20 @@ def remedies(
         larger: returns the job and a cluster for a larger number of devices; None if there is no
             larger cluster.
     """
-    changes_tried = []
-    for what, changed, changed_cluster, changed_settings in _changes(job, cluster, settings):
-        num_bytes = _smallest_bytes(changed, changed_cluster, changed_settings)
+    tried = []
+    usable = usable_bytes(cluster, settings.reserve_gib)
+    for what, changed_job, changed_settings in _changes(job, settings):
+        num_bytes = _smallest_bytes(changed_job, cluster, changed_settings)
         if num_bytes is not None:
-            changes_tried.append(
-                Remedy(
-                    what=what,
-                    num_bytes=num_bytes,
-                    fits=num_bytes <= usable_bytes(changed_cluster, changed_settings.reserve_gib),
-                )
-            )
-    changes_tried += _more_devices(cluster, settings, larger) if larger is not None else []
+            tried.append(Remedy(what=what, num_bytes=num_bytes, fits=num_bytes <= usable))
+    if larger is not None:
+        tried += _more_devices(cluster, settings, larger)
     num_bytes = _smallest_bytes(_recomputed(job), cluster, settings)
     if num_bytes is not None:
         gib = math.ceil(num_bytes * FRAGMENTED / GIB + settings.reserve_gib)
-        changes_tried.append(
-            Remedy(what=f"devices of {gib} GiB, blocks recomputed", num_bytes=num_bytes, fits=True)
-        )
-    return sorted(changes_tried, key=lambda each: not each.fits)
+        what = f"devices of {gib} GiB, blocks recomputed"
+        tried.append(Remedy(what=what, num_bytes=num_bytes, fits=True))
+    return sorted(tried, key=lambda each: not each.fits)
 
 
 def in_words(tried: list[Remedy]) -> str:
@@ -292,39 +292,29 @@ def in_words(tried: list[Remedy]) -> str:
     return words
 
 
-def _changes(
-    job: Job, cluster: ClusterSpec, settings: Settings
-) -> Iterator[tuple[str, Job, ClusterSpec, Settings]]:
-    """Yield changes: a description of each, and the job, the cluster and the settings after it."""
+def _changes(job: Job, settings: Settings) -> Iterator[tuple[str, Job, Settings]]:
+    """Yield changes: a description of each, and the job and the settings after it."""
     model = job.model
     if settings.pins != Pins():
-        yield "sizes of axes left free", job, cluster, replace(settings, pins=Pins())
+        yield "sizes of axes left free", job, replace(settings, pins=Pins())
     if not model.checkpoint_activations:
-        yield (
-            "blocks recomputed (model.checkpoint_activations)",
-            _recomputed(job),
-            cluster,
-            settings,
-        )
+        yield "blocks recomputed (model.checkpoint_activations)", _recomputed(job), settings
     if job.batch_size % 2 == 0:
         half = job.batch_size // 2
-        yield (
-            f"half the micro-batch (--batch-size {half})",
-            replace(job, batch_size=half),
-            cluster,
-            settings,
-        )
+        what = f"half the micro-batch (--batch-size {half})"
+        yield what, replace(job, batch_size=half), settings
     if model.seq_len > 1024:
-        short = replace(job, model=replace(model, seq_len=model.seq_len // 2))
-        yield f"sequences of {model.seq_len // 2} tokens (--seq-len)", short, cluster, settings
+        seq_len = model.seq_len // 2
+        what = f"sequences of {seq_len} tokens (--seq-len)"
+        yield what, replace(job, model=replace(model, seq_len=seq_len)), settings
 
 
 def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> list[Remedy]:
     """Return the smallest number of devices, by doubling, on which a layout fits, or the largest
     number tried; [] if none."""
+    last: list[Remedy] = []
     times = 2
-    tried: list[Remedy] = []
-    while times <= MOST_TIMES and not (tried and tried[-1].fits):
+    while times <= MOST_TIMES:
         try:
             job, larger_cluster = larger(times * cluster.world)
         except InputError:  # the description of the cluster is valid for its number of nodes only
@@ -332,18 +322,16 @@ def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> l
         num_bytes = _smallest_bytes(_recomputed(job), larger_cluster, settings)
         if num_bytes is not None:
             fits = num_bytes <= usable_bytes(larger_cluster, settings.reserve_gib)
-            tried.append(
-                Remedy(
-                    what=f"{larger_cluster.world} devices, blocks recomputed",
-                    num_bytes=num_bytes,
-                    fits=fits,
-                )
-            )
+            what = f"{larger_cluster.world} devices, blocks recomputed"
+            last = [Remedy(what=what, num_bytes=num_bytes, fits=fits)]
+            if fits:
+                break
         times *= 2
-    return tried[-1:]
+    return last
 
 
 def _recomputed(job: Job) -> Job:
+    """Return a job that recomputes its blocks in backward."""
     return replace(job, model=replace(job.model, checkpoint_activations=True))
 
 
@@ -353,6 +341,7 @@ def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float
     try:
         grids = layouts(job, cluster, settings.pins)
         models = [SplitCostModel(job, grid, split=WHOLE, simulator=simulator) for grid in grids]
-        return smallest_layout(models)[1]
+        _, num_bytes = smallest_layout(models)
     except InputError:
         return None
+    return num_bytes

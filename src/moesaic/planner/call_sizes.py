@@ -1,4 +1,9 @@
-"""Computes the `CallSizes` of a call of any program from counts per data-parallel group."""
+"""Computes the `CallSizes` of a call of any program from counts per data-parallel group.
+
+A visit is a token that is sent once to a node on which it has at least one expert, and a stop the
+same for an ep rank. Their numbers are expected values, since counts do not say which copies belong
+to one token. Copies of a run, those of one rank for one expert, are cut into chunks.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +23,8 @@ from moesaic.program.task import ONCE, Program
 
 def chunks_of(program: Program) -> int:
     """Return the number of chunks into which a program cuts each run of copies."""
-    return 1 + max(
-        (slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)),
-        default=0,
-    )
+    numbers = [slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)]
+    return 1 + max(numbers, default=0)
 
 
 def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarray:
@@ -35,10 +38,19 @@ def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarr
     """
     ranks = np.arange(grid.world)
     group_copies = counts[ranks // grid.tp]
-    place = (ranks % grid.tp)[:, None]
     if program.is_redundant:
         return group_copies
-    return group_copies * (place + 1) // grid.tp - group_copies * place // grid.tp
+    place = (ranks % grid.tp)[:, None]
+    return _part_of(group_copies, place, grid.tp)
+
+
+def _part_of(total: np.ndarray, place: np.ndarray, parts: int) -> np.ndarray:
+    """Return the size of part number `place` if `total` rows are cut into contiguous parts whose
+    ends are rounded down, so that the sizes sum to the total."""
+    start = total * place // parts
+    end = total * (place + 1) // parts
+    size: np.ndarray = end - start
+    return size
 
 
 def sizes_of(
@@ -74,13 +86,15 @@ def sizes_of(
     copies = copies_by_rank(program, grid, counts)
     chunks = chunks_of(program)
     node_tokens = None
-    if any(slot.layout.flow in ONCE for slot in program.slots):
+    sends_tokens_once = any(slot.layout.flow in ONCE for slot in program.slots)
+    if sends_tokens_once:
         num_sharers = 1 if program.is_redundant else grid.tp
         by_level = [
             _node_tokens(copies, workload, num_sharers, level, chunks) for level in grid.cast_levels
         ]
         node_tokens = np.concatenate(by_level, axis=1)
-    if replicated is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
+    has_replicas = any(isinstance(slot.layout.chunk, str) for slot in program.slots)
+    if has_replicas and replicated is None:
         replicated = NOTHING
     return CallSizes(
         grid,
@@ -111,8 +125,7 @@ def _tokens_by_rank(program: Program, workload: Workload, grid: Grid) -> np.ndar
     tokens = np.full(grid.world, workload.tokens)
     if program.is_redundant:
         return tokens
-    place = np.arange(grid.world) % grid.tp
-    return tokens * (place + 1) // grid.tp - tokens * place // grid.tp
+    return _part_of(tokens, np.arange(grid.world) % grid.tp, grid.tp)
 
 
 def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
@@ -133,22 +146,23 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     group_size = workload.num_experts // workload.groups
     experts_per_node = workload.num_experts // nodes
     groups = _groups_met(workload, group_size, experts_per_node)
+
+    # the share of tokens none of whose experts, drawn one after the other, is on the node
     missed_share = 0.0
     for probability, on_node in groups:
         missed_probability = probability
         for drawn in range(workload.top_k):
-            missed_probability *= max(workload.reachable - on_node - drawn, 0) / (
-                workload.reachable - drawn
-            )
+            elsewhere = max(workload.reachable - on_node - drawn, 0)
+            missed_probability *= elsewhere / (workload.reachable - drawn)
         missed_share += missed_probability
-    extra_share = (
-        _copies_apart(workload, groups) * _width_of_cuts(workload, chunks) if chunks > 1 else 0.0
-    )
-    return min(
-        workload.tokens * (1 - missed_share + extra_share),
-        node_copies,
-        workload.tokens * (1 - missed_share) * chunks,
-    )
+    visiting_tokens = workload.tokens * (1 - missed_share)
+    if chunks == 1:
+        return min(visiting_tokens, node_copies)
+
+    # tokens with copies on both sides of a cut visit the node once more
+    cut_share = _copies_apart(workload, groups) * _width_of_cuts(workload, chunks)
+    visits = workload.tokens * (1 - missed_share + cut_share)
+    return min(visits, node_copies, visiting_tokens * chunks)
 
 
 def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
@@ -163,11 +177,13 @@ def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
         groups: as returned by `_groups_met`.
     """
     experts = workload.reachable
+    ways = comb(experts, workload.top_k)
     distance = 0.0
     for probability, on_node in groups:
         for copies in range(2, min(workload.top_k, on_node) + 1):
-            weight = comb(on_node, copies) * comb(experts - on_node, workload.top_k - copies)
-            distance += probability * weight / comb(experts, workload.top_k) * _normal_range(copies)
+            # hypergeometric: so many of a token's experts are among those of the node
+            ways_here = comb(on_node, copies) * comb(experts - on_node, workload.top_k - copies)
+            distance += probability * ways_here / ways * _normal_range(copies)
     return distance
 
 
@@ -178,17 +194,18 @@ def _width_of_cuts(workload: Workload, chunks: int) -> float:
     Of an expert's n copies, x n belong to the first share x of the tokens, with standard deviation
     sqrt(x (1 - x) n).
     """
-    run = max(workload.copies / workload.num_experts, 1.0)
-    return sum(sqrt(cut / chunks * (1 - cut / chunks) / run) for cut in range(1, chunks))
+    copies_per_expert = max(workload.copies / workload.num_experts, 1.0)
+    shares_before_cut = [cut / chunks for cut in range(1, chunks)]
+    return sum(sqrt(share * (1 - share) / copies_per_expert) for share in shares_before_cut)
 
 
 @cache
 def _normal_range(count: int) -> float:
-    """Return the expected range of `count` independent standard normal variables (Tippett,
-    Biometrika 1925)."""
+    """Return the expected range of `count` independent standard normal variables: the integral of
+    1 - F(x)^count - (1 - F(x))^count for their distribution F (Tippett, Biometrika 1925)."""
     x = np.linspace(-8.0, 8.0, 4001)
-    below = 0.5 * (1 + np.array([erf(each / sqrt(2)) for each in x.tolist()]))
-    return float(np.trapezoid(1 - below**count - (1 - below) ** count, x))
+    distribution = 0.5 * (1 + np.array([erf(each / sqrt(2)) for each in x.tolist()]))
+    return float(np.trapezoid(1 - distribution**count - (1 - distribution) ** count, x))
 
 
 def _groups_met(
@@ -208,40 +225,42 @@ def _groups_met(
         probability = workload.top_groups / workload.groups
         return [(probability, experts_per_node), (1 - probability, 0)]
     groups_per_node = experts_per_node // group_size
-    other_groups = workload.groups - experts_per_node // group_size
+    other_groups = workload.groups - groups_per_node
     ways = comb(workload.groups, workload.top_groups)
-    return [
-        (
-            comb(groups_per_node, num_met)
-            * comb(other_groups, workload.top_groups - num_met)
-            / ways,
-            num_met * group_size,
-        )
-        for num_met in range(min(groups_per_node, workload.top_groups) + 1)
-    ]
+    distribution = []
+    for num_met in range(min(groups_per_node, workload.top_groups) + 1):
+        ways_here = comb(groups_per_node, num_met)
+        ways_elsewhere = comb(other_groups, workload.top_groups - num_met)
+        distribution.append((ways_here * ways_elsewhere / ways, num_met * group_size))
+    return distribution
 
 
 def _node_tokens(
     copies: np.ndarray, workload: Workload, num_sharers: int, nodes: int, chunks: int
 ) -> np.ndarray:
     """Return the expected visits, (world, nodes, chunks) int64; with ep ranks in place of nodes,
-    the expected stops."""
+    the expected stops.
+
+    Args:
+        copies: (world, num_experts) copies that each rank sends to each expert.
+        workload: the layer and its tokens.
+        num_sharers: number of ranks that share a group's tokens.
+        nodes: number of nodes, each with equally many experts.
+        chunks: number of chunks.
+    """
     node_copies = copies.reshape(len(copies), nodes, -1).sum(axis=2)
-    even_copies = workload.copies / num_sharers / nodes
-    unchunked, chunked = (
-        node_tokens_per_node(workload, nodes, num_chunks) / num_sharers
-        for num_chunks in (1, chunks)
-    )
-    tokens = workload.tokens / num_sharers
     chunk_copies = node_copies / chunks
-    expected = (
-        tokens
-        * (1 - (1 - min(unchunked / tokens, 1.0)) ** (node_copies / even_copies))
-        / chunks
-        * chunked
-        / unchunked
-        if even_copies
-        else chunk_copies
-    )
-    visits = np.minimum(np.maximum(expected, chunk_copies / workload.top_k), chunk_copies)
-    return np.repeat(np.rint(visits).astype(np.int64)[:, :, None], chunks, axis=2)
+    expected = chunk_copies
+    even_copies = workload.copies / num_sharers / nodes
+    if even_copies:
+        tokens = workload.tokens / num_sharers
+        even_visits = node_tokens_per_node(workload, nodes, 1) / num_sharers
+        even_chunk_visits = node_tokens_per_node(workload, nodes, chunks) / num_sharers
+        # A token misses a node with the probability under even routing, to the power of the node's
+        # load over its even load. Chunks add visits as they do under even routing.
+        miss_probability = (1 - min(even_visits / tokens, 1.0)) ** (node_copies / even_copies)
+        visits = tokens * (1 - miss_probability)
+        expected = visits / chunks * even_chunk_visits / even_visits
+    # a visit is for one copy of a token at least, and for all of them at most
+    bounded = np.minimum(np.maximum(expected, chunk_copies / workload.top_k), chunk_copies)
+    return np.repeat(np.rint(bounded).astype(np.int64)[:, :, None], chunks, axis=2)

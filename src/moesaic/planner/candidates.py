@@ -51,26 +51,24 @@ def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins(), pp: int = 1) ->
             f"{cluster.world} ranks in nodes of {cluster.devices_per_node} do not split into {pp} "
             "stages of whole nodes, or of equal parts of one"
         )
-    refusals = {grid: _refusal(job, grid) for grid in _grids(world, per_node, pins)}
-    grids = [grid for grid, refusal in refusals.items() if not refusal]
-    if not grids:
-        first, refusal = next(iter(refusals.items()), (None, ""))
-        why = (
-            _which_do_not_divide(world, pins)
-            if first is None
-            else f": the first one, {name_of(first)}: {refusal}"
-        )
+    grids = list(_grids(world, per_node, pins))
+    fitting = [grid for grid in grids if not _refusal(job, grid)]
+    if not fitting:
+        if grids:
+            why = f": the first one, {name_of(grids[0])}: {_refusal(job, grids[0])}"
+        else:
+            why = _which_do_not_divide(world, pins)
         raise InputError(f"the search space holds no layout of {world} ranks{why}")
-    return grids
+    return fitting
 
 
 def _which_do_not_divide(world: int, pins: Pins) -> str:
     """Return the end of a message: the pinned sizes that do not divide the ranks."""
-    pinned = {
-        name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None
-    }
-    alone = [name for name, size in pinned.items() if world % size]
-    wrong = alone or [name for name in pinned if name != "tp"]
+    all_sizes: dict[str, int | None] = {"tp": pins.tp, "ep": pins.ep, "etp": pins.etp}
+    pinned = {name: size for name, size in all_sizes.items() if size is not None}
+    wrong = [name for name, size in pinned.items() if world % size]
+    if not wrong:  # each divides the ranks, but ep times etp does not
+        wrong = [name for name in pinned if name != "tp"]
     sizes = " x ".join(f"{name} {pinned[name]}" for name in wrong)
     flags = " and ".join(f"--{name}" for name in wrong)
     return (
@@ -87,40 +85,41 @@ def name_of(grid: Grid) -> str:
 
 def _grids(world: int, per_node: int, pins: Pins) -> Iterator[Grid]:
     """Yield the meshes of a world that the pins allow; tp stays inside a node."""
-    sizes = [size for size in range(1, world + 1) if world % size == 0]
-    for tp in [size for size in sizes if size <= per_node] if pins.tp is None else [pins.tp]:
-        for ep in sizes if pins.ep is None else [pins.ep]:
-            for etp in sizes if pins.etp is None else [pins.etp]:
-                if world % tp or world % (ep * etp):
-                    continue
-                orders: tuple[Literal["etp", "ep"], ...] = (
-                    ("etp", "ep") if ep > 1 and etp > 1 else ("etp",)
-                )
-                for innermost in orders if pins.innermost is None else (pins.innermost,):
-                    yield Grid(
-                        world=world,
-                        tp=tp,
-                        ep=ep,
-                        etp=etp,
-                        innermost=innermost,
-                        ranks_per_node=per_node,
-                    )
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    tps = [size for size in divisors if size <= per_node] if pins.tp is None else [pins.tp]
+    eps = divisors if pins.ep is None else [pins.ep]
+    etps = divisors if pins.etp is None else [pins.etp]
+    for tp, ep, etp in itertools.product(tps, eps, etps):
+        if world % tp or world % (ep * etp):
+            continue
+        orders: list[Literal["etp", "ep"]] = ["etp"]
+        if pins.innermost is not None:
+            orders = [pins.innermost]
+        elif ep > 1 and etp > 1:  # else both orders are the same
+            orders = ["etp", "ep"]
+        for innermost in orders:
+            yield Grid(
+                world=world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=per_node
+            )
 
 
 def _refusal(job: Job, grid: Grid) -> str:
     """Return the reason why a job does not fit a mesh; "" if it fits."""
     model = job.model
+    # (divisor in words, divisor, name of the size, size)
     divisions = [
-        ("mesh.tp", grid.tp, "model.num_heads", model.num_heads),
-        ("mesh.ep", grid.ep, "model.moe.num_experts", model.moe.num_experts),
-        ("mesh.etp", grid.etp, "model.moe.hidden", model.moe.hidden),
-        ("the data-parallel groups, ", grid.dp, "batch_size", job.batch_size),
+        (f"mesh.tp={grid.tp}", grid.tp, "model.num_heads", model.num_heads),
+        (f"mesh.ep={grid.ep}", grid.ep, "model.moe.num_experts", model.moe.num_experts),
+        (f"mesh.etp={grid.etp}", grid.etp, "model.moe.hidden", model.moe.hidden),
+        (f"the data-parallel groups, {grid.dp}", grid.dp, "batch_size", job.batch_size),
     ]
     if job.dense_layers:
-        divisions.append(("mesh.tp", grid.tp, "the dense layers' inner width", model.active_hidden))
-    for axis, ranks, name, size in divisions:
-        if size % ranks:
-            return f"{axis}={ranks} does not divide {name}={size}".replace(", =", ", ")
+        divisions.append(
+            (f"mesh.tp={grid.tp}", grid.tp, "the dense layers' inner width", model.active_hidden)
+        )
+    for divisor_in_words, divisor, name, size in divisions:
+        if size % divisor:
+            return f"{divisor_in_words} does not divide {name}={size}"
     return ""
 
 
@@ -155,12 +154,9 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
-            if (
-                values is not None
-                and values is not False
-                and not values
-                and name != "gather_weights"
-            ):
+            may_be_empty = name == "gather_weights"  # it then has r = etp alone
+            is_switch = isinstance(values, bool)
+            if not values and not may_be_empty and not is_switch:
                 raise InputError(f"search.{name} is empty: name at least one value")
 
     def values(self, grid: Grid) -> dict[str, tuple[Any, ...]]:
@@ -169,16 +165,18 @@ class SearchSpace:
         Args:
             grid: the mesh; the values of r and of peer groups per node depend on it.
         """
-        shards = self.gather_weights
-        if shards is None:
-            shards = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
-        by_node = (groups_inside_nodes(grid),) if self.node_groups else ()
+        gathered = self.gather_weights
+        if gathered is None:
+            gathered = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
+        peer_groups = self.peer_groups
+        if self.node_groups:
+            peer_groups = (*peer_groups, groups_inside_nodes(grid))
         return {
             "schedule": self.schedules,
             "fuse": self.fuse,
-            "gather_weights": (None, *shards),
+            "gather_weights": (None, *gathered),
             "chunks": self.chunks,
-            "peer_groups": tuple(dict.fromkeys((*self.peer_groups, *by_node))),
+            "peer_groups": tuple(dict.fromkeys(peer_groups)),  # each once
             "overlap_gather": self.overlap_gather,
             "all_to_all": self.all_to_alls,
             "codec": self.codecs,
@@ -206,9 +204,10 @@ def candidates(grid: Grid, space: SearchSpace | None = None) -> Iterator[Compile
     Raises:
         InputError: if no plan of the space fits; the message says why the last one does not.
     """
+    space = space or SearchSpace()
     seen = set[bytes]()
     refusal = ""
-    for plan in (space or SearchSpace()).plans(grid):
+    for plan in space.plans(grid):
         try:
             compiled = compile_plan(plan, grid)
         except InputError as error:

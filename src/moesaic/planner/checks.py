@@ -17,7 +17,13 @@ def check_above_zero(where: str, value: float) -> None:
 
 def check_curve(where: str, at: str, share: str, holder: object) -> None:
     """Raise InputError unless two fields form a curve: ascending positions above 0, and as many
-    shares above 0."""
+    shares above 0.
+
+    Args:
+        where: start of the message.
+        at, share: names of the fields.
+        holder: the object that has them.
+    """
     positions = getattr(holder, at)
     shares = getattr(holder, share)
     if len(positions) != len(shares):
@@ -25,7 +31,9 @@ def check_curve(where: str, at: str, share: str, holder: object) -> None:
             f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one "
             "share for each"
         )
-    if any(a >= b for a, b in pairwise(positions)) or (positions and positions[0] <= 0):
+    falls = any(low >= high for low, high in pairwise(positions))
+    starts_too_low = len(positions) > 0 and positions[0] <= 0
+    if falls or starts_too_low:
         raise InputError(f"{where}{at}={list(positions)}: must be above 0 and ascending")
     for value in shares:
         check_above_zero(f"{where}{share}", value)

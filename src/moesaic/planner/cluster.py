@@ -5,6 +5,9 @@ Links form a tree of levels: those of a device, of its socket, of its node, of i
 link is one directed link up and one down. Pairs of devices may have direct links in addition. A
 message climbs from its source to the first switch above both ends and descends to its target.
 `topology.py` builds the graph. Every error names the field and a value that would be right.
+
+A run is a number of consecutive devices. Rates of links are given in gigabits per second and one
+direction, so 1 gbps is 1e9 / 8 bytes per second.
 """
 
 from __future__ import annotations
@@ -209,9 +212,9 @@ class ScoreShares:
             )
         for kernel in get_args(ScoreKernel):
             shares = getattr(self, kernel)
-            if (shares or kernel == "best") and (
-                len(shares) != len(self.heads) or min(shares) <= 0
-            ):
+            if not shares and kernel != "best":
+                continue
+            if len(shares) != len(self.heads) or min(shares) <= 0:
                 raise InputError(
                     f"cluster.device.scores.{kernel}={list(shares)}: give a share above 0 for "
                     f"each of heads={list(self.heads)}"
@@ -220,13 +223,13 @@ class ScoreShares:
     def of(self, kernel: ScoreKernel, head_dim: float) -> float:
         """Return the share for heads of width `head_dim`, interpolated. A width outside `heads`
         gets the nearest width's share, and 0 the widest's."""
-        shares = [*zip(self.heads, getattr(self, kernel) or self.best)]
-        for (low, low_share), (high, high_share) in pairwise(shares):
+        shares = getattr(self, kernel) or self.best
+        points = list(zip(self.heads, shares))
+        for (low, low_share), (high, high_share) in pairwise(points):
             if 0 < head_dim < high:
-                return float(
-                    low_share + (high_share - low_share) * max(head_dim - low, 0) / (high - low)
-                )
-        return float(shares[-1][1])
+                above_low = max(head_dim - low, 0)
+                return float(low_share + (high_share - low_share) * above_low / (high - low))
+        return float(shares[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,13 +296,14 @@ class Device:
     """Rates of single codecs; the others have the rate above."""
 
     def __post_init__(self) -> None:
-        for name in (
+        may_be_zero = (
             "peak_tflops",
             "activation_traffic",
             "contention",
             "sort_us_per_1000_copies",
             "router_us",
-        ):
+        )
+        for name in may_be_zero:
             check_not_negative(f"cluster.device.{name}", getattr(self, name))
         for name in ("memory_gib", "memory_gigabytes_per_second"):
             check_above_zero(f"cluster.device.{name}", getattr(self, name))
@@ -307,9 +311,8 @@ class Device:
             check_above_zero(
                 "cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second
             )
-        if len(self.narrow_between) not in (0, 2) or any(
-            factor <= 0 for factor in self.narrow_between
-        ):
+        has_two_or_none = len(self.narrow_between) in (0, 2)
+        if not has_two_or_none or any(factor <= 0 for factor in self.narrow_between):
             raise InputError(
                 f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers "
                 "above 0, or none"
@@ -340,6 +343,7 @@ class Device:
         """Return a device whose products in some dtypes, dense and grouped, are `times` as fast."""
 
         def faster(rates: Tflops) -> Tflops:
+            """Return rates, with those of the dtypes multiplied."""
             return replace(rates, **{dtype: times * getattr(rates, dtype) for dtype in dtypes})
 
         grouped = None if self.grouped_tflops is None else faster(self.grouped_tflops)
@@ -455,8 +459,10 @@ class ClusterSpec:
     @property
     def carries_deepep(self) -> bool:
         """Whether the links that are in use inside nodes and between them carry DeepEP."""
-        used = {"all", "inside"} | ({"outside"} if self.nodes > 1 else set())
-        links = [link for link in self.links if link.carries in used]
+        used_kinds = ["all", "inside"]
+        if self.nodes > 1:
+            used_kinds.append("outside")
+        links = [link for link in self.links if link.carries in used_kinds]
         return bool(links) and all(link.deepep for link in links)
 
     def of_devices(self, count: int) -> ClusterSpec:
@@ -468,29 +474,33 @@ class ClusterSpec:
         """
         per_node = self.devices_per_node
         nodes = math.ceil(count / per_node)
-        used = count // max(nodes, 1)
-        unit = self.devices_per_host or per_node
-        if count < 1 or (nodes > 1 and (used * nodes != count or used % unit)):
+        used = count // max(nodes, 1)  # devices of each node
+        host = self.devices_per_host or per_node
+        is_uneven = used * nodes != count or used % host != 0
+        if count < 1 or (nodes > 1 and is_uneven):
             near = max(count // per_node, 1) * per_node
             raise InputError(
                 f"{count} devices are not whole nodes of {self.name}, which have {per_node}: "
                 f"try {near}"
             )
-        speeds = self.speeds[: count if len(self.speeds) > per_node else used]
-        # In part of a node, fewer devices are behind a link, and some direct links lose an end.
-        links = tuple(
-            replace(
-                link,
-                devices=min(link.devices, used),
-                gbps=link.gbps[: max(used // link.devices, 1)],
+        speeds_are_of_cluster = len(self.speeds) > per_node
+        speeds = self.speeds[:count] if speeds_are_of_cluster else self.speeds[:used]
+        links = self.links
+        if used < per_node:
+            # In part of a node, fewer devices are behind a link, and some direct links lose an end.
+            links = tuple(
+                replace(
+                    link,
+                    devices=min(link.devices, used),
+                    gbps=link.gbps[: max(used // link.devices, 1)],
+                )
+                for link in self.links
             )
-            for link in self.links
-        )
         return replace(
             self,
             nodes=nodes,
             devices_per_node=used,
-            links=links if used < per_node else self.links,
+            links=links,
             peers=tuple(peer for peer in self.peers if max(peer.devices) < used),
             collectives=self.collectives if count == self.world else (),
             speeds=speeds,
@@ -526,14 +536,11 @@ class ClusterSpec:
                 return link
             if len(set(factors)) == 1:
                 return replace(link, gbps=tuple(factors[0] * rate for rate in link.gbps))
-            of_nodes = [[factors[node] for node in nodes] for nodes in self._nodes_of(link)]
-            rates = (link.gbps[unit % len(link.gbps)] for unit in range(len(of_nodes)))
-            return replace(
-                link,
-                gbps=tuple(
-                    max(factors_of_nodes) * rate for factors_of_nodes, rate in zip(of_nodes, rates)
-                ),
-            )
+            gbps = []
+            for unit, nodes in enumerate(self._nodes_of(link)):
+                factor = max(factors[node] for node in nodes)
+                gbps.append(factor * link.gbps[unit % len(link.gbps)])
+            return replace(link, gbps=tuple(gbps))
 
         peers = tuple(
             replace(peer, gbps=min(factors) * peer.gbps) if carries == "inside" else peer
@@ -543,35 +550,29 @@ class ClusterSpec:
 
     def _nodes_of(self, link: Link) -> list[list[int]]:
         """Return the nodes behind each link of a level."""
-        starts = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
-        return [
-            sorted(
-                {
-                    device // self.devices_per_node
-                    for device in range(start, min(start + link.devices, self.world))
-                }
-            )
-            for start in starts
-        ]
+        nodes_of_links = []
+        for start in range(0, self.world, link.devices):
+            last = min(start + link.devices, self.world) - 1
+            first_node = start // self.devices_per_node
+            last_node = last // self.devices_per_node
+            nodes_of_links.append(list(range(first_node, last_node + 1)))
+        return nodes_of_links
 
     def _check_link(self, link: Link) -> None:
         """Refuse a link whose devices do not fit nodes, or whose number of rates does not fit its
         links."""
         where = f"cluster link {link.name!r}"
         per_node = self.devices_per_node
-        fits = (
-            per_node % link.devices == 0
-            if link.devices < per_node
-            else link.devices % per_node == 0
-        )
-        if not fits:
+        smaller = min(link.devices, per_node)
+        larger = max(link.devices, per_node)
+        if larger % smaller:
             raise InputError(
                 f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: "
                 "choose a divisor or a multiple"
             )
         count = math.ceil(self.world / link.devices)
-        per_node_count = per_node // link.devices if link.devices < per_node else 1
-        if len(link.gbps) not in (1, count, per_node_count):
+        links_per_node = max(per_node // link.devices, 1)
+        if len(link.gbps) not in (1, count, links_per_node):
             raise InputError(
                 f"{where}: gbps has {len(link.gbps)} values: give one, or one for each of the "
                 f"{count} links"
@@ -579,20 +580,20 @@ class ClusterSpec:
 
     def _has_link(self, kind: Literal["inside", "outside"]) -> bool:
         """Return whether every message of a kind has a link to use."""
+        per_node = self.devices_per_node
         for link in self.links:
             if link.carries not in ("all", kind):
                 continue
-            if link.devices == 1 or (
-                kind == "outside" and link.devices <= self.devices_per_node and not link.shared
-            ):
+            if link.devices == 1:
                 return True
-            if link.shared and link.devices >= self.devices_per_node and kind == "inside":
+            if kind == "outside" and link.devices <= per_node and not link.shared:
                 return True
-        size = self.devices_per_node
-        return (
-            kind == "inside"
-            and len({tuple(sorted(peer.devices)) for peer in self.peers}) == size * (size - 1) // 2
-        )
+            if kind == "inside" and link.devices >= per_node and link.shared:
+                return True
+        # else direct links must join every two devices of a node
+        joined = {tuple(sorted(peer.devices)) for peer in self.peers}
+        num_pairs = per_node * (per_node - 1) // 2
+        return kind == "inside" and len(joined) == num_pairs
 
 
 CARDS = re.compile(r"(?:([1-9]\d*)x)?([1248])x(\w+)-(?:pcie|(10|25|100)gbe)")
@@ -630,23 +631,36 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
                 f"cluster {name} is a profile of an earlier version: run moesaic profile again"
             )
     elif name in presets():
-        with resources.as_file(
-            resources.files("moesaic.planner").joinpath("clusters", f"{name}.toml")
-        ) as path:
+        folder = resources.files("moesaic.planner").joinpath("clusters")
+        with resources.as_file(folder.joinpath(f"{name}.toml")) as path:
             table = {"name": name, **read_table(path)}
-    elif (cards := CARDS.fullmatch(name)) and f"8x{cards[3]}-pcie" in presets():
-        machine = replace(read_cluster(f"8x{cards[3]}-pcie").of_devices(int(cards[2])), name=name)
-        rate = ETHERNET_SHARE * int(cards[4] or 100)
-        links = (
-            replace(link, gbps=(rate,)) if link.carries == "outside" else link
-            for link in machine.links
-        )
-        return replace(machine, nodes=nodes or int(cards[1] or 1), links=tuple(links))
     else:
-        raise InputError(
-            f"cluster {name!r} is unknown{suggestion(name, presets())} (or give cards, "
-            "4x4090-pcie or 2x4x4090-25gbe, or a path that ends in .toml)"
-        )
+        cards = CARDS.fullmatch(name)
+        if cards is None or f"8x{cards[3]}-pcie" not in presets():
+            raise InputError(
+                f"cluster {name!r} is unknown{suggestion(name, presets())} (or give cards, "
+                "4x4090-pcie or 2x4x4090-25gbe, or a path that ends in .toml)"
+            )
+        return _cluster_of_cards(name, cards, nodes)
     if nodes not in (None, table.get("nodes")):
+        # measured lines of collectives are of the file's number of nodes
         table = table | {"nodes": nodes, "collectives": []}
     return build(ClusterSpec, table, source=f"cluster {name}")
+
+
+def _cluster_of_cards(name: str, cards: re.Match[str], nodes: int | None) -> ClusterSpec:
+    """Return the cluster that a name of some cards of a preset describes.
+
+    Args:
+        name: the name.
+        cards: its match of `CARDS`: machines, cards of each, kind of card, port in Gb/s.
+        nodes: number of machines; None for the one in the name.
+    """
+    machines, num_cards, card, port = cards.groups()
+    machine = replace(read_cluster(f"8x{card}-pcie").of_devices(int(num_cards)), name=name)
+    port_gbps = ETHERNET_SHARE * int(port or 100)
+    links = []
+    for link in machine.links:
+        is_port = link.carries == "outside"
+        links.append(replace(link, gbps=(port_gbps,)) if is_port else link)
+    return replace(machine, nodes=nodes or int(machines or 1), links=tuple(links))

@@ -3,6 +3,9 @@
 Small matrix products run far below a device's peak. So an expert's time comes from a curve of the
 share of the peak by rows, and is never below the time to read its weights. All other tasks take the
 time of their bytes.
+
+An actor is a rank that is simulated: every rank, or one that stands for all. A slot is a named
+value of a program, such as the rows of experts; its layout says which of these rows a rank has.
 """
 
 from __future__ import annotations
@@ -60,13 +63,13 @@ class DeviceRates:
             grouped: whether the products are those of experts, each with rows of its own.
         """
         flops = self.grouped_flops if grouped else self.flops
-        seconds = np.zeros(len(rows))
-        used = rows > 0
-        clamped_rows = np.maximum(rows[used], self.rows[0])
+        has_rows = rows > 0
+        clamped_rows = np.maximum(rows[has_rows], self.rows[0])
         share = np.interp(np.log(clamped_rows), np.log(self.rows), self.share)
-        seconds[used] = np.maximum(
-            clamped_rows * flops_per_row / (flops * share), weight_bytes / self.memory
-        )
+        computing = clamped_rows * flops_per_row / (flops * share)
+        reading = weight_bytes / self.memory
+        seconds = np.zeros(len(rows))
+        seconds[has_rows] = np.maximum(computing, reading)
         return seconds
 
     def traffic_seconds(
@@ -85,10 +88,10 @@ class DeviceRates:
             matrices: matrices per expert.
             element_bytes: bytes of an activation.
         """
-        per_row = (2 * dim + 2 * matrices * units) * element_bytes
-        return rows * (
-            (self.activation_traffic * per_row + self.cast_bytes * (dim + units)) / self.memory
-        )
+        bytes_per_row = (2 * dim + 2 * matrices * units) * element_bytes
+        cast_bytes_per_row = self.cast_bytes * (dim + units)
+        moved_per_row = self.activation_traffic * bytes_per_row + cast_bytes_per_row
+        return rows * (moved_per_row / self.memory)
 
 
 def rates_of(spec: ClusterSpec, dtype: str) -> DeviceRates:
@@ -132,8 +135,10 @@ def router_seconds(
     dtype = "fp32" if device.tflops.fp32 else "bf16"
     product = 2.0 * tokens * dim * num_experts / (device.flops(dtype) * slowest)
     cast = tokens * dim * (element_bytes + 4) / (device.memory_gigabytes_per_second * 1e9 * slowest)
-    small = device.router_us * 1e-6
-    return small + product + cast, small / 2 + 2 * (product + cast)
+    small_kernels = device.router_us * 1e-6
+    forward = small_kernels + product + cast
+    backward = small_kernels / 2 + 2 * (product + cast)
+    return forward, backward
 
 
 def compute_seconds(
@@ -153,7 +158,9 @@ def compute_seconds(
     """
     if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
         return _experts(task, slots, volumes, rates)
-    read, written = (_bytes(names, slots, volumes) for names in (task.reads, task.writes))
+    read = _bytes(task.reads, slots, volumes)
+    written = _bytes(task.writes, slots, volumes)
+    # a move that is a part of a movement sends what other tasks have packed
     needs_no_copies = task.op is Op.MOVE and task.of is not None
     reads_in_place = volumes.topology.world == 1 and task.op in (Op.MOVE, Op.PERMUTE)
     is_free = task.op is Op.HOP or (task.op is Op.SCALE and task.power == 0)
@@ -169,18 +176,20 @@ def compute_seconds(
 def _experts(
     task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: DeviceRates
 ) -> np.ndarray:
-    """Return the seconds of a task of experts for each rank or class of ranks."""
+    """Return the seconds of a task of experts, (actors,); arguments as of `compute_seconds`."""
     layer = volumes.layer
-    rows = next(slots[name] for name in task.reads if slots[name].kind is Kind.ROWS)
-    weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
-    units = layer.hidden * volumes.shards(weights.layout)
-    per_row = 2.0 * layer.dim * units * layer.matrices
+    read_slots = [slots[name] for name in task.reads]
+    rows = next(slot for slot in read_slots if slot.kind is Kind.ROWS)
+    weights = next(slot for slot in read_slots if slot.layout.flow == "weights")
+    units = layer.hidden * volumes.shards(weights.layout)  # of each expert's hidden width
+    flops_per_row = 2.0 * layer.dim * units * layer.matrices
     weight_bytes = layer.dim * units * layer.matrices * layer.weight_bytes
     is_backward = task.op is Op.EXPERT_GRAD
     passes = layer.backward_products if is_backward else 1
-    rows_by_expert = volumes.rows_per_expert(rows.layout)
+
+    rows_by_expert = volumes.rows_per_expert(rows.layout)  # (actors, experts)
     seconds_by_expert = rates.product_seconds(
-        rows_by_expert.reshape(-1), per_row, weight_bytes, grouped=True
+        rows_by_expert.reshape(-1), flops_per_row, weight_bytes, grouped=True
     ).reshape(rows_by_expert.shape)
     if rates.activation_traffic or rates.cast_bytes:
         seconds_by_expert += rates.traffic_seconds(
@@ -188,9 +197,8 @@ def _experts(
         )
     seconds: np.ndarray = seconds_by_expert.sum(axis=1) * passes
     if layer.frozen_bytes:
-        seconds += frozen_seconds(rows_by_expert, units, layer, rates, is_backward=is_backward).sum(
-            axis=1
-        )
+        further = frozen_seconds(rows_by_expert, units, layer, rates, is_backward=is_backward)
+        seconds += further.sum(axis=1)
     return seconds
 
 
@@ -212,13 +220,17 @@ def frozen_seconds(
         rates: rates of the devices.
         is_backward: whether it is a backward pass.
     """
-    weights = layer.dim * units * layer.matrices
-    narrow = layer.frozen_bytes < layer.element_bytes
-    moved = (rows > 0) * weights * (layer.frozen_bytes + layer.element_bytes) * narrow
-    matrices = layer.matrices
-    values = (9 * layer.dim, 3 * matrices + 3) if is_backward else (5 * layer.dim, 4 * matrices - 3)
-    moved = moved + rows * (values[0] + values[1] * units) * layer.element_bytes * layer.adapters
-    seconds: np.ndarray = moved / rates.memory
+    moved_bytes: np.ndarray = np.zeros(rows.shape)
+    if layer.frozen_bytes < layer.element_bytes:
+        weights = layer.dim * units * layer.matrices
+        moved_bytes = (rows > 0) * weights * (layer.frozen_bytes + layer.element_bytes)
+    if layer.adapters:
+        # values that adapters read and write per row: of its width, and of each hidden unit
+        row_values = 9 * layer.dim if is_backward else 5 * layer.dim
+        unit_values = 3 * layer.matrices + 3 if is_backward else 4 * layer.matrices - 3
+        values_per_row = row_values + unit_values * units
+        moved_bytes = moved_bytes + rows * values_per_row * layer.element_bytes
+    seconds: np.ndarray = moved_bytes / rates.memory
     return seconds
 
 
@@ -228,16 +240,19 @@ def _coding(
     """Return the seconds of encoding rows into messages, or of decoding messages into rows,
     (actors,)."""
     assert task.of is not None
-    slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
+    source, target = task.of
+    slot = slots[source if task.op is Op.PACK else target]
     rows = volumes.rows(slot.layout)
     plain_bytes = volumes.bytes_of(slot)
     codec = task.codec if slot.kind is Kind.ROWS else ""
+    # the bytes of each number of rows are computed once; also refuses rows that the codec lacks
     row_counts, inverse = np.unique(rows, return_inverse=True)
     coded = [row_bytes(slot, codec, count, volumes.layer) for count in row_counts.tolist()]
     rate = rates.codecs.get(name_of(codec), rates.codec) if codec else None
     if rate is not None:
         return plain_bytes / rate
-    return (plain_bytes + np.array(coded)[inverse]) / rates.memory
+    coded_bytes = np.array(coded)[inverse]
+    return (plain_bytes + coded_bytes) / rates.memory
 
 
 def _bytes(

@@ -2,6 +2,9 @@
 and writes layouts as flags (`moesaic plan emit`).
 
 `SYSTEMS` says what each system has. Nothing that it lacks is searched for it or written.
+
+A field is one of `OthersLayout`. Flags are read without their hyphens, and with hyphens in place of
+underscores. Functions that write a layout return lines, each of one flag or of several.
 """
 
 from __future__ import annotations
@@ -128,12 +131,17 @@ def _fields_of(given: list[Given]) -> dict[str, Any]:
     yielding: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for flag in given:
-        field, make = known.get(flag.name, ("", None))
-        if isinstance(make, Alone):
-            _check_single(flag, 0)
-            (yielding if make.yields else values)[field] = make.value
-        elif field:
+        if flag.name not in known:
+            continue
+        field, make = known[flag.name]
+        if not isinstance(make, Alone):
             values[field] = _flag_value(flag, make)
+            continue
+        _check_single(flag, 0)
+        if make.yields:
+            yielding[field] = make.value
+        else:
+            values[field] = make.value
     return yielding | values
 
 
@@ -154,28 +162,36 @@ def from_flags(flags: str) -> OthersLayout:
     values = _settled(_fields_of(given))
     if _is_one_graph(given):
         values["graphs"] = True
-    if "block" not in values.get("recompute", ()):  # these two flags say which blocks
-        values = {
-            field: value for field, value in values.items() if field not in dict(WHOLE_BLOCKS)
-        }
+    if "block" not in values.get("recompute", ()):
+        for field, _ in WHOLE_BLOCKS:  # which say how whole blocks are recomputed
+            values.pop(field, None)
     if not values:
-        first = next((flag.name for flag in given if flag.name != flag.word), "")
-        only = (f"--{first}" if first else "nothing") + suggestion(first, [*MEGATRON, *TORCHTITAN])
-        raise InputError(
-            f"--flags: found no flag of Megatron or torchtitan that splits a model, only {only}"
-        )
+        raise _no_flag_error(given)
     if any(flag.name in TORCHTITAN for flag in given):
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches
         # of a pipeline.
         local = values.get("local_batch", 1)
         has_stages = values.get("pp", 1) > 1
-        micro = values.get("micro_batch", 1) if has_stages else local
+        values["local_batch"] = local
+        values["micro_batch"] = values.get("micro_batch", 1) if has_stages else local
         defaults: dict[str, Any] = {"sharded": "gradients" if has_stages else "parameters"}
-        return OthersLayout(**defaults | values | {"local_batch": local, "micro_batch": micro})
+        return OthersLayout(**defaults | values)
     # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every
     # rank, does not overlap parameters and gradients, and computes the loss step by step.
     defaults = {"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False)}
     return OthersLayout(**defaults | values)
+
+
+def _no_flag_error(given: list[Given]) -> InputError:
+    """Return the error that no flag splits a model, which names the first of those given."""
+    # a list of a shell or a variable has its whole word as its name, and is no flag
+    names = [flag.name for flag in given if flag.name != flag.word]
+    first = names[0] if names else ""
+    only = f"--{first}" if first else "nothing"
+    near = suggestion(first, [*MEGATRON, *TORCHTITAN])
+    return InputError(
+        f"--flags: found no flag of Megatron or torchtitan that splits a model, only {only}{near}"
+    )
 
 
 def _settled(values: dict[str, Any]) -> dict[str, Any]:
@@ -216,10 +232,13 @@ def _words(flags: str) -> list[str]:
     """
     lines = flags.replace("\r\n", "\n").replace("\\\n", " ")
     without_comments = COMMENT.sub(lambda match: match[1] or "", lines)
-    words = shlex.split(without_comments.replace(RECOMPUTE, "--activation-checkpoint.mode "))
-    return [
-        part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])
-    ]
+    words = []
+    for word in shlex.split(without_comments.replace(RECOMPUTE, "--activation-checkpoint.mode ")):
+        if word.startswith("-"):
+            words += word.split("=", 1)
+        else:
+            words.append(word)
+    return words
 
 
 class Given(NamedTuple):
@@ -231,6 +250,11 @@ class Given(NamedTuple):
     """Its name with hyphens in place of underscores, without the first ones."""
     values: list[str]
     """The words between it and the next flag."""
+
+    @property
+    def value(self) -> str:
+        """The first of these words; "" if there is none."""
+        return self.values[0] if self.values else ""
 
 
 def _given(words: list[str]) -> list[Given]:
@@ -289,26 +313,34 @@ def unread_flags(flags: str, job: Job) -> list[str]:
     """
     given = _given(_words(flags))
     for flag in given:
-        size = SIZES.get(flag.name)
-        value = next(iter(flag.values), "")
-        if size is not None and value.isdecimal() and int(value) != size(job):
+        size_of = SIZES.get(flag.name)
+        if size_of is None or not flag.value.isdecimal():
+            continue
+        size = size_of(job)
+        if int(flag.value) != size:
             option = " (--seq-len)" if "seq" in flag.name else ""
             raise InputError(
-                f"--flags: {flag.word} {value}, but the planned model has {size(job)}: make "
+                f"--flags: {flag.word} {flag.value}, but the planned model has {size}: make "
                 f"them agree{option}"
             )
-    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS, *(GRAPHS if _is_one_graph(given) else ())}
-    return list(dict.fromkeys(flag.word for flag in given if _is_unread(flag, known)))
+    known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS}
+    if _is_one_graph(given):
+        known.update(GRAPHS)
+    unread: list[str] = []
+    for flag in given:
+        if _is_unread(flag, known) and flag.word not in unread:
+            unread.append(flag.word)
+    return unread
 
 
 def _is_unread(flag: Given, known: set[str]) -> bool:
-    """Return whether a flag may matter and no prediction reads it."""
-    value = next(iter(flag.values), "")
+    """Return whether a flag may matter and no prediction reads it; `known` are names of flags that
+    are read or harmless."""
     if flag.name in SIZES:
-        return not value.isdecimal()
+        return not flag.value.isdecimal()
     if flag.name in ASSUMED.split():
-        return value.lower() in NEGATIVE
-    return flag.name not in known and value not in HARMLESS_VALUES.get(flag.name, ())
+        return flag.value.lower() in NEGATIVE
+    return flag.name not in known and flag.value not in HARMLESS_VALUES.get(flag.name, ())
 
 
 def _check_single(flag: Given, most: int) -> None:
@@ -323,21 +355,20 @@ def _flag_value(given: Given, make: Any) -> Any:
     """Return the value that the words after a flag give; `make` is the second entry of the flag in
     `MEGATRON`."""
     flag = given.word
-    words = given.values
+    value = given.value
     if make is list:
-        if not words:
+        if not given.values:
             raise InputError(f"--flags: {flag} is empty: name at least one of {', '.join(PARTS)}")
-        return tuple(words)
+        return tuple(given.values)
     _check_single(given, 1)
-    word = words[0] if words else ""
     if isinstance(make, dict):
-        if word not in make:
-            raise InputError(f"--flags: {flag}={word!r}: choose one of {', '.join(make)}")
-        return make[word]
+        if value not in make:
+            raise InputError(f"--flags: {flag}={value!r}: choose one of {', '.join(make)}")
+        return make[value]
     try:
-        return make(word)
+        return make(value)
     except ValueError as error:
-        raise InputError(f"--flags: {flag} needs a whole number, got {word!r}") from error
+        raise InputError(f"--flags: {flag} needs a whole number, got {value!r}") from error
 
 
 def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
@@ -384,12 +415,15 @@ class System:
         of it."""
         if planned is not None and not self.offers.overlaps:  # our chunks have no flag there
             layout = replace(layout, overlapped=False)
+        schedules = dict.fromkeys(schedule for schedule, _ in self.offers.schedules)
         supported: dict[str, tuple[Any, ...]] = {
-            "schedule": tuple(dict.fromkeys(schedule for schedule, _ in self.offers.schedules)),
+            "schedule": tuple(schedules),
             "precision": self.offers.precisions,
-            **({} if self.any_parts else {"recompute": self.offers.recompute}),
-            **{lacking: (only,) for lacking, only in self.lacks},
         }
+        if not self.any_parts:
+            supported["recompute"] = self.offers.recompute
+        for lacking, only in self.lacks:
+            supported[lacking] = (only,)
         for choice, values in supported.items():
             if getattr(layout, choice) not in values:
                 raise InputError(
@@ -413,9 +447,10 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
     left out."""
     moe = job.model.moe
     model = job.model
+    sequence_parallel = " --sequence-parallel" if layout.tp > 1 else ""
+    dispatcher = "flex --moe-enable-deepep" if layout.by_deepep else "alltoall"
     lines = [
-        f"--tensor-model-parallel-size {layout.tp}"
-        + (" --sequence-parallel" if layout.tp > 1 else ""),
+        f"--tensor-model-parallel-size {layout.tp}{sequence_parallel}",
         f"--pipeline-model-parallel-size {layout.pp}",
         f"--expert-model-parallel-size {layout.ep}",
         f"--expert-tensor-parallel-size {layout.etp}",
@@ -425,10 +460,10 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
         f"--moe-router-topk {moe.top_k}",
         f"--moe-ffn-hidden-size {moe.hidden}",
         "--moe-grouped-gemm",
-        "--moe-token-dispatcher-type "
-        + ("flex --moe-enable-deepep" if layout.by_deepep else "alltoall"),
+        f"--moe-token-dispatcher-type {dispatcher}",
         "--bf16",
     ]
+    # each flag with its number, and Megatron's default
     numbers = {
         "global-batch-size": (layout.global_batch, 0),
         "context-parallel-size": (layout.cp, 1),
@@ -438,35 +473,44 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
         "num-layers-per-virtual-pipeline-stage": (layout.virtual_layers, 0),
     }
     lines += [f"--{flag} {number}" for flag, (number, usual) in numbers.items() if number != usual]
-    lines += [
-        f"--{flag}"
-        for flag, (name, _) in MEGATRON.items()
-        if name in APART and getattr(layout, name)
-    ]
-    if layout.sharded == "optimizer":
-        lines.append("--use-distributed-optimizer")
-    elif layout.sharded != "none":
-        strategy = next(name for name, sharded in STRATEGIES.items() if sharded == layout.sharded)
-        lines.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
+    for flag, (field_name, _) in MEGATRON.items():
+        if field_name in APART and getattr(layout, field_name):
+            lines.append(f"--{flag}")
+    lines += _megatron_sharding(layout)
     if layout.overlapped:
         lines.append("--overlap-moe-expert-parallel-comm")
     if not layout.float32_reduced:
         lines.append("--grad-reduce-in-bf16")
     if layout.graphs:
         lines.append(f"--{GRAPHS[0]} {WHOLE_STEP}")
-    if "block" in layout.recompute:
-        how = (
-            f"--recompute-method {layout.recompute_method} --recompute-num-layers "
-            f"{layout.recompute_layers}"
-        )
-        lines.append(f"--recompute-granularity full {how}")
-    elif layout.recompute:
-        lines.append(
-            f"--recompute-granularity selective --recompute-modules {' '.join(layout.recompute)}"
-        )
+    lines += _megatron_recomputation(layout)
     if layout.is_narrow:
         lines.append(PRECISIONS[layout.precision])
     return lines + _megatron_groups(model.routing)
+
+
+def _megatron_sharding(layout: OthersLayout) -> list[str]:
+    """Return Megatron's flags of what is sharded over data-parallel ranks."""
+    if layout.sharded == "none":
+        return []
+    if layout.sharded == "optimizer":
+        return ["--use-distributed-optimizer"]
+    strategy_of = {sharded: strategy for strategy, sharded in STRATEGIES.items()}
+    strategy = strategy_of[layout.sharded]
+    return [f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}"]
+
+
+def _megatron_recomputation(layout: OthersLayout) -> list[str]:
+    """Return Megatron's flags of what backward recomputes."""
+    if not layout.recompute:
+        return []
+    if "block" not in layout.recompute:
+        modules = " ".join(layout.recompute)
+        return [f"--recompute-granularity selective --recompute-modules {modules}"]
+    return [
+        f"--recompute-granularity full --recompute-method {layout.recompute_method} "
+        f"--recompute-num-layers {layout.recompute_layers}"
+    ]
 
 
 def _megatron_groups(routing: Mapping[str, Any]) -> list[str]:
@@ -510,13 +554,12 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
 def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     """Return the flags with which NeMo Automodel runs a layout."""
     sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp, "ep_size": layout.ep}
-    sizes |= {"dp_replicate_size": layout.replicas} if layout.replicas > 1 else {}
+    if layout.replicas > 1:
+        sizes["dp_replicate_size"] = layout.replicas
     # A pipeline cuts the local batch of a data-parallel group into micro-batches.
     local = max(layout.local_batch, layout.micro_batch * layout.pp)
-    lines = [
-        "--distributed.strategy fsdp2",
-        *(f"--distributed.{name} {size}" for name, size in sizes.items()),
-    ]
+    lines = ["--distributed.strategy fsdp2"]
+    lines += [f"--distributed.{name} {size}" for name, size in sizes.items()]
     lines += [
         f"--step_scheduler.local_batch_size {local}",
         f"--dataset.seq_length {job.model.seq_len}",
@@ -537,26 +580,28 @@ def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> l
 
 def _schedule_name(layout: OthersLayout) -> str:
     """Return the PyTorch name of the pipeline schedule of a layout."""
+    # of two names of a schedule the last one is for several runs per rank
     names = [name for name, schedule in TORCH_SCHEDULES.items() if schedule == layout.schedule]
-    return names[-1 if layout.virtual_pp > 1 else 0]
+    return names[-1] if layout.virtual_pp > 1 else names[0]
 
 
 def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
     """Return the flags with which Moesaic runs a layout, with those of the plan that differ from
     its defaults."""
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
-    mesh |= {"pp": layout.pp, "parts_per_stage": layout.virtual_pp} if layout.pp > 1 else {}
-    mesh |= {} if planned is None else mesh_table(planned)
+    if layout.pp > 1:
+        mesh |= {"pp": layout.pp, "parts_per_stage": layout.virtual_pp}
+    plan = Plan(all_to_all=layout.all_to_all)
+    if planned is not None:
+        mesh |= mesh_table(planned)
+        plan = planned.plan
     lines = [f"--mesh.{name.replace('_', '-')} {value}" for name, value in mesh.items()]
-    default = Plan()
-    plan = Plan(all_to_all=layout.all_to_all) if planned is None else planned.plan
     for choice in fields(Plan):
         value = getattr(plan, choice.name)
-        if value != getattr(default, choice.name):
-            flag = choice.name.replace("_", "-")
-            lines.append(
-                f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}"
-            )
+        if value != getattr(Plan(), choice.name):
+            flag = f"--plan.{choice.name.replace('_', '-')}"
+            is_switch = isinstance(value, bool)
+            lines.append(flag if is_switch else f"{flag} {value}")
     if planned is not None:
         cut = planned.split.of(job)
         lines += [f"--batch-size {cut.batch_size}", f"--accumulation {cut.accumulation}"]

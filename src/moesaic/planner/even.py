@@ -3,6 +3,9 @@
 One actor stands for all ranks, or for the ranks with the same place in every block. The rows that
 go from one rank to another are counted by digits (`symmetry.py`). The all-to-all algorithms' own
 paths say which ranks their packets pass. The cost does not grow with the number of ranks.
+
+A piece, a flow, an origin and a home are those of `program/task.py`; a box, a pair and a digit
+those of `symmetry.py`. A block is a node, or the ranks behind a switch, and stands for all others.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class PieceRows:
             "weights": self.units,
             "bias": 1.0,
         }
-        return rows[layout.flow] / (1 if layout.chunk is None else self.chunks)
+        chunks = 1 if layout.chunk is None else self.chunks
+        return rows[layout.flow] / chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +128,7 @@ class Even(AbstractVolumes):
         self.topology = topology
         self.layer = layer
         self.piece = piece
-        per_node = topology.spec.devices_per_node
-        switch_ranks = (
-            link.devices // per_node * topology.ranks_per_node for link in topology.spec.links
-        )
+        switch_ranks = _ranks_behind_switches(topology.spec, topology.ranks_per_node)
         self._cuts = frozenset(
             run for run in switch_ranks if topology.ranks_per_node < run < grid.world
         )
@@ -150,16 +151,13 @@ class Even(AbstractVolumes):
         digits = self._radix(layout)
         box = box_of(digits, layout)
         step_digits = steps_of(digits, layout)
-        pieces_per_expert = digits.product(box.free_origin - step_digits) * digits.product(
-            box.free_expert - step_digits
-        )
-        pieces = np.full(
-            self.num_actors,
-            pieces_per_expert * self._experts_per_place(layout) * self.piece.of(layout),
-        )
+        num_origins = digits.product(box.free_origin - step_digits)
+        num_homes = digits.product(box.free_expert - step_digits)
+        pieces = num_origins * num_homes * self._experts_per_place(layout)
+        rows = np.full(self.num_actors, pieces * self.piece.of(layout))
         if layout.step is not None:
             ranks = digits.of(np.arange(self.num_actors))
-            pieces *= pieces_of_step(
+            rows *= pieces_of_step(
                 digits,
                 step_digits,
                 step=layout.step,
@@ -168,13 +166,12 @@ class Even(AbstractVolumes):
                 source_digits=ranks,
                 target_digits=ranks,
             )
-        return pieces
+        return rows
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
         digits = self._radix(layout)
-        num_experts = digits.product(box_of(digits, layout).free_expert) * self._experts_per_place(
-            layout
-        )
+        num_homes = digits.product(box_of(digits, layout).free_expert)
+        num_experts = num_homes * self._experts_per_place(layout)
         return np.repeat(self.rows(layout)[:, None] / num_experts, num_experts, axis=1)
 
     def shards(self, weights: Layout) -> float:
@@ -184,11 +181,13 @@ class Even(AbstractVolumes):
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
         """Return the movement of a move or hop, as a list; an empty list if nothing moves."""
         source, move = ends_of(task, slots)
-        ends = _any_chunk(move.source), _any_chunk(move.target), move.group, move.reduce
-        key = (source.kind, *ends, codec, task.link if task.op is Op.HOP else "", task.hop)
+        ends = (_any_chunk(move.source), _any_chunk(move.target), move.group, move.reduce)
+        link = task.link if task.op is Op.HOP else ""
+        key = (source.kind, *ends, codec, link, task.hop)
         if key not in self._movements:
 
             def num_bytes(rows: float) -> float:
+                """Return the bytes of rows."""
                 return row_bytes(source, codec, rows, self.layer)
 
             self._movements[key] = self._compute_movements(task, move, num_bytes)
@@ -211,7 +210,7 @@ class Even(AbstractVolumes):
             self._known.exchanges[key] = _exchange(digits, move, groups)
         exchange = self._known.exchanges[key]
         rows = self._rows_of(exchange, move)
-        if not rows.any():
+        if not rows.any():  # nothing is replicated, or no rank lacks rows
             nobody = np.zeros(0, dtype=np.int64)
             return Pairs(nobody, nobody, np.zeros(0)), np.zeros(0)
         if exchange.is_unlike:
@@ -219,15 +218,16 @@ class Even(AbstractVolumes):
         return exchange.pairs, rows
 
     def _rows_of(self, exchange: Exchange, move: Move) -> np.ndarray:
-        """Return the rows that each pair exchanges in a movement."""
-        rows = float(
-            self._experts_per_place(move.source)
-            * min(self.piece.of(move.source), self.piece.of(move.target))
-        )
+        """Return the rows that each pair exchanges in a movement, (pairs,)."""
+        # a layout of one chunk and one of all have that chunk in common
+        rows_of_piece = min(self.piece.of(move.source), self.piece.of(move.target))
+        rows = float(self._experts_per_place(move.source) * rows_of_piece)
         for factor in exchange.factors:
             rows *= factor
         rows_of_pairs = np.full(len(exchange.pairs.source), rows)
-        return rows_of_pairs * (1 if exchange.steps is None else exchange.steps)
+        if exchange.steps is None:
+            return rows_of_pairs
+        return rows_of_pairs * exchange.steps
 
     def _compute_movements(
         self, task: Task, move: Move, num_bytes: Callable[[float], float]
@@ -237,36 +237,28 @@ class Even(AbstractVolumes):
         digits = self._radix(move.source)
         if task.op is Op.HOP:
             digits = self._link_digits(task.link, move, digits)
-        group = digits.axes(move.group)
-        step_digits = steps_of(digits, move.source)
         pairs, rows = self._pair_rows(digits, move)
         if not len(rows):
             return []
         bytes_of_rows = {value: num_bytes(float(value)) for value in np.unique(rows).tolist()}
-        class_bytes = np.array([bytes_of_rows[value] for value in rows.tolist()]) * pairs.count
-        messages = (pairs.source, pairs.target, class_bytes, pairs.count)
-        if task.op is Op.HOP:
-            paths = self._paths_of(
-                task, digits, group, pairs, group - digits.within(1, digits.block) - step_digits
-            )
-            messages = (
-                paths.ends[:, 0],
-                paths.ends[:, 1],
-                paths.num_bytes(class_bytes),
-                paths.count,
-            )
-        return self._group_messages(*messages)
+        pair_bytes = np.array([bytes_of_rows[value] for value in rows.tolist()])
+        class_bytes = pair_bytes * pairs.count
+        if task.op is not Op.HOP:
+            return self._group_messages(pairs.source, pairs.target, class_bytes, pairs.count)
+        paths = self._paths_of(task, digits, move, pairs)
+        source = paths.ends[:, 0]
+        target = paths.ends[:, 1]
+        return self._group_messages(source, target, paths.num_bytes(class_bytes), paths.count)
 
     def hop_rows(self, hop: HopRows) -> np.ndarray:
         """See `AbstractRowCounts`."""
         digits = self._link_digits(hop.link, hop.move, self._radix(hop.move.source))
-        group = digits.axes(hop.group)
         pairs, rows = self._pair_rows(digits, hop.move)
         if not len(rows):
             return np.zeros(self.num_actors)
-        classed = group - digits.within(1, digits.block) - steps_of(digits, hop.move.source)
-        paths = self._paths_of(hop, digits, group, pairs, classed)
-        return self._per_actor(paths.ends[:, int(hop.arrives)], paths.num_bytes(rows * pairs.count))
+        paths = self._paths_of(hop, digits, hop.move, pairs)
+        ranks = paths.ends[:, 1 if hop.arrives else 0]
+        return self._per_actor(ranks, paths.num_bytes(rows * pairs.count))
 
     def _per_actor(self, ranks: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the rows of each actor, given rows of some ranks. One actor has the mean over the
@@ -298,42 +290,44 @@ class Even(AbstractVolumes):
         digits = self._radix(move.source)
         pairs, rows = self._pair_rows(digits, move)
         ranks = np.arange(self.topology.block)
-        here = Pairs(ranks, ranks, np.ones(len(ranks)))
-        stay = _exchange(digits, replace(move, reduce=True), here)
-        own = self._per_actor(stay.pairs.source, self._rows_of(stay, move))
-        boxes = box_of(digits, move.source), box_of(digits, move.target)
+        to_itself = Pairs(ranks, ranks, np.ones(len(ranks)))
+        stay = _exchange(digits, replace(move, reduce=True), to_itself)
+        staying_rows = self._per_actor(stay.pairs.source, self._rows_of(stay, move))
         group = digits.axes(move.group)
-        ends = []
-        for side, layout, mine, theirs in (
-            (pairs.source, move.source, boxes[0], boxes[1]),
-            (pairs.target, move.target, boxes[1], boxes[0]),
-        ):
-            moved = self._per_actor(side, rows * pairs.count) + own
-            uses = float((moved / np.maximum(self.rows(layout), 1e-9)).max())
-            by_origin = group & mine.free_origin & (theirs.origin - theirs.free_origin)
-            experts = digits.product(mine.free_expert) * self._experts_per_place(layout)
-            ends.append(Messages(uses, abs(uses - 1) < 1e-9 and (not by_origin or experts == 1)))
-        return ends[0], ends[1]
 
-    def _paths_of(
-        self,
-        task: Task | HopRows,
-        digits: Digits,
-        group: frozenset[int],
-        pairs: Pairs,
-        classed: frozenset[int],
-    ) -> HopPaths:
+        def end(ranks: np.ndarray, layout: Layout, other: Layout) -> Messages:
+            """Return the messages of one end of the pairs, whose rows have a layout there, and
+            another one at the peers."""
+            box = box_of(digits, layout)
+            peers_box = box_of(digits, other)
+            moved = self._per_actor(ranks, rows * pairs.count) + staying_rows
+            # how often a row of the slot is used, at most
+            uses = float((moved / np.maximum(self.rows(layout), 1e-9)).max())
+            differ_by_origin = group & box.free_origin & (peers_box.origin - peers_box.free_origin)
+            num_experts = digits.product(box.free_expert) * self._experts_per_place(layout)
+            in_order = not differ_by_origin or num_experts == 1
+            return Messages(uses, abs(uses - 1) < 1e-9 and in_order)
+
+        sent = end(pairs.source, move.source, move.target)
+        received = end(pairs.target, move.target, move.source)
+        return sent, received
+
+    def _paths_of(self, task: Task | HopRows, digits: Digits, move: Move, pairs: Pairs) -> HopPaths:
         """Return the messages of a hop, computed once for all meshes whose ranks have the same
-        digits."""
-        ranks = (digits.strides, digits.sizes, pairs.source, pairs.target)
-        key = (
-            task.link,
-            task.hop,
-            digits.per_node,
-            group,
-            classed,
-            *(each.tobytes() for each in ranks),
-        )
+        digits.
+
+        Args:
+            task: the hop.
+            digits: that distinguish the packets of the hop.
+            move: the movement whose packets the all-to-all carries.
+            pairs: classes of pairs that exchange packets.
+        """
+        group = digits.axes(move.group)
+        # digits outside the block, of which a class only says whether they are equal
+        classed = group - digits.within(1, digits.block) - steps_of(digits, move.source)
+        arrays = (digits.strides, digits.sizes, pairs.source, pairs.target)
+        contents = [array.tobytes() for array in arrays]
+        key = (task.link, task.hop, digits.per_node, group, classed, *contents)
         paths = self._known.paths
         if key not in paths:
             route = self._known.route(task.link, digits, group)
@@ -346,18 +340,17 @@ class Even(AbstractVolumes):
         link = ALL_TO_ALLS[name]
         group = digits.axes(move.group)
         in_steps = move.source.step is not None
-        upper = group - digits.local
-        nodes = digits.product(upper)
+        outside_node = group - digits.local
+        nodes = digits.product(outside_node)
         per_node = digits.product(group & digits.local)
         if (name, nodes, per_node, in_steps) not in self._checked:
             check_regular(link, name, nodes, per_node, in_steps=in_steps)
             self._checked.add((name, nodes, per_node, in_steps))
-        size = link.nodes_per_group(nodes)
-        return (
-            self._radix(move.source, [int(digits.strides[min(upper)]) * size])
-            if size > 1
-            else digits
-        )
+        nodes_per_group = link.nodes_per_group(nodes)
+        if nodes_per_group <= 1:
+            return digits
+        node_stride = int(digits.strides[min(outside_node)])
+        return self._radix(move.source, [node_stride * nodes_per_group])
 
     def _group_messages(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
@@ -394,14 +387,21 @@ class Even(AbstractVolumes):
         return movements
 
     def _experts_per_place(self, layout: Layout) -> int:
-        return self.layer.num_experts // self.grid.ep if FLOWS[layout.flow].is_per_expert else 1
+        """Return the number of experts with the same home; 1 for rows that are not of an expert."""
+        if not FLOWS[layout.flow].is_per_expert:
+            return 1
+        return self.layer.num_experts // self.grid.ep
 
     def _radix(self, layout: Layout, cuts: list[int] | None = None) -> Digits:
-        extra = set(self._cuts) | set(cuts or ())
+        """Return the digits of the mesh, cut at switches, at the groups of a layout's steps, and at
+        runs of some further lengths."""
+        lengths = set(self._cuts)
+        lengths.update(cuts or ())
         if layout.step is not None:
-            stride = self.grid.etp if self.grid.innermost == "etp" else 1
-            extra.add(stride * (self.grid.ep // layout.step[1]))
-        return self._digits(self.grid, frozenset(extra), self.topology.block)
+            _, num_groups = layout.step
+            ep_stride = self.grid.etp if self.grid.innermost == "etp" else 1
+            lengths.add(ep_stride * (self.grid.ep // num_groups))
+        return self._digits(self.grid, frozenset(lengths), self.topology.block)
 
 
 def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
@@ -412,6 +412,9 @@ def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
     source_digits = digits.of(pairs.source)
     target_digits = digits.of(pairs.target)
     equal = source_digits == target_digits
+
+    # A digit that is free on both sides multiplies the pieces that they share. One that is fixed on
+    # both must be equal, and one that is fixed on a single side has one value.
     factors: list[int] = []
     sent = np.ones(len(source_digits), dtype=bool)
     for digit_set, free_before, free_after in (
@@ -435,12 +438,17 @@ def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
             target_digits=target_digits,
         )
         sent &= steps > 0
+
     is_unlike = False
     if not move.reduce:
-        sent &= ~equal[:, sorted(before.fixed)].all(axis=1)
+        # rows are not sent to ranks that hold them, and the first of those that hold them sends
+        holds_same = equal[:, sorted(before.fixed)].all(axis=1)
         unfixed = digits.axes(move.group) - before.fixed
-        sent &= (source_digits[:, sorted(unfixed)] == 0).all(axis=1)
-        is_unlike = bool(unfixed - digits.within(1, digits.block)) and bool(sent.any())
+        is_first = (source_digits[:, sorted(unfixed)] == 0).all(axis=1)
+        sent &= ~holds_same
+        sent &= is_first
+        differs_outside_block = bool(unfixed - digits.within(1, digits.block))
+        is_unlike = differs_outside_block and bool(sent.any())
     return Exchange(
         pairs=Pairs(pairs.source[sent], pairs.target[sent], pairs.count[sent]),
         factors=tuple(factors),
@@ -453,6 +461,11 @@ def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
 def _any_chunk(layout: Layout) -> Layout:
     """Return a layout with its chunk number set to 0, since even chunks are equal."""
     return replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout
+
+
+def _ranks_behind_switches(cluster: ClusterSpec, ranks_per_node: int) -> list[int]:
+    """Return the number of ranks behind a switch of each level; 0 for levels inside a node."""
+    return [link.devices // cluster.devices_per_node * ranks_per_node for link in cluster.links]
 
 
 class AbstractEvenLayers(ABC):
@@ -490,7 +503,7 @@ class EvenLayers(AbstractEvenLayers):
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
         """Return the volumes of a program under even routing, the same object for equal
         arguments."""
-        apart = any(slot.layout.step is not None for slot in program.slots)
+        apart = any(slot.layout.step is not None for slot in program.slots)  # as in `Even`
         chunks = chunks_of(program)
         redundant = program.is_redundant
         key = (grid, workload, chunks, redundant, apart)
@@ -514,25 +527,23 @@ class EvenLayers(AbstractEvenLayers):
         """Return the size of the block of ranks that stands for all: a node, or, if ranks are
         distinguished, the ranks behind the largest switch."""
         per_node = check_fit(self._cluster, grid.world, grid.ranks_per_node)
-        switch_ranks = [
-            link.devices // self._cluster.devices_per_node * per_node
-            for link in self._cluster.links
-        ]
-        fitting = [
-            run for run in switch_ranks if per_node < run <= min(grid.world, MAX_RANKS_APART)
-        ]
-        return max([per_node, *fitting]) if apart else per_node
+        if not apart:
+            return per_node
+        most = min(grid.world, MAX_RANKS_APART)
+        switch_ranks = _ranks_behind_switches(self._cluster, per_node)
+        return max([per_node, *(run for run in switch_ranks if per_node < run <= most)])
 
 
 def piece_rows(workload: Workload, grid: Grid, chunks: int, redundant: bool) -> PieceRows:
-    """Return the rows of a piece under even routing."""
-    share = 1 if redundant else grid.tp
+    """Return the rows of a piece under even routing; `redundant`: the ranks of a tensor-parallel
+    group each send all of its tokens."""
+    sharers = 1 if redundant else grid.tp
     nodes = max(1, grid.ep * grid.etp // (grid.ranks_per_node or grid.world))
     return PieceRows(
-        copies=workload.copies / workload.num_experts / share,
-        tokens=workload.tokens / share,
-        node_tokens=node_tokens_per_node(workload, nodes, chunks) / share,
-        rank_tokens=node_tokens_per_node(workload, grid.ep, chunks) / share,
+        copies=workload.copies / workload.num_experts / sharers,
+        tokens=workload.tokens / sharers,
+        node_tokens=node_tokens_per_node(workload, nodes, chunks) / sharers,
+        rank_tokens=node_tokens_per_node(workload, grid.ep, chunks) / sharers,
         units=workload.hidden / grid.etp,
         chunks=chunks,
     )

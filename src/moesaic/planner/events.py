@@ -17,6 +17,9 @@ A separate message (`Movement.sender`) starts when its sender reaches it, and on
 waits for it. Its links may be queues: each serves messages in order of arrival and forwards a
 message while it is still coming in. So does the shaped link of a machine whose senders hand whole
 messages to the kernel.
+
+An actor is a rank that is simulated. A node is the issue or the run of one task (`Graph`), and a
+flow a movement in progress. "Parts" of a task are its movements, by their place in its list.
 """
 
 from __future__ import annotations
@@ -62,29 +65,35 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
     tasks = program.tasks
     count = len(tasks)
     before: list[set[int]] = [set() for _ in range(2 * count)]
+    """By node, the nodes that it waits for."""
     writer: dict[str, int] = {}
-    last: dict[Lane, int] = {}
-    released: int | None = None
-    for number, task in enumerate(tasks):
-        run = count + number
-        ready = {count + writer[name] for name in task.reads if name in writer}
+    """By slot, the node that writes it."""
+    last_on_lane: dict[Lane, int] = {}
+    thread_is_free: int | None = None
+    """The node after which the thread issues the next task."""
+    for issue, task in enumerate(tasks):
+        run = count + issue
+        written = {writer[name] for name in task.reads if name in writer}
         on_thread = task.lane is Lane.HOST or (host_runs_compute and task.lane is Lane.COMPUTE)
-        if released is not None:
-            before[number].add(released)
+        if thread_is_free is not None:
+            before[issue].add(thread_is_free)
         if host_runs_compute or task.lane is Lane.HOST:
-            before[number] |= ready
-        before[run] |= ready | {number}
+            before[issue] |= written
+        before[run] |= written | {issue}
         if not on_thread:
-            if task.lane in last and (has_lanes or task.lane is Lane.COMPUTE):
-                before[run].add(last[task.lane])
-            last[task.lane] = run
-        released = run if on_thread else number
-        writer.update(dict.fromkeys(task.writes, number))
+            if task.lane in last_on_lane and (has_lanes or task.lane is Lane.COMPUTE):
+                before[run].add(last_on_lane[task.lane])
+            last_on_lane[task.lane] = run
+        thread_is_free = run if on_thread else issue
+        for name in task.writes:
+            writer[name] = run
+
     after: list[list[int]] = [[] for _ in range(2 * count)]
     for node, required in enumerate(before):
         for required_node in required:
             after[required_node].append(node)
-    return Graph(tuple(map(tuple, after)), tuple(map(len, before)))
+    num_waits = [len(required) for required in before]
+    return Graph(tuple(map(tuple, after)), tuple(num_waits))
 
 
 @dataclass
@@ -97,10 +106,13 @@ class _Flow:
     use: Mapping[int, Use]
     """By link, the part of it that the movement uses at speed 1."""
     left: float
-    """Remaining seconds at speed 1."""
+    """Seconds at speed 1 that remained at `since`."""
     since: float = 0.0
+    """When `speed` changed last."""
     speed: float = 0.0
+    """0 to 1."""
     version: int = 0
+    """Number of the last event that ends it; earlier ones are void."""
     through: float = 0.0
     """Time at which the last byte has passed the links so far, if links are queues."""
 
@@ -110,7 +122,9 @@ class _Links:
     """The movements on each link, and the demand for it."""
 
     on: dict[int, set[int]] = field(default_factory=dict)
+    """By link, the numbers of the movements that use it."""
     demand: dict[int, float] = field(default_factory=dict)
+    """By link, the sum of the parts that these use at speed 1."""
 
     def enter(self, number: int, use: Mapping[int, Use]) -> None:
         """Add a movement to its links."""
@@ -133,21 +147,21 @@ class _Links:
         runs at speed 1.
         """
         touched = {number for link in changed for number in self.on.get(link, ())}
-        links = [
-            link for number in touched for link in flows[number].use if self.demand[link] > FULL
-        ]
+
+        def full_links(number: int) -> list[int]:
+            """Return the oversubscribed links of a movement."""
+            return [link for link in flows[number].use if self.demand[link] > FULL]
+
+        links = [link for number in touched for link in full_links(number)]
         seen = set(links)
         contending: set[int] = set()
         while links:
             for number in self.on[links.pop()] - contending:
                 contending.add(number)
-                more = [
-                    link
-                    for link in flows[number].use
-                    if link not in seen and self.demand[link] > FULL
-                ]
-                seen.update(more)
-                links += more
+                for link in full_links(number):
+                    if link not in seen:
+                        seen.add(link)
+                        links.append(link)
         return touched, contending
 
 
@@ -177,22 +191,32 @@ class Events:
         self._issue = issue.tolist()
         self._compute = compute.tolist()
         self._parts_started: list[dict[int, list[int]]] = [{} for _ in movements]
+        """By task and actor, the parts that the actor starts."""
         self._awaited: list[dict[int, int]] = [{} for _ in movements]
-        for parts_started, awaited, parts in zip(self._parts_started, self._awaited, movements):
-            for number, movement in enumerate(parts):
+        """By task and actor, how many events must still come: the actor reaches the task, and each
+        part that it waits for arrives."""
+        for task, parts in enumerate(movements):
+            awaited = self._awaited[task]
+            for part, movement in enumerate(parts):
                 for actor in movement.starters:
-                    parts_started.setdefault(actor, []).append(number)
+                    self._parts_started[task].setdefault(actor, []).append(part)
                 for actor in movement.waiting:
                     awaited[actor] = awaited.get(actor, 1) + 1
         self._missing_starters = [
             [len(movement.starters) for movement in parts] for parts in movements
         ]
+        """By task and part, the number of starters that have not reached it."""
         self._unmet = [list(graph.waits) for _ in range(self._actors)]
+        """By actor and node, the number of nodes that the node still waits for."""
         self._heap: list[tuple[float, int, int, int]] = []
+        """Events to come: (time, kind, ...): of `_END` the actor and the node, of `_FLOW` the flow
+        and the place of the link on its path, of `_ARRIVED` the flow and its version."""
         self._flows: dict[int, _Flow] = {}
         self._links = _Links()
         self._free: dict[int, float] | None = {} if queues else None
+        """By link, when its queue is empty; None if links are no queues."""
         self._num_flows = 0
+        """Movements launched so far, which number the flows."""
         self.starts = np.zeros((self._tasks, self._actors))
         """(tasks, actors) time at which each task starts to run on each actor."""
         self.ends = np.zeros((self._tasks, self._actors))
@@ -206,13 +230,14 @@ class Events:
                     self._start(0.0, actor, node)
         while self._heap:
             now = self._heap[0][0]
+            # links of which the load changes now; speeds follow after all events of this time
             changed: set[int] = set()
             while self._heap and self._heap[0][0] == now:
                 _, kind, number, detail = heapq.heappop(self._heap)
                 if kind == _END:
-                    self._end(now, number, detail)
+                    self._end(now, actor=number, node=detail)
                 elif kind == _FLOW:
-                    changed |= self._enter(now, number, detail)
+                    changed |= self._enter(now, number, place=detail)
                 elif number in self._flows and self._flows[number].version == detail:
                     changed |= self._arrive(now, number)
             if changed:
@@ -231,10 +256,9 @@ class Events:
             edges = np.unique(np.concatenate([self.starts[:, actor], self.ends[:, actor]]))
             if len(edges) < 2 or edges[-1] <= 0:
                 continue
-            middles = (edges[1:] + edges[:-1]) / 2
-            runs = (self.starts[:, actor] < middles[:, None]) & (
-                middles[:, None] < self.ends[:, actor]
-            )
+            # (intervals, tasks) bool: whether a task runs between two edges, at their middle
+            middles = ((edges[1:] + edges[:-1]) / 2)[:, None]
+            runs = (self.starts[:, actor] < middles) & (middles < self.ends[:, actor])
             both = runs[:, first].any(axis=1) & runs[:, second].any(axis=1)
             shared[actor] = np.diff(edges)[both].sum() / edges[-1]
         return shared
@@ -245,10 +269,10 @@ class Events:
         self.ends *= factors
 
     def _start(self, now: float, actor: int, node: int) -> None:
-        """Start a task on an actor: its computation, or the movements for which this actor was
-        awaited."""
+        """Start a node on an actor: the issue of a task, its computation, or the movements for
+        which this actor was awaited."""
         task = node - self._tasks
-        if task < 0:
+        if task < 0:  # the node issues a task
             heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
             return
         self.starts[task, actor] = now
@@ -276,7 +300,7 @@ class Events:
         """Let a movement begin after its latency and the copies that its starters make."""
         load = movement.load
         number = self._num_flows
-        self._num_flows = self._num_flows + 1
+        self._num_flows += 1
         self._flows[number] = _Flow(task, movement.waiting, load.use, left=load.longest)
         copies = max(self._compute[task][member] for member in movement.starters)
         heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
@@ -293,24 +317,37 @@ class Events:
 
     def _enter(self, now: float, number: int, place: int) -> set[int]:
         """Start a movement on its links, and return the links whose load changed. If links are
-        queues, start it on link number `place` only: its first byte reaches the next link later,
-        and other messages may reach that link before."""
+        queues, start it on link number `place` of its path only."""
         flow = self._flows[number]
         if self._free is not None:
-            if place == len(flow.use):
-                heapq.heappush(self._heap, (max(now, flow.through), _ARRIVED, number, flow.version))
-                return set()
-            link, want = list(flow.use.items())[place]
-            begin = max(now, self._free.get(link, now))
-            self._free[link] = begin + want.part * flow.left
-            flow.through = max(flow.through, self._free[link])
-            heapq.heappush(self._heap, (begin, _FLOW, number, place + 1))
+            self._queue(now, number, place, self._free)
             return set()
         flow.since = now
         flow.speed = 1.0
         self._links.enter(number, flow.use)
         self._push(now, number, flow)
         return set(flow.use)
+
+    def _queue(self, now: float, number: int, place: int, free: dict[int, float]) -> None:
+        """Put a message into the queue of link number `place` of its path, or end it behind the
+        last link. Its first byte reaches the next link later, and other messages may reach that
+        link before.
+
+        Args:
+            now: when its first byte reaches the link.
+            number: the message's flow.
+            place: of the link.
+            free: by link, when its queue is empty; is changed.
+        """
+        flow = self._flows[number]
+        if place == len(flow.use):
+            heapq.heappush(self._heap, (max(now, flow.through), _ARRIVED, number, flow.version))
+            return
+        link, want = list(flow.use.items())[place]
+        begin = max(now, free.get(link, now))
+        free[link] = begin + want.part * flow.left
+        flow.through = max(flow.through, free[link])
+        heapq.heappush(self._heap, (begin, _FLOW, number, place + 1))
 
     def _arrive(self, now: float, number: int) -> set[int]:
         """End a movement; return the links that it leaves."""
@@ -328,22 +365,21 @@ class Events:
         new_speeds = dict.fromkeys(touched, 1.0)
         if contending:
             numbers = sorted(contending)
-            new_speeds |= dict(
-                zip(numbers, speeds([self._flows[number].use for number in numbers]))
-            )
+            shared_speeds = speeds([self._flows[number].use for number in numbers])
+            new_speeds.update(zip(numbers, shared_speeds))
         for number in sorted(new_speeds):
             flow = self._flows[number]
             if abs(flow.speed - new_speeds[number]) > 1e-12:
                 flow.left -= (now - flow.since) * flow.speed
-                flow.since, flow.speed = now, new_speeds[number]
+                flow.since = now
+                flow.speed = new_speeds[number]
                 self._push(now, number, flow)
 
     def _push(self, now: float, number: int, flow: _Flow) -> None:
+        """Predict the end of a movement at its present speed, in place of earlier predictions."""
         flow.version += 1
-        heapq.heappush(
-            self._heap,
-            (now + max(flow.left, 0.0) / max(flow.speed, 1e-12), _ARRIVED, number, flow.version),
-        )
+        end = now + max(flow.left, 0.0) / max(flow.speed, 1e-12)
+        heapq.heappush(self._heap, (end, _ARRIVED, number, flow.version))
 
 
 FULL = 1.0 + 1e-9
@@ -363,18 +399,19 @@ def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
         for link, want in use.items():
             users.setdefault(link, []).append(number)
             demand[link] = demand.get(link, 0.0) + want.part
-    oversubscribed = {
-        link: _Contested({number: uses[number][link] for number in numbers})
-        for link, numbers in users.items()
-        if demand[link] > FULL
-    }
+    oversubscribed: dict[int, _Contested] = {}
+    for link, numbers in users.items():
+        if demand[link] > FULL:
+            oversubscribed[link] = _Contested({number: uses[number][link] for number in numbers})
     contested_links = [[link for link in use if link in oversubscribed] for use in uses]
+
+    # Fix the slowest movement's speed, which lets others run faster, and so on. The queue has
+    # (speed that a link allows a movement, link, movement, version of the link).
     settled = [1.0] * len(uses)
-    queue = [
-        (oversubscribed[link].speed(number), link, number, 0)
-        for number, links_used in enumerate(contested_links)
-        for link in links_used
-    ]
+    queue = []
+    for number, links_used in enumerate(contested_links):
+        for link in links_used:
+            queue.append((oversubscribed[link].speed(number), link, number, 0))
     heapq.heapify(queue)
     fixed: set[int] = set()
     while queue:
@@ -384,7 +421,7 @@ def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
         if number in fixed:
             continue
         contested = oversubscribed[link]
-        if version != contested.version:
+        if version != contested.version:  # the link allows more by now
             heapq.heappush(queue, (contested.speed(number), link, number, contested.version))
             continue
         settled[number] = speed
@@ -428,6 +465,7 @@ def _level(wants: list[Use], spare: float) -> float:
     to that limit."""
     unused = max(spare, 0.0)
     messages = sum(use.messages for use in wants)
+    # those that want least per message first; what they leave is shared by the others
     for use in sorted(wants, key=lambda use: use.part / use.messages):
         equal = unused / messages
         if use.part > equal * use.messages:
@@ -441,18 +479,23 @@ def _fill_up(
     uses: Sequence[Mapping[int, Use]], contested_links: list[list[int]], settled: list[float]
 ) -> list[float]:
     """Distribute what is left on every oversubscribed link to the movements that can use it,
-    slowest first."""
+    slowest first; returns the speeds.
+
+    Args:
+        uses: as in `speeds`.
+        contested_links: oversubscribed links of each movement.
+        settled: speed of each movement so far; is changed.
+    """
     spare: dict[int, float] = {}
     for number, links_used in enumerate(contested_links):
         for link in links_used:
             spare[link] = spare.get(link, 1.0) - settled[number] * uses[number][link].part
     for number in sorted(range(len(uses)), key=lambda number: (settled[number], number)):
-        room = min(
-            (spare[link] / uses[number][link].part for link in contested_links[number]), default=1.0
-        )
-        more = min(1.0 - settled[number], room)
+        use = uses[number]
+        rooms = [spare[link] / use[link].part for link in contested_links[number]]
+        more = min(1.0 - settled[number], min(rooms, default=1.0))
         if more > 0:
             settled[number] += more
             for link in contested_links[number]:
-                spare[link] -= more * uses[number][link].part
+                spare[link] -= more * use[link].part
     return settled

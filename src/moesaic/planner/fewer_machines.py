@@ -25,7 +25,8 @@ def fewer_machines(
     """
     if ranks > MOST_RANKS:
         return None
-    for fewer in (number for number in range(1, machines) if machines % number == 0):
+    divisors = [number for number in range(1, machines) if machines % number == 0]
+    for fewer in divisors:
         try:
             best = best_of(fewer)
         except InputError:

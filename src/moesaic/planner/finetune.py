@@ -6,6 +6,8 @@ FSDP2 shards the rest, and adapters are float32. Frozen parameters have neither 
 states. Steps are those of `step.py`; beside expert parallelism stand splits of the layers over the
 ranks: into stages whose ranks share experts, one rank each, and one rank at a time as with
 `device_map`.
+
+`rank` is the rank of the adapters' factors; `ranks` are processes, one per device.
 """
 
 from __future__ import annotations
@@ -92,8 +94,9 @@ class FinetuneJob(Job):
         """Return the model of a step in which adapters alone are trained; those of experts are
         spread over the cluster."""
         whole = super().step_model(cluster, dp)
-        of_call: Method = "lora" if self.method == "lora" else "qlora"
-        frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[of_call], adapters=True)
+        # a call of a layer first makes 32-bit scales of those in 8 bits
+        in_call: Method = "lora" if self.method == "lora" else "qlora"
+        frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[in_call], adapters=True)
         attention, experts = _adapters(whole, self)
         return replace(
             whole,
@@ -155,10 +158,12 @@ class FinetunePrediction:
     @property
     def fastest(self) -> str:
         """Name of the fastest split among those that fit, or of all if none fits."""
-        return max(
-            self.splits,
-            key=lambda name: (self.splits[name].fits, self.splits[name].tokens_per_second),
-        )
+
+        def merit(name: str) -> tuple[bool, float]:
+            """Return whether a split fits, and then its speed."""
+            return self.splits[name].fits, self.splits[name].tokens_per_second
+
+        return max(self.splits, key=merit)
 
     @property
     def recommended(self) -> SplitPrediction | None:
@@ -256,11 +261,13 @@ def _predicted(
     machine = cluster or unnamed(ranks)
     if memory_bytes is None and cluster is not None:
         memory_bytes = cluster.device.memory_gib * GIB
-    if stages[0] == 1:
+    num_stages, count = stages
+    if num_stages == 1:
         whole = StepCostModel(job.step_model(machine, grid.dp), grid, Simulator(machine))
         parts = _memory(whole, job)
     else:
-        parts = max(stage_parts(job, machine, *stages), key=lambda each: sum(each.values()))
+        by_stage = stage_parts(job, machine, num_stages, count)
+        parts = max(by_stage, key=lambda each: sum(each.values()))
     fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
     found = FinetunePrediction(parts=parts, fits=fits)
     if cluster is None:
@@ -280,6 +287,7 @@ def _with_speed(
     ranks = cluster.world
     best = spread_experts(job, cluster, codecs)
     speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * job.accumulation)
+    low, high = speed.interval
     of_experts = SplitPrediction(
         stages=1,
         tokens_per_second=ranks * speed.tokens_per_second,
@@ -291,7 +299,7 @@ def _with_speed(
         found,
         seconds=best.seconds,
         tokens_per_second=of_experts.tokens_per_second,
-        interval=(ranks * speed.interval[0], ranks * speed.interval[1]),
+        interval=(ranks * low, ranks * high),
         bottleneck=of_experts.bottleneck,
         limits=best.estimate.limits,
         plan=best.plan,
@@ -339,9 +347,8 @@ def spread_experts(
     """
     roomy = replace(cluster, device=replace(cluster.device, memory_gib=ENDLESS_GIB))
     space = replace(LOSSLESS, codecs=codecs, backward_codecs=codecs)
-    return search(
-        job, roomy, Settings(space=space, pins=Pins(tp=1, ep=cluster.world), keep=1, give_up=1.5)
-    ).best
+    pins = Pins(tp=1, ep=cluster.world)
+    return search(job, roomy, Settings(space=space, pins=pins, keep=1, give_up=1.5)).best
 
 
 def layer_splits(
@@ -358,9 +365,9 @@ def layer_splits(
     ranks = cluster.world
     splits = {}
     for stages in range(2, ranks + 1):
-        if ranks % stages or stages > job.model.num_layers or _is_uneven(job, ranks // stages):
+        sharing = ranks // stages  # ranks of a stage
+        if ranks % stages or stages > job.model.num_layers or _is_uneven(job, sharing):
             continue
-        sharing = ranks // stages
         name = "layers, micro-batches" if sharing == 1 else f"{stages} stages of {sharing} ranks"
         count = stages * job.accumulation
         splits[name] = _of_stages(job, cluster, (stages, count), memory_bytes)
@@ -371,7 +378,7 @@ def layer_splits(
 
 
 def _is_uneven(job: FinetuneJob, sharing: int) -> bool:
-    """Whether ranks cannot share the experts evenly."""
+    """Whether `sharing` ranks cannot share the experts evenly."""
     return job.model.moe.num_experts % sharing != 0
 
 
@@ -379,11 +386,13 @@ def _of_stages(
     job: FinetuneJob, cluster: ClusterSpec, stages: tuple[int, int], memory_bytes: float
 ) -> SplitPrediction:
     """Return a split into stages; `stages` is their number and that of a rank's micro-batches."""
-    layout = _stages_layout(job, cluster.world, *stages)
+    num_stages, count = stages
+    layout = _stages_layout(job, cluster.world, num_stages, count)
     step: PlannedStep = predict(job, cluster, layout)
-    needed = max(sum(each.values()) for each in stage_parts(job, cluster, *stages))
+    by_stage = stage_parts(job, cluster, num_stages, count)
+    needed = max(sum(parts.values()) for parts in by_stage)
     return SplitPrediction(
-        stages=stages[0],
+        stages=num_stages,
         tokens_per_second=layout.global_batch * job.model.seq_len / step.seconds,
         bytes=needed,
         fits=_fits(needed, memory_bytes),
@@ -418,50 +427,54 @@ def stage_parts(
         count: micro-batches of a rank per optimizer step.
     """
     layout = _stages_layout(job, cluster.world, stages, count)
-    sharing = layout.ep
+    sharing = layout.ep  # ranks of a stage
     per_node = min(cluster.devices_per_node, sharing)
     grid = Grid(world=sharing, ep=sharing, ranks_per_node=per_node)
     simulator = Simulator(cluster)
     sequences = sharing * layout.micro_batch
     whole = replace(job, batch_size=sequences).step_model(cluster, sharing)
-    activations = 2.0 * layout.micro_batch * job.model.seq_len * job.model.dim
-    found = []
+    message_bytes = 2.0 * layout.micro_batch * job.model.seq_len * job.model.dim
+    by_stage = []
     for stage in rank_models(job, whole, layout, count):
         parts = _memory(StepCostModel(stage, grid, simulator), job)
-        is_first = stage.vocab > 0 and not stage.outputs
         is_last = stage.outputs > 0
+        is_first = stage.vocab > 0 and not is_last
         # torch's schedules receive every micro-batch of a step into a buffer of its own:
         # activations, which are the inputs of the first block, and gradients. An output stays until
         # it is backward's turn, and one more while it is sent.
-        messages = stage.alive
+        kept_messages = stage.alive
         if not is_first:
-            messages += count
-            parts["blocks' inputs"] -= stage.alive * activations
+            kept_messages += count
+            parts["blocks' inputs"] -= stage.alive * message_bytes
         if not is_last:
-            messages += count
+            kept_messages += count
         if not (is_first or is_last):
-            messages += 1
+            kept_messages += 1
         if is_last and BLOCK in parts:
-            parts[BLOCK] += 2 * activations  # the last norm keeps its input in float32
-        parts["messages of stages"] = messages * activations
-        found.append(parts)
-    return found
+            parts[BLOCK] += 2 * message_bytes  # the last norm keeps its input in float32
+        parts["messages of stages"] = kept_messages * message_bytes
+        by_stage.append(parts)
+    return by_stage
 
 
 def _fits(num_bytes: float, memory_bytes: float) -> bool:
+    """Return whether a device of `memory_bytes` holds tensors of `num_bytes`."""
     return num_bytes * FRAGMENTED + RESERVED <= memory_bytes
 
 
 def _adapters(model: StepModel, job: FinetuneJob) -> tuple[float, float]:
     """Return the parameters of all blocks' adapters: those of attention, and those of all
     experts."""
+    # the factors of a product have as many parameters as the rank times its rows and columns
     layer = model.layer
     rank = job.rank
     queries = model.attention_result or layer.dim
     values = (model.key_values or 2 * layer.dim) / 2
-    of_expert = (layer.dim + (layer.matrices - 1) * layer.hidden) + (layer.hidden + layer.dim)
     attention = rank * (2 * layer.dim + queries + values) * job.projections / 2
-    return model.num_layers * attention, model.moe_layers * layer.num_experts * rank * of_expert
+    # the first products of an expert have one adapter together, and the last one has its own
+    expert_sides = (layer.dim + (layer.matrices - 1) * layer.hidden) + (layer.hidden + layer.dim)
+    experts = model.moe_layers * layer.num_experts * rank * expert_sides
+    return model.num_layers * attention, experts
 
 
 def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
@@ -472,13 +485,16 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     attention, experts = _adapters(model, job)
     adapters = attention + experts / grid.ep
     logits = float((job.logits or layer.tokens) * model.vocab * LOGIT_BYTES)
-    blocks = grid.ep * max(model.moe_layers, 1)
-    block = _peak_block_bytes(cost_model, experts / blocks, job.projections)
+    # parts into which all experts are divided: those of one layer on one rank
+    expert_parts = grid.ep * max(model.moe_layers, 1)
+    block = _peak_block_bytes(cost_model, experts / expert_parts, job.projections)
     if grid.dp > 1:  # what is sharded is gathered: the output, or a block's dense parameters
+        dense_parameters, _ = cost_model.block_parameters
         logits += model.vocab * layer.dim * 2.0
-        block += 4 * cost_model.block_parameters[0]
-    if job.method == "qlora-double":
-        block += model.expert_parameters / blocks * 4 / 64
+        block += 4 * dense_parameters
+    if job.method == "qlora-double":  # 32-bit scales of one layer exist while it runs
+        block += model.expert_parameters / expert_parts * 4 / 64
+    # only the larger one counts, since they do not exist at once
     peaks = {"logits and loss": model.outputs * logits, BLOCK: block}
     largest = max(peaks, key=lambda name: peaks[name])
     return {
@@ -509,9 +525,8 @@ def _peak_block_bytes(
     widths = COPY_VALUES
     if cost_model.grid.ep > 1:
         widths += SENT_VALUES
-    copies = layer.copies * (
-        half * (widths * layer.dim + with_gradient * layer.matrices * layer.hidden) + COPY_BYTES
-    )
+    values_per_copy = widths * layer.dim + with_gradient * layer.matrices * layer.hidden
+    copies = layer.copies * (half * values_per_copy + COPY_BYTES)
     # Frozen projections do not keep the input of attention. Its adapters do, in float32, which
     # `TOKEN_BYTES` counts. Norms of queries and keys keep them in float32, 16 bits more.
     attention = half * (model.attention_kept - layer.dim + model.attention_normed)

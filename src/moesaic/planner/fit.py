@@ -84,32 +84,35 @@ def fit(
             "3 sizes"
         )
     times = [np.asarray(repeats, dtype=np.float64) for repeats in seconds]
-    if any(
-        not len(repeats) or not np.isfinite(repeats).all() or (repeats <= 0).any()
-        for repeats in times
-    ):
-        raise InputError(f"{what}: a time is missing, not finite or not above 0: measure again")
+    for repeats in times:
+        if not len(repeats) or not np.isfinite(repeats).all() or (repeats <= 0).any():
+            raise InputError(f"{what}: a time is missing, not finite or not above 0: measure again")
     medians = np.array([np.median(repeats) for repeats in times])
     quartiles = [np.percentile(repeats, [25, 75]) for repeats in times]
     spread = max(float((high - low) / median) for (low, high), median in zip(quartiles, medians))
+
+    # least squares of (alpha + beta * size) / time = 1; sizes are scaled to at most 1 meanwhile
     scale = sizes.max()
     design = np.stack([1 / medians, sizes / scale / medians], axis=1)
-    (alpha, beta), _ = nnls(design, np.ones(len(sizes)))
-    beta /= scale
+    (alpha, scaled_beta), _ = nnls(design, np.ones(len(sizes)))
+    beta = scaled_beta / scale
     predicted = alpha + beta * sizes
     errors = np.abs(predicted / medians - 1)
-    logs = np.log(medians)
-    variation = float(((logs - logs.mean()) ** 2).sum())
-    residual = float(((logs - np.log(np.maximum(predicted, 1e-300))) ** 2).sum())
+
+    log_times = np.log(medians)
+    log_predicted = np.log(np.maximum(predicted, 1e-300))
+    variation = float(((log_times - log_times.mean()) ** 2).sum())
+    residual = float(((log_times - log_predicted) ** 2).sum())
     r2 = 1.0 if residual < 1e-12 else 0.0
     if variation > 0:
         r2 = 1 - residual / variation
+    by_size = np.argsort(sizes)
     return Fit(
         alpha=float(alpha),
         beta=float(beta),
         r2=r2,
         spread=spread,
         worst=float(errors.max()),
-        residuals=tuple((medians / predicted - 1)[np.argsort(sizes)].tolist()),
+        residuals=tuple((medians / predicted - 1)[by_size].tolist()),
         what=what,
     )

@@ -1,5 +1,9 @@
 """The messages of one hop of an all-to-all, and their number, derived from classes of packets.
 
+A packet is what one rank sends to another. It takes a path of legs, one in each hop (step) of the
+all-to-all; packets that take the same leg travel as one message. Packets of a class go between
+pairs of ranks whose numbers have equal digits in the same places (`symmetry.py`).
+
 The paths come from the algorithms themselves (`program/all_to_all/`), which are asked for one
 packet of each class. Whether other packets of the class take the same leg is checked, not assumed.
 
@@ -55,6 +59,7 @@ def route_of(link: str, digits: Digits, group: frozenset[int]) -> Route:
     algorithm = ALL_TO_ALLS[link]
 
     def path(source: int, target: int) -> tuple[Leg, ...]:
+        """Return the legs of a packet."""
         if source == target:
             return ()
         return algorithm.path(places.switch_to_group_of(source), source, target)
@@ -77,28 +82,34 @@ def hop_paths(
     upper = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
-        return next((leg for leg in route(source, target) if leg.hop == task.hop), None)
+        """Return the leg that a packet takes in the hop; None if it takes none."""
+        for leg in route(source, target):
+            if leg.hop == task.hop:
+                return leg
+        return None
 
-    message_numbers: dict[tuple[int, int], int] = {}
+    ends: list[tuple[int, int]] = []
     count: list[float] = []
     message = np.full(len(pairs.source), -1, dtype=np.int64)
+    number_of: dict[tuple[int, int], int] = {}
     for pair, (source, target) in enumerate(zip(pairs.source.tolist(), pairs.target.tolist())):
         leg = leg_of(source, target)
         if leg is None:
             continue
-        distinct = _num_messages(digits, upper, source, target, leg, partial(leg_of, source))
-        messages = distinct / _num_sharers(
-            digits, upper, source, target, leg, partial(leg_of, target=target)
-        )
-        index = message[pair] = message_numbers.setdefault(
-            (leg.source, leg.target), len(message_numbers)
-        )
-        if index == len(count):
+        leg_to = partial(leg_of, source)
+        leg_from = partial(leg_of, target=target)
+        distinct = _num_messages(digits, upper, source, target, leg=leg, leg_to=leg_to)
+        sharers = _num_sharers(digits, upper, source, target, leg=leg, leg_from=leg_from)
+        # each pair stands for `distinct` messages, and `sharers` pairs for the same ones
+        leg_ends = (leg.source, leg.target)
+        if leg_ends not in number_of:
+            number_of[leg_ends] = len(ends)
+            ends.append(leg_ends)
             count.append(0.0)
-        count[index] = max(count[index], messages)
-    return HopPaths(
-        message, np.array(list(message_numbers), dtype=np.int64).reshape(-1, 2), np.array(count)
-    )
+        number = number_of[leg_ends]
+        message[pair] = number
+        count[number] = max(count[number], distinct / sharers)
+    return HopPaths(message, np.array(ends, dtype=np.int64).reshape(-1, 2), np.array(count))
 
 
 def _num_messages(
@@ -110,17 +121,29 @@ def _num_messages(
     leg_to: Callable[[int], Leg | None],
 ) -> int:
     """Return the number of messages for the targets of a class: the product over the digits that
-    change the leg."""
+    change the leg.
+
+    Args:
+        digits: of the mesh.
+        upper: digits of which the class only says whether source and target have the same.
+        source: a rank that sends.
+        target: the target that stands for its class.
+        leg: the leg of the packet between them.
+        leg_to: returns the leg of the packet from `source` to another target.
+    """
     count = 1
     for digit in upper:
         stride = int(digits.strides[digit])
         base = int(digits.sizes[digit])
-        mine = source // stride % base
-        theirs = target // stride % base
-        if mine != theirs and base > 2:
-            third = next(value for value in range(base) if value not in (mine, theirs))
-            if leg_to(target + (third - theirs) * stride) != leg:
-                count *= base - 1
+        source_value = source // stride % base
+        target_value = target // stride % base
+        if source_value == target_value or base == 2:
+            continue  # the class has one value of this digit
+        # if a target with a third value is reached by another leg, each value is by its own
+        values = range(base)
+        other_value = next(v for v in values if v not in (source_value, target_value))
+        if leg_to(target + (other_value - target_value) * stride) != leg:
+            count *= base - 1
     return count
 
 
@@ -132,23 +155,26 @@ def _num_sharers(
     leg: Leg,
     leg_from: Callable[[int], Leg | None],
 ) -> int:
-    """Return the number of nodes whose packets for a target share a leg."""
-    offsets = [(0, 1)]
+    """Return the number of nodes whose packets for a target share a leg; arguments as of
+    `_num_messages`, but `leg_from` returns the leg from another source to `target`."""
+    # (distance from the source to another one, number of sources that it stands for)
+    others = [(0, 1)]
     for digit in upper:
         stride = int(digits.strides[digit])
         base = int(digits.sizes[digit])
-        mine = source // stride % base
-        theirs = target // stride % base
-        values = {mine: 1, theirs: 1}
-        third = next((value for value in range(base) if value not in values), None)
+        source_value = source // stride % base
+        target_value = target // stride % base
+        # the source's value, the target's, and a third one that stands for all others
+        count_of_value = {source_value: 1, target_value: 1}
+        third = next((value for value in range(base) if value not in count_of_value), None)
         if third is not None:
-            values[third] = base - len(values)
-        offsets = [
-            (offset + (value - mine) * stride, multiplicity * count)
-            for offset, multiplicity in offsets
-            for value, count in values.items()
+            count_of_value[third] = base - len(count_of_value)
+        others = [
+            (offset + (value - source_value) * stride, multiplicity * count)
+            for offset, multiplicity in others
+            for value, count in count_of_value.items()
         ]
-    return sum(count for offset, count in offsets if leg_from(source + offset) == leg)
+    return sum(count for offset, count in others if leg_from(source + offset) == leg)
 
 
 class _Comparable:
@@ -252,24 +278,31 @@ def check_regular(
         hops = link.hops(places)
         for target_node in _target_nodes(nodes, size):
             for source_local, target_local in itertools.product(range(per_node), repeat=2):
-                source, target = _Rank(_Node(0, 0), source_local), _Rank(target_node, target_local)
+                source: Any = _Rank(_Node(0, 0), source_local)
+                target: Any = _Rank(target_node, target_local)
                 if source != target:
-                    _check_legs(
-                        link, hops, nodes, link.path(places, cast(Any, source), cast(Any, target))
-                    )
+                    _check_legs(link, hops, nodes, link.path(places, source, target))
     except Exception as error:
         # A link that is truly broken raises again where every rank is simulated apart.
         raise _unlike_error(name) from error
-    hops_read = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
-    if in_steps and (link.hops_by_node or any(hop.lane is Lane.INTER for hop in hops_read)):
-        raise _unlike_error(f"{name}, step by step,")
+    if in_steps:
+        hops_read = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
+        forwards_packets = any(hop.lane is Lane.INTER for hop in hops_read)
+        if link.hops_by_node or forwards_packets:
+            raise _unlike_error(f"{name}, step by step,")
 
 
 def _target_nodes(nodes: int, size: int) -> list[_Node]:
     """Return one node of each class that a target's node can belong to, seen from the source's
-    node."""
-    place_choices, group_choices = ([0, 1] if count > 1 else [0] for count in (size, nodes // size))
-    return [_Node(group, place) for group, place in itertools.product(group_choices, place_choices)]
+    node: the source's group or another one, and the source's place in a group or another one.
+
+    Args:
+        nodes: number of nodes.
+        size: nodes in a group.
+    """
+    groups = range(2 if nodes // size > 1 else 1)
+    places = range(2 if size > 1 else 1)
+    return [_Node(group, place) for group in groups for place in places]
 
 
 def _check_legs(
@@ -281,9 +314,10 @@ def _check_legs(
         _known(leg.source, _Rank)
         _known(leg.target, _Rank)
         if link.hops_by_node and isinstance(leg.hop, _Node):
-            same = len(set(hops[:nodes])) == 1
-            all_or_none = all(set(range(nodes)) <= set(hop.reads) for hop in hops[nodes:])
-            if not (same and all_or_none):
+            # hops come first that are of one node each, and later ones must read all of these
+            are_equal = len(set(hops[:nodes])) == 1
+            all_are_read = all(set(range(nodes)) <= set(hop.reads) for hop in hops[nodes:])
+            if not (are_equal and all_are_read):
                 raise TypeError("hops of nodes that differ")
         elif type(leg.hop) is not int:
             raise TypeError("a hop that depends on a node")
@@ -297,6 +331,7 @@ def _known(value: Any, kind: type[Any]) -> Any:
 
 
 def _unlike_error(name: str) -> UnlikeError:
+    """Return the error that nodes differ in an all-to-all."""
     return UnlikeError(
         f"{name} sends packets along paths that differ between nodes",
         "an all-to-all in which all nodes do the same",

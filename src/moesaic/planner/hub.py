@@ -5,6 +5,10 @@ A model family with the usual names needs no code here. A field is read, or list
 has a value that is no size, or the model is refused: wrong sizes would look as good as right ones.
 Norms, biases, convolutions of linear attention and layers for multi-token prediction are not
 counted.
+
+A size is a number by our name, a key of `NAMES`. A kind is what a configuration says of one layer
+in a list with an entry for each (`KINDS`). Most functions take a configuration that `_flattened`
+has put on one level.
 """
 
 from __future__ import annotations
@@ -289,12 +293,15 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
 def _flattened(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the text model's fields on one level, with what the kind of model implies, and
     schedules of layers written out."""
-    parts = [table.get(name) for name in ("text_config", "llm_config")]
-    text = next((part for part in parts if isinstance(part, dict)), table)
+    text = table
+    for name in ("llm_config", "text_config"):  # the second wins
+        if isinstance(table.get(name), dict):
+            text = table[name]
     flat = {**IMPLIED.get(str(text.get("model_type")), {}), **text}
     for name in NESTED:
         if isinstance(flat.get(name), dict):
-            flat = {**flat.pop(name), **flat}
+            nested = flat.pop(name)
+            flat = {**nested, **flat}
     try:
         flat = _indexers_spelt_out(flat)
     except (KeyError, TypeError, ValueError) as error:
@@ -346,18 +353,18 @@ def _with_indexer_types(table: Mapping[str, Any]) -> dict[str, Any]:
     #  "indexer_types": ["full", "full", "shared", "shared", "full", "shared"]}.
     table = dict(table)
     layers = table.get("num_hidden_layers")
-    schedule = [
-        table.pop(name, None)
-        for name in ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
-    ]
-    pattern, every, offset = schedule
-    if not table.get("indexer_types") and isinstance(layers, int) and (pattern or every):
-        first = 2 if offset is None else int(offset)
-        step = max(int(every or 1), 1)
-        runs = [letter in ("F", "full") for letter in pattern or ()] or [
-            max(layer - first + 1, 0) % step == 0 for layer in range(layers)
-        ]
-        table["indexer_types"] = ["full" if each else "shared" for each in runs]
+    pattern = table.pop("index_topk_pattern", None)
+    every = table.pop("index_topk_freq", None)
+    offset = table.pop("index_skip_topk_offset", None)
+    if table.get("indexer_types") or not isinstance(layers, int) or not (pattern or every):
+        return table
+    first = 2 if offset is None else int(offset)
+    step = max(int(every or 1), 1)
+    if pattern:
+        runs_indexer = [letter in ("F", "full") for letter in pattern]
+    else:  # the first layers, and then every `step`-th one
+        runs_indexer = [max(layer - first + 1, 0) % step == 0 for layer in range(layers)]
+    table["indexer_types"] = ["full" if runs else "shared" for runs in runs_indexer]
     return table
 
 
@@ -369,21 +376,24 @@ def _with_keys_of_blocks(table: Mapping[str, Any]) -> dict[str, Any]:
     # {"index_block_size": 128, "index_topk_blocks": 16,
     #  "layer_types": ["full_attention", "indexed_attention"], "index_topk": 2048}.
     table = dict(table)
-    blocks = table.pop("sparse_attention_config", None)
-    if isinstance(blocks, dict):
-        table |= {
-            ours: blocks[theirs] for theirs, ours in BLOCK_INDEXER.items() if theirs in blocks
-        }
-        if not table.get("layer_types") and blocks.get("sparse_attention_freq"):
-            kinds = {True: BLOCKS_CHOSEN, False: "full_attention"}
-            table["layer_types"] = [kinds[bool(each)] for each in blocks["sparse_attention_freq"]]
-    if BLOCKS_CHOSEN in (table.get("layer_types") or ()):
+    published = table.pop("sparse_attention_config", None)
+    if isinstance(published, dict):
+        for theirs, ours in BLOCK_INDEXER.items():
+            if theirs in published:
+                table[ours] = published[theirs]
+        has_indexer = published.get("sparse_attention_freq")
+        if has_indexer and not table.get("layer_types"):
+            table["layer_types"] = [
+                BLOCKS_CHOSEN if each else "full_attention" for each in has_indexer
+            ]
+    layer_types = table.get("layer_types") or ()
+    if BLOCKS_CHOSEN in layer_types:
         table["layer_types"] = [
-            "indexed_attention" if kind == BLOCKS_CHOSEN else kind for kind in table["layer_types"]
+            "indexed_attention" if kind == BLOCKS_CHOSEN else kind for kind in layer_types
         ]
-        table["index_topk"] = int(table.get("index_topk_blocks", 16)) * int(
-            table.get("index_block_size", 128)
-        )
+        num_blocks = int(table.get("index_topk_blocks", 16))
+        block_size = int(table.get("index_block_size", 128))
+        table["index_topk"] = num_blocks * block_size
     return table
 
 
@@ -415,12 +425,14 @@ def _refuse_unread(table: Mapping[str, Any], source: str) -> None:
             f"predict: {YOURSELF}"
         )
     read = READ.union(LOW_RANKS, QUERY_RANK) if table.get("kv_lora_rank") else READ
-    unread = [
-        f"{name}={value if len(str(value)) < 40 else f'{str(value)[:40]}...'}"
-        for name, value in table.items()
-        if value and not isinstance(value, float) and name not in read
-        if not HARMLESS.fullmatch(name) and not HARMLESS.fullmatch(f"{name}={value}")
-    ]
+    unread = []
+    for name, value in table.items():
+        if name in read or not value or isinstance(value, float):
+            continue
+        if HARMLESS.fullmatch(name) or HARMLESS.fullmatch(f"{name}={value}"):
+            continue
+        text = str(value)
+        unread.append(f"{name}={text if len(text) < 40 else f'{text[:40]}...'}")
     if unread:
         more = f" and {len(unread) - 4} more" if len(unread) > 4 else ""
         raise InputError(
@@ -434,21 +446,9 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
     one, null and false as none."""
     sizes: dict[str, int] = {}
     for ours, theirs in NAMES.items():
-        name = next((name for name in theirs if _gives_size(table, name)), None)
-        if name is None:
-            continue
-        value, least, most = table[name], LEAST.get(ours, 0), MOST.get(ours, math.inf)
-        if isinstance(value, list) and all(each == value[0] for each in value):
-            value = value[0]
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise InputError(
-                f"{source}: {name}={value!r}: planning reads a whole number, the same for all "
-                f"layers: correct it, or {YOURSELF}"
-            )
-        if not least <= value <= most:
-            bound = f"at least {least}" if value < least else f"at most {most}"
-            raise InputError(f"{source}: {name}={value}: must be {bound}")
-        sizes[ours] = value
+        given = [name for name in theirs if _gives_size(table, name)]
+        if given:
+            sizes[ours] = _size(table, given[0], ours, source)
     for ours in NEEDED:
         if ours not in sizes:
             raise InputError(
@@ -459,6 +459,25 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
     return sizes
 
 
+def _size(table: Mapping[str, Any], name: str, ours: str, source: str) -> int:
+    """Return the size of a configuration under its name, which is `ours` by our name; raises
+    InputError if it is not a whole number of a possible size."""
+    value = table[name]
+    if isinstance(value, list) and all(each == value[0] for each in value):
+        value = value[0]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(
+            f"{source}: {name}={value!r}: planning reads a whole number, the same for all "
+            f"layers: correct it, or {YOURSELF}"
+        )
+    least = LEAST.get(ours, 0)
+    most = MOST.get(ours, math.inf)
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        raise InputError(f"{source}: {name}={value}: must be {bound}")
+    return value
+
+
 def _gives_size(table: Mapping[str, Any], name: str) -> bool:
     """Return whether a configuration gives a size under a name.
 
@@ -466,23 +485,22 @@ def _gives_size(table: Mapping[str, Any], name: str) -> bool:
     entry per layer, which `_kinds` reads. 0 counts as given.
     """
     value = table.get(name)
-    return (
-        value is not None
-        and value is not False
-        and value != []
-        and not (name in KINDS and isinstance(value, list))
-    )
+    is_absent = value is None or value is False or value == []
+    is_schedule = name in KINDS and isinstance(value, list)
+    return not is_absent and not is_schedule
 
 
 def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list[Any]]:
     """Return the entries per layer of the fields of `KINDS`, which are valid; `layer_types` is
     derived if it is not given."""
     layers = sizes["num_layers"]
-    kinds = {}
+    kinds: dict[str, list[Any]] = {"layer_types": _derived_layer_types(table, sizes)}
     for name, known in KINDS.items():
-        if not table.get(name) or (name in NAMES["every"] and not isinstance(table[name], list)):
+        given = table.get(name)
+        is_size = name in NAMES["every"] and not isinstance(given, list)
+        if not given or is_size:
             continue
-        kinds[name] = table[name][:layers]
+        kinds[name] = given[:layers]
         for kind in kinds[name]:
             if kind not in known:
                 raise InputError(
@@ -493,13 +511,19 @@ def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list
             raise InputError(
                 f"{name} has {len(kinds[name])} entries for {layers} layers: give one for each"
             )
-    every = sizes.get("full_every") or sizes.get("window_every") or layers + 1
+    return kinds
+
+
+def _derived_layer_types(table: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
+    """Return the kind of attention of each layer, if the configuration has no list of them: every
+    n-th layer sees the whole context, and the others linear attention or a window."""
+    layers = sizes["num_layers"]
+    whole = "indexed_attention" if table.get("index_topk") else "full_attention"
     other = "linear_attention" if sizes.get("full_every") else "sliding_attention"
-    most = "indexed_attention" if table.get("index_topk") else "full_attention"
-    derived = [
-        other if every <= layers and (layer + 1) % every else most for layer in range(layers)
-    ]
-    return {"layer_types": derived, **kinds}
+    every = sizes.get("full_every") or sizes.get("window_every")
+    if not every or every > layers:
+        return [whole] * layers
+    return [whole if (layer + 1) % every == 0 else other for layer in range(layers)]
 
 
 def _dense_layers(
@@ -511,27 +535,30 @@ def _dense_layers(
         InputError: if no block has an MoE layer.
     """
     blocks = range(sizes["num_layers"])
-    listed = table.get("mlp_only_layers") or ()
-    first = sizes.get("first_dense", 0)
-    every = max(sizes.get("every", 1), 1)
-    last = sizes.get("last_sparse", -1)
+    schedules = [
+        kinds[name]
+        for name in ("moe_layer_freq", "mlp_layer_types", "is_moe_layer")
+        if name in kinds
+    ]
     if isinstance(table.get("moe_layers"), list):
-        dense = tuple(sorted({*blocks} - {*table["moe_layers"]}))
-    elif (
-        entries := kinds.get("moe_layer_freq")
-        or kinds.get("mlp_layer_types")
-        or kinds.get("is_moe_layer")
-    ):
-        dense = tuple(block for block in blocks if entries[block] in (0, "dense"))
+        dense = sorted({*blocks} - {*table["moe_layers"]})
+    elif schedules:
+        dense = [block for block in blocks if schedules[0][block] in (0, "dense")]
     else:
-        dense = tuple(
-            block
-            for block in blocks
-            if block in listed or block < first or (block + 1) % every or 0 <= last < block
-        )
+        dense = [block for block in blocks if _is_dense(block, table, sizes)]
     if len(dense) == len(blocks):
         raise InputError(
             "no block has an MoE layer, so there is nothing to plan: correct the fields that "
             "say which have one"
         )
-    return dense
+    return tuple(dense)
+
+
+def _is_dense(block: int, table: Mapping[str, Any], sizes: Mapping[str, int]) -> bool:
+    """Return whether a block has no MoE layer, if no field lists those that have one."""
+    if block in (table.get("mlp_only_layers") or ()):
+        return True
+    last_sparse = sizes.get("last_sparse", -1)  # -1: there are MoE layers to the end
+    is_after_last = 0 <= last_sparse < block
+    every = max(sizes.get("every", 1), 1)
+    return block < sizes.get("first_dense", 0) or (block + 1) % every != 0 or is_after_last

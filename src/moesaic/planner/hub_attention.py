@@ -307,26 +307,30 @@ def _over_layers(
     whole = len(layer_types) - linear - indexed - sliding
     window = int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len)
     parameters = (len(layer_types) - linear) * attention.parameters
-    widths = (whole + sliding * _visible(window, seq_len)) * attention.score_width
+    widths = (whole + sliding * _visible_share(window, seq_len)) * attention.score_width
     dim = attention.dim
     if linear:  # the cost of its scores is negligible in comparison
         keys, key_dim, values, value_dim = needed(table, "linear attention", LINEAR)
-        parameters += linear * dim * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)
+        # queries and keys; values, gates and the last product; two numbers for each head of values
+        columns = 2 * keys * key_dim + 3 * values * value_dim + 2 * values
+        parameters += linear * dim * columns
     if indexed:
         heads, head_dim, top_k = needed(table, "an indexer", INDEXER)
         indexers = indexed - kinds.get("indexer_types", []).count("shared")
+        # an indexer has queries of several heads, one key, and a weight of each head
         of_queries = attention.query_width * heads * head_dim
         parameters += indexers * (of_queries + dim * (head_dim + heads))
-        seen = indexed * _visible(top_k, seq_len) * attention.score_width
-        widths += seen + indexers * heads * head_dim
+        chosen = indexed * _visible_share(top_k, seq_len) * attention.score_width
+        widths += chosen + indexers * heads * head_dim
     return parameters, widths
 
 
-def _visible(window: int, seq_len: int) -> float:
-    """Return the share of the context that a query sees of a window; the first queries see fewer
-    keys than it has."""
+def _visible_share(window: int, seq_len: int) -> float:
+    """Return how many keys of a window a query sees, over how many it sees of the whole context,
+    means over queries; the first queries see fewer keys than the window has."""
     window = min(window, seq_len)
-    return (window - window**2 / (2 * seq_len)) / (seq_len / 2)
+    mean_keys = window - window**2 / (2 * seq_len)
+    return mean_keys / (seq_len / 2)
 
 
 def needed(table: Mapping[str, Any], what: str, examples: Mapping[str, int]) -> list[int]:

@@ -1,8 +1,9 @@
 """The time of two micro-batches in flight (`moesaic.in_flight`): of MoE layers and what lies
 between them, as one program.
 
-A call pauses where the executor does (`Life.pauses`), and the other micro-batch goes on. What a
-micro-batch computes between two calls is one task. Backward passes take turns in the same way.
+A call is one run of a layer's program for one micro-batch. It pauses where the executor does
+(`Life.pauses`), and the other micro-batch goes on. What a micro-batch computes between two calls is
+one task. Backward passes take turns in the same way.
 """
 
 from __future__ import annotations
@@ -72,43 +73,47 @@ def in_flight(
     """
     costs = costs_of(cluster, program, volumes, dtype)
 
-    def run(few: int) -> InFlight:
-        """Return the run of few layers, two micro-batches taking turns."""
-        places = list(_taking_turns(program, few))
+    def run(num_layers: int) -> InFlight:
+        """Simulate some layers, two micro-batches taking turns."""
+        places = list(_taking_turns(program, num_layers))
         both = replace(program, tasks=tuple(_task_of(program, place) for place in places))
         events = events_of(cluster, both, _costs_of(costs, places, between))
-        last = int(events.ends.max(axis=0).argmax())
-        times = zip(places, both.tasks, events.starts[:, last], events.ends[:, last])
-        turns = tuple(
-            Turn(
-                place.micro_batch,
-                place.layer,
-                task=program.tasks[place.number].name if place.number >= 0 else "",
-                lane=task.lane,
-                start=float(start),
-                end=float(end),
+        last_rank = int(events.ends.max(axis=0).argmax())
+        turns = []
+        for number, place in enumerate(places):
+            is_call = place.number >= 0
+            turns.append(
+                Turn(
+                    place.micro_batch,
+                    place.layer,
+                    task=program.tasks[place.number].name if is_call else "",
+                    lane=both.tasks[number].lane,
+                    start=float(events.starts[number, last_rank]),
+                    end=float(events.ends[number, last_rank]),
+                )
             )
-            for place, task, start, end in times
-        )
-        return InFlight(float(events.ends.max()), turns)
+        return InFlight(float(events.ends.max()), tuple(turns))
 
-    few = run(min(layers, FEW))
+    first_layers = run(min(layers, FEW))
     if layers <= FEW:
-        return few
-    each = (few.seconds - run(1).seconds) / (FEW - 1)
-    return replace(few, seconds=few.seconds + (layers - FEW) * each)
+        return first_layers
+    seconds_per_layer = (first_layers.seconds - run(1).seconds) / (FEW - 1)
+    seconds = first_layers.seconds + (layers - FEW) * seconds_per_layer
+    return replace(first_layers, seconds=seconds)
 
 
 def _taking_turns(program: Program, layers: int) -> Iterator[_Place]:
     """Yield the tasks of all calls in the order in which a rank issues them: each micro-batch runs
     from one pause to the next, then the other one does."""
     pieces = _pieces(program)
+    # the tasks of each turn, as (layer, number as in `_Place`); a turn reaches into the next layer
     turns: list[list[tuple[int, int]]] = [[]]
     for layer in range(layers):
         turns[-1].append((layer, -1))
-        for number, piece in enumerate(pieces):
-            turns += [[]] if number else []
-            turns[-1] += [(layer, place) for place in piece]
+        for piece_number, piece in enumerate(pieces):
+            if piece_number > 0:
+                turns.append([])
+            turns[-1] += [(layer, number) for number in piece]
     for turn in turns:
         for micro_batch in range(2):
             for layer, number in turn:
@@ -120,8 +125,9 @@ def _pieces(program: Program) -> list[list[int]]:
     life = life_of(program, frozenset(program.outputs))
     number_of = {task.name: number for number, task in enumerate(program.tasks)}
     pieces: list[list[int]] = [[]]
-    for place, step in enumerate(life.steps):
-        pieces += [[]] if place in life.pauses else []
+    for step_number, step in enumerate(life.steps):
+        if step_number in life.pauses:
+            pieces.append([])
         pieces[-1] += [number_of[task.name] for task in step.tasks]
     return pieces
 
@@ -130,28 +136,34 @@ def _task_of(program: Program, place: _Place) -> Task:
     """Return a task with names of its own call. What lies before a call waits for the results of
     the call before, and its own call for it."""
 
-    def named(names: tuple[str, ...], layer: int) -> tuple[str, ...]:
+    def in_call(names: tuple[str, ...], layer: int) -> tuple[str, ...]:
+        """Return names of a program as names of the micro-batch's call in a layer."""
         return tuple(f"{name} {place.micro_batch} {layer}" for name in names)
 
     if place.number < 0:
-        before = named(program.outputs, place.layer - 1)
-        after = named(program.inputs, place.layer)
-        name = f"between {place.micro_batch} {place.layer}"
-        return Task(name=name, op=Op.ADD, reads=before, writes=after, stage=Stage.EXPERT)
+        return Task(
+            name=f"between {place.micro_batch} {place.layer}",
+            op=Op.ADD,
+            reads=in_call(program.outputs, place.layer - 1),
+            writes=in_call(program.inputs, place.layer),
+            stage=Stage.EXPERT,
+        )
     task = program.tasks[place.number]
+    (name,) = in_call((task.name,), place.layer)
     return replace(
         task,
-        name=named((task.name,), place.layer)[0],
-        reads=named(task.reads, place.layer),
-        writes=named(task.writes, place.layer),
+        name=name,
+        reads=in_call(task.reads, place.layer),
+        writes=in_call(task.writes, place.layer),
     )
 
 
 def _costs_of(costs: Costs, places: list[_Place], between: float) -> Costs:
     """Return the costs of the tasks of all calls. What lies before a call computes `between`
     seconds."""
-    numbers = np.array([max(place.number, 0) for place in places])
     is_between = np.array([place.number < 0 for place in places])
+    # what lies before a call takes the first task's costs for a moment, which are then replaced
+    numbers = np.array([max(place.number, 0) for place in places])
     issue = costs.issue[numbers]
     compute = costs.compute[numbers]
     issue[is_between] = 0.0

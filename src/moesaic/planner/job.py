@@ -51,18 +51,20 @@ class Job:
                 'model.ffn="dense": a model without MoE layers has no plan to choose: set '
                 'model.ffn="moe"'
             )
-        for where, value in (
-            ("batch_size", self.batch_size),
-            ("accumulation", self.accumulation),
-            ("data.vocab_size", self.data.vocab_size),
-        ):
+        sizes = {
+            "batch_size": self.batch_size,
+            "accumulation": self.accumulation,
+            "data.vocab_size": self.data.vocab_size,
+        }
+        for where, value in sizes.items():
             if value < 1:
                 raise InputError(f"{where}={value}: must be at least 1")
 
     @property
     def dense_layers(self) -> int:
         """Blocks without an MoE layer."""
-        return sum(not self.model.is_sparse(layer) for layer in range(self.model.num_layers))
+        is_sparse = [self.model.is_sparse(layer) for layer in range(self.model.num_layers)]
+        return is_sparse.count(False)
 
     def dtype(self, cluster: ClusterSpec) -> Dtype:
         """Return the dtype of products on a cluster.
@@ -73,10 +75,10 @@ class Job:
         names: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
         rates = cluster.device.tflops
         if self.precision == "auto":
-            is_much_faster = rates.bf16 and rates.bf16 >= 1.5 * rates.fp32
+            is_much_faster = rates.bf16 > 0 and rates.bf16 >= 1.5 * rates.fp32
             return "bf16" if is_much_faster or not rates.fp32 else "fp32"
         dtype = names[self.precision]
-        rates.of(dtype)
+        rates.of(dtype)  # raises if it is unknown
         return dtype
 
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
@@ -102,9 +104,12 @@ class Job:
             capacity_factor=moe.capacity_factor if moe.capacity == "padded" else 1.0,
             **model.routing,  # type: ignore[arg-type]
         )
-        kept_values = model.kept_values(on_cpu=cluster.host.runs_compute)
-        tables = 1 if model.tied else 2
-        around = {"attention_kept": kept_values, "embeddings": tables, **model.around}
+        # fields about the parts outside MoE layers; a model of the hub has its own
+        around = {
+            "attention_kept": model.kept_values(on_cpu=cluster.host.runs_compute),
+            "embeddings": 1 if model.tied else 2,
+            **model.around,
+        }
         return StepModel(
             num_layers=model.num_layers,
             layer=layer,
@@ -131,12 +136,11 @@ class Job:
         """
         step = self.step_model(cluster, 1)
         layer = step.layer
-        around = (
-            step.dense_parameters
-            + step.moe_layers * layer.matrices * layer.dim * step.shared_hidden
-        )
+        shared = step.moe_layers * layer.matrices * layer.dim * step.shared_hidden
+        around = step.dense_parameters + shared
         experts = step.expert_parameters
-        return around + experts, around + experts * layer.top_k / layer.num_experts
+        used_experts = experts * layer.top_k / layer.num_experts
+        return around + experts, around + used_experts
 
 
 def job_of(table: dict[str, Any], source: str) -> Job:
@@ -156,11 +160,19 @@ def _planning_fields(
     shape: Any, table: dict[str, Any], source: str, prefix: str = ""
 ) -> dict[str, Any]:
     """Return the fields of a table that planning reads, including nested ones; raises InputError
-    for misspelt ones."""
+    for misspelt ones.
+
+    Args:
+        shape: a `Job` or one of its parts, whose fields are those that planning reads.
+        table: the configuration, or one of its tables.
+        source: origin of the table, for messages.
+        prefix: what stands before the name of a field in messages, such as "model.".
+    """
     names = [each.name for each in fields(shape)]
     read = {}
     for name, value in table.items():
         if name not in names:
+            # other fields of the trainer are ignored, unless they are spelt almost like one of ours
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.84)
             if near:
                 raise InputError(f"{source}: unknown field {prefix}{name}: did you mean {near[0]}?")

@@ -1,5 +1,10 @@
 """Plans under uneven loads: fits counts to a layout, and predicts the time and memory of plans
-under counts."""
+under counts.
+
+Counts are a table (groups, num_experts): the copies that each data-parallel group sends to each
+expert in one call of a layer. If a plan replicates busy experts, its policy decides from the counts
+which of its programs runs and which copies are computed elsewhere (`decided`).
+"""
 
 from __future__ import annotations
 
@@ -51,15 +56,16 @@ def simulate_counts(
     Raises:
         InputError: if the cluster lacks the rates that the policy of the plan needs.
     """
-    runs, replicated = decided(simulator, compiled, layer, counts)
-    shapes = runs.shapes(layer.num_experts)
-    forward_sizes, backward_sizes = (
-        sizes_of(program, layer, runs.grid, counts, replicated=replicated, shapes=shapes)
-        for program in (runs.forward, runs.backward)
-    )
-    return simulator.passes(
-        runs.forward, runs.backward, layer, runs.grid, sizes=(forward_sizes, backward_sizes)
-    )
+    chosen, replicated = decided(simulator, compiled, layer, counts)
+    grid = chosen.grid
+    shapes = chosen.shapes(layer.num_experts)
+
+    def sizes(program: Program) -> CallSizes:
+        """Return the sizes of a call of a program under the counts."""
+        return sizes_of(program, layer, grid, counts, replicated=replicated, shapes=shapes)
+
+    both_sizes = (sizes(chosen.forward), sizes(chosen.backward))
+    return simulator.passes(chosen.forward, chosen.backward, layer, grid, sizes=both_sizes)
 
 
 class MemoryOf(Protocol):
@@ -91,14 +97,12 @@ def memory_under_counts(
     budget = compiled.plan.memory_budget
     calls = []
     for counts in tables:
-        runs, replicated = decided(simulator, compiled, layer, counts)
-        shapes = runs.shapes(layer.num_experts)
-        sizes = sizes_of(
-            runs.forward, layer, runs.grid, counts, replicated=replicated, shapes=shapes
-        )
-        calls.append(
-            memory_of(runs.forward, runs.backward, runs.grid, memory_budget=budget, sizes=sizes)
-        )
+        chosen, replicated = decided(simulator, compiled, layer, counts)
+        forward = chosen.forward
+        grid = chosen.grid
+        shapes = chosen.shapes(layer.num_experts)
+        sizes = sizes_of(forward, layer, grid, counts, replicated=replicated, shapes=shapes)
+        calls.append(memory_of(forward, chosen.backward, grid, memory_budget=budget, sizes=sizes))
     return of_calls(calls)
 
 
@@ -121,8 +125,8 @@ def memory_under_skew(
 def on_replica(compiled: Compiled, cluster: ClusterSpec) -> Compiled:
     """Return a plan compiled for one replica of the experts, on whole nodes."""
     grid = compiled.grid
-    unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
-    return replace(compiled, grid=replace(grid, world=min(unit, grid.world)))
+    replica_ranks = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
+    return replace(compiled, grid=replace(grid, world=min(replica_ranks, grid.world)))
 
 
 def simulate_even(
@@ -142,12 +146,12 @@ def simulate_even(
         InputError: as `simulate_counts`, and if the policy replicates anything on more than
             `MAX_RANKS_APART` ranks.
     """
-    counts = uniform_counts(compiled.grid.dp, layer) if compiled.replicates else None
-    runs, replicated = (
-        (compiled, None) if counts is None else decided(simulator, compiled, layer, counts)
-    )
-    if replicated is None or counts is None:
-        return simulator.passes(runs.forward, runs.backward, layer, runs.grid)
+    if not compiled.replicates:
+        return simulator.passes(compiled.forward, compiled.backward, layer, compiled.grid)
+    counts = uniform_counts(compiled.grid.dp, layer)
+    chosen, replicated = decided(simulator, compiled, layer, counts)
+    if replicated is None:
+        return simulator.passes(chosen.forward, chosen.backward, layer, chosen.grid)
     if compiled.grid.world > MAX_RANKS_APART:
         raise InputError(
             f"replication={compiled.plan.replication} is decided under even routing too, so every "
@@ -168,16 +172,14 @@ def decided(
     """
     if not compiled.replicates:
         return compiled, None
-    policy = replication_policy(
-        compiled.plan.replication, seen_by(simulator.cluster, compiled.grid, layer)
-    )
+    grid = compiled.grid
+    rates = seen_by(simulator.cluster, grid, layer)
+    policy = replication_policy(compiled.plan.replication, rates)
     programs = programs_of(compiled, policy)
     chooser = policy.start({name: each.plan for name, each in programs.items()})
-    grid = compiled.grid
-    copies = copies_by_rank(compiled.forward, compiled.grid, counts)
-    load = CallLoad(
-        grid, copies, layer.num_experts, units=max(1, layer.hidden // grid.etp), dim=layer.dim
-    )
+    copies = copies_by_rank(compiled.forward, grid, counts)
+    units = max(1, layer.hidden // grid.etp)
+    load = CallLoad(grid, copies, layer.num_experts, units=units, dim=layer.dim)
     decision = chooser.choose(load)
     return programs[decision.program], decision.replicated
 
@@ -207,12 +209,12 @@ def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
         merged = np.repeat(counts, groups // num_groups, axis=0)
     else:
         merged = np.tile(counts.sum(axis=0), (groups, 1))
-    empty = merged.sum(axis=1) == 0
-    merged[empty] = counts.sum(axis=0)
+    is_empty = merged.sum(axis=1) == 0
+    merged[is_empty] = counts.sum(axis=0)
+    # round the sums over the first experts, so that each row sums to all copies
     total = round(layer.copies)
-    cumulated = np.rint(merged.cumsum(axis=1) * (total / merged.sum(axis=1, keepdims=True))).astype(
-        np.int64
-    )
+    scale = total / merged.sum(axis=1, keepdims=True)
+    cumulated = np.rint(merged.cumsum(axis=1) * scale).astype(np.int64)
     return np.diff(cumulated, axis=1, prepend=0)
 
 
@@ -228,6 +230,7 @@ def typical_counts(trace: Trace, count: int) -> list[np.ndarray]:
         count: largest number of calls.
     """
     calls = [(layer, step) for step in trace.steps for layer in range(trace.shape.num_layers)]
-    tables = sorted((imbalance(trace.counts(*call)), call) for call in calls)
-    chosen = dict.fromkeys(int((number + 0.5) * len(tables) / count) for number in range(count))
-    return [trace.counts(*tables[place][1]) for place in chosen]
+    by_imbalance = sorted((imbalance(trace.counts(*call)), call) for call in calls)
+    # the middles of `count` equal parts, each once if there are fewer calls
+    places = sorted({int((number + 0.5) * len(calls) / count) for number in range(count)})
+    return [trace.counts(*by_imbalance[place][1]) for place in places]

@@ -4,6 +4,9 @@ on.
 `AbstractVolumes` has two subclasses. `Even` (`even.py`) serves workloads in which all ranks do the
 same, with one actor for all. `Counted` serves a matrix of counts, with one actor per rank, and
 matches what the interpreter would send to the row.
+
+An actor is a rank that is simulated. A task of a program that moves rows is a move, or a hop if it
+is one step of an all-to-all. Its messages are split into movements, which are independent.
 """
 
 from __future__ import annotations
@@ -80,6 +83,7 @@ class AbstractVolumes(AbstractRowsMoved, AbstractRowCounts, ABC):
 
     @cached_property
     def _bytes_known(self) -> dict[tuple[Kind, Layout], np.ndarray]:
+        """Results of `bytes_of`."""
         return {}
 
     def bytes_of(self, slot: Slot) -> np.ndarray:
@@ -138,12 +142,8 @@ def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
     if slot.kind is Kind.INDEX:
         return rows * INDEX_BYTES
     if slot.kind is Kind.WEIGHT:
-        return (
-            rows
-            * layer.weight_bytes
-            * layer.dim
-            * (layer.matrices if slot.layout.flow == "weights" else 1)
-        )
+        matrices = layer.matrices if slot.layout.flow == "weights" else 1  # a bias has one row
+        return rows * layer.weight_bytes * layer.dim * matrices
     return coded_bytes(codec, rows, layer.dim, layer.element_bytes)
 
 
@@ -177,15 +177,18 @@ def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Moveme
     known = volumes.movements_known
     if id(program) not in known:
         slots = {slot.name: slot for slot in program.slots}
+        # a movement's codec is that of the task that packs its rows, by the slots that it joins
         codec_of = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-        movements = [
-            volumes.movements(task, slots, codec_of.get(task.of, task.codec))
-            if task.op in (Op.MOVE, Op.HOP)
-            else []
-            for task in program.tasks
-        ]
+        movements: list[list[Movement]] = []
+        for task in program.tasks:
+            if task.op in (Op.MOVE, Op.HOP):
+                codec = codec_of.get(task.of, task.codec)
+                movements.append(volumes.movements(task, slots, codec))
+            else:
+                movements.append([])
         known[id(program)] = program, movements
-    return known[id(program)][1]
+    _, movements_of_tasks = known[id(program)]
+    return movements_of_tasks
 
 
 def connected_components(
@@ -210,9 +213,11 @@ def connected_components(
         np.minimum.at(smallest, source, before[target])
         np.minimum.at(smallest, target, before[source])
         smallest = smallest[smallest]
+    # messages of a set have the same label; cut their sorted indices where the label changes
     labels = smallest[source]
     order = np.argsort(labels, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    first_of_sets = np.flatnonzero(np.diff(labels[order])) + 1
+    return np.split(order, first_of_sets)
 
 
 class Counted(AbstractVolumes):
@@ -268,19 +273,22 @@ class Counted(AbstractVolumes):
         return MovedPieces(self.sizes.shapes, self.grid.group(0, move.group))
 
     def shards(self, weights: Layout) -> float:
-        pieces = len(self.sizes.shapes.pieces(weights, 0).number)
-        return pieces / len(self.sizes.shapes.experts(weights, 0)) / self.sizes.grid.etp
+        shapes = self.sizes.shapes  # of all ranks, those of the first one stand for the others
+        num_pieces = len(shapes.pieces(weights, 0).number)
+        num_experts = len(shapes.experts(weights, 0))
+        return num_pieces / num_experts / self.sizes.grid.etp
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
         """Return the movements of a move or hop: one per connected set of ranks, or one per message
         that is eager."""
         source, move = ends_of(task, slots)
-        key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
+        link = task.link if task.op is Op.HOP else ""
+        key = (source.kind, move, codec, link, task.hop)
         if key not in self._movements:
             moved = self.sizes.moved(move)
-            self._movements[key] = self._split(
-                moved.on_legs(self._paths(task)) if task.op is Op.HOP else moved, source, codec
-            )
+            if task.op is Op.HOP:
+                moved = moved.on_legs(self._paths(task))
+            self._movements[key] = self._split(moved, source, codec)
         return self._movements[key]
 
     def _split(self, moved: MovedRows, slot: Slot, codec: str) -> list[Movement]:
@@ -289,25 +297,25 @@ class Counted(AbstractVolumes):
         target = moved.target
         if not len(source):
             return []
-        amounts, inverse = np.unique(moved.rows, return_inverse=True)
-        num_bytes = np.array(
-            [row_bytes(slot, codec, row_count, self.layer) for row_count in amounts.tolist()]
-        )[inverse]
+        # the bytes of each number of rows are computed once
+        row_counts, inverse = np.unique(moved.rows, return_inverse=True)
+        bytes_of_counts = [
+            row_bytes(slot, codec, count, self.layer) for count in row_counts.tolist()
+        ]
+        num_bytes = np.array(bytes_of_counts)[inverse]
         if self.topology.spec.host.messages == "eager" and self.num_actors <= RANKS_APART:
             return self._messages(source, target, num_bytes)
         ones = np.ones(len(source))
-        posts = np.bincount(source, minlength=self.num_actors) + np.bincount(
-            target, minlength=self.num_actors
-        )
+        sends = np.bincount(source, minlength=self.num_actors)
+        receives = np.bincount(target, minlength=self.num_actors)
+        posts = (sends + receives).astype(np.float64)
         movements = []
         for indices in connected_components(source, target, self.num_actors):
             actors = np.unique([source[indices], target[indices]])
             load = self.topology.loads(
                 source[indices], target[indices], num_bytes[indices], ones[indices]
             )
-            movements.append(
-                Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64))
-            )
+            movements.append(Movement(tuple(actors.tolist()), load, posts[actors]))
         return movements
 
     def _messages(
@@ -323,19 +331,16 @@ class Counted(AbstractVolumes):
             load = self.topology.loads(
                 np.array([sender]), np.array([receiver]), np.array([size]), np.ones(1)
             )
+            # links that leave the sender come first on the path, then those that arrive
             arrives = self.topology.arrives[load.links]
             path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
             load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
-            movements.append(
-                Movement(
-                    (min(sender, receiver), max(sender, receiver)),
-                    load,
-                    posts=np.ones(2),
-                    sender=sender,
-                )
-            )
+            actors = (min(sender, receiver), max(sender, receiver))
+            movements.append(Movement(actors, load, posts=np.ones(2), sender=sender))
         return movements
 
     def _paths(self, task: Task) -> np.ndarray:
+        """Return the legs of a hop as `legs_by_hop` does, (4, legs); without any if no rank takes
+        part."""
         legs = self._legs(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)
         return legs.get(task.hop, np.zeros((4, 0), dtype=np.int64))

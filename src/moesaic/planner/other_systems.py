@@ -5,11 +5,15 @@ The search starts from every combination of tensor parallelism, pipeline stages,
 and sizes of ep that fits the ranks. From the best of these with each number of stages it changes
 one choice at a time, of those that the system has: the micro-batch, what is recomputed, the
 schedule, overlapped all-to-alls, DeepEP and the precision.
+
+A run is a group of consecutive blocks on one rank of the pipeline (Megatron's virtual stage); a
+rank has several of them if the schedule is interleaved or has the shape of a V.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -149,19 +153,19 @@ class OthersLayout:
         return self.global_batch or groups * max(self.local_batch, self.micro_batch)
 
     def __post_init__(self) -> None:
-        for name, chosen, known in (
+        choices: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             ("recompute", self.recompute, PARTS),
             ("stepwise", self.stepwise, tuple(STEPWISE)),
             ("schedule", (self.schedule,), SCHEDULES),
-        ):
+        )
+        for name, chosen, known in choices:
             for word in chosen:
                 if word not in known:
                     raise InputError(f"layout: {name}={word!r}: choose from {', '.join(known)}")
+        may_be_zero = ("global_batch", "local_batch", "virtual_layers", "mtp")
         for field in fields(self):
             value = getattr(self, field.name)
-            least = (
-                0 if field.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
-            )
+            least = 0 if field.name in may_be_zero else 1
             if field.type == "int" and value < least:
                 raise InputError(f"layout: {field.name}={value}: must be at least {least}")
         if self.schedule != "1f1b" and self.virtual_pp not in (1, 2):
@@ -210,16 +214,16 @@ class _Ranks:
     ) -> None:
         cluster = simulator.cluster
         count = _micro_batches(job, cluster, layout)
-        stage = cluster.world // layout.pp
+        ranks_per_stage = cluster.world // layout.pp
         self.layout = layout
         self.grid = Grid(
-            world=stage,
+            world=ranks_per_stage,
             tp=layout.tp,
             ep=layout.ep,
             etp=layout.etp,
-            ranks_per_node=min(cluster.devices_per_node, stage),
+            ranks_per_node=min(cluster.devices_per_node, ranks_per_stage),
         )
-        groups = stage // (layout.tp * layout.cp)
+        groups = ranks_per_stage // (layout.tp * layout.cp)
         whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
         whole = replace(whole, launches=launches)
         self.ranks = [
@@ -241,27 +245,31 @@ class _Ranks:
     def memory(self) -> Memory:
         """The memory of the rank that needs most."""
         compiled = self.compiled
-        rank = self.ranks[0]
+        rank = self.ranks[0]  # all ranks have the same MoE layers
         volumes = rank.simulator.volumes(compiled.forward, rank.model.layer, compiled.grid)
-        of_layer = layer_memory(compiled.forward, compiled.backward, volumes, kernel="products")
-        memories = [rank_memory(rank, *of_layer) for rank in self.ranks]
+        kept_bytes, buffers = layer_memory(
+            compiled.forward, compiled.backward, volumes, kernel="products"
+        )
+        memories = [rank_memory(rank, kept_bytes, buffers) for rank in self.ranks]
         return max(memories, key=lambda memory: memory.total)
 
     @cached_property
     def _slowest(self) -> tuple[StepCostModel, Estimate]:
         """The busiest rank, and its predicted time."""
         first = self.ranks[0]
-        passes = layer_passes(
+        forward, backward = layer_passes(
             first.cluster, self.grid, first.model.layer, deepep=self.layout.by_deepep
         )
-        busy = [rank.busy_seconds(*passes) for rank in self.ranks]
+        busy = [rank.busy_seconds(forward, backward) for rank in self.ranks]
         slowest = self.ranks[busy.index(max(busy))]
-        return slowest, slowest.estimate(*passes, mean_busy=sum(busy) / len(busy))
+        estimate = slowest.estimate(forward, backward, mean_busy=sum(busy) / len(busy))
+        return slowest, estimate
 
     @property
     def seconds(self) -> float:
         """The predicted step time."""
-        return self._slowest[1].seconds
+        _, estimate = self._slowest
+        return estimate.seconds
 
     def step(self) -> PlannedStep:
         """Return the step of the busiest rank."""
@@ -278,10 +286,9 @@ class _Ranks:
 @lru_cache(maxsize=64)
 def _compiled(all_to_all: AllToAll, grid: Grid) -> Compiled:
     """Return our plan without chunks that is most similar to a system's layers."""
-    multicast = Plan(all_to_all=all_to_all).crossing is Crossing.DEEPEP
-    return compile_plan(
-        Plan(all_to_all="multicast" if multicast else all_to_all, order="fifo"), grid
-    )
+    if Plan(all_to_all=all_to_all).crossing is Crossing.DEEPEP:
+        all_to_all = "multicast"  # sends each token as often as DeepEP does
+    return compile_plan(Plan(all_to_all=all_to_all, order="fifo"), grid)
 
 
 def _micro_batches(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> int:
@@ -333,18 +340,18 @@ def fills_pipeline(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> bool
 
 
 def _runs(layout: OthersLayout, blocks: int) -> int:
-    """Return the runs of layers per rank of a pipeline."""
+    """Return the runs of layers per rank of a pipeline for a model of some blocks."""
     if layout.schedule in ("zb-v", "dualpipev"):
         return 2
     if not layout.virtual_layers:
         return layout.virtual_pp
-    layers = -(-blocks // layout.pp)
-    if layers % layout.virtual_layers:
+    layers_per_rank = math.ceil(blocks / layout.pp)
+    if layers_per_rank % layout.virtual_layers:
         raise InputError(
-            f"a stage of {layers} layers does not split into runs of {layout.virtual_layers}: "
-            "choose a divisor"
+            f"a stage of {layers_per_rank} layers does not split into runs of "
+            f"{layout.virtual_layers}: choose a divisor"
         )
-    return layers // layout.virtual_layers
+    return layers_per_rank // layout.virtual_layers
 
 
 def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) -> list[StepModel]:
@@ -354,32 +361,39 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
     All runs have equally many blocks, or the first ones have one more. The blocks of multi-token
     prediction come last, followed by the output. In a V, the second run of a rank is as far from
     the end as its first one is from the start.
+
+    Args:
+        job: says which blocks have MoE layers.
+        whole: the model of all blocks.
+        layout: the layout.
+        count: micro-batches per step.
     """
+    pp = layout.pp
     blocks = whole.num_layers + layout.mtp
     runs = _runs(layout, blocks)
-    pp = layout.pp
-    sparse = np.array(
-        [job.model.is_sparse(block) for block in range(whole.num_layers)] + [True] * layout.mtp
-    )
-    parts = np.array_split(sparse, pp * runs)
+    last_run = pp * runs - 1
+    is_v = layout.schedule in ("zb-v", "dualpipev")
+    is_sparse = [job.model.is_sparse(block) for block in range(whole.num_layers)]
+    is_sparse += [True] * layout.mtp
+    blocks_of_runs = np.array_split(np.array(is_sparse), pp * runs)
+
     model = _step_model(whole, layout, blocks, count)
     models = []
     for rank in range(pp):
-        folded = layout.schedule in ("zb-v", "dualpipev")
-        numbers = [rank, 2 * pp - 1 - rank] if folded else list(range(rank, pp * runs, pp))
-        first = 0 in numbers
-        last = pp * runs - 1 in numbers
+        # numbers of the rank's runs
+        numbers = [rank, last_run - rank] if is_v else list(range(rank, pp * runs, pp))
+        lengths = [len(blocks_of_runs[number]) for number in numbers]
+        has_embedding = 0 in numbers
+        has_output = last_run in numbers
         models.append(
             replace(
                 model,
-                num_layers=max(sum(len(parts[number]) for number in numbers), 1),
-                recomputed_blocks=_recomputed_blocks(
-                    layout, [len(parts[number]) for number in numbers]
-                ),
-                sparse_layers=int(sum(parts[number].sum() for number in numbers)),
-                vocab=whole.vocab * (first or last),
-                embeddings=whole.embeddings if first and last else 1,
-                outputs=(1 + layout.mtp) * last,
+                num_layers=max(sum(lengths), 1),
+                recomputed_blocks=_recomputed_blocks(layout, lengths),
+                sparse_layers=int(sum(blocks_of_runs[number].sum() for number in numbers)),
+                vocab=whole.vocab if has_embedding or has_output else 0,
+                embeddings=whole.embeddings if has_embedding and has_output else 1,
+                outputs=1 + layout.mtp if has_output else 0,
                 stages=pp,
                 runs=runs,
                 alive=alive_micro_batches(layout.schedule, pp, runs, count, rank),
@@ -404,17 +418,24 @@ def _loss_bytes(layout: OthersLayout) -> int:
 
 
 def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int) -> StepModel:
-    """Return the model of all layers under what the system overlaps, shards and fuses."""
+    """Return the model of all layers under what the system overlaps, shards and fuses; arguments as
+    of `rank_models`, and the number of blocks with those of multi-token prediction."""
+    # each further token's projection from twice the width, as if all blocks shared it
     projected = layout.mtp * 2 * whole.layer.dim**2
+    attention_parameters = (blocks * whole.attention + projected) / blocks
+    layer = replace(
+        whole.layer,
+        tokens=whole.layer.tokens // layout.cp,
+        products=layout.precision if layout.is_narrow else None,
+    )
+    # PyTorch's loss keeps float32 logits, their log-softmax, and the gradients of both
+    has_torch_loss = "loss" in layout.stepwise
+    has_float32_gradients = layout.float32_states and layout.float32_reduced
     return replace(
         whole,
         micro_batches=count,
-        attention_parameters=(blocks * whole.attention + projected) / blocks,
-        layer=replace(
-            whole.layer,
-            tokens=whole.layer.tokens // layout.cp,
-            products=layout.precision if layout.is_narrow else None,
-        ),
+        attention_parameters=attention_parameters,
+        layer=layer,
         seq_len=whole.seq_len // layout.cp,
         shares_sequence=layout.cp,
         score_operations=whole.scores,
@@ -428,9 +449,8 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
         hides_parameters=layout.hides_parameters,
         hides_gradients=layout.hides_gradients,
         loss_bytes=_loss_bytes(layout),
-        # PyTorch's of float32 logits: these, their log-softmax, and the gradients of both
-        loss_kept=2 + 3 * 4 if "loss" in layout.stepwise else 4,
-        logits_kept=2 if "loss" in layout.stepwise else 0,
+        loss_kept=2 + 3 * 4 if has_torch_loss else 4,
+        logits_kept=2 if has_torch_loss else 0,
         loss_chunks=layout.loss_chunks,
         stepwise=layout.stepwise,
         score_kernel=layout.score_kernel,
@@ -438,7 +458,7 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
         sequence_parallel=layout.tp > 1,
         sharded=layout.sharded,
         parameter_bytes=4 if layout.float32_states else 2,
-        gradient_bytes=4 if layout.float32_states and layout.float32_reduced else 2,
+        gradient_bytes=4 if has_float32_gradients else 2,
         # The FSDP of PyTorch and that of Megatron gather parameters in the precision of products,
         # not the float32 master.
         gathered_bytes=whole.layer.element_bytes,
@@ -467,8 +487,8 @@ def longer_by_narrow_rate(
         faster = device.with_products(times, (layout.precision,))
         return predict(job, replace(cluster, device=faster), layout).seconds
 
-    slow, fast = map(seconds, device.narrow_between)
-    return fast / at_usual_rate, slow / at_usual_rate
+    low_rate, high_rate = device.narrow_between
+    return seconds(high_rate) / at_usual_rate, seconds(low_rate) / at_usual_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -491,6 +511,7 @@ class Offers:
 
 
 Tried = tuple[OthersLayout, PlannedStep]
+"""A layout that fits the memory, and its predicted step."""
 
 
 def best_layout(
@@ -514,7 +535,7 @@ def best_layout(
     most = usable_bytes(cluster, reserve_gib)
     simulator = Simulator(cluster)
 
-    def tried(layout: OthersLayout, best: Tried | None) -> Tried | None:
+    def improved(layout: OthersLayout, best: Tried | None) -> Tried | None:
         """Return a layout with its step; None unless it fits and is faster than the best one."""
         try:
             ranks = _Ranks(job, simulator, layout)
@@ -525,21 +546,20 @@ def best_layout(
         except InputError:
             return None
 
-    starts: dict[int, Tried] = {}
+    best_starts: dict[int, Tried] = {}  # by the number of stages
     for layout in _starts(job, cluster, offers, stages):
-        for parts in ((), ("block",)):
-            found = tried(replace(layout, recompute=parts), starts.get(layout.pp))
+        for recompute in ((), ("block",)):
+            found = improved(replace(layout, recompute=recompute), best_starts.get(layout.pp))
             if found is not None:
-                starts[layout.pp] = found
+                best_starts[layout.pp] = found
                 break
     climbed = []
-    for best in starts.values():
-        better: Tried | None = best
-        while better is not None:
-            best = better
-            better = None
-            for layout in _neighbours(best[0], offers):
-                better = tried(layout, better or best) or better
+    for best in best_starts.values():
+        before = None
+        while best is not before:  # until no neighbour is faster
+            before = best
+            for layout in _neighbours(before[0], offers):
+                best = improved(layout, best) or best
         climbed.append(best)
     return min(climbed, key=lambda each: each[1].seconds, default=None)
 
@@ -567,43 +587,45 @@ def without_what_we_lack(job: Job, cluster: ClusterSpec, layout: OthersLayout) -
         job, cluster, layout: the arguments of `predict`.
     """
     seconds = predict(job, cluster, layout).seconds
-    return {
-        name: predict(job, cluster, without).seconds / seconds
-        for name, field, value, applies in WE_LACK
-        if applies(layout) and (without := replace(layout, **{field: value})) != layout
-    }
+    times_as_fast = {}
+    for name, field, value, applies in WE_LACK:
+        without = replace(layout, **{field: value})
+        if applies(layout) and without != layout:
+            times_as_fast[name] = predict(job, cluster, without).seconds / seconds
+    return times_as_fast
 
 
 def _starts(
     job: Job, cluster: ClusterSpec, offers: Offers, stages: int | None
 ) -> Iterator[OthersLayout]:
     """Yield layouts under the plainest choices, whose sizes are powers of two."""
-    seq_len = job.model.seq_len
-    world = cluster.world
-    sequences = job.batch_size * job.accumulation
-    counts = (1, 2, 4, 8, 16) if stages is None else (stages,)
-    parts = [
-        part
-        for part in (1, 2, 4, 8)
-        if part == 1 or (seq_len >= LONG and 4 * seq_len // part >= LONG)
-    ]
-    for pp, cp, tp in itertools.product(counts, parts, (1, 2, 4, 8)):
-        # PyTorch's pipelines keep parameters whole between micro-batches.
-        sharded: Sharded = (
-            "gradients" if pp > 1 and offers.sharded == "parameters" else offers.sharded
-        )
-        if world % (pp * cp * tp) or job.model.num_heads % tp or tp > cluster.devices_per_node:
+    model = job.model
+    all_to_all = offers.all_to_alls[-1 if cluster.carries_deepep else 0]
+    stage_counts = (1, 2, 4, 8, 16) if stages is None else (stages,)
+    sequence_parts = [1]
+    if model.seq_len >= LONG:
+        sequence_parts += [part for part in (2, 4, 8) if 4 * model.seq_len // part >= LONG]
+    for pp, cp, tp in itertools.product(stage_counts, sequence_parts, (1, 2, 4, 8)):
+        if cluster.world % (pp * cp * tp):
             continue
-        for ep in (2**power for power in range((world // pp).bit_length())):
-            if job.model.moe.num_experts % ep == 0 and (world // pp) % ep == 0:
+        if model.num_heads % tp or tp > cluster.devices_per_node:
+            continue
+        sharded = offers.sharded
+        if pp > 1 and sharded == "parameters":
+            # PyTorch's pipelines keep parameters whole between micro-batches.
+            sharded = "gradients"
+        stage_ranks = cluster.world // pp
+        for power in range(stage_ranks.bit_length()):
+            ep = 2**power
+            if model.moe.num_experts % ep == 0 and stage_ranks % ep == 0:
                 yield OthersLayout(
                     tp=tp,
                     pp=pp,
                     cp=cp,
                     ep=ep,
-                    global_batch=sequences,
+                    global_batch=job.batch_size * job.accumulation,
                     sharded=sharded,
-                    all_to_all=offers.all_to_alls[-1 if cluster.carries_deepep else 0],
+                    all_to_all=all_to_all,
                 )
 
 
@@ -617,18 +639,19 @@ def _neighbours(layout: OthersLayout, offers: Offers) -> Iterator[OthersLayout]:
     changes += [{"recompute": parts} for parts in offers.recompute]
     changes += [{"all_to_all": name} for name in offers.all_to_alls]
     changes += [{"precision": name} for name in offers.precisions]
-    changes += [{"overlapped": not layout.overlapped}] * offers.overlaps
+    if offers.overlaps:
+        changes.append({"overlapped": not layout.overlapped})
     if layout.pp > 1:
         changes += [{"schedule": name, "virtual_pp": runs} for name, runs in offers.schedules]
-        changes += [
-            {"schedule": "1f1b", "virtual_pp": runs, "overlapped": True}
-            for name, runs in offers.schedules
-            if offers.overlaps and name == "1f1b" and runs > 1
-        ]
+        if offers.overlaps:  # which needs several runs, so both change together
+            changes += [
+                {"schedule": "1f1b", "virtual_pp": runs, "overlapped": True}
+                for name, runs in offers.schedules
+                if name == "1f1b" and runs > 1
+            ]
     for change in changes:
         changed = replace(layout, **change)
-        hides = changed.overlapped and (
-            "block" in changed.recompute or (changed.pp > 1 and changed.virtual_pp == 1)
-        )
-        if changed != layout and not hides:
+        has_one_run = changed.pp > 1 and changed.virtual_pp == 1
+        cannot_overlap = "block" in changed.recompute or has_one_run
+        if changed != layout and not (changed.overlapped and cannot_overlap):
             yield changed

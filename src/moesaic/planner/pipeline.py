@@ -5,6 +5,9 @@ schedules (`torch.distributed.pipelining`, 2.13): 1F1B (Narayanan et al. 2021), 
 a rank has several parts, GPipe if a step has fewer micro-batches than stages. An operation starts
 when its rank is free and its input has come. Messages between two parts follow each other on the
 way between them.
+
+A part is a run of consecutive blocks of the model. Rank r, which stands for all ranks of stage r,
+has the parts r, r + pp, r + 2 pp and so on. A way is one direction between a part and the next.
 """
 
 from __future__ import annotations
@@ -36,34 +39,37 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
         count: micro-batches.
     """
     total = count * parts
-    # `ahead` forward passes run before the first backward pass
-    if parts == 1:
-        per_round = count
-        # GPipe runs all forward passes first
-        ahead = min(count, pp - rank) if count >= pp else count
-    else:
+    # `warm_up` forward passes run before the first backward pass
+    if parts > 1:
         per_round = count // max(1, count // pp)
-        ahead = min((parts - 1) * per_round + 2 * (pp - 1 - rank), total)
+        warm_up = min((parts - 1) * per_round + 2 * (pp - 1 - rank), total)
+    else:
+        per_round = count
+        is_gpipe = count < pp  # which runs all forward passes first
+        warm_up = count if is_gpipe else min(count, pp - rank)
 
     def passes(is_backward: bool) -> list[Pass]:
-        """Return a rank's passes in one direction, in their order."""
-        seen: dict[int, int] = {}
+        """Return a rank's passes in one direction: a round of micro-batches through each of its
+        parts, then the next round."""
+        next_micro_batch = [0] * parts
         found = []
         for number in range(total):
             local = number // per_round % parts
-            part = (parts - 1 - local if is_backward else local) * pp + rank
-            seen[part] = seen.get(part, -1) + 1
-            found.append(Pass(part, seen[part], is_backward))
+            if is_backward:
+                local = parts - 1 - local
+            found.append(Pass(local * pp + rank, next_micro_batch[local], is_backward))
+            next_micro_batch[local] += 1
         return found
 
     forward = passes(is_backward=False)
     backward = passes(is_backward=True)
-    order = forward[:ahead]
-    for number, each in enumerate(backward):
+    order = forward[:warm_up]
+    for number, backward_pass in enumerate(backward):
+        next_forward = forward[warm_up + number : warm_up + number + 1]  # [] at the end
         if parts > 1:  # torch's interleaved schedule runs the forward pass of a pair first
-            order += [*forward[ahead + number : ahead + number + 1], each]
+            order += [*next_forward, backward_pass]
         else:
-            order += [each, *forward[ahead + number : ahead + number + 1]]
+            order += [backward_pass, *next_forward]
     return order
 
 
@@ -133,22 +139,26 @@ def simulate_pipeline(
         hops: seconds of the message from each part to the next one; a gradient takes as long back.
         blocks_sender: whether a rank computes nothing while it sends, as on CPUs.
     """
-    if count > MOST_MICRO_BATCHES:
-        few = max(MOST_MICRO_BATCHES // 2 // pp, 1) * pp  # schedules take whole rounds of stages
-        short, long = (
-            _timed(pp, each, forward, backward, hops, blocks_sender=blocks_sender)
-            for each in (few, 2 * few)
-        )
-        more = (count - 2 * few) / few
-        return Timed(
-            seconds=long.seconds + more * (long.seconds - short.seconds),
-            busy=tuple(late + more * (late - early) for early, late in zip(short.busy, long.busy)),
-            alive=long.alive,
-            operations=long.operations,
-            starts=long.starts,
-            ends=long.ends,
-        )
-    return _timed(pp, count, forward, backward, hops, blocks_sender=blocks_sender)
+
+    def timed(micro_batches: int) -> Timed:
+        """Return the time of a step of some micro-batches, each simulated."""
+        return _timed(pp, micro_batches, forward, backward, hops, blocks_sender=blocks_sender)
+
+    if count <= MOST_MICRO_BATCHES:
+        return timed(count)
+    few = max(MOST_MICRO_BATCHES // 2 // pp, 1) * pp  # schedules take whole rounds of stages
+    short = timed(few)
+    long = timed(2 * few)
+    more = (count - 2 * few) / few
+    busy = [late + more * (late - early) for early, late in zip(short.busy, long.busy)]
+    return Timed(
+        seconds=long.seconds + more * (long.seconds - short.seconds),
+        busy=tuple(busy),
+        alive=long.alive,
+        operations=long.operations,
+        starts=long.starts,
+        ends=long.ends,
+    )
 
 
 def _timed(
@@ -163,27 +173,28 @@ def _timed(
     """Run the operations of all ranks, each as early as it can; arguments as of
     `simulate_pipeline`."""
     operations, alive = _schedule(pp, len(forward) // pp, count)
-    free = [0.0] * pp
+    rank_free = [0.0] * pp
     busy = [0.0] * pp
     way_free = [0.0] * (2 * len(forward))
-    sent = [0.0] * (len(operations) + 1)  # the last stays 0, for operations that wait for nothing
+    # when the message of each operation arrives; the last stays 0, for `waits_for` of -1
+    arrival = [0.0] * (len(operations) + 1)
     starts: list[float] = []
     ends: list[float] = []
     for place, (rank, (part, _, is_backward), waits_for, way, hop) in enumerate(operations):
         seconds = backward[part] if is_backward else forward[part]
-        start = max(free[rank], sent[waits_for])
+        start = max(rank_free[rank], arrival[waits_for])
         end = start + seconds
-        free[rank] = end
+        rank_free[rank] = end
         busy[rank] += seconds
         starts.append(start)
         ends.append(end)
         if hop >= 0:
-            arrives = max(end, way_free[way]) + hops[hop]
-            way_free[way] = sent[place] = arrives
+            arrival[place] = max(end, way_free[way]) + hops[hop]
+            way_free[way] = arrival[place]
             if blocks_sender:
-                free[rank] = arrives
+                rank_free[rank] = arrival[place]
     return Timed(
-        seconds=max(free),
+        seconds=max(rank_free),
         busy=tuple(busy),
         alive=alive,
         operations=operations,
@@ -200,23 +211,27 @@ def _schedule(pp: int, parts: int, count: int) -> tuple[tuple[_Operation, ...], 
     A way between two parts has one sender, whose order is fixed, so ranks can advance in any order.
     """
     orders = [order_of(rank, pp, parts, count) for rank in range(pp)]
-    last = pp * parts - 1
+    last_part = pp * parts - 1
     sender: dict[Pass, int] = {}
+    """By operation, the place of the one that sends its input."""
     places = [0] * pp
+    """Of each rank's next operation in its order."""
     operations: list[_Operation] = []
 
     def advance(rank: int) -> bool:
         """Append a rank's next operation if its input has been sent; return whether it has."""
         each = orders[rank][places[rank]]
-        starts_chain = each.part == (last if each.is_backward else 0)
-        waits_for = -1 if starts_chain else sender.get(each)
-        if waits_for is None:
-            return False
+        first_part = last_part if each.is_backward else 0
+        waits_for = -1
+        if each.part != first_part:
+            if each not in sender:
+                return False
+            waits_for = sender[each]
         target = each.part - 1 if each.is_backward else each.part + 1
-        sends = 0 <= target <= last
+        sends = 0 <= target <= last_part
         if sends:
             sender[Pass(target, each.micro_batch, each.is_backward)] = len(operations)
-        way = 2 * each.part + each.is_backward
+        way = 2 * each.part + (1 if each.is_backward else 0)
         hop = min(each.part, target) if sends else -1
         operations.append(_Operation(rank, operation=each, waits_for=waits_for, way=way, hop=hop))
         places[rank] += 1

@@ -26,8 +26,6 @@ MESH = ("tp", "ep", "etp", "innermost")
 """Fields of the table `mesh`, as of a layout."""
 SPLIT = {"pp": "pp", "parts_per_stage": "parts", "shard": "shard", "hold": "hold"}
 """Further fields of the table `mesh`, and the fields of a split that they have."""
-
-
 FINER = "micro_batches_cut_in"
 """Field that says into how many each micro-batch of the run is cut."""
 IN_FLIGHT = "micro_batches_in_flight"
@@ -59,7 +57,8 @@ def mesh_table(planned: PlannedStep) -> dict[str, Any]:
     """Return the trainer's table `mesh` of a planned step; without the split if none was chosen."""
     table = {name: getattr(planned.grid, name) for name in MESH}
     if planned.split != WHOLE:
-        table |= {name: getattr(planned.split, of_split) for name, of_split in SPLIT.items()}
+        for name, split_field in SPLIT.items():
+            table[name] = getattr(planned.split, split_field)
     return table
 
 
@@ -105,6 +104,7 @@ def read_micro_batches(path: Path) -> tuple[int, int]:
 
 
 def _whole_number(value: Any, name: str, path: Path) -> int:
+    """Return a value of a plan file, or refuse it unless it is a whole number of at least 1."""
     if type(value) is not int or value < 1:
         raise InputError(f"plan {path}: {name}={value!r}: must be a whole number of at least 1")
     return value
@@ -153,27 +153,27 @@ def write_planned(planned: PlannedStep, path: Path, found: FoundFor) -> None:
     Raises:
         InputError: if the file has another suffix or cannot be written.
     """
-    layer = {
-        field.name: getattr(found.layer, field.name)
-        for field in fields(Workload)
-        if getattr(found.layer, field.name) != field.default
-    }
-    table: dict[str, Any] = {
-        "version": VERSION,
-        **({FINER: planned.split.finer} if planned.split.finer > 1 else {}),
-        **({IN_FLIGHT: planned.split.in_flight} if planned.split.in_flight > 1 else {}),
-        "mesh": mesh_table(planned),
-        "plan": _fields_of(planned.plan),
-        "found": {
-            "model": found.model,
-            "cluster": found.cluster,
-            "nodes": found.nodes,
-            "devices_per_node": found.devices_per_node,
-            "simulated_step_seconds": planned.seconds,
-            "bottleneck": planned.estimate.bottleneck,
-            "memory_gib": round(planned.memory.total / GIB, 3),
-            "layer": layer,
-        },
+    layer = {}
+    for field in fields(Workload):
+        value = getattr(found.layer, field.name)
+        if value != field.default:
+            layer[field.name] = value
+    table: dict[str, Any] = {"version": VERSION}
+    if planned.split.finer > 1:
+        table[FINER] = planned.split.finer
+    if planned.split.in_flight > 1:
+        table[IN_FLIGHT] = planned.split.in_flight
+    table["mesh"] = mesh_table(planned)
+    table["plan"] = _fields_of(planned.plan)
+    table["found"] = {
+        "model": found.model,
+        "cluster": found.cluster,
+        "nodes": found.nodes,
+        "devices_per_node": found.devices_per_node,
+        "simulated_step_seconds": planned.seconds,
+        "bottleneck": planned.estimate.bottleneck,
+        "memory_gib": round(planned.memory.total / GIB, 3),
+        "layer": layer,
     }
     _write(table, path)
 
@@ -187,9 +187,9 @@ def _write(table: dict[str, Any], path: Path) -> None:
     """Write a plan's table as TOML or JSON, by the name of the file."""
     if path.suffix not in (".toml", ".json"):
         raise InputError(f"plan {path}: choose a name that ends in .toml or .json")
-    text = (json.dumps(table, indent=2) if path.suffix == ".json" else to_toml(table)) + "\n"
+    text = json.dumps(table, indent=2) if path.suffix == ".json" else to_toml(table)
     try:
-        write(path, text, typed=True)
+        write(path, text + "\n", typed=True)
     except OSError as error:
         raise InputError(
             f"plan {path}: cannot be written ({error.strerror}): choose another path"

@@ -27,10 +27,13 @@ class Race:
 
     def __init__(self, plans: Sequence[int], drift: float) -> None:
         self.left = list(plans)
+        """Plans that are still in the race, the fastest of the last round first."""
         self.seconds: dict[int, list[list[float]]] = {plan: [[]] for plan in plans}
+        """By plan, the step times of each round."""
         self._drift = drift
         self._round = 0
         self._waiting = list(plans)
+        """Plans that this round still has to time."""
         self.is_void = False
         """Whether step times drifted during the race, so that the times of its plans are not
         comparable."""
@@ -44,7 +47,9 @@ class Race:
         """Return the plan to time next; None if only one plan is left."""
         if not self._waiting and len(self.left) > 1:
             self._end_round()
-        return self._waiting.pop(0) if self._waiting and len(self.left) > 1 else None
+        if len(self.left) > 1 and self._waiting:
+            return self._waiting.pop(0)
+        return None
 
     def record(self, plan: int, seconds: float) -> None:
         """Note the time of a step."""
@@ -96,7 +101,7 @@ class PairedSteps:
     """Steps that are measured in turn, each after one warm-up step."""
 
     def __init__(self, winner: int, first: int) -> None:
-        self._winner = winner
+        self.winner = winner
         self._first = first
         self._waiting = [winner, first] * PAIRS
         self.seconds: dict[int, list[float]] = {winner: [], first: []}
@@ -116,8 +121,8 @@ class PairedSteps:
     @property
     def faster(self) -> int:
         """The plan to run."""
-        pairs = zip(self.seconds[self._winner], self.seconds[self._first])
-        won = sum(winner < first for winner, first in pairs)
-        if 2 * won > PAIRS:
-            return self._winner
+        pairs = zip(self.seconds[self.winner], self.seconds[self._first])
+        won = [winner_seconds < first_seconds for winner_seconds, first_seconds in pairs]
+        if 2 * won.count(True) > PAIRS:
+            return self.winner
         return self._first

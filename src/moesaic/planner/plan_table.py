@@ -12,6 +12,9 @@ loads takes over and is timed there. If steps no longer take what they took, a n
 The table is deterministic: given the same loads and measured seconds, all ranks choose the same
 plan. The caller must make the ranks agree on both first. A plan with a lossy codec runs only if the
 caller lists the codec as tested.
+
+A plan is named by its number in `PlanTable.plans`; the first plan is the first one that may run. A
+load is the number of copies of the busiest expert, and a bucket the number of a range of loads.
 """
 
 from __future__ import annotations
@@ -134,18 +137,30 @@ class PlanTable:
                 "the codec first"
             )
         self.entries: dict[int, list[Entry]] = {}
+        """By bucket, an entry for each plan."""
         self.decisions: list[Decision] = []
-        self.steps = self.explored = self.switches = 0
+        self.steps = 0
+        """Number of steps so far."""
+        self.explored = 0
+        """Number of these that were part of a race."""
+        self.switches = 0
+        """Number of changes of plan."""
         self.races = 0
         """Number of races so far; more than one if step times drifted."""
         self.running: int | None = None
+        """The plan of this step; None before the first step."""
         self.race: Race | PairedSteps | None = None
         self.timed: dict[int, float] = {}
         """Seconds of a step under each plan that the last finished race timed."""
         self._loads: deque[float] = deque([load], maxlen=LOADS)
         self._race_load = load
-        self._trial_left = self._unsettled = 0
+        """Load at which the plans of a race are compared."""
+        self._trial_left = 0
+        """Further steps of the plan that is being timed in a race."""
+        self._unsettled = 0
+        """Further steps that are not recorded, since the plan has just changed."""
         self._recent: deque[float] = deque(maxlen=RECENT)
+        """Logarithms of the last step times over what the running plan took before."""
 
     def bucket_of(self, load: float) -> int:
         """Return the bucket of a load."""
@@ -160,22 +175,26 @@ class PlanTable:
         elif self.race is None and self._is_slower_than_the_first():
             assert self.running is not None
             self.race = PairedSteps(self.running, self.allowed[0])
-        if self.race is not None:
+        if self.race is None:
+            self._run_the_fastest()
+        else:
             if not self._trial_left:
                 self._next_trial(self.race)
-            if self.race is not None:
+            if self.race is not None:  # it may have ended
                 self._trial_left -= 1
                 self.explored += 1
-        else:
-            seconds = self.estimates()
-            best = min(self.allowed, key=lambda plan: (seconds[plan], plan))
-            if (
-                self.running is None
-                or seconds[best] < (1 - self.settings.hysteresis) * seconds[self.running]
-            ):
-                self._run(best, "faster")
         assert self.running is not None
         return self.running
+
+    def _run_the_fastest(self) -> None:
+        """Let the plan that is estimated to be fastest take over if it is enough faster."""
+        seconds = self.estimates()
+        best = min(self.allowed, key=lambda plan: (seconds[plan], plan))
+        if self.running is not None:
+            limit = (1 - self.settings.hysteresis) * seconds[self.running]
+            if seconds[best] >= limit:
+                return
+        self._run(best, "faster")
 
     def record(self, seconds: float, load: float = 0.0) -> None:
         """Record the time of the step; the first step after a change of plan is ignored, since it
@@ -195,12 +214,13 @@ class PlanTable:
         entry = self._entries_of(self.bucket_of(load))[self.running]
         over_predicted = seconds / self._predicted(load, self.running)
         if self.race is not None:
-            raced = over_predicted * self._predicted(self._race_load, self.running)
-            self.race.record(self.running, raced)
+            at_race_load = over_predicted * self._predicted(self._race_load, self.running)
+            self.race.record(self.running, at_race_load)
+        at_middle = over_predicted * entry.predicted  # of the bucket
         if len(entry.measured) < KEPT:
-            entry.measured.append(over_predicted * entry.predicted)
+            entry.measured.append(at_middle)
         elif self.race is None:
-            self._recent.append(math.log(over_predicted * entry.predicted / median(entry.measured)))
+            self._recent.append(math.log(at_middle / median(entry.measured)))
 
     def _start_race(self) -> None:
         """Forget all times, and let plans race: at first those that are predicted to be good, later
@@ -210,47 +230,57 @@ class PlanTable:
                 entry.measured.clear()
         self._race_load = fmean(self._loads)
         predicted = [self._predicted(self._race_load, plan) for plan in range(len(self.plans))]
-        limit = min(predicted[plan] for plan in self.allowed) / (1 - self.settings.optimism)
-        starters = [plan for plan in self.allowed if self.races > 1 or predicted[plan] <= limit]
+        starters = self.allowed
+        if self.races <= 1:
+            limit = min(predicted[plan] for plan in self.allowed) / (1 - self.settings.optimism)
+            starters = [plan for plan in self.allowed if predicted[plan] <= limit]
         self.race = Race(sorted(starters, key=lambda plan: predicted[plan]), self.settings.drift)
         self._trial_left = 0
 
     def _next_trial(self, race: Race | PairedSteps) -> None:
-        """Run the next plan of the race; the winner beside the first plan if the race is over, and
-        then the faster of both."""
+        """Run the plan that a race times next, or end a race that is over."""
         plan = race.next()
-        if isinstance(race, Race) and race.is_void:
+        if isinstance(race, Race) and race.is_void:  # step times drifted, so it begins anew
             self._start_race()
             assert self.race is not None
-            return self._next_trial(self.race)
-        if plan is not None:
-            self._trial_left = race.steps + (plan != self.running)
-            return self._run(plan, "trial")
-        self._recent.clear()
+            self._next_trial(self.race)
+        elif plan is not None:
+            warm_up = 0 if plan == self.running else 1
+            self._trial_left = race.steps + warm_up
+            self._run(plan, "trial")
+        else:
+            self._recent.clear()
+            self._end_race(race)
+
+    def _end_race(self, race: Race | PairedSteps) -> None:
+        """Let the winner of a race run beside the first plan, and after that the faster of both."""
         if isinstance(race, PairedSteps):
             self._settle(race)
             self.race = None
-            return self._run(race.faster, "fastest")
+            self._run(race.faster, "fastest")
+            return
         self.timed = race.times()
         winner = race.left[0]
         first = self.allowed[0]
         if winner == first or not self._pairs:
             self.race = None
-            return self._run(winner, "fastest")
+            self._run(winner, "fastest")
+            return
         self.race = PairedSteps(winner, first)
-        return self._next_trial(self.race)
+        self._next_trial(self.race)
 
     def _settle(self, pairs: PairedSteps) -> None:
         """Replace what both plans of the pairs took by what they took in turn; the others' times
         follow the change of the winner's."""
-        winner = next(iter(pairs.seconds))
         times = pairs.times()
-        slower = times[winner] / self.timed[winner]
-        self.timed = {plan: slower * seconds for plan, seconds in self.timed.items()} | times
+        change = times[pairs.winner] / self.timed[pairs.winner]
+        self.timed = {plan: change * seconds for plan, seconds in self.timed.items()} | times
         for entries in self.entries.values():
             for plan, entry in enumerate(entries):
-                known = [slower * seconds for seconds in entry.measured]
-                entry.measured = list(pairs.seconds.get(plan, known))
+                if plan in pairs.seconds:
+                    entry.measured = list(pairs.seconds[plan])
+                else:
+                    entry.measured = [change * seconds for seconds in entry.measured]
 
     def _is_slower_than_the_first(self) -> bool:
         """Return whether steps now take longer than they took under the first plan when it was
@@ -268,10 +298,12 @@ class PlanTable:
         spread."""
         if len(self._recent) < RECENT or self.running is None:
             return False
-        before = self._entries_of(self.bucket_of(self._loads[-1]))[self.running].measured
-        spread = (
-            median(abs(math.log(seconds / median(before))) for seconds in before) if before else 0.0
-        )
+        entries = self._entries_of(self.bucket_of(self._loads[-1]))
+        before = entries[self.running].measured
+        spread = 0.0
+        if before:
+            usual = median(before)
+            spread = median(abs(math.log(seconds / usual)) for seconds in before)
         return abs(median(self._recent)) > max(math.log1p(self.settings.drift), 4 * spread)
 
     def estimates(self) -> list[float]:
@@ -286,38 +318,36 @@ class PlanTable:
             for plan, entry in enumerate(entries):
                 if entry.measured:
                     ratios.setdefault(plan, []).append(median(entry.measured) / entry.predicted)
-        of_plan = {plan: median(of_loads) for plan, of_loads in ratios.items()}
-        usual = median(of_plan.values()) if of_plan else 1.0
-        by_load = [
-            [
-                median(entry.measured)
-                if len(entry.measured) >= KEPT
-                else entry.predicted * of_plan.get(plan, usual)
-                for plan, entry in enumerate(self._entries_of(self.bucket_of(load)))
-            ]
-            for load in self._loads
+        ratio_of = {plan: median(at_loads) for plan, at_loads in ratios.items()}
+        usual_ratio = median(ratio_of.values()) if ratio_of else 1.0
+
+        def estimate(plan: int, load: float) -> float:
+            """Return the estimated seconds of a plan at a load."""
+            entry = self._entries_of(self.bucket_of(load))[plan]
+            if len(entry.measured) >= KEPT:
+                return median(entry.measured)
+            return entry.predicted * ratio_of.get(plan, usual_ratio)
+
+        return [
+            fmean([estimate(plan, load) for load in self._loads]) for plan in range(len(self.plans))
         ]
-        return [fmean(of_loads) for of_loads in zip(*by_load)]
 
     def state(self) -> dict[str, Any]:
         """Return the state of the table as plain data for JSON. A race that is running will begin
         anew."""
+        measured = {
+            str(bucket): [entry.measured for entry in entries]
+            for bucket, entries in self.entries.items()
+        }
+        races = self.races if self.race is None else 0
         return {
             "version": VERSION,
             "rows_per_bucket": self.settings.rows_per_bucket,
             "plans": [asdict(plan) for plan in self.plans],
-            "measured": {
-                str(bucket): [each.measured for each in entries]
-                for bucket, entries in self.entries.items()
-            },
+            "measured": measured,
             "timed": {str(plan): seconds for plan, seconds in self.timed.items()},
             "loads": list(self._loads),
-            "counts": [
-                self.steps,
-                self.explored,
-                self.switches,
-                self.races if self.race is None else 0,
-            ],
+            "counts": [self.steps, self.explored, self.switches, races],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -339,15 +369,7 @@ class PlanTable:
         if state.get("plans") != [asdict(plan) for plan in self.plans]:
             raise InputError("holds other plans than this table: start anew")
         try:
-            for bucket, measured in state["measured"].items():
-                for entry, seconds in zip(self._entries_of(_whole(bucket)), measured, strict=True):
-                    entry.measured = _numbers(seconds, least=math.ulp(0.0))[:KEPT]
-            timed = state.get("timed", {})  # earlier states lack it
-            numbers = [self.allowed.index(_whole(plan)) for plan in timed]
-            times = _numbers(list(timed.values()), least=math.ulp(0.0))
-            self.timed = {self.allowed[at]: each for at, each in zip(numbers, times)}
-            self._loads.extend(_numbers(state["loads"], least=0.0))
-            self.steps, self.explored, self.switches, self.races = map(_whole, state["counts"])
+            self._read_measured(state)
         except (
             ValueError,
             KeyError,
@@ -357,6 +379,22 @@ class PlanTable:
             OverflowError,
         ) as error:
             raise InputError(f"is damaged ({error!r}): delete the file to start anew") from error
+
+    def _read_measured(self, state: dict[str, Any]) -> None:
+        """Take over the measurements in a `state`; raises one of several errors if it is
+        damaged."""
+        above_zero = math.ulp(0.0)  # the smallest such number
+        for bucket, measured in state["measured"].items():
+            for entry, seconds in zip(self._entries_of(_whole(bucket)), measured, strict=True):
+                entry.measured = _numbers(seconds, least=above_zero)[:KEPT]
+        timed = state.get("timed", {})  # earlier states lack it
+        plans = [_whole(plan) for plan in timed]
+        for plan in plans:
+            if plan not in self.allowed:
+                raise ValueError(f"{plan} is not in list")
+        self.timed = dict(zip(plans, _numbers(list(timed.values()), least=above_zero)))
+        self._loads.extend(_numbers(state["loads"], least=0.0))
+        self.steps, self.explored, self.switches, self.races = map(_whole, state["counts"])
 
     def _entries_of(self, bucket: int) -> list[Entry]:
         """Return the entries of a bucket; those of a new bucket are predicted at its middle."""
@@ -369,10 +407,12 @@ class PlanTable:
     def _predicted(self, load: float, plan: int) -> float:
         """Return the predicted seconds of a plan at a load, by linear interpolation between the
         middles of buckets."""
-        at = max(load / self.settings.rows_per_bucket - 0.5, 0.0)
-        low = int(at)
-        before, after = (self._entries_of(bucket)[plan].predicted for bucket in (low, low + 1))
-        return before + (at - low) * (after - before)
+        # in widths of a bucket from the middle of the first one, so bucket k has its middle at k
+        place = max(load / self.settings.rows_per_bucket - 0.5, 0.0)
+        low = int(place)
+        before = self._entries_of(low)[plan].predicted
+        after = self._entries_of(low + 1)[plan].predicted
+        return before + (place - low) * (after - before)
 
     def _run(self, plan: int, why: str) -> None:
         """Let a plan run from this step on."""
@@ -393,7 +433,8 @@ class PlanTable:
 
 def _whole(value: Any) -> int:
     """Return the value as an int of at least 0; raises ValueError or TypeError if it is none."""
-    if (number := int(value)) < 0:
+    number = int(value)
+    if number < 0:
         raise ValueError(f"{number} is below 0")
     return number
 

@@ -1,4 +1,8 @@
-"""The rates that policies use, read from the cluster that a run names."""
+"""The rates that policies use, read from the cluster that a run names.
+
+"Near" are messages inside nodes and "far" those between nodes. Rates of links are what a rank gets
+while all ranks send at once, so links that ranks share are slower for each.
+"""
 
 from __future__ import annotations
 
@@ -55,32 +59,33 @@ def seen_by(spec: ClusterSpec, grid: Grid, layer: Workload) -> Rates:
     """
     topology = Topology(spec, grid.world, grid.ranks_per_node)
     ranks = np.arange(grid.world)
-    source, target = (table.reshape(-1) for table in np.meshgrid(ranks, ranks, indexing="ij"))
-    inside = (source // topology.ranks_per_node == target // topology.ranks_per_node) & (
-        source != target
-    )
-    across = source // topology.ranks_per_node != target // topology.ranks_per_node
+    source = np.repeat(ranks, grid.world)
+    target = np.tile(ranks, grid.world)
+    same_node = source // topology.ranks_per_node == target // topology.ranks_per_node
+    inside = same_node & (source != target)
     usual = Rates()
-    near = _rate(topology, source[inside], target[inside]) or (
-        usual.intra_gbps,
-        usual.intra_latency_us,
-    )
-    far = _rate(topology, source[across], target[across]) or (
-        usual.inter_gbps,
-        usual.inter_latency_us,
-    )
+    near_gbps = usual.intra_gbps
+    near_latency_us = usual.intra_latency_us
+    if inside.any():
+        near_gbps, near_latency_us = _rate(topology, source[inside], target[inside])
+    far_gbps = usual.inter_gbps
+    far_latency_us = usual.inter_latency_us
+    if not same_node.all():
+        far_gbps, far_latency_us = _rate(topology, source[~same_node], target[~same_node])
+
     device = rates_of(spec, layer.dtype)
-    rows = np.array([max(1.0, grid.dp * layer.copies / layer.num_experts / grid.edp)])
-    flops = 2.0 * layer.matrices * layer.dim * layer.hidden / grid.etp
-    seconds = float(device.product_seconds(rows, flops, 0.0, grouped=True)[0])
+    rows_per_expert = max(1.0, grid.dp * layer.copies / layer.num_experts / grid.edp)
+    rows = np.array([rows_per_expert])
+    flops_per_row = 2.0 * layer.matrices * layer.dim * layer.hidden / grid.etp
+    seconds = float(device.product_seconds(rows, flops_per_row, 0.0, grouped=True)[0])
     return Rates(
-        intra_gbps=near[0],
-        inter_gbps=far[0],
-        intra_latency_us=near[1] + spec.host.message_us,
-        inter_latency_us=far[1] + spec.host.message_us,
+        intra_gbps=near_gbps,
+        inter_gbps=far_gbps,
+        intra_latency_us=near_latency_us + spec.host.message_us,
+        inter_latency_us=far_latency_us + spec.host.message_us,
         intra_ranks=_sharing(topology, "inside"),
         inter_ranks=_sharing(topology, "outside"),
-        tflops=float(rows[0]) * flops / seconds / 1e12,
+        tflops=rows_per_expert * flops_per_row / seconds / 1e12,
         memory_gbps=device.memory * 8 / 1e9,
         speeds=spec.speeds,
         node_links=_node_links(spec),
@@ -124,23 +129,27 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
         leaves_node = link.carries == "outside" or link.devices >= per_node
         size = max(link.devices, per_node) if leaves_node else link.devices
         share = link.slowest(cluster.nodes) / (link.devices * min(own_rates))
-        if link.carries == "inside" or link.shared or size >= grid.world or size == 1 or share >= 1:
+        leaves_no_group = link.carries == "inside" or link.shared
+        limits_nothing = size == 1 or size >= grid.world or share >= 1
+        if leaves_no_group or limits_nothing:
             continue
         group = tuple(rank // size for rank in range(grid.world))
         sized_levels.append((size, LinkLevel(name=link.name, group=group, share=share)))
-    return tuple(level for _, level in sorted(sized_levels, key=lambda pair: -pair[0]))
+    sized_levels.sort(key=lambda pair: -pair[0])
+    return tuple(level for _, level in sized_levels)
 
 
 def _node_links(spec: ClusterSpec) -> tuple[float, ...]:
     """Return the rate of each node's link to the others, relative to the slowest one, which bounds
-    an even exchange."""
+    an even exchange; () if all are equal."""
     levels = [link for link in spec.links if link.carries in ("all", "outside")]
-    rates = min(levels, key=lambda link: min(link.gbps) / link.devices).gbps if levels else ()
-    return (
-        tuple(rate / min(rates) for rate in rates)
-        if len(set(rates)) > 1 and len(rates) == spec.nodes
-        else ()
-    )
+    if not levels:
+        return ()
+    narrowest = min(levels, key=lambda link: min(link.gbps) / link.devices)
+    rates = narrowest.gbps
+    if len(rates) != spec.nodes or len(set(rates)) == 1:
+        return ()
+    return tuple(rate / min(rates) for rate in rates)
 
 
 def _sharing(topology: Topology, kind: Literal["inside", "outside"]) -> int:
@@ -149,20 +158,21 @@ def _sharing(topology: Topology, kind: Literal["inside", "outside"]) -> int:
     levels = [link for link in topology.spec.links if link.carries in ("all", kind)]
     if not levels:
         return 1
+    # of equally narrow levels the one that most ranks share
     narrowest = min(levels, key=lambda link: (min(link.gbps) / link.devices, -link.devices))
     return min(narrowest.devices, topology.ranks_per_node)
 
 
-def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[float, float] | None:
-    """Return the Gbit/s of a rank, and the microseconds per message, if all pairs send at once;
-    None without pairs."""
-    if not len(source):
-        return None
+def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[float, float]:
+    """Return the Gbit/s of a rank, and the microseconds per message, if all pairs of ranks send at
+    once; there is at least one pair."""
     ones = np.ones(len(source))
-    messages = int(np.bincount(source).max())
-    one, two = (
-        topology.loads(source, target, ones * size, ones) for size in (PROBE_BYTES, 2 * PROBE_BYTES)
-    )
-    seconds = (float(two.seconds.max()) - float(one.seconds.max())) / messages
-    start = max(0.0, float(one.seconds.max()) / messages - seconds) + one.latency / messages
-    return PROBE_BYTES * 8 / seconds / 1e9, start * 1e6
+    messages_per_rank = int(np.bincount(source).max())
+    # the difference of two sizes is the time of bytes alone
+    small = topology.loads(source, target, ones * PROBE_BYTES, ones)
+    large = topology.loads(source, target, ones * (2 * PROBE_BYTES), ones)
+    small_seconds = float(small.seconds.max())
+    byte_seconds = (float(large.seconds.max()) - small_seconds) / messages_per_rank
+    start_up = max(0.0, small_seconds / messages_per_rank - byte_seconds)
+    start_up += small.latency / messages_per_rank
+    return PROBE_BYTES * 8 / byte_seconds / 1e9, start_up * 1e6

@@ -7,9 +7,9 @@ links, so that the best plan is likely to be among them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -105,17 +105,12 @@ class Predictor:
         simulator = simulator_of(cluster, grid.world, grid.ranks_per_node or grid.world)
         described = simulator.cluster
         job = job_of(config, "planner")
-        codecs = (
-            tuple(dict.fromkeys((first.codec, "none"))),
-            tuple(dict.fromkeys((first.backward_codec, "none"))),
-        )
-        space = replace(LOSSLESS, codecs=codecs[0], backward_codecs=codecs[1])
-        result = search(
-            job,
-            described,
-            Settings(space=space, pins=_pins(grid), keep=plans + 1),
-            simulator=simulator,
-        )
+        # codecs of the configured plan, and none; each once
+        codecs = tuple(dict.fromkeys((first.codec, "none")))
+        backward_codecs = tuple(dict.fromkeys((first.backward_codec, "none")))
+        space = replace(LOSSLESS, codecs=codecs, backward_codecs=backward_codecs)
+        settings = Settings(space=space, pins=_pins(grid), keep=plans + 1)
+        result = search(job, described, settings, simulator=simulator)
         others = [each.plan for each in result.ranking if each.plan != first]
         return cls(job, described, grid, [first, *others[:plans]], simulator=simulator)
 
@@ -161,21 +156,16 @@ def assumed_plans(job: Job, grid: Grid, first: Plan, *, plans: int, on_cpu: bool
     space = replace(LOSSLESS, gather_weights=shards, orders=LOSSLESS.orders[:1])
     settings = Settings(space=space, pins=_pins(grid), keep=plans + 1)
     clusters = [assumed_cluster(grid, gbps, on_cpu=on_cpu) for gbps in GBPS[on_cpu]]
-    rankings = [
-        [each.plan for each in search(job, cluster, settings).ranking] for cluster in clusters
-    ]
-    found: dict[Plan, ClusterSpec] = {}
-    for place in zip_longest(*rankings):
-        for plan, cluster in zip(place, clusters):
-            if plan is not None and plan != first:
-                found.setdefault(plan, cluster)
-    return [
-        first,
-        *(
-            _in_best_order(plan, job, grid, cluster)
-            for plan, cluster in list(found.items())[:plans]
-        ),
-    ]
+    rankings = [search(job, cluster, settings).ranking for cluster in clusters]
+
+    # the best plan on each cluster, then the second ones, and so on; each where it ranks first
+    cluster_of: dict[Plan, ClusterSpec] = {}
+    for place in range(max(len(ranking) for ranking in rankings)):
+        for ranking, cluster in zip(rankings, clusters):
+            if place < len(ranking) and ranking[place].plan != first:
+                cluster_of.setdefault(ranking[place].plan, cluster)
+    others = list(cluster_of)[:plans]
+    return [first, *(_in_best_order(plan, job, grid, cluster_of[plan]) for plan in others)]
 
 
 def _in_best_order(plan: Plan, job: Job, grid: Grid, cluster: ClusterSpec) -> Plan:
@@ -187,6 +177,7 @@ def _in_best_order(plan: Plan, job: Job, grid: Grid, cluster: ClusterSpec) -> Pl
     simulator = Simulator(cluster)
 
     def seconds(plan: Plan) -> float:
+        """Return the seconds of a layer under a plan."""
         compiled = compile_plan(plan, grid)
         return simulator.layer_seconds(compiled.forward, compiled.backward, layer, compiled.grid)
 
@@ -228,7 +219,8 @@ def find_layouts(
         simulator = simulator_of(cluster, world, per_node)
     else:
         grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
-        simulator = Simulator(assumed_cluster(grid, gbps or GBPS[on_cpu][1], on_cpu=on_cpu))
+        _, usual_gbps, _ = GBPS[on_cpu]
+        simulator = Simulator(assumed_cluster(grid, gbps or usual_gbps, on_cpu=on_cpu))
     settings = Settings(
         keep=20, give_up=GIVE_UP, refine=REFINED, most_stages=most_stages, may_fly=may_fly
     )
@@ -241,6 +233,7 @@ def find_layouts(
 
 
 def _pins(grid: Grid) -> Pins:
+    """Return the pins that leave a search this mesh alone."""
     return Pins(tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost)
 
 
@@ -255,24 +248,19 @@ def assumed_cluster(grid: Grid, gbps: float, *, on_cpu: bool) -> ClusterSpec:
     """
     per_node = grid.ranks_per_node or grid.world
     nodes = grid.world // per_node
-    links = [
-        Link(
-            name="inside",
-            devices=1,
-            carries="inside",
-            gbps=(gbps if nodes == 1 else INSIDE * gbps,),
-        )
-    ]
+    inside_gbps = gbps if nodes == 1 else INSIDE * gbps
+    links = [Link(name="inside", devices=1, carries="inside", gbps=(inside_gbps,))]
     if nodes > 1:
         links.append(Link(name="outside", devices=per_node, carries="outside", gbps=(gbps,)))
+    host = Host(task_us=10.0, message_us=5.0)
+    if on_cpu:
+        host = Host(runs_compute=True, task_us=30.0, message_us=60.0)
     return ClusterSpec(
         nodes=nodes,
         devices_per_node=per_node,
         device=replace(CPU if on_cpu else GPU, memory_gib=ENDLESS_GIB),
         links=tuple(links),
-        host=Host(runs_compute=True, task_us=30.0, message_us=60.0)
-        if on_cpu
-        else Host(task_us=10.0, message_us=5.0),
+        host=host,
         name=f"assumed, {gbps:g} gbit/s",
     )
 
@@ -296,10 +284,11 @@ def layer_job(
         top_k, dim, hidden, num_experts: sizes of the layer.
         element_bytes: bytes per element of an activation.
     """
+    # attention has one head per tp rank, of an even width, so the width is rounded up
     unit = 2 * grid.tp
     shape = MoEShape(num_experts=num_experts, top_k=top_k, hidden=hidden)
     model = ModelShape(
-        dim=-(-dim // unit) * unit,
+        dim=math.ceil(dim / unit) * unit,
         num_layers=1,
         num_heads=grid.tp,
         seq_len=max(tokens, 1),
@@ -321,14 +310,13 @@ def hot_counts(load: float, groups: int, layer: Workload) -> np.ndarray:
     """
     copies = round(layer.copies)
     experts = layer.num_experts
-    hot = min(
-        max(round(load / groups), -(-copies // experts)),
-        max(layer.tokens, -(-copies // experts)),
-        copies,
-    )
+    even_share = math.ceil(copies / experts)
+    most = min(max(layer.tokens, even_share), copies)
+    hot = min(max(round(load / groups), even_share), most)
     counts = np.zeros(experts, dtype=np.int64)
     counts[0] = hot
     if experts > 1:
-        counts[1:] = (copies - hot) // (experts - 1)
-        counts[1 : 1 + (copies - hot) % (experts - 1)] += 1
+        share, remainder = divmod(copies - hot, experts - 1)
+        counts[1:] = share
+        counts[1 : 1 + remainder] += 1
     return np.tile(counts, (groups, 1))

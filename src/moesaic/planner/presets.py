@@ -67,9 +67,12 @@ def _job(
 def _plain(
     num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0, factor: float | None = None
 ) -> MoEShape:
-    """Return MoE layers whose experts have two matrices, with a capacity factor or dropless."""
-    moe = replace(_gated(num_experts, top_k, hidden, shared_hidden), experts="gelu")
-    return moe if factor is None else replace(moe, capacity="fixed", capacity_factor=factor)
+    """Return MoE layers whose experts have two matrices, with a capacity factor; None: dropless."""
+    gated = _gated(num_experts, top_k, hidden, shared_hidden)
+    plain = replace(gated, experts="gelu")
+    if factor is None:
+        return plain
+    return replace(plain, capacity="fixed", capacity_factor=factor)
 
 
 def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) -> MoEShape:
@@ -92,7 +95,7 @@ def _ours() -> dict[str, Job]:
             num_heads=4,
             seq_len=256,
             vocab=256,
-            moe=_gated(64, 2, 64),
+            moe=_gated(num_experts=64, top_k=2, hidden=64),
             block=MODERN,
             conv_width=4,
             batch_size=8,
@@ -103,7 +106,7 @@ def _ours() -> dict[str, Job]:
             num_heads=2,
             seq_len=64,
             vocab=256,
-            moe=_gated(4, 2, 32),
+            moe=_gated(num_experts=4, top_k=2, hidden=32),
             block=MODERN,
             conv_width=4,
             batch_size=4,
@@ -115,7 +118,7 @@ def _ours() -> dict[str, Job]:
             num_heads=4,
             seq_len=16,
             vocab=256,
-            moe=_gated(16, 1, 16, shared_hidden=16),
+            moe=_gated(num_experts=16, top_k=1, hidden=16, shared_hidden=16),
             block=BlockConfig(kind="encoder"),
             conv_width=8,
             batch_size=128,
@@ -126,7 +129,7 @@ def _ours() -> dict[str, Job]:
             num_heads=4,
             seq_len=32,
             vocab=1024,
-            moe=_gated(16, 1, 16, shared_hidden=16),
+            moe=_gated(num_experts=16, top_k=1, hidden=16, shared_hidden=16),
             block=BlockConfig(kind="encoder_decoder"),
             conv_width=4,
             batch_size=64,
@@ -137,7 +140,7 @@ def _ours() -> dict[str, Job]:
             num_heads=12,
             seq_len=1024,
             vocab=16_384,
-            moe=_gated(8, 2, 1024),
+            moe=_gated(num_experts=8, top_k=2, hidden=1024),
             block=MODERN,
             conv_width=4,
             accumulation=4,
@@ -161,7 +164,7 @@ def _parm() -> dict[str, Job]:
             num_heads=12,
             seq_len=512,
             vocab=BERT_VOCAB,
-            moe=_plain(8, 2, 3072, factor=1.2),
+            moe=_plain(num_experts=8, top_k=2, hidden=3072, factor=1.2),
             block=BERT,
         ),
         "parm-gpt2": _job(
@@ -170,7 +173,7 @@ def _parm() -> dict[str, Job]:
             num_heads=12,
             seq_len=1024,
             vocab=GPT2_VOCAB,
-            moe=_plain(8, 2, 3072, factor=1.2),
+            moe=_plain(num_experts=8, top_k=2, hidden=3072, factor=1.2),
             block=GPT2,
         ),
     }
@@ -187,7 +190,7 @@ def _schemoe() -> dict[str, Job]:
             num_heads=8,
             seq_len=256,
             vocab=51_200,
-            moe=_plain(8, 1, 2048, factor=1.0),
+            moe=_plain(num_experts=8, top_k=1, hidden=2048, factor=1.0),
             block=TRANSFORMER,
         ),
         "gpt2-tiny-moe": _job(
@@ -196,7 +199,7 @@ def _schemoe() -> dict[str, Job]:
             num_heads=4,
             seq_len=256,
             vocab=GPT2_VOCAB,
-            moe=_plain(32, 2, 64, factor=1.0),
+            moe=_plain(num_experts=32, top_k=2, hidden=64, factor=1.0),
             block=GPT2,
             batch_size=4,
         ),
@@ -206,14 +209,14 @@ def _schemoe() -> dict[str, Job]:
             num_heads=16,
             seq_len=512,
             vocab=37_000,
-            moe=_plain(32, 1, 4096, factor=1.0),
+            moe=_plain(num_experts=32, top_k=1, hidden=4096, factor=1.0),
             block=BERT,
         ),
     }
     for layers in (12, 16, 20, 24):
         # The paper's counts grow by 8 D^2 per layer: the mean attention of an encoder and a
         # decoder, plus one dense layer.
-        moe = _plain(32, 1, 512, shared_hidden=512, factor=1.0)
+        moe = _plain(num_experts=32, top_k=1, hidden=512, shared_hidden=512, factor=1.0)
         jobs[f"ct-moe-{layers}"] = _job(
             dim=512,
             num_layers=layers,
@@ -239,14 +242,14 @@ def _fastermoe() -> dict[str, Job]:
         ("bert-wide", 12, 64, 1024, BERT),
         ("bert-wide-l", 12, 64, 2048, BERT),
     ):
-        vocab, length = (GPT2_VOCAB, 1024) if block is GPT2 else (BERT_VOCAB, 512)
+        is_gpt = block is GPT2
         jobs[f"fastermoe-{name}"] = _job(
             dim=dim,
             num_layers=layers,
             num_heads=dim // 64,
-            seq_len=length,
-            vocab=vocab,
-            moe=_plain(experts, 2, 2 * dim),
+            seq_len=1024 if is_gpt else 512,
+            vocab=GPT2_VOCAB if is_gpt else BERT_VOCAB,
+            moe=_plain(num_experts=experts, top_k=2, hidden=2 * dim),
             block=block,
         )
     return jobs
@@ -269,7 +272,7 @@ def _netmoe() -> dict[str, Job]:
             num_heads=heads,
             seq_len=1024,
             vocab=GPT2_VOCAB,
-            moe=_plain(32, 2, 4 * dim),
+            moe=_plain(num_experts=32, top_k=2, hidden=4 * dim),
             block=GPT2,
         )
     return jobs
@@ -288,7 +291,7 @@ def _hub() -> dict[str, Job]:
             num_heads=32,
             seq_len=4096,
             vocab=32_000,
-            moe=_gated(8, 2, 14_336),
+            moe=_gated(num_experts=8, top_k=2, hidden=14_336),
             block=mixtral,
         ),
         "olmoe-1b-7b": _job(
@@ -297,7 +300,7 @@ def _hub() -> dict[str, Job]:
             num_heads=16,
             seq_len=4096,
             vocab=50_304,
-            moe=_gated(64, 8, 1024),
+            moe=_gated(num_experts=64, top_k=8, hidden=1024),
             block=olmoe,
         ),
         "qwen3-30b-a3b": _job(
@@ -306,7 +309,7 @@ def _hub() -> dict[str, Job]:
             num_heads=32,
             seq_len=4096,
             vocab=151_936,
-            moe=_gated(128, 8, 768),
+            moe=_gated(num_experts=128, top_k=8, hidden=768),
             block=qwen,
         ),
     }
@@ -424,26 +427,27 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     if name in PRESETS and name not in CONFIGS:
         return PRESETS[name]
     if name not in CONFIGS and not name.endswith((".toml", ".json")):
+        known_names = list(PRESETS | CONFIGS)
         raise InputError(
-            f"model {name!r} is unknown{suggestion(name, [*{**PRESETS, **CONFIGS}])} (or give "
+            f"model {name!r} is unknown{suggestion(name, known_names)} (or give "
             "a path to .toml or .json)"
         )
     table = CONFIGS[name] if name in CONFIGS else read_table(Path(name))
     if is_hub_config(table):
         shape = read_shape(table, f"model {name}", seq_len=seq_len)
-        batches = max(1, round(TOKENS / (world * seq_len)))
+        micro_batches = max(1, round(TOKENS / (world * seq_len)))
         return Job(
             batch_size=world,
-            accumulation=batches,
+            accumulation=micro_batches,
             model=shape,
             data=DataShape(vocab_size=shape.vocab),
         )
-    known = [each.name for each in fields(Job)]
+    known_fields = [each.name for each in fields(Job)]
     job = job_of(table, f"model {name}")
-    if not any(field in known for field in table):
+    if not any(field in known_fields for field in table):
         raise InputError(
-            f"model {name}: planning reads the fields {', '.join(known)}, and the file has none "
-            "of them: write the sizes as [model] and [model.moe], as a run folder's config.json "
-            "has them, or give a config.json of the Hugging Face hub"
+            f"model {name}: planning reads the fields {', '.join(known_fields)}, and the file has "
+            "none of them: write the sizes as [model] and [model.moe], as a run folder's "
+            "config.json has them, or give a config.json of the Hugging Face hub"
         )
     return job

@@ -110,7 +110,9 @@ def layer_memory(
         layer.dim, units, layer.matrices, layer.element_bytes, kernel=kernel
     )
     held = HeldBytes((forward, backward), volumes, experts)
-    kept, peak = held.kept_and_peak(volumes)
-    most = int(peak.argmax())
-    factor = 1.0 if memory_budget is None else min(1.0, memory_budget / max(float(peak[most]), 1.0))
-    return factor * float(kept[most]), factor * float(peak[most] - kept[most])
+    kept, peak = held.kept_and_peak(volumes)  # (actors,) each
+    actor = int(peak.argmax())
+    factor = 1.0
+    if memory_budget is not None:
+        factor = min(1.0, memory_budget / max(float(peak[actor]), 1.0))
+    return factor * float(kept[actor]), factor * float(peak[actor] - kept[actor])

@@ -7,6 +7,9 @@ simulated. On the most promising layouts, single choices of the best plan of eac
 changed as long as the step gets shorter. On the best of these, two choices are changed at once,
 since many choices help only together. Trying every combination (`exhaustive`) takes minutes instead
 of seconds.
+
+A choice is a field of `Plan`. A layout has several cost models, one for each way in which its ranks
+can hold the model's states; the first of these that fits is used.
 """
 
 from __future__ import annotations
@@ -186,11 +189,8 @@ class Settings:
     @property
     def compression(self) -> float:
         """Compression ratio of codecs that a floor must allow for."""
-        return (
-            1.0
-            if not any(map(is_coded, (*self.space.codecs, *self.space.backward_codecs)))
-            else COMPRESSION
-        )
+        codecs = (*self.space.codecs, *self.space.backward_codecs)
+        return COMPRESSION if any(map(is_coded, codecs)) else 1.0
 
 
 def search(
@@ -222,19 +222,19 @@ def search(
     """
     settings = settings or Settings()
     simulator = simulator or Simulator(cluster)
-    splits = (
-        split_choices(job, cluster, settings.most_stages, settings.pp)
-        if settings.most_stages
-        else [WHOLE]
-    )
+    splits = [WHOLE]
+    if settings.most_stages:
+        splits = split_choices(job, cluster, settings.most_stages, settings.pp)
     results: list[Result] = []
     too_large: list[TooLargeError] = []
     refused: list[InputError] = []
     searches: list[_Search] = []
     for split in splits:
-        lean = settings if split.pp == 1 else replace(settings, refine=1, paired=0, finished_eps=0)
+        used = settings
+        if split.pp > 1:  # a short search, since there is one for each number of stages
+            used = replace(settings, refine=1, paired=0, finished_eps=0)
         try:
-            searches.append(_Search(job, simulator, settings=lean, progress=progress, split=split))
+            searches.append(_Search(job, simulator, settings=used, progress=progress, split=split))
         except InputError as error:
             refused.append(error)
     # the most promising first, since its steps rule out layouts of the others
@@ -254,20 +254,24 @@ def search(
 
 
 def _merged(results: Sequence[Result], keep: int) -> Result:
-    """Return the results of several splits as one."""
-    ranking = sorted(
-        (each for result in results for each in result.ranking), key=lambda each: each.seconds
-    )
+    """Return the results of several splits as one, with the best `keep` plans."""
+    steps = [step for result in results for step in result.ranking]
+    ranking = sorted(steps, key=lambda step: step.seconds)
+
     larger = [result.too_large for result in results if result.too_large is not None]
-    fastest = min(larger, key=lambda each: each.seconds, default=None)
+    fastest_larger = min(larger, key=lambda step: step.seconds, default=None)
+    if fastest_larger is not None and fastest_larger.seconds >= ranking[0].seconds:
+        fastest_larger = None
+
+    without_stages = [result.by_ep for result in results if result.best.split.pp == 1]
     return Result(
         ranking=tuple(ranking[:keep]),
-        by_ep=next((each.by_ep for each in results if each.best.split.pp == 1), {}),
+        by_ep=without_stages[0] if without_stages else {},
         bound_seconds=min(result.bound_seconds for result in results),
         num_layouts=sum(result.num_layouts for result in results),
         num_left_out=sum(result.num_left_out for result in results),
         num_simulated=sum(result.num_simulated for result in results),
-        too_large=fastest if fastest and fastest.seconds < ranking[0].seconds else None,
+        too_large=fastest_larger,
     )
 
 
@@ -297,13 +301,20 @@ class _Search:
         self.best = math.inf
         """Seconds of the best step of an earlier search."""
         self.options: dict[Grid, list[SplitCostModel]] = {}
+        """Results of `_options`."""
         self.step_models: dict[int, StepModel] = {}
+        """Results of `_step_model`, by dp."""
         self.floors: dict[SplitCostModel, float] = {}
+        """Results of `_floor`."""
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
+        """Results of `_simulate`; None for plans that do not fit their layout."""
         self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
+        """Results of `_run`."""
         self.loaded: dict[tuple[Grid, JobSplit, bytes], Memory] = {}
+        """Results of `_loaded`; the bytes are the digest of the compiled plan."""
         self.refusal = ""
+        """Why the last plan that does not fit its layout does not."""
 
         grids = layouts(split.of(job), self.cluster, settings.pins, split.pp)
         self.cost_models: list[SplitCostModel] = []
@@ -328,25 +339,33 @@ class _Search:
                 f"no plan of the search space fits any layout; the last one: {self.refusal}"
             )
         self._refine(started[: self.settings.refine])
-        searched = self._finish_eps(fitting)
+        searched_eps = self._finish_eps(fitting)
         ranking = self._ranking(counts)
-        if ranking and not counts:
-            found = [*self._resplit(ranking[0]), *self._flying(ranking), *ranking]
-            ranking = sorted(found, key=lambda each: each.seconds)
         if not ranking:
-            needs = [(memory.total, grid) for (grid, *_), memory in self.loaded.items()]
-            needs = needs or [(each.step.memory.total, each.grid) for each in self._simulated()]
-            num_bytes, smallest = min(needs, key=lambda need: need[0])
-            raise self._too_large(smallest, num_bytes)
+            raise self._too_large(*self._smallest_simulated())
+        if not counts:
+            found = [*self._resplit(ranking[0]), *self._flying(ranking), *ranking]
+            ranking = sorted(found, key=lambda step: step.seconds)
+
+        simulated_grids = {grid for grid, _ in self.tried}
         return Result(
             ranking=tuple(ranking[: self.settings.keep]),
-            by_ep=self._by_ep(cost_models, ranking, searched, has_counts=bool(counts)),
+            by_ep=self._by_ep(cost_models, ranking, searched_eps, has_counts=bool(counts)),
             bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
             num_layouts=len(cost_models),
-            num_left_out=len(cost_models) - len({grid for grid, _ in self.tried}),
+            num_left_out=len(cost_models) - len(simulated_grids),
             num_simulated=len(self._simulated()),
             too_large=self._too_large_and_faster(),
         )
+
+    def _smallest_simulated(self) -> tuple[Grid, float]:
+        """Return the layout of the simulated plan that needs the fewest bytes per rank, and these
+        bytes: under the given loads if there are any."""
+        needs = [(memory.total, grid) for (grid, _, _), memory in self.loaded.items()]
+        if not needs:
+            needs = [(each.step.memory.total, each.grid) for each in self._simulated()]
+        num_bytes, smallest = min(needs, key=lambda need: need[0])
+        return smallest, num_bytes
 
     def _simulated(self, grids: Container[Grid] | None = None) -> list[SimulatedPlan]:
         """Return the simulated plans on some layouts; None: on all."""
@@ -362,10 +381,10 @@ class _Search:
 
     def _finish_eps(self, fitting: list[SplitCostModel]) -> set[int]:
         """Search the best sizes of ep as if each was pinned, on its two best layouts; returns these
-        sizes."""
-        tried = dict.fromkeys(plan.grid.ep for plan in self._simulated())
-        best = {ep: cheapest(self._of_ep(ep)).cost for ep in tried}
-        sizes = sorted(best, key=lambda ep: best[ep])[: 1 + self.settings.finished_eps]
+        sizes and the best one, which `_refine` has searched."""
+        simulated_eps = dict.fromkeys(plan.grid.ep for plan in self._simulated())
+        cost_of = {ep: cheapest(self._of_ep(ep)).cost for ep in simulated_eps}
+        sizes = sorted(cost_of, key=lambda ep: cost_of[ep])[: 1 + self.settings.finished_eps]
         for ep in sizes[1:]:
             started = self._promising_layouts([each for each in fitting if each.grid.ep == ep])
             for cost_model in started[:2]:
@@ -376,7 +395,7 @@ class _Search:
         self,
         cost_models: list[SplitCostModel],
         ranking: list[PlannedStep],
-        searched: set[int],
+        searched_eps: set[int],
         *,
         has_counts: bool,
     ) -> dict[int, EpResults]:
@@ -386,15 +405,17 @@ class _Search:
         for ep in sorted({each.grid.ep for each in cost_models}):
             of_ep = [each for each in cost_models if each.grid.ep == ep]
             simulated = self._of_ep(ep)
+            # the ranking and the plans that fit are sorted, so the first one is the best
             best = next((step for step in ranking if step.grid.ep == ep), None)
             if best is None and not has_counts:
                 best = next(self._that_fit(simulated), None)
-            fits = any(each.least_bytes <= self._usable_bytes for each in of_ep)
+            states_fit = any(each.least_bytes <= self._usable_bytes for each in of_ep)
+            no_plan_fits = bool(simulated) and not cheapest(simulated).fits
             results[ep] = EpResults(
                 floor_seconds=min(map(self._floor, of_ep)),
                 best=best,
-                is_too_large=not fits or (bool(simulated) and not cheapest(simulated).fits),
-                is_searched=ep in searched,
+                is_too_large=not states_fit or no_plan_fits,
+                is_searched=ep in searched_eps,
             )
         return results
 
@@ -405,6 +426,7 @@ class _Search:
 
     @property
     def _usable_bytes(self) -> float:
+        """Bytes of a device that a plan may use."""
         return usable_bytes(self.cluster, self.settings.reserve_gib)
 
     def _promising_layouts(self, cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
@@ -420,11 +442,14 @@ class _Search:
             if self._floor(cost_model) > best and shares_experts:
                 continue
             plans = list(self._simulate_starts(cost_model, best))
-            if plans:
-                judged.append((cheapest(plans), cost_model))
-                found = judged[-1][0]
-                best = min(best, found.seconds) if found.fits else best
-        return [cost_model for _, cost_model in sorted(judged, key=lambda item: item[0].cost)]
+            if not plans:
+                continue
+            best_here = cheapest(plans)
+            judged.append((best_here, cost_model))
+            if best_here.fits:
+                best = min(best, best_here.seconds)
+        judged.sort(key=lambda item: item[0].cost)
+        return [cost_model for _, cost_model in judged]
 
     def _simulate_starts(self, cost_model: SplitCostModel, best: float) -> Iterator[SimulatedPlan]:
         """Simulate the starting plans of a layout; stops after a plan that is hopeless compared
@@ -441,40 +466,45 @@ class _Search:
         space = self.settings.space
         first = {name: values[0] for name, values in space.values(grid).items()}
         # Every layout is tried with the all-to-alls that are best on some links, and with
-        # multicast.
-        links = [
-            each
-            for each in space.all_to_alls
-            if each not in ALL_TO_ALLS or ALL_TO_ALLS[each].judges_layouts
+        # multicast, which is none of ours.
+        judging = [
+            name
+            for name in space.all_to_alls
+            if name not in ALL_TO_ALLS or ALL_TO_ALLS[name].judges_layouts
         ]
-        links = links or [space.all_to_alls[0]]
+        if not judging:
+            judging = [space.all_to_alls[0]]
         for schedule in _schedules(space, grid):
-            for link in links:
-                yield Plan(**first | {"schedule": schedule, "all_to_all": link})
+            for all_to_all in judging:
+                yield Plan(**first | {"schedule": schedule, "all_to_all": all_to_all})
 
     def _refine(self, layouts: list[SplitCostModel]) -> None:
         """Simulate more plans on the most promising layouts, by changed choices or exhaustively."""
-        best: list[tuple[SimulatedPlan, SplitCostModel]] = []
+        if self.settings.exhaustive:
+            for cost_model in layouts:
+                self._simulate_all(cost_model)
+            return
+        climbed: list[tuple[SimulatedPlan, SplitCostModel]] = []
         for number, cost_model in enumerate(layouts):
-            if self.settings.exhaustive:
-                plans = list(self.settings.space.plans(cost_model.grid))
-                for tried, plan in enumerate(plans):
-                    self.progress(
-                        f"trying every plan on {name_of(cost_model.grid)}", tried, len(plans)
-                    )
-                    self._simulate(cost_model, plan)
-                continue
             self.progress("changing choices", number, len(layouts))
-            best.append((self._climb_from_starts(cost_model), cost_model))
-        best.sort(key=lambda item: item[0].cost)
-        near = [
-            item
-            for item in best[: self.settings.paired]
-            if item[0].seconds <= self.settings.give_up * best[0][0].seconds
-        ]
-        for number, (found, cost_model) in enumerate(near):
+            climbed.append((self._climb_from_starts(cost_model), cost_model))
+        if not climbed:
+            return
+        climbed.sort(key=lambda item: item[0].cost)
+        best, _ = climbed[0]
+        hopeless = self.settings.give_up * best.seconds
+        near = [item for item in climbed[: self.settings.paired] if item[0].seconds <= hopeless]
+        for number, (plan, cost_model) in enumerate(near):
             self.progress("changing pairs of choices", number, len(near))
-            self._climb(cost_model, found, choices=2)
+            self._climb(cost_model, plan, choices=2)
+
+    def _simulate_all(self, cost_model: SplitCostModel) -> None:
+        """Simulate every plan of the space on a layout."""
+        plans = list(self.settings.space.plans(cost_model.grid))
+        activity = f"trying every plan on {name_of(cost_model.grid)}"
+        for number, plan in enumerate(plans):
+            self.progress(activity, number, len(plans))
+            self._simulate(cost_model, plan)
 
     def _climb_from_starts(self, cost_model: SplitCostModel) -> SimulatedPlan:
         """Return the best plan that single changes reach from the best plan of each schedule on a
@@ -496,28 +526,27 @@ class _Search:
         A choice that made a plan too slow to change a second one is not tried again on the way. If
         two choices may change, all are tried at its end.
         """
+        grid = cost_model.grid
         avoided: set[tuple[str, Any]] = set()
-        changed = 1
+        changed = 1  # choices that the current step changes
         while changed <= choices:
-            grid = cost_model.grid
             near = best.seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
-            keep = (
-                partial(self._may_pair, grid, near, best.plan)
-                if changed > 1
-                else lambda *choice: choice not in avoided
-            )
-            neighbourhood = neighbours(best.plan, self.settings.space, grid, changed, keep=keep)
-            found = list(filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood)))
-            step = cheapest([best, *found])
-            if step is not best:
-                slow = [each.plan for each in found if each.least_seconds > near]
+            keep = partial(self._may_pair, grid, near, best.plan)
+            if changed == 1:
+                keep = partial(_is_not_in, avoided)
+            simulated = [
+                self._simulate(cost_model, plan)
+                for plan in neighbours(best.plan, self.settings.space, grid, changed, keep=keep)
+            ]
+            found = [each for each in simulated if each is not None]
+            best_near = cheapest([best, *found])
+            if best_near is not best:
                 if changed == 1:
-                    avoided.update(
-                        (name, getattr(plan, name))
-                        for plan in slow
-                        for name in changes_of(plan, best.plan)
-                    )
-                best = step
+                    for each in found:
+                        if each.least_seconds > near:
+                            names = changes_of(each.plan, best.plan)
+                            avoided.update((name, getattr(each.plan, name)) for name in names)
+                best = best_near
                 changed = 1
             elif avoided and choices > 1:
                 avoided.clear()
@@ -526,8 +555,8 @@ class _Search:
         return best
 
     def _may_pair(self, grid: Grid, near: float, plan: Plan, name: str, value: Any) -> bool:
-        """Return whether a plan with another choice is near enough, or unknown, to change a second
-        one."""
+        """Return whether a plan with another choice takes at most `near` seconds, or an unknown
+        number, so that a second choice may be changed too."""
         simulated = self.tried.get((grid, replace(plan, **{name: value})))
         return simulated is None or simulated.least_seconds <= near
 
@@ -550,20 +579,23 @@ class _Search:
     def _options(self, grid: Grid) -> list[SplitCostModel]:
         """Return the ways of holding the model on a layout, from the one that sends least to the
         one that holds least."""
-        if grid not in self.options:
-            splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
-            model = self._step_model(grid.dp)
-            models = [
-                SplitCostModel(self.job, grid, split=each, simulator=self.simulator, model=model)
-                for each in splits
-            ]
-            if len(models) > 1:
-                # ways that send the same but for rounding are sorted by their bytes
-                models.sort(key=_moving)
-                alike = itertools.groupby(models, _moving)
-                models = [each for _, some in alike for each in _leanest_first(list(some))]
-            self.options[grid] = models
-        return self.options[grid]
+        if grid in self.options:
+            return self.options[grid]
+        splits = holdings(grid, self.split) if self.settings.most_stages else [self.split]
+        model = self._step_model(grid.dp)
+        models = [
+            SplitCostModel(self.job, grid, split=each, simulator=self.simulator, model=model)
+            for each in splits
+        ]
+        if len(models) > 1:
+            # ways that send the same but for rounding are sorted by their bytes
+            models.sort(key=_moving)
+            ordered = []
+            for _, alike in itertools.groupby(models, _moving):
+                ordered += _leanest_first(list(alike))
+            models = ordered
+        self.options[grid] = models
+        return models
 
     def _step_model(self, dp: int) -> StepModel:
         """Return the model of a step on `dp` data-parallel groups, before it is split."""
@@ -598,22 +630,30 @@ class _Search:
                 f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without "
                 f"them, or use at most {MAX_RANKS_APART} ranks"
             )
-        fitting = _distinct(by_seconds(self._simulated()))
-        loaded = filter(None, (self._under_load(each, counts) for each in fitting))
-        best = list(itertools.islice(loaded, 3 * self.settings.keep))
+        best: list[PlannedStep] = []
+        for planned in _distinct(by_seconds(self._simulated())):
+            loaded = self._under_load(planned, counts)
+            if loaded is not None:
+                best.append(loaded)
+            if len(best) == 3 * self.settings.keep:
+                break
         reranked = []
         for number, planned in enumerate(best):
             self.progress("simulating under counts", number, len(best))
-            cost_model = self._model_of(planned)
-            layer = cost_model.model.layer
-            compiled = compile_plan(planned.plan, planned.grid)
-            tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
-            runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
-            estimate = mean_of(
-                [cost_model.estimate(forward, backward) for forward, backward in runs]
-            )
-            reranked.append(replace(planned, estimate=estimate))
+            reranked.append(self._estimated_under(planned, counts))
         return sorted(reranked, key=lambda planned: planned.seconds)
+
+    def _estimated_under(self, planned: PlannedStep, counts: Sequence[np.ndarray]) -> PlannedStep:
+        """Return a planned step with the mean of its estimates under tables of copies."""
+        cost_model = self._model_of(planned)
+        layer = cost_model.model.layer
+        compiled = compile_plan(planned.plan, planned.grid)
+        estimates = []
+        for table in counts:
+            fitted = fit_counts(table, planned.grid.dp, layer)
+            forward, backward = simulate_counts(self.simulator, compiled, layer, fitted)
+            estimates.append(cost_model.estimate(forward, backward))
+        return replace(planned, estimate=mean_of(estimates))
 
     def _that_fit(self, plans: Iterable[SimulatedPlan]) -> Iterator[PlannedStep]:
         """Yield the plans that fit the memory, best first, also under the MaxVio of the
@@ -633,6 +673,7 @@ class _Search:
         compiled = compile_plan(planned.plan, planned.grid)
         options = self._options(planned.grid)
         splits = [each.split for each in options]
+        # the ways before it hold more and did not fit under even routing
         for cost_model in options[splits.index(planned.split) :]:
             loaded = self._loaded(cost_model, compiled, counts)
             if not self._fits(loaded):
@@ -652,13 +693,14 @@ class _Search:
         key = cost_model.grid, cost_model.split, compiled.digest
         if key not in self.loaded:
             layer = cost_model.model.layer
-            of_plan = (cost_model.memory, self.simulator, compiled)
-            tables = [fit_counts(table, cost_model.grid.dp, layer) for table in counts]
-            self.loaded[key] = (
-                memory_under_counts(*of_plan, layer, tables)
-                if counts
-                else memory_under_skew(*of_plan, layer, self.settings.max_vio)
-            )
+            memory_of = cost_model.memory
+            if counts:
+                tables = [fit_counts(table, cost_model.grid.dp, layer) for table in counts]
+                memory = memory_under_counts(memory_of, self.simulator, compiled, layer, tables)
+            else:
+                max_vio = self.settings.max_vio
+                memory = memory_under_skew(memory_of, self.simulator, compiled, layer, max_vio)
+            self.loaded[key] = memory
         return self.loaded[key]
 
     def _memory(self, cost_model: SplitCostModel, compiled: Compiled) -> Memory:
@@ -671,31 +713,34 @@ class _Search:
         )
 
     def _fits(self, memory: Memory) -> bool:
+        """Return whether a rank's memory fits a device."""
         return memory.total <= self._usable_bytes
 
     def _cost_model(self, grid: Grid) -> SplitCostModel:
         """Return the way of holding the model that sends least among those whose states fit, else
         the leanest."""
         options = self._options(grid)
-        fitting = (each for each in options if each.least_bytes <= self._usable_bytes)
-        return next(fitting, None) or min(options, key=lambda each: each.least_bytes)
+        for each in options:
+            if each.least_bytes <= self._usable_bytes:
+                return each
+        return min(options, key=lambda each: each.least_bytes)
 
     def _resplit(self, planned: PlannedStep) -> list[PlannedStep]:
         """Return the plan with other parts of a stage and other micro-batches, as long as these
         make its step shorter; [] if none does."""
         found: list[PlannedStep] = []
         compiled = compile_plan(planned.plan, planned.grid)
-        better: PlannedStep | None = planned
-        while better is not None:
-            best = better
-            near = (
-                self._under(split, best.grid, compiled)
-                for split in near_splits(best.split, self.job)
-            )
-            shorter = [each for each in near if each is not None and each.seconds < best.seconds]
-            better = min(shorter, key=lambda each: each.seconds, default=None)
-            found += [] if better is None else [better]
-        return found
+        best = planned
+        while True:
+            shorter = []
+            for split in near_splits(best.split, self.job):
+                step = self._under(split, best.grid, compiled)
+                if step is not None and step.seconds < best.seconds:
+                    shorter.append(step)
+            if not shorter:
+                return found
+            best = min(shorter, key=lambda step: step.seconds)
+            found.append(best)
 
     def _flying(self, ranking: Sequence[PlannedStep]) -> Iterator[PlannedStep]:
         """Yield the best plans, with their chunks and without, with two micro-batches in flight,
@@ -703,15 +748,15 @@ class _Search:
         recomputes = self.job.model.checkpoint_activations  # which takes no turns
         if not self.settings.may_fly or self.split.pp > 1 or recomputes:
             return
-        tried = dict.fromkeys(
-            (planned.grid, plan, planned.split)
-            for planned in ranking[: self.settings.keep]
-            for plan in (planned.plan, replace(planned.plan, chunks=1))
-        )
+        tried: list[tuple[Grid, Plan, JobSplit]] = []
+        for planned in ranking[: self.settings.keep]:
+            for plan in (planned.plan, replace(planned.plan, chunks=1)):
+                choice = (planned.grid, plan, planned.split)
+                has_all_to_alls = planned.grid.ep > 1
+                if has_all_to_alls and plan.memory_budget is None and choice not in tried:
+                    tried.append(choice)
         best = ranking[0].seconds
         for grid, plan, split in tried:
-            if grid.ep == 1 or plan.memory_budget is not None:
-                continue
             compiled = compile_plan(plan, grid)
             in_turn = self._under(split, grid, compiled)
             flying = self._under(replace(split, in_flight=2), grid, compiled)
@@ -725,10 +770,9 @@ class _Search:
         except InputError:
             return None
         memory = self._memory(cost_model, compiled)
-        is_skewed = self.settings.max_vio > 0
-        if not self._fits(memory) or (
-            is_skewed and not self._fits(self._loaded(cost_model, compiled, ()))
-        ):
+        if not self._fits(memory):
+            return None
+        if self.settings.max_vio > 0 and not self._fits(self._loaded(cost_model, compiled, ())):
             return None
         passes = self.simulator.passes(
             compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
@@ -764,7 +808,8 @@ def _moving(cost_model: SplitCostModel) -> float:
 
 
 def _leanest_first(cost_models: list[SplitCostModel]) -> list[SplitCostModel]:
-    if len(cost_models) == 1:
+    """Return ways of holding the model, sorted by the bytes that a rank needs."""
+    if len(cost_models) == 1:  # whose bytes need not be computed
         return cost_models
     return sorted(cost_models, key=lambda each: each.least_bytes)
 
@@ -777,11 +822,13 @@ def smallest_layout(cost_models: Sequence[SplitCostModel]) -> tuple[Grid, float]
     """
     best = cost_models[0].grid
     least = math.inf
-    # Which axis is innermost changes no size, so one layout stands for both.
-    sizes = {(each.grid.tp, each.grid.ep, each.grid.etp): each for each in reversed(cost_models)}
-    for cost_model in sorted(sizes.values(), key=lambda each: each.least_bytes):
+    # Which axis is innermost changes no size, so the first one of each size stands for both.
+    by_size: dict[tuple[int, int, int], SplitCostModel] = {}
+    for cost_model in reversed(cost_models):
+        by_size[cost_model.grid.tp, cost_model.grid.ep, cost_model.grid.etp] = cost_model
+    for cost_model in sorted(by_size.values(), key=lambda each: each.least_bytes):
         if cost_model.least_bytes >= least:
-            break
+            break  # all others need at least as much
         compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
         num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
         if num_bytes < least:
@@ -808,17 +855,20 @@ def neighbours(
         keep: returns whether a choice is changed, given its name and its value; None: all are.
     """
     values = space.values(grid) | {"schedule": _schedules(space, grid)}
-    others = {
-        name: [
-            each
-            for each in choices
-            if each != getattr(plan, name) and (keep is None or keep(name, each))
-        ]
-        for name, choices in values.items()
-    }
+    other_values: dict[str, list[Any]] = {}
+    for name, choices in values.items():
+        others = [value for value in choices if value != getattr(plan, name)]
+        if keep is not None:
+            others = [value for value in others if keep(name, value)]
+        other_values[name] = others
     for names in itertools.combinations(values, changed):
-        for choice in itertools.product(*(others[name] for name in names)):
-            yield replace(plan, **dict(zip(names, choice)))
+        for chosen in itertools.product(*(other_values[name] for name in names)):
+            yield replace(plan, **dict(zip(names, chosen)))
+
+
+def _is_not_in(avoided: set[tuple[str, Any]], name: str, value: Any) -> bool:
+    """Return whether a choice is none of some."""
+    return (name, value) not in avoided
 
 
 def changes_of(plan: Plan, other: Plan) -> list[str]:
@@ -838,6 +888,7 @@ def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
 def _distinct(steps: Iterable[PlannedStep]) -> Iterator[PlannedStep]:
     """Yield one plan per layout and step time, the plan with the fewest choices that are not the
     default; the steps are given the shortest first."""
+    # times that agree to six digits are equal but for rounding
     for _, alike in itertools.groupby(steps, lambda step: f"{step.seconds:.6g}"):
         plainest: dict[Grid, PlannedStep] = {}
         for step in alike:

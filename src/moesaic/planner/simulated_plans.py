@@ -101,7 +101,7 @@ class SimulatedPlan:
         the leanest if none fits."""
         compiled = self._compiled
         first = self._options[0]
-        of_layer = layer_bytes(
+        kept_bytes, buffers = layer_bytes(  # of an MoE layer, however the model is held
             first.simulator,
             first.model.layer,
             compiled.forward,
@@ -111,7 +111,7 @@ class SimulatedPlan:
         )
         found: list[tuple[SplitCostModel, Memory]] = []
         for cost_model in self._options:
-            memory = cost_model.rank_memory(*of_layer)
+            memory = cost_model.rank_memory(kept_bytes, buffers)
             found.append((cost_model, memory))
             if memory.total <= self._usable_bytes:
                 return planned_step(compiled, cost_model, self._passes, memory)
@@ -151,13 +151,15 @@ def _smallest(
     key: Callable[[SimulatedPlan], Any],
     bound: Callable[[SimulatedPlan], Any],
 ) -> SimulatedPlan:
-    """Return the first plan with the smallest key, given a lower bound on keys."""
+    """Return the first plan with the smallest key, given a lower bound on keys, which costs less to
+    compute."""
     best: tuple[Any, int, SimulatedPlan] | None = None
     for number, plan in sorted(enumerate(plans), key=lambda item: bound(item[1])):
         if best is not None and bound(plan) > best[0]:
-            break
-        found = (key(plan), number, plan)
-        best = found if best is None else min(best, found, key=lambda each: each[:2])
+            break  # the keys of all further plans are larger
+        plan_key = key(plan)
+        if best is None or (plan_key, number) < (best[0], best[1]):
+            best = (plan_key, number, plan)
     assert best is not None, "no plan is given"
     return best[2]
 
@@ -183,12 +185,15 @@ def in_order(
         bound: returns a lower bound on the seconds of an item's step.
         step_of: returns an item's step; None leaves it out.
     """
+    # a heap of (seconds, number of the item, step): steps that a later item may still undercut
     waiting: list[tuple[float, int, PlannedStep]] = []
     for number, item in enumerate(items):
         while waiting and waiting[0][0] < bound(item):
-            yield heapq.heappop(waiting)[2]
+            _, _, shortest = heapq.heappop(waiting)
+            yield shortest
         step = step_of(item)
         if step is not None:
             heapq.heappush(waiting, (step.seconds, number, step))
     while waiting:
-        yield heapq.heappop(waiting)[2]
+        _, _, shortest = heapq.heappop(waiting)
+        yield shortest

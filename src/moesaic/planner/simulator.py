@@ -90,10 +90,9 @@ class Simulator:
             grid: mesh of the compiled plan.
             sizes: of a call with counts, one per pass; None: even routing.
         """
-        forward_run, backward_run = (
-            self.run(program, workload, grid, sizes=of_call)
-            for program, of_call in zip((forward, backward), sizes)
-        )
+        forward_sizes, backward_sizes = sizes
+        forward_run = self.run(forward, workload, grid, sizes=forward_sizes)
+        backward_run = self.run(backward, workload, grid, sizes=backward_sizes)
         return forward_run, backward_run
 
     def layer_seconds(
@@ -119,11 +118,12 @@ class Simulator:
         volumes = self.volumes(program, workload, grid, sizes=sizes)
         slots = {slot.name: slot for slot in program.slots}
         rates = self.rates_of(workload.products or workload.dtype)
-        return {
-            task.name: float(compute_seconds(task, slots, volumes, rates).max())
-            + max((movement.load.alone for movement in movements), default=0.0)
-            for task, movements in zip(program.tasks, movements_of(program, volumes))
-        }
+        durations = {}
+        for task, movements in zip(program.tasks, movements_of(program, volumes)):
+            computing = float(compute_seconds(task, slots, volumes, rates).max())
+            moving = max((movement.load.alone for movement in movements), default=0.0)
+            durations[task.name] = computing + moving
+        return durations
 
     def volumes(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
@@ -135,7 +135,7 @@ class Simulator:
             return self._counted(self._even_sizes(program, workload, grid), workload)
         try:
             volumes = self._even.volumes(program, workload, grid)
-            movements_of(program, volumes)
+            movements_of(program, volumes)  # which also finds out whether ranks are unlike
         except UnlikeError as error:
             return self._one_actor_per_rank(program, workload, grid, error)
         return volumes
@@ -154,6 +154,7 @@ class Simulator:
         return self._counted(sizes_of(program, workload, grid), workload)
 
     def _counted(self, sizes: CallSizes, workload: Workload) -> AbstractVolumes:
+        """Return the rows of a call with one actor per rank."""
         topology = self._topology(sizes.grid.world, sizes.grid.ranks_per_node)
         return Counted(sizes, topology, layer=workload, legs=self._legs)
 

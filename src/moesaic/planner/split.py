@@ -4,6 +4,10 @@ split costs.
 A split says into how many stages the blocks are cut, and what data-parallel ranks share of
 parameters, gradients and optimizer states: the fields `pp`, `parts_per_stage`, `shard` and `hold`
 of the trainer's mesh.
+
+A part is a run of consecutive blocks. Part i belongs to stage i modulo pp, so a stage of several
+parts has runs that are not adjacent. All ranks of a stage do the same, so "rank" stands for its
+stage here.
 """
 
 from __future__ import annotations
@@ -62,12 +66,17 @@ class JobSplit:
 
     def fits(self, job: Job) -> bool:
         """Return whether the model and the micro-batches of a job have so many stages and parts."""
+        if self.pp * self.parts > job.model.num_layers or job.batch_size % self.finer:
+            return False
         count = job.accumulation * self.finer
-        rounds = max(1, count // self.pp)
-        is_even = self.parts == 1 or count % rounds == 0
-        is_cut = job.batch_size % self.finer == 0
-        flies = self.in_flight == 1 or (self.pp == 1 and count >= self.in_flight)
-        return self.pp * self.parts <= job.model.num_layers and is_even and is_cut and flies
+        if self.parts > 1:
+            # interleaved 1F1B sends micro-batches in rounds of equal size, of about pp each
+            rounds = max(1, count // self.pp)
+            if count % rounds:
+                return False
+        if self.in_flight > 1:
+            return self.pp == 1 and count >= self.in_flight
+        return True
 
     def of(self, job: Job) -> Job:
         """Return the job with its micro-batches cut."""
@@ -106,16 +115,19 @@ def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:
 
     Stages hold gradients at least, which their schedules reduce once.
     """
-    least: Held = "gradients" if split.pp > 1 else "nothing"
+    holds: list[Held] = ["parameters", "gradients"]
+    if split.pp == 1:
+        holds.append("nothing")
     if grid.dp == 1 and grid.edp == 1:
-        yield replace(split, hold=least)
+        yield replace(split, hold=holds[-1])
         return
-    held: tuple[Held, ...] = ("parameters", "gradients", "nothing")
-    shards: tuple[Sharding, ...] = ("all",)
-    if (grid.ranks_per_node or grid.world) < grid.world and _node_shards(grid)[0] > 1:
-        shards = ("all", "node")
+    shards: list[Sharding] = ["all"]
+    has_several_nodes = (grid.ranks_per_node or grid.world) < grid.world
+    dense_shards, _ = _node_shards(grid)
+    if has_several_nodes and dense_shards > 1:
+        shards.append("node")
     for shard in shards:
-        for hold in held[: 2 if split.pp > 1 else 3]:
+        for hold in holds:
             yield replace(split, shard=shard, hold=hold)
     yield replace(split, shard="none", hold="gradients")  # which are whole anyway
 
@@ -123,11 +135,12 @@ def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:
 def _node_shards(grid: Grid) -> tuple[int, int]:
     """Return over how many ranks of a node dense parameters, and experts, are sharded."""
     per_node = grid.ranks_per_node or grid.world
-    shards = [
-        min(per_node // stride, size) if per_node % stride == 0 else 1
-        for stride, size in ((grid.tp, grid.dp), (grid.ep * grid.etp, grid.edp))
-    ]
-    return shards[0], shards[1]
+
+    def inside_node(stride: int, size: int) -> int:
+        """Return how many of `size` ranks that are `stride` apart are on one node."""
+        return min(per_node // stride, size) if per_node % stride == 0 else 1
+
+    return inside_node(grid.tp, grid.dp), inside_node(grid.ep * grid.etp, grid.edp)
 
 
 class SplitCostModel:
@@ -163,11 +176,14 @@ class SplitCostModel:
         self.simulator = simulator
         self.cluster = simulator.cluster
         self._known: dict[_Blocks, StepCostModel] = {}
-        model = split.of(job).step_model(self.cluster, grid.dp) if model is None else model
+        if model is None:
+            model = split.of(job).step_model(self.cluster, grid.dp)
         self.model = _sharded(model, grid, split)
         """Of all blocks."""
         self._parts = _parts_of(job, self.model, split)
+        """The blocks of each part, in the order of the model."""
         self._ranks = [_joined(self._parts[rank :: split.pp]) for rank in range(split.pp)]
+        """All blocks of a rank of each stage."""
 
     @cached_property
     def _distinct(self) -> list[StepCostModel]:
@@ -186,6 +202,7 @@ class SplitCostModel:
         return [self._of_rank(self._ranks.index(blocks)) for blocks in dict.fromkeys(self._ranks)]
 
     def _of_rank(self, rank: int) -> StepCostModel:
+        """Return the cost model of a rank of a stage."""
         return self._costs(self._ranks[rank]).keeping(self._alive(rank))
 
     def _costs(self, blocks: _Blocks) -> StepCostModel:
@@ -217,14 +234,16 @@ class SplitCostModel:
         estimates = [rank.estimate(forward, backward) for rank in self._distinct]
         busy = [rank.busy_seconds(forward, backward) for rank in self._distinct]
         slowest = estimates[busy.index(max(busy))]
+
+        # the slowest rank waits while the pipeline fills and drains
         timed = self.timed(forward, backward)
         waits = max(timed.seconds - self.model.micro_batches * max(busy), 0.0)
         # all stages reduce and step; the slowest of them ends the step
-        after = max(
+        last_after = max(
             each.parts.get("parameters", 0.0) + each.parts.get("optimizer", 0.0)
             for each in estimates
         )
-        waits += after - slowest.parts.get("parameters", 0.0) - slowest.parts["optimizer"]
+        waits += last_after - slowest.parts.get("parameters", 0.0) - slowest.parts["optimizer"]
         return Estimate(
             seconds=slowest.seconds + waits,
             parts={**slowest.parts, "pipeline": waits},
@@ -242,15 +261,14 @@ class SplitCostModel:
         if self.split.in_flight == 1:
             return in_turn
         layers = self.model.moe_layers
-        rank = self._distinct[0]
+        pairs = self.model.micro_batches // 2
+        before_forward, before_backward = self._distinct[0].between_seconds(forward, backward)
+        forward_flight, backward_flight = self.flights(compiled, forward, backward)
+        forward_saved = 2 * layers * (before_forward + forward.seconds) - forward_flight.seconds
+        backward_saved = 2 * layers * (before_backward + backward.seconds) - backward_flight.seconds
         parts = dict(in_turn.parts)
-        between = rank.between_seconds(forward, backward)
-        for run, each, flight in zip(
-            (forward, backward), between, self.flights(compiled, forward, backward)
-        ):
-            saved = 2 * layers * (each + run.seconds) - flight.seconds
-            name = "moe forward" if run is forward else "moe backward"
-            parts[name] -= self.model.micro_batches // 2 * saved
+        parts["moe forward"] -= pairs * forward_saved
+        parts["moe backward"] -= pairs * backward_saved
         return Estimate(seconds=sum(parts.values()), parts=parts, limits=in_turn.limits)
 
     def flights(
@@ -259,9 +277,10 @@ class SplitCostModel:
         """Return the forward and backward passes of two micro-batches in flight; arguments as of
         `estimate_of`."""
         layer = self.model.layer
-        programs = compiled.forward, compiled.backward
-        ahead, behind = (
-            in_flight(
+
+        def flight(program: Program, between: float) -> InFlight:
+            """Return the pass of a program, with `between` seconds of other work per layer."""
+            return in_flight(
                 self.cluster,
                 program,
                 self.simulator.volumes(program, layer, compiled.grid),
@@ -269,26 +288,27 @@ class SplitCostModel:
                 between=between,
                 layers=self.model.moe_layers,
             )
-            for program, between in zip(
-                programs, self._distinct[0].between_seconds(forward, backward)
-            )
-        )
-        return ahead, behind
+
+        before_forward, before_backward = self._distinct[0].between_seconds(forward, backward)
+        return flight(compiled.forward, before_forward), flight(compiled.backward, before_backward)
 
     def timed(self, forward: Passes, backward: Passes) -> Timed:
         """Return the passes of a step's micro-batches through the stages; arguments as of
         `estimate`."""
-        by_part = {
-            part: self._costs(part).pass_seconds(forward, backward)
-            for part in dict.fromkeys(self._parts)
+        # (forward, backward) seconds of each part; equal parts are computed once
+        seconds_of = {
+            part: self._costs(part).pass_seconds(forward, backward) for part in {*self._parts}
         }
-        passes = [by_part[part] for part in self._parts]
+        seconds = [seconds_of[part] for part in self._parts]
+        forward_seconds = [ahead for ahead, _ in seconds]
+        backward_seconds = [back for _, back in seconds]
+        hop_seconds = [self._hop_seconds(part) for part in range(len(self._parts))]
         return simulate_pipeline(
             self.split.pp,
             self.model.micro_batches,
-            [ahead for ahead, _ in passes],
-            [behind for _, behind in passes],
-            [self._hop_seconds(part) for part in range(len(passes))],
+            forward_seconds,
+            backward_seconds,
+            hop_seconds,
             blocks_sender=self.cluster.host.runs_compute,
         )
 
@@ -301,22 +321,21 @@ class SplitCostModel:
         if part == len(self._parts) - 1:
             return 0.0
         ranks = self.grid.world
-        stage = part % self.split.pp
         per_node = self.cluster.devices_per_node
-        is_inside = (stage * ranks) // per_node == (
-            (stage + 1) % self.split.pp * ranks
-        ) // per_node and ranks < per_node
+        stage = part % self.split.pp
+        next_stage = (stage + 1) % self.split.pp
+        is_same_node = stage * ranks // per_node == next_stage * ranks // per_node
+        carried = ("all", "inside" if is_same_node and ranks < per_node else "outside")
+
         model = self.model
         num_bytes = model.layer.tokens * model.layer.dim * model.parameter_bytes
-        return max(
-            (
-                num_bytes * min(link.devices, ranks) / link.slowest(self.cluster.nodes)
-                + (link.latency_us + self.cluster.host.message_us) * 1e-6
-                for link in self.cluster.links
-                if link.carries in ("all", "inside" if is_inside else "outside")
-            ),
-            default=0.0,
-        )
+        slowest = 0.0
+        for link in self.cluster.links:
+            if link.carries in carried:
+                rate = link.slowest(self.cluster.nodes)
+                latency = (link.latency_us + self.cluster.host.message_us) * 1e-6
+                slowest = max(slowest, num_bytes * min(link.devices, ranks) / rate + latency)
+        return slowest
 
     def memory(
         self,
@@ -328,7 +347,7 @@ class SplitCostModel:
         sizes: CallSizes | None = None,
     ) -> Memory:
         """Return the memory of the rank that needs most; arguments as of `step_memory`."""
-        of_layer = layer_bytes(
+        kept_bytes, buffers = layer_bytes(
             self.simulator,
             self.model.layer,
             forward,
@@ -337,10 +356,15 @@ class SplitCostModel:
             memory_budget=memory_budget,
             sizes=sizes,
         )
-        return self.rank_memory(*of_layer)
+        return self.rank_memory(kept_bytes, buffers)
 
     def rank_memory(self, kept_bytes: float, buffers: float) -> Memory:
-        """Return the memory of the rank that needs most, from the bytes of one MoE layer."""
+        """Return the memory of the rank that needs most, from the bytes of one MoE layer.
+
+        Args:
+            kept_bytes: bytes that the layer keeps for backward.
+            buffers: bytes that it needs while it runs.
+        """
         memories = [rank_memory(rank, kept_bytes, buffers) for rank in self._fullest]
         most = max(memories, key=lambda memory: memory.total)
         # two calls and two losses are alive, and FSDP2 gathers two blocks
@@ -385,13 +409,17 @@ class SplitCostModel:
 
 def _sharded(model: StepModel, grid: Grid, split: JobSplit) -> StepModel:
     """Return a model whose parameters are shared and held as a split says."""
-    shards = (1, 1)
+    num_shards = (1, 1)
     if split.shard == "all":
-        shards = (grid.dp, grid.edp)
+        num_shards = (grid.dp, grid.edp)
     elif split.shard == "node":
-        shards = _node_shards(grid)
+        num_shards = _node_shards(grid)
+    dense_shards, expert_shards = num_shards
     return replace(
-        model, held=split.hold, replicas=grid.dp // shards[0], expert_replicas=grid.edp // shards[1]
+        model,
+        held=split.hold,
+        replicas=grid.dp // dense_shards,
+        expert_replicas=grid.edp // expert_shards,
     )
 
 
@@ -419,26 +447,28 @@ class _Blocks(NamedTuple):
 
 def _joined(parts: Sequence[_Blocks]) -> _Blocks:
     """Return the blocks of several parts as one."""
-    layers, sparse, has_table, is_last = zip(*parts)
-    return _Blocks(sum(layers), sparse=sum(sparse), has_table=any(has_table), is_last=any(is_last))
+    return _Blocks(
+        sum(part.layers for part in parts),
+        sparse=sum(part.sparse for part in parts),
+        has_table=any(part.has_table for part in parts),
+        is_last=any(part.is_last for part in parts),
+    )
 
 
 def _parts_of(job: Job, whole: StepModel, split: JobSplit) -> list[_Blocks]:
     """Return the blocks of each part, in their order, cut as the trainer does."""
     if split.pp == 1:
         return [_Blocks(whole.num_layers, whole.moe_layers, has_table=True, is_last=True)]
-    sparse = tuple(job.model.is_sparse(block) for block in range(whole.num_layers))
-    cuts = _cuts(*_operations_and_parameters(whole, sparse), count=split.pp * split.parts)
+    is_sparse = tuple(job.model.is_sparse(block) for block in range(whole.num_layers))
+    operations, parameters = _operations_and_parameters(whole, is_sparse)
+    cuts = _cuts(operations, parameters, count=split.pp * split.parts)
     last = len(cuts) - 1
-    return [
-        _Blocks(
-            len(blocks),
-            sum(sparse[blocks.start : blocks.stop]),
-            has_table=number in (0, last),
-            is_last=number == last,
-        )
-        for number, blocks in enumerate(cuts)
-    ]
+    parts = []
+    for number, blocks in enumerate(cuts):
+        sparse = sum(is_sparse[blocks.start : blocks.stop])
+        has_table = number in (0, last)
+        parts.append(_Blocks(len(blocks), sparse, has_table, is_last=number == last))
+    return parts
 
 
 class _Loads(NamedTuple):
@@ -450,25 +480,30 @@ class _Loads(NamedTuple):
     """Of the embedding, and of the output."""
 
 
-def _operations_and_parameters(whole: StepModel, sparse: Sequence[bool]) -> tuple[_Loads, _Loads]:
+def _operations_and_parameters(
+    whole: StepModel, is_sparse: Sequence[bool]
+) -> tuple[_Loads, _Loads]:
     """Return the operations per token and the parameters of a whole model; they do not depend on
-    the layout."""
+    the layout. `is_sparse` says of each block whether it has an MoE layer."""
     layer = whole.layer
     expert = layer.matrices * layer.dim * layer.hidden
     shared = layer.matrices * layer.dim * whole.shared_hidden
     router = layer.dim * layer.num_experts
     dense = layer.matrices * layer.dim * whole.inner
-    fixed = whole.attention
-    used = (fixed + (router + shared + layer.top_k * expert if each else dense) for each in sparse)
-    held = (
-        fixed + (router + shared + layer.num_experts * expert if each else dense) for each in sparse
-    )
+
+    # parameters of a block: those that a token uses, and all
+    used_by_sparse = whole.attention + (router + shared + layer.top_k * expert)
+    all_of_sparse = whole.attention + (router + shared + layer.num_experts * expert)
+    all_of_dense = whole.attention + dense
+    used = [used_by_sparse if sparse else all_of_dense for sparse in is_sparse]
+    parameters = [all_of_sparse if sparse else all_of_dense for sparse in is_sparse]
+
     table = whole.vocab * layer.dim
     operations = _Loads(
         blocks=tuple(2.0 * each + whole.scores for each in used),
         ends=(0.0, 2.0 * table * whole.outputs),
     )
-    return operations, _Loads(blocks=tuple(held), ends=(table, table))
+    return operations, _Loads(blocks=tuple(parameters), ends=(table, table))
 
 
 @lru_cache(maxsize=64)
@@ -486,25 +521,32 @@ def split_choices(
     Raises:
         InputError: if a given number of stages does not fit.
     """
-    powers = [1 << power for power in range(most_stages.bit_length())]
-    counts = [each for each in powers if each <= most_stages] if pp is None else [pp]
-    # a rank of a stage then has as many sequences of a micro-batch as without stages
-    splits = [JobSplit(pp=count, finer=math.gcd(count, job.batch_size)) for count in counts]
-    found = [each for each in splits if cluster.world % each.pp == 0 and each.fits(job)]
-    if not found:
+    counts = [pp] if pp is not None else [1 << power for power in range(most_stages.bit_length())]
+    fitting = []
+    for count in counts:
+        # a rank of a stage then has as many sequences of a micro-batch as without stages
+        split = JobSplit(pp=count, finer=math.gcd(count, job.batch_size))
+        if cluster.world % count == 0 and split.fits(job):
+            fitting.append(split)
+    if not fitting:
         raise InputError(
             f"pp {pp} does not divide {cluster.world} devices, or is more than the "
             f"{job.model.num_layers} blocks of the model: choose another number of stages"
         )
-    return found
+    return fitting
 
 
 def near_splits(split: JobSplit, job: Job) -> Iterator[JobSplit]:
-    """Yield the splits that differ in the parts of a stage or in the size of micro-batches."""
+    """Yield the splits that differ in the parts of a stage or in the size of micro-batches, by a
+    factor of two."""
     if split.pp == 1:
         return
-    changed = [
-        *(replace(split, parts=parts) for parts in (split.parts * 2, split.parts // 2) if parts),
-        *(replace(split, finer=finer) for finer in (split.finer * 2, split.finer // 2) if finer),
-    ]
-    yield from (each for each in changed if each.fits(job))
+    changed = [replace(split, parts=split.parts * 2)]
+    if split.parts > 1:
+        changed.append(replace(split, parts=split.parts // 2))
+    changed.append(replace(split, finer=split.finer * 2))
+    if split.finer > 1:
+        changed.append(replace(split, finer=split.finer // 2))
+    for each in changed:
+        if each.fits(job):
+            yield each

@@ -6,6 +6,11 @@ and a cost of every MoE layer and micro-batch that grows with the experts of a r
 micro-batches; plus the bubble of the pipeline, parameters and gradients that move while nothing
 else runs, and the optimizer. MoE layers of our plans are simulated (`simulator.py`), those of other
 systems follow from their collectives (`layer_passes`). The docstring of each term names its source.
+
+A pass is the forward or the backward pass of one MoE layer for one micro-batch (`Passes`).
+What moves during a pass is hidden behind it as far as the pass takes longer. Dense parameters,
+shared experts included, are sharded over dp and experts over edp. The root is embedding and output,
+which FSDP2 gathers around all blocks.
 """
 
 from __future__ import annotations
@@ -378,9 +383,14 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of several steps under one plan: of their times, parts and limits."""
 
     def mean(tables: list[dict[str, float]]) -> dict[str, float]:
-        """Return the mean of each entry; a table that lacks it has 0."""
+        """Return the mean of each entry, in order of first occurrence; a table that lacks an entry
+        counts 0 for it."""
         names = dict.fromkeys(name for table in tables for name in table)
-        return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
+        means = {}
+        for name in names:
+            total = sum(table.get(name, 0.0) for table in tables)
+            means[name] = total / len(tables)
+        return means
 
     return Estimate(
         seconds=sum(estimate.seconds for estimate in estimates) / len(estimates),
@@ -396,8 +406,9 @@ def bubble_seconds(
 
     1F1B waits for (p - 1)(F + B + W) / v (Narayanan et al. 2021, section 2.2), ZB-H1 for (p -
     1)(F + B - W) and ZB-V for (p - 1)(F + B - 2 W) (Qi et al. 2023, table 2), DualPipeV for half of
-    (p - 1)(FB + B + W - 3 W), since its chunks are half of a rank's layers and FB, a forward pass
-    beside a backward pass, is taken as their sum (DeepSeek-V3, table 2).
+    (p - 1)(FB + B + W - 3 W), since its chunks are half of a rank's layers. FB, a forward pass
+    beside a backward pass, is taken as their sum F + B + W (DeepSeek-V3, table 2), which leaves
+    (p - 1)(F + 2 B - W) / 2.
 
     Args:
         schedule: the schedule.
@@ -406,13 +417,13 @@ def bubble_seconds(
         forward, inputs, weights: F, B and W, seconds of a micro-batch on a rank: forward pass,
             backward pass for inputs, backward pass for weights.
     """
-    waits = {
+    seconds_per_stage = {
         "1f1b": (forward + inputs + weights) / runs,
         "zb-h1": forward + inputs - weights,
         "zb-v": forward + inputs - 2 * weights,
         "dualpipev": (forward + 2 * inputs - weights) / 2,
     }
-    return (stages - 1) * max(waits[schedule], 0.0)
+    return (stages - 1) * max(seconds_per_stage[schedule], 0.0)
 
 
 def alive_micro_batches(schedule: Schedule, stages: int, runs: int, count: int, rank: int) -> float:
@@ -431,15 +442,13 @@ def alive_micro_batches(schedule: Schedule, stages: int, runs: int, count: int, 
         count: micro-batches of a step.
         rank: the stage, from 0 on.
     """
-    kept = {
-        "1f1b": stages - rank
-        if runs == 1
-        else ((runs - 1) * stages + 2 * (stages - rank) - 1) / runs,
-        "zb-h1": stages,
-        "zb-v": stages,
-        "dualpipev": stages + 0.5,
-    }
-    return float(min(kept[schedule], count)) if stages > 1 else 1.0
+    if stages == 1:
+        return 1.0
+    one_f_one_b: float = stages - rank
+    if runs > 1:
+        one_f_one_b = ((runs - 1) * stages + 2 * (stages - rank) - 1) / runs
+    alive = {"1f1b": one_f_one_b, "zb-h1": stages, "zb-v": stages, "dualpipev": stages + 0.5}
+    return float(min(alive[schedule], count))
 
 
 class StepCostModel:
@@ -460,7 +469,8 @@ class StepCostModel:
         self.simulator = simulator
         self.cluster = simulator.cluster
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
-        if grid.dp % model.replicas or grid.edp % (model.expert_replicas or model.replicas):
+        dense_replicas, expert_replicas = self.replicas
+        if grid.dp % dense_replicas or grid.edp % expert_replicas:
             raise InputError(
                 f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel "
                 f"groups and {grid.edp} replicas of the experts: choose a divisor of both"
@@ -476,10 +486,10 @@ class StepCostModel:
         backward."""
 
     def keeping(self, alive: float) -> StepCostModel:
-        """Return this cost model of a rank that keeps so many micro-batches' activations."""
-        kept = copy(self)
-        kept.alive = alive
-        return kept
+        """Return this cost model of a rank that keeps the activations of `alive` micro-batches."""
+        changed = copy(self)
+        changed.alive = alive
+        return changed
 
     @cached_property
     def _node(self) -> Topology:
@@ -504,15 +514,26 @@ class StepCostModel:
                 None: as long as this rank.
         """
         count = self.model.micro_batches
-        layers = self.model.moe_layers
         parts = {name: count * seconds for name, seconds in self._parts(forward, backward).items()}
-        busy = sum(parts.values())
-        parts["pipeline"] = self._bubble(forward, backward, busy / count, mean_busy or busy / count)
+        busy = sum(parts.values()) / count
+        if mean_busy is None:
+            mean_busy = busy
+        parts["pipeline"] = self._bubble(forward, backward, busy, mean_busy)
         parts["parameters"] = sum(
             moved.times * self._exposed_seconds(moved, forward, backward)
             for moved in self._movements
         )
         parts["optimizer"] = self.optimizer_seconds
+        return Estimate(
+            seconds=sum(parts.values()),
+            parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+            limits=self._limits(forward, backward),
+        )
+
+    def _limits(self, forward: Passes, backward: Passes) -> dict[str, float]:
+        """Return the seconds of a step for which each resource is busy (`Estimate.limits`)."""
+        count = self.model.micro_batches
+        layers = self.model.moe_layers
         experts = layers * (
             self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds
         )
@@ -520,16 +541,11 @@ class StepCostModel:
             "compute": count * (self._around_seconds + experts) + self.optimizer_seconds,
             "gathering parameters": self.moving_seconds,
         }
-        for name in sorted({*forward.link_seconds, *backward.link_seconds}):
-            seconds = self.forward_passes * forward.link_seconds.get(
-                name, 0.0
-            ) + backward.link_seconds.get(name, 0.0)
-            limits[name] = count * layers * seconds
-        return Estimate(
-            seconds=sum(parts.values()),
-            parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-            limits=limits,
-        )
+        for link in sorted({*forward.link_seconds, *backward.link_seconds}):
+            forward_busy = forward.link_seconds.get(link, 0.0)
+            backward_busy = backward.link_seconds.get(link, 0.0)
+            limits[link] = count * layers * (self.forward_passes * forward_busy + backward_busy)
+        return limits
 
     def busy_seconds(self, forward: Passes, backward: Passes) -> float:
         """Return the seconds for which a micro-batch keeps a rank of the pipeline busy."""
@@ -538,30 +554,32 @@ class StepCostModel:
     def pass_seconds(self, forward: Passes, backward: Passes) -> tuple[float, float]:
         """Return the seconds of a micro-batch's forward pass, and those of its backward pass with
         what it recomputes."""
-        ahead = self._forward_seconds(forward)
+        forward_seconds = self._forward_seconds(forward)
         busy = self.busy_seconds(forward, backward)
-        return min(ahead, busy), max(busy - ahead, 0.0)
+        # overlap may save so much of `busy` that the forward pass alone, without overlap, is longer
+        return min(forward_seconds, busy), max(busy - forward_seconds, 0.0)
 
     def between_seconds(self, forward: Passes, backward: Passes) -> tuple[float, float]:
         """Return the seconds of a micro-batch between its MoE layers, per layer, forward and
         backward; without the output and the loss, which come once."""
         layers = self.model.moe_layers
-        ends = self.model.outputs * self.forward.unembed
-        ahead = self._forward_seconds(forward) - layers * forward.seconds - ends
+        output = self.model.outputs * self.forward.unembed
+        forward_between = self._forward_seconds(forward) - layers * forward.seconds - output
         parts = self._parts(forward, backward)
         # the output takes twice as long backward as forward
-        both = sum(parts.values()) - parts["moe forward"] - parts["moe backward"] - 3 * ends
-        return ahead / layers, max(both - ahead, 0.0) / layers
+        both = sum(parts.values()) - parts["moe forward"] - parts["moe backward"] - 3 * output
+        backward_between = max(both - forward_between, 0.0)
+        return forward_between / layers, backward_between / layers
 
     def _forward_seconds(self, forward: Passes) -> float:
         """Return the seconds of a micro-batch's forward pass."""
         model = self.model
-        seconds = self.forward
-        dense = model.num_layers - model.moe_layers
-        ends = model.outputs * seconds.unembed
-        ahead = model.num_layers * seconds.attention + dense * seconds.dense + ends
+        block = self.forward
+        dense_layers = model.num_layers - model.moe_layers
+        output = model.outputs * block.unembed
+        around = model.num_layers * block.attention + dense_layers * block.dense + output
         launches = (self.routing + self.launches) / 3  # a third of both is forward
-        return ahead + model.moe_layers * (seconds.shared + forward.seconds + launches)
+        return around + model.moe_layers * (block.shared + forward.seconds + launches)
 
     def _parts(self, forward: Passes, backward: Passes) -> dict[str, float]:
         """Return the seconds of a micro-batch by part."""
@@ -586,30 +604,46 @@ class StepCostModel:
         section 3.2.1, and of Megatron's combined 1F1B)."""
         if not self.model.overlapped:
             return 0.0
-        attention = 3 * self.forward.attention
+        attention = 3 * self.forward.attention  # backward takes twice as long as forward
         computing = attention + forward.compute_seconds + backward.compute_seconds
         moving = forward.communication_seconds + backward.communication_seconds
-        both = max(computing, moving) + self.cluster.device.contention * min(computing, moving)
-        return max(attention + forward.seconds + backward.seconds - both, 0.0)
+        contention = self.cluster.device.contention * min(computing, moving)
+        overlapped = max(computing, moving) + contention
+        in_turn = attention + forward.seconds + backward.seconds
+        return max(in_turn - overlapped, 0.0)
 
     def _bubble(self, forward: Passes, backward: Passes, busy: float, mean_busy: float) -> float:
         """Return the seconds per step in which the pipeline fills and drains, its messages
-        included."""
+        included.
+
+        Args:
+            forward, backward: the passes of an MoE layer.
+            busy: seconds for which a micro-batch keeps this rank busy.
+            mean_busy: the same, mean over the ranks of the pipeline.
+        """
         model = self.model
-        seconds = self.forward
+        block = self.forward
         if model.stages == 1:
             return 0.0
-        dense = model.num_layers - model.moe_layers
-        sparse = model.moe_layers
-        ends = model.outputs * seconds.unembed
-        ahead = self._forward_seconds(forward)
-        weights = model.num_layers * seconds.projections + dense * seconds.dense_product + ends
-        weights += sparse * (seconds.shared + self._expert_seconds)
+        forward_seconds = self._forward_seconds(forward)
+
+        # gradients of weights take as long as the forward products with these weights
+        dense_layers = model.num_layers - model.moe_layers
+        output = model.outputs * block.unembed
+        weights = model.num_layers * block.projections + dense_layers * block.dense_product + output
+        weights += model.moe_layers * (block.shared + self._expert_seconds)
+        inputs = max(busy - forward_seconds - weights, 0.0)
+
         scale = mean_busy / busy
-        inputs = max(busy - ahead - weights, 0.0)
         waits = bubble_seconds(
-            model.schedule, model.stages, model.runs, scale * ahead, scale * inputs, scale * weights
+            model.schedule,
+            model.stages,
+            model.runs,
+            forward=scale * forward_seconds,
+            inputs=scale * inputs,
+            weights=scale * weights,
         )
+        # a micro-batch passes every border between runs of layers, forward and backward
         return waits + 2 * (model.stages * model.runs - 1) * self._hop_seconds
 
     @property
@@ -618,41 +652,41 @@ class StepCostModel:
         next stage."""
         model = self.model
         world = self.grid.world
-        ways = self.grid.tp if model.sequence_parallel else 1
-        num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes / ways
-        inside = world < self.cluster.devices_per_node
-        links = [
-            link
-            for link in self.cluster.links
-            if link.carries in ("all", "inside" if inside else "outside")
-        ]
-        seconds = (
-            num_bytes * min(link.devices, world) / link.slowest(self.cluster.nodes)
-            + link.latency_us * 1e-6
-            for link in links
-        )
-        return max(seconds, default=0.0)
+        # with sequence parallelism each tp rank sends its positions only
+        senders = self.grid.tp if model.sequence_parallel else 1
+        num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes / senders
+
+        is_inside = world < self.cluster.devices_per_node
+        carried = ("all", "inside" if is_inside else "outside")
+        slowest = 0.0
+        for link in self.cluster.links:
+            if link.carries in carried:
+                rate = link.slowest(self.cluster.nodes)
+                seconds = num_bytes * min(link.devices, world) / rate + link.latency_us * 1e-6
+                slowest = max(slowest, seconds)
+        return slowest
 
     @cached_property
     def around(self) -> dict[str, float]:
         """Seconds of a micro-batch outside the programs of MoE layers, by part."""
         model = self.model
-        seconds = self.forward
-        layers = model.num_layers
-        sparse = model.moe_layers
-        frozen = model.is_frozen  # frozen weights have no gradients
-        attention = 3 * seconds.attention
-        dense = (3 + model.recomputes("mlp")) * seconds.dense
+        block = self.forward
+        dense_layers = model.num_layers - model.moe_layers
+
+        # A part takes its forward seconds once forward and twice backward: once for the gradients
+        # of its inputs, and once for those of its weights, which frozen weights do not have. A
+        # third of the launches is forward.
+        frozen = 1 if model.is_frozen else 0
+        attention = 3 * block.attention + self._attention_recomputed - frozen * block.projections
+        dense = (3 + model.recomputes("mlp")) * block.dense - frozen * block.dense_product
+        shared_passes = 3 + model.recomputes("moe", "shared_experts") - frozen
         return {
-            "attention": layers
-            * (attention + self._attention_recomputed - frozen * seconds.projections),
-            "dense": (layers - sparse) * (dense - frozen * seconds.dense_product),
-            "unembed": model.outputs * (3 * seconds.unembed - frozen * seconds.output),
-            "shared experts": sparse
-            * (3 + model.recomputes("moe", "shared_experts") - frozen)
-            * seconds.shared,
+            "attention": model.num_layers * attention,
+            "dense": dense_layers * dense,
+            "unembed": model.outputs * (3 * block.unembed - frozen * block.output),
+            "shared experts": model.moe_layers * shared_passes * block.shared,
             "small kernels": self._stepwise_seconds(),
-            "launches": sparse * self.launches * (2 + self.forward_passes) / 3,
+            "launches": model.moe_layers * self.launches * (2 + self.forward_passes) / 3,
         }
 
     @property
@@ -668,6 +702,7 @@ class StepCostModel:
         seconds_by_part = {
             "core_attn": self.forward.scores,
             "mla_up_proj": self.forward.up,
+            # of ten accesses of a token by norms and residuals (`forward`), norms are four
             "layernorm": 0.4 * self.forward.copies,
         }
         return sum(
@@ -685,9 +720,8 @@ class StepCostModel:
             return 0.0
         of_layer, of_expert = self.model.launches
         experts = self.model.layer.num_experts / self.grid.ep
-        return of_layer + of_expert * experts * (
-            NARROW_LAUNCHES if self.model.narrow_bytes else 1.0
-        )
+        casts = NARROW_LAUNCHES if self.model.narrow_bytes else 1.0
+        return of_layer + of_expert * experts * casts
 
     def _stepwise_seconds(self) -> float:
         """Return the seconds of a micro-batch that unfused operations take beyond fused ones
@@ -697,20 +731,24 @@ class StepCostModel:
         layer = self.model.layer
         tokens = layer.tokens / grid.tp
         copies = grid.dp * layer.copies / (grid.ep * grid.edp)
+
+        # each kind of layer: how many there are, and its forward passes per micro-batch
         blocks = (model.num_layers, 1 + model.recomputes())
         sparse = (model.moe_layers, self.forward_passes)
-        values = {
+        # each operation: the layers that have it, and the values that it handles in one of them
+        operations = {
             "norms": (blocks, tokens * (2 * layer.dim + model.attention_normed)),
             "first_bias": (sparse, (layer.matrices - 1) * self.activated_values),
             "last_bias": (sparse, copies * layer.dim),
             "loss": (blocks, 0.0),
         }
-        moved = 0.0
+
+        moved_bytes = 0.0
         for name in model.stepwise:
-            (layers, passes), count = values[name]
-            forward, backward = STEPWISE[name]
-            moved += layers * count * (passes * forward + backward)
-        return moved / self._rates.memory
+            (layers, passes), values = operations[name]
+            forward_bytes, backward_bytes = STEPWISE[name]
+            moved_bytes += layers * values * (passes * forward_bytes + backward_bytes)
+        return moved_bytes / self._rates.memory
 
     @cached_property
     def forward(self) -> ForwardSeconds:
@@ -728,31 +766,34 @@ class StepCostModel:
         tokens = layer.tokens
         dim = layer.dim
         tp = self.grid.tp
-        hidden = model.shared_hidden
-        values = tokens * dim * layer.element_bytes
-        over_tp = self._over_tp_seconds(values)
-        copies = 10 * values / tp / self._rates.memory
-        between = tokens * model.attention_copied * layer.element_bytes / tp / self._rates.memory
+        token_bytes = tokens * dim * layer.element_bytes
+        over_tp = self._over_tp_seconds(token_bytes)
+
         scores = self._scores_seconds()
         projections = self._product_seconds(model.attention, tp, 2 * dim)
-        inner = layer.matrices * dim * model.inner
-        dense = self._product_seconds(inner, tp, dim + model.inner)
+        up = self._product_seconds(model.attention_up, tp, 0.0) if model.attention_up else 0.0
+        norms = 10 * token_bytes / tp / self._rates.memory
+        copied_bytes = tokens * model.attention_copied * layer.element_bytes
+        copies = copied_bytes / tp / self._rates.memory
+
+        dense_weights = layer.matrices * dim * model.inner
+        dense = self._product_seconds(dense_weights, tp, dim + model.inner)
+        shared = 0.0
+        if model.shared_hidden:
+            shared_weights = layer.matrices * dim * model.shared_hidden
+            shared = self._product_seconds(shared_weights, 1, dim + model.shared_hidden)
         output, loss = self._output_seconds()
         return ForwardSeconds(
-            attention=projections + scores + copies + between + over_tp,
+            attention=projections + scores + norms + copies + over_tp,
             projections=projections,
             scores=scores,
-            up=self._product_seconds(model.attention_up, tp, 0.0) if model.attention_up else 0.0,
-            copies=copies,
-            dense=dense + copies / 2 + over_tp,
+            up=up,
+            copies=norms,
+            dense=dense + norms / 2 + over_tp,
             dense_product=dense,
             output=output,
             unembed=loss + output,
-            shared=(
-                self._product_seconds(layer.matrices * dim * hidden, 1, dim + hidden)
-                if hidden
-                else 0.0
-            ),
+            shared=shared,
         )
 
     def _over_tp_seconds(self, num_bytes: float) -> float:
@@ -763,14 +804,19 @@ class StepCostModel:
         return all_reduce_seconds(self.cluster, self.grid, num_bytes, self.grid.tp)
 
     def _product_seconds(self, weights: float, num_parts: int, read: float) -> float:
-        """Return the seconds of a micro-batch's products with some parameters; `read` values of
-        each row are cast if products are narrower."""
+        """Return the seconds of a micro-batch's dense products, one row per token.
+
+        Args:
+            weights: parameters of the matrices, which `num_parts` ranks divide.
+            num_parts: number of these ranks.
+            read: values of a row that are cast if products are narrower than activations.
+        """
         layer = self.model.layer
         rates = self.simulator.rates_of(layer.products or layer.dtype)
         rows = np.array([float(layer.tokens)])
-        seconds = rates.product_seconds(
-            rows, 2 * weights / num_parts, weights * layer.element_bytes / num_parts
-        )
+        operations_per_row = 2 * weights / num_parts
+        weight_bytes = weights * layer.element_bytes / num_parts
+        seconds = rates.product_seconds(rows, operations_per_row, weight_bytes)
         cast = layer.tokens * read * rates.cast_bytes / num_parts / rates.memory
         return float(seconds[0]) + cast
 
@@ -781,24 +827,28 @@ class StepCostModel:
         layer = model.layer
         tp = self.grid.tp
         rows = np.array([float(layer.tokens)])
-        scores = float(self._rates.product_seconds(rows, model.scores / tp, 0.0)[0])
-        scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
+        at_full_rate = float(self._rates.product_seconds(rows, model.scores / tp, 0.0)[0])
+        scores = at_full_rate / self.cluster.device.scores.of(model.score_kernel, model.head_dim)
+
         width = model.key_values or 2 * layer.dim
-        passed = layer.tokens * width * layer.element_bytes * model.shares_sequence / tp
-        passing = self._node.all_reduce_seconds(passed, tp, model.shares_sequence)
-        return max(scores, passing / 2)
+        passed_bytes = layer.tokens * width * layer.element_bytes * model.shares_sequence / tp
+        # an all-gather of keys and values round the ring is half of an all-reduce
+        passing = self._node.all_reduce_seconds(passed_bytes, tp, model.shares_sequence) / 2
+        return max(scores, passing)
 
     def _output_seconds(self) -> tuple[float, float]:
-        """Return the seconds of the product with the output matrix, and of the loss."""
+        """Return the seconds of the product with the output matrix, and a third of those of the
+        loss, forward and backward."""
         model = self.model
         layer = model.layer
         logits = model.vocab / self.grid.tp
         if not logits:
             return 0.0, 0.0
         rows = np.array([float(layer.tokens)])
-        operations = 2 * layer.dim * logits
+        operations_per_row = 2 * layer.dim * logits
         weight_bytes = layer.dim * logits * layer.element_bytes
-        output = float(self._rates.product_seconds(rows, operations, weight_bytes)[0])
+        output = float(self._rates.product_seconds(rows, operations_per_row, weight_bytes)[0])
+        # callers count this three times, as they do the product
         loss = layer.tokens * logits * model.loss_bytes / self._rates.memory / 3
         return output, loss
 
@@ -815,69 +865,78 @@ class StepCostModel:
         in float32, at the end.
         """
         model = self.model
-        dense, experts = self._unit_seconds
-        units = model.num_layers * dense + model.moe_layers * experts
-        root = self.root_parameters * self._gradient_bytes
-        ends = self._node.all_reduce_seconds(root, self.grid.tp, self.num_shards[0]) / 2
+        # seconds of scattering the gradients of all blocks, and of the root
+        blocks = self._scatter_seconds
+        root_bytes = self.root_parameters * self._gradient_bytes
+        root = self._node.all_reduce_seconds(root_bytes, self.grid.tp, self.num_shards[0]) / 2
+        if not model.gathers_per_block:
+            return self._whole_movements(blocks + root)
+        reduced = 0.0 if model.is_frozen else blocks + self._copy_seconds
+        if model.held != "nothing":
+            return self._held_movements(blocks, root, reduced)
+
         count = model.micro_batches
-        gathered = self._gather_ratio
-        is_trained = not model.is_frozen
-        if model.gathers_per_block:
-            adapters = self._node.all_reduce_seconds(4 * model.adapters[0], 1, self.grid.world)
-            scattered = units + self._copy_seconds if is_trained else 0.0
-            if model.held != "nothing":
-                return self._held_movements(units, ends, scattered)
-            return (
-                Moving(count, (2 * gathered + is_trained) * ends, "nothing"),
-                Moving(count, gathered * units, "forward"),
-                Moving(count, gathered * units + scattered, "backward"),
-                Moving(1, adapters, "nothing"),
-            )
-        whole = model.sharded == "none"
-        units = units + ends
-        narrow = model.layer.element_bytes / self._gradient_bytes
-        reduced = (2.0 if whole else 1.0) * units + self._copy_seconds
+        gather_ratio = self._gather_ratio  # gathering parameters over scattering their gradients
+        # the root is gathered in both passes, and its gradients are scattered
+        root_scatters = 2 * gather_ratio + (0 if model.is_frozen else 1)
+        shared_adapters, _ = model.adapters
+        adapters = self._node.all_reduce_seconds(4 * shared_adapters, 1, self.grid.world)
         return (
-            Moving(
-                1,
-                0.0 if whole else narrow * units,
-                "forward" if model.hides_parameters else "nothing",
-            ),
-            Moving(
-                count if model.sharded == "gradients" else 1,
-                reduced,
-                "backward" if model.hides_gradients else "nothing",
-            ),
+            Moving(count, root_scatters * root, "nothing"),
+            Moving(count, gather_ratio * blocks, "forward"),
+            Moving(count, gather_ratio * blocks + reduced, "backward"),
+            Moving(1, adapters, "nothing"),
         )
 
-    def _held_movements(self, units: float, ends: float, scattered: float) -> tuple[Moving, ...]:
+    def _whole_movements(self, scattered: float) -> tuple[Moving, ...]:
+        """What moves if parameters are whole during a step.
+
+        Args:
+            scattered: seconds of scattering the gradients of all blocks and of the root.
+        """
+        model = self.model
+        gathered = 0.0
+        reduced = 2.0 * scattered + self._copy_seconds  # an all-reduce: a scatter and a gathering
+        if model.sharded != "none":
+            # parameters are gathered in the dtype of activations
+            gather_ratio = model.layer.element_bytes / self._gradient_bytes
+            gathered = gather_ratio * scattered
+            reduced = scattered + self._copy_seconds
+        reductions = model.micro_batches if model.sharded == "gradients" else 1
+        return (
+            Moving(1, gathered, "forward" if model.hides_parameters else "nothing"),
+            Moving(reductions, reduced, "backward" if model.hides_gradients else "nothing"),
+        )
+
+    def _held_movements(self, blocks: float, root: float, reduced: float) -> tuple[Moving, ...]:
         """What moves if a rank holds whole gradients between micro-batches, or parameters too.
 
         Args:
-            units: seconds of scattering the gradients of all blocks.
-            ends: the same of embedding and output.
-            scattered: seconds in which the gradients of blocks are reduced, between replicas too.
+            blocks: seconds of scattering the gradients of all blocks.
+            root: the same of embedding and output.
+            reduced: seconds in which the gradients of blocks are reduced, between replicas too.
         """
         count = self.model.micro_batches
-        gathered = self._gather_ratio
+        gather_ratio = self._gather_ratio  # gathering parameters over scattering their gradients
         copies, _ = self.replicas
         shards, _ = self.num_shards
-        root = self.root_parameters * self._gradient_bytes / shards
-        between = self._node.all_reduce_seconds(root, self.grid.tp * shards, copies)
-        reduced_ends = Moving(1, 0.0 if self.model.is_frozen else ends + between, "nothing")
+        shard_bytes = self.root_parameters * self._gradient_bytes / shards
+        between_copies = self._node.all_reduce_seconds(shard_bytes, self.grid.tp * shards, copies)
+        root_reduced = 0.0 if self.model.is_frozen else root + between_copies
         if self.model.held == "parameters":
             return (
-                Moving(1, gathered * ends, "nothing"),
-                Moving(1, gathered * units, "forward"),
-                Moving(1, scattered, "backward"),
-                reduced_ends,
+                Moving(1, gather_ratio * root, "nothing"),
+                Moving(1, gather_ratio * blocks, "forward"),
+                Moving(1, reduced, "backward"),
+                Moving(1, root_reduced, "nothing"),
             )
         return (
-            Moving(count, 2 * gathered * ends, "nothing"),
-            Moving(count, gathered * units, "forward"),
-            Moving(count - 1, gathered * units, "backward"),
-            Moving(1, gathered * units + scattered, "backward"),
-            reduced_ends,
+            Moving(count, 2 * gather_ratio * root, "nothing"),
+            Moving(count, gather_ratio * blocks, "forward"),
+            # the last micro-batch's backward pass reduces the gradients too
+            Moving(count - 1, gather_ratio * blocks, "backward"),
+            Moving(1, gather_ratio * blocks + reduced, "backward"),
+            Moving(1, root_reduced, "nothing"),
         )
 
     @cached_property
@@ -886,7 +945,8 @@ class StepCostModel:
         a pass for which they keep the level busy."""
         dense, experts = self.block_parameters
         root = 0.0 if self.model.gathers_per_block else self.root_parameters
-        moved = [
+        # (how often, parameters, distance between the ranks that share them, number of these ranks)
+        kinds = [
             (self.model.num_layers, dense, self._strides[0], self.num_shards[0]),
             (self.model.moe_layers, experts, self._strides[1], self.num_shards[1]),
             (1, root, self._strides[0], self.num_shards[0]),
@@ -894,22 +954,23 @@ class StepCostModel:
         names = self._node.names
         busy: dict[str, float] = {}
         total = 0.0
-        for count, parameters, stride, shards in moved:
+        for count, parameters, stride, shards in kinds:
             if shards == 1 or not count * parameters:
                 continue
-            num_bytes = parameters * self._gradient_bytes
-            load = self._node.all_reduce_load(num_bytes, stride, shards)
+            # a scatter or a gathering takes half as long as an all-reduce
+            load = self._node.all_reduce_load(parameters * self._gradient_bytes, stride, shards)
             total += count * load.alone / 2
-            slowest: dict[str, float] = {}
+            level_busy: dict[str, float] = {}
             for link, seconds in zip(load.links, load.seconds):
                 level = self.simulator.level_of(names[int(link)])
-                slowest[level] = max(slowest.get(level, 0.0), float(seconds) / 2)
-            for level, seconds in slowest.items():
+                level_busy[level] = max(level_busy.get(level, 0.0), float(seconds) / 2)
+            for level, seconds in level_busy.items():
                 busy[level] = busy.get(level, 0.0) + count * seconds
         return {level: seconds / total for level, seconds in busy.items()}
 
-    def _busy(self, run: Passes) -> dict[str, float]:
-        """Return the seconds for which a pass of an MoE layer keeps each level of links busy."""
+    def _level_seconds(self, run: Passes) -> dict[str, float]:
+        """Return the seconds for which a pass of an MoE layer keeps the busiest link of each level
+        busy."""
         busy: dict[str, float] = {}
         for name, seconds in run.link_seconds.items():
             level = self.simulator.level_of(name)
@@ -926,51 +987,56 @@ class StepCostModel:
         """
         if self.cluster.host.runs_compute or moved.behind == "nothing":
             return moved.seconds
-        recomputed_forwards = self.model.recomputes("moe") if moved.behind == "backward" else 0.0
-        run = backward if moved.behind == "backward" else forward
+        run = forward
+        recomputed_forwards = 0.0
+        if moved.behind == "backward":
+            run = backward
+            recomputed_forwards = self.model.recomputes("moe")
         layers = self.model.moe_layers
-        pass_seconds = self._around_moves(moved.behind) + layers * (
-            run.seconds + recomputed_forwards * forward.seconds
-        )
-        busy = self._busy(run)
-        busy_again = self._busy(forward) if recomputed_forwards else {}
-        level_seconds = [
-            moved.seconds * share
-            + layers * (busy.get(level, 0.0) + recomputed_forwards * busy_again.get(level, 0.0))
-            for level, share in self._moving_shares.items()
-        ]
-        return max(0.0, *(each - pass_seconds for each in (moved.seconds, *level_seconds)))
+        layer_seconds = run.seconds + recomputed_forwards * forward.seconds
+        pass_seconds = self._around_moves(moved.behind) + layers * layer_seconds
+
+        run_busy = self._level_seconds(run)
+        forward_busy = self._level_seconds(forward) if recomputed_forwards else {}
+        exposed = max(0.0, moved.seconds - pass_seconds)
+        for level, share in self._moving_shares.items():
+            recomputed_busy = recomputed_forwards * forward_busy.get(level, 0.0)
+            traffic = layers * (run_busy.get(level, 0.0) + recomputed_busy)
+            exposed = max(exposed, moved.seconds * share + traffic - pass_seconds)
+        return exposed
 
     def _around_moves(self, behind: str) -> float:
-        """Return the seconds of a pass outside the programs of MoE layers, behind which parameters
-        or gradients move; what is recomputed belongs to the backward pass."""
+        """Return the seconds of a pass ("forward" or "backward") outside the programs of MoE
+        layers, behind which parameters or gradients move; what is recomputed belongs to the
+        backward pass."""
         model = self.model
         dense = (model.num_layers - model.moe_layers) * self.forward.dense
         shared = model.moe_layers * self.forward.shared
-        ahead = model.num_layers * self.forward.attention + dense + shared
+        forward_seconds = model.num_layers * self.forward.attention + dense + shared
         if behind == "forward":
-            return ahead
-        again = model.num_layers * self._attention_recomputed + model.recomputes("mlp") * dense
-        again += model.recomputes("moe", "shared_experts") * shared
-        return 2 * ahead + again
+            return forward_seconds
+        recomputed = model.num_layers * self._attention_recomputed + model.recomputes("mlp") * dense
+        recomputed += model.recomputes("moe", "shared_experts") * shared
+        return 2 * forward_seconds + recomputed
 
     @cached_property
     def optimizer_seconds(self) -> float:
         """Seconds in which an optimizer step reads and writes memory.
 
         For the parameters that a rank steps, gradients are read for their norm, read and written to
-        clip them, and read together with parameters and two moments, which are written. If products
-        read separate copies of the parameters, these are written from the masters. Whole gradients
-        then lie in a buffer, which is averaged, checked for non-finite numbers, and zeroed
-        (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
+        clip them, and read together with parameters and two moments, which are written: ten values
+        a parameter. If products read separate copies of the parameters, these are written from the
+        masters. Whole gradients then lie in a buffer, which is averaged, checked for non-finite
+        numbers, and zeroed (Megatron-LM, `core/optimizer` and
+        `core/distributed/param_and_grad_buffer.py`).
         """
         size = self.model.parameter_bytes
         stepped = self.stepped_parameters
         moved = stepped * 10 * size
         if not self.model.gathers_per_block:
-            moved += (
-                stepped * (size + self.model.layer.element_bytes) + self.whole_parameters * 4 * size
-            )
+            copied = stepped * (size + self.model.layer.element_bytes)
+            buffer = self.whole_parameters * 4 * size
+            moved += copied + buffer
         return moved / self._rates.memory
 
     @property
@@ -978,12 +1044,14 @@ class StepCostModel:
         """Values of a rank's experts between activation and last matrix, in one MoE layer."""
         layer = self.model.layer
         grid = self.grid
-        return grid.dp * layer.copies / (grid.ep * grid.edp) * layer.hidden / grid.etp
+        rows = grid.dp * layer.copies / (grid.ep * grid.edp)
+        return rows * layer.hidden / grid.etp
 
     @cached_property
     def compute_bound(self) -> float:
         """Seconds of computation of a step, with each expert in one product."""
-        passes = (self.forward_passes + self.model.layer.backward_products) * self.model.moe_layers
+        passes_per_layer = self.forward_passes + self.model.layer.backward_products
+        passes = passes_per_layer * self.model.moe_layers
         return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
 
     @property
@@ -996,10 +1064,11 @@ class StepCostModel:
         """Seconds of the busiest link of a step if every token crossed the link once for all
         experts behind it, or the weights did if they are fewer bytes; or of moving parameters and
         gradients, if that takes longer."""
-        passes = self.model.micro_batches * 2 * (self.forward_passes + 1) * self.model.moe_layers
-        return max(
-            [self.moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)]
-        )
+        # twice, since copies go to the experts and results come back
+        crossings_per_layer = 2 * (self.forward_passes + 1)
+        crossings = self.model.micro_batches * crossings_per_layer * self.model.moe_layers
+        bounds = [crossings * self._crossing_seconds(link) for link in self._links]
+        return max([self.moving_seconds, *bounds])
 
     def floor(self, *, compression: float = 1.0) -> float:
         """Return a lower bound on the seconds of any plan on this layout.
@@ -1016,13 +1085,15 @@ class StepCostModel:
         forward = max(compute, crossing)
         recomputed = (self.forward_passes - 1) * forward
         backward = recomputed + max(model.layer.backward_products * compute, crossing)
-        passes = max(forward, self._uncovered_moves("forward"))
-        passes += max(backward, self._uncovered_moves("backward"))
-        return self._outside_seconds + model.micro_batches * passes
+
+        forward = max(forward, self._uncovered_moves("forward"))
+        backward = max(backward, self._uncovered_moves("backward"))
+        return self._outside_seconds + model.micro_batches * (forward + backward)
 
     def _least_crossing_seconds(self, compression: float) -> float:
         """Return the seconds for which the busiest link carries tokens in a pass through all MoE
-        layers, at least; 0 if another micro-batch's computation hides them."""
+        layers, at least; 0 if another micro-batch's computation hides them. `compression` is that
+        of `floor`."""
         if self.model.overlapped:
             return 0.0
         slowest = max([0.0, *map(self._crossing_seconds, self._links)])
@@ -1035,16 +1106,15 @@ class StepCostModel:
         model = self.model
         if not model.gathers_per_block or model.held != "nothing":
             return 0.0  # they do not move in every pass
-        dense, experts = self._unit_seconds
-        scattering = model.num_layers * dense + model.moe_layers * experts
         # a gathering of the parameters takes as long as so many scatterings of their gradients
         scatterings = self._gather_ratio
         if behind == "backward" and not model.is_frozen:
             scatterings += 1  # backward gathers again, and scatters the gradients
-        return scatterings * scattering - self._around_moves(behind)
+        return scatterings * self._scatter_seconds - self._around_moves(behind)
 
     @property
     def _outside_seconds(self) -> float:
+        """Seconds of a step outside MoE layers."""
         return self.model.micro_batches * self._around_seconds + self.optimizer_seconds
 
     @property
@@ -1083,14 +1153,12 @@ class StepCostModel:
         """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and
         experts'."""
         model = self.model
-        dense = (
-            model.dense_parameters - model.embeddings * model.vocab * model.layer.dim
-        ) / model.num_layers
-        dense = dense / self.grid.tp + model.shared_parameters / model.num_layers
+        table = model.embeddings * model.vocab * model.layer.dim
+        dense_per_block = (model.dense_parameters - table) / model.num_layers
+        dense = dense_per_block / self.grid.tp + model.shared_parameters / model.num_layers
         # A stage of dense blocks alone has no experts.
-        return dense, model.expert_parameters / max(model.moe_layers, 1) / (
-            self.grid.ep * self.grid.etp
-        )
+        experts_per_layer = model.expert_parameters / max(model.moe_layers, 1)
+        return dense, experts_per_layer / (self.grid.ep * self.grid.etp)
 
     @property
     def root_parameters(self) -> float:
@@ -1114,53 +1182,64 @@ class StepCostModel:
         return self.grid.dp // copies, self.grid.edp // expert_copies
 
     @cached_property
-    def _unit_seconds(self) -> tuple[float, float]:
-        """Seconds of scattering a block's dense gradients over dp, and its experts' over edp: half
-        of an all-reduce."""
-        dense, experts = (
-            self._node.all_reduce_seconds(count * self._gradient_bytes, stride, shards) / 2
-            for count, stride, shards in zip(self.block_parameters, self._strides, self.num_shards)
+    def _scatter_seconds(self) -> float:
+        """Seconds of scattering the gradients of all blocks: dense ones over dp, experts' over edp.
+        A scatter is half of an all-reduce."""
+        parameters, expert_parameters = self.block_parameters
+        stride, expert_stride = self._strides
+        shards, expert_shards = self.num_shards
+        size = self._gradient_bytes
+        dense = self._node.all_reduce_seconds(parameters * size, stride, shards) / 2
+        experts = (
+            self._node.all_reduce_seconds(expert_parameters * size, expert_stride, expert_shards)
+            / 2
         )
-        return dense, experts
+        return self.model.num_layers * dense + self.model.moe_layers * experts
 
     @cached_property
     def _copy_seconds(self) -> float:
         """Seconds in which the replicas of shards all-reduce the gradients of all blocks."""
-        model = self.model
-        dense, experts = (
-            self._node.all_reduce_seconds(
-                count * self._gradient_bytes / shards, stride * shards, copies
-            )
-            for count, stride, shards, copies in zip(
-                self.block_parameters, self._strides, self.num_shards, self.replicas
-            )
+        parameters, expert_parameters = self.block_parameters
+        stride, expert_stride = self._strides
+        shards, expert_shards = self.num_shards
+        copies, expert_copies = self.replicas
+        size = self._gradient_bytes
+        # replicas of a shard are as far apart as the ranks of one replica reach
+        dense = self._node.all_reduce_seconds(parameters * size / shards, stride * shards, copies)
+        experts = self._node.all_reduce_seconds(
+            expert_parameters * size / expert_shards, expert_stride * expert_shards, expert_copies
         )
-        return model.num_layers * dense + model.moe_layers * experts
+        return self.model.num_layers * dense + self.model.moe_layers * experts
 
     @cached_property
     def _expert_seconds(self) -> float:
         """Seconds of one forward pass of a rank's experts, each in one product."""
         layer = self.model.layer
         grid = self.grid
-        rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
-        work = layer.matrices * layer.dim * layer.hidden / grid.etp
+        rows_per_expert = grid.dp * layer.copies / layer.num_experts / grid.edp
+        parameters = layer.matrices * layer.dim * layer.hidden / grid.etp
         rates = self.simulator.rates_of(layer.products or layer.dtype)
-        seconds = rates.product_seconds(rows, 2.0 * work, work * layer.weight_bytes, grouped=True)
-        return float(seconds[0]) * layer.num_experts / grid.ep
+        seconds_per_expert = rates.product_seconds(
+            np.array([rows_per_expert]),
+            2.0 * parameters,
+            parameters * layer.weight_bytes,
+            grouped=True,
+        )
+        return float(seconds_per_expert[0]) * layer.num_experts / grid.ep
 
     @property
     def _links(self) -> list[Link]:
         """Levels that every message out of a run of devices crosses."""
-        crosses = self.grid.world > self.cluster.devices_per_node
-        return [
-            link
-            for link in self.cluster.links
-            if not link.shared
-            and link.carries != "inside"
-            and link.devices <= self.cluster.devices_per_node
-            and (crosses or link.carries == "all")
-            and not (self.cluster.peers and link.devices < self.cluster.devices_per_node)
-        ]
+        per_node = self.cluster.devices_per_node
+        spans_nodes = self.grid.world > per_node
+        links = []
+        for link in self.cluster.links:
+            is_inner = link.devices < per_node
+            bypassed = self.cluster.peers and is_inner  # by direct links between devices
+            carries_some = link.carries == "all" or (link.carries == "outside" and spans_nodes)
+            if carries_some and not link.shared and link.devices <= per_node and not bypassed:
+                links.append(link)
+        return links
 
     def _crossing_seconds(self, link: Link) -> float:
         """Return the seconds for which a link is busy in one direction if each token crosses it
@@ -1176,7 +1255,9 @@ class StepCostModel:
         other_runs = runs - max(1, grid.tp // devices)  # a tp group's own runs have its tokens
         if other_runs <= 0 or layer.num_experts < runs:
             return 0.0
-        tokens = node_tokens_per_node(layer, runs, 1) * other_runs * grid.dp * devices / grid.world
+        tokens_per_run = node_tokens_per_node(layer, runs, 1)
+        tokens = tokens_per_run * other_runs * grid.dp * devices / grid.world
+        # weights are counted in rows of `dim`, as tokens are
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
         num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
         return num_bytes / link.slowest(self.cluster.nodes)
@@ -1202,62 +1283,72 @@ def layer_passes(
     experts = layer.num_experts // grid.ep
     rows = grid.dp * layer.copies / layer.num_experts / grid.edp
     rates = rates_of(cluster, layer.products or layer.dtype)
-    per_expert = np.array([rows])
-    work = layer.matrices * layer.dim * layer.hidden / grid.etp
+    rows_per_expert = np.array([rows])
+    parameters = layer.matrices * layer.dim * layer.hidden / grid.etp
     units = layer.hidden / grid.etp
-    seconds = rates.product_seconds(per_expert, 2.0 * work, work * layer.weight_bytes, grouped=True)
-    seconds += rates.traffic_seconds(
-        per_expert, layer.dim, units, layer.matrices, layer.element_bytes
+    seconds = rates.product_seconds(
+        rows_per_expert, 2.0 * parameters, parameters * layer.weight_bytes, grouped=True
     )
-    further = (
-        [
-            float(frozen_seconds(per_expert, units, layer, rates, is_backward=is_backward)[0])
-            * experts
-            for is_backward in (False, True)
-        ]
-        if layer.frozen_bytes
-        else [0.0, 0.0]
+    seconds += rates.traffic_seconds(
+        rows_per_expert, layer.dim, units, layer.matrices, layer.element_bytes
     )
     products = float(seconds[0]) * experts
-    moves = 2 if deepep or grid.ep == 1 else 4
-    copies = moves * 2 * rows * experts * layer.dim * layer.element_bytes / rates.memory
+
+    frozen_forward = 0.0
+    frozen_backward = 0.0
+    if layer.frozen_bytes:
+        further = frozen_seconds(rows_per_expert, units, layer, rates, is_backward=False)
+        further_backward = frozen_seconds(rows_per_expert, units, layer, rates, is_backward=True)
+        frozen_forward = float(further[0]) * experts
+        frozen_backward = float(further_backward[0]) * experts
+
+    # sorting reads and writes each row, before and behind both all-to-alls
+    sorts = 2 if deepep or grid.ep == 1 else 4
+    sorting = sorts * 2 * rows * experts * layer.dim * layer.element_bytes / rates.memory
     links, latency = _all_to_all(cluster, grid, layer, deepep)
-    moving = max(links.values(), default=0.0) + latency
-    both = {name: 2 * busy for name, busy in links.items()}
+    all_to_all = max(links.values(), default=0.0) + latency
+    link_seconds = {name: 2 * busy for name, busy in links.items()}  # there and back
+    forward = products + frozen_forward + sorting
+    backward = layer.backward_products * products + frozen_backward + sorting
     return (
-        LayerPass(products + further[0] + copies, 2 * moving, both),
-        LayerPass(layer.backward_products * products + further[1] + copies, 2 * moving, both),
+        LayerPass(forward, 2 * all_to_all, link_seconds),
+        LayerPass(backward, 2 * all_to_all, link_seconds),
     )
 
 
 def _all_to_all(
     cluster: ClusterSpec, grid: Grid, layer: Workload, deepep: bool
 ) -> tuple[dict[str, float], float]:
-    """Return the seconds for which each link is busy with an all-to-all, and its latency."""
+    """Return the seconds for which each link is busy with an all-to-all, by its name, and the
+    latency of the all-to-all."""
     group = grid.ep * grid.etp
     per_node = grid.ranks_per_node or grid.world
     if group == 1:
         return {}, 0.0
     topology = one_node(cluster, grid.world, grid.ranks_per_node)
-    source, other = (
-        each.ravel() for each in np.meshgrid(np.arange(per_node), np.arange(group), indexing="ij")
-    )
-    target = source // group * group + other
-    row = layer.dim * layer.element_bytes / grid.tp
-    sent = np.full(len(source), layer.copies / grid.ep * row)
+    # one message from each rank of a node to each rank of its group
+    source = np.repeat(np.arange(per_node), group)
+    position_in_group = np.tile(np.arange(group), per_node)
+    target = source // group * group + position_in_group
+    row_bytes = layer.dim * layer.element_bytes / grid.tp
+    message_bytes = np.full(len(source), layer.copies / grid.ep * row_bytes)
     if deepep:
         nodes = max(group // per_node, 1)
-        inside = min(group, per_node)
-        sent = np.where(
+        ranks_inside = min(group, per_node)
+        message_bytes = np.where(
             target // per_node != source // per_node,
-            node_tokens_per_node(layer, nodes, 1) / inside * row,
-            node_tokens_per_node(layer, grid.ep, 1) * nodes * row,
+            # each rank sends its part of a node's tokens to the rank in the same place
+            node_tokens_per_node(layer, nodes, 1) / ranks_inside * row_bytes,
+            # which passes on the tokens that came from all nodes
+            node_tokens_per_node(layer, grid.ep, 1) * nodes * row_bytes,
         )
     apart = source != target
-    load = topology.loads(source[apart], target[apart], sent[apart], np.ones(int(apart.sum())))
-    return {
+    messages = np.ones(int(apart.sum()))
+    load = topology.loads(source[apart], target[apart], message_bytes[apart], messages)
+    link_seconds = {
         topology.names[link]: float(busy) for link, busy in zip(load.links, load.seconds)
-    }, load.latency
+    }
+    return link_seconds, load.latency
 
 
 def reduce_seconds(
@@ -1284,11 +1375,14 @@ def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks
     """
     by_rings = reduce_seconds(cluster, grid, num_bytes, 1, ranks)
     per_node = grid.ranks_per_node or grid.world
-    if not 2 < ranks <= per_node or num_bytes == 0 or not any(link.adds for link in cluster.links):
+    has_switch = any(link.adds for link in cluster.links)
+    if not has_switch or not 2 < ranks <= per_node or num_bytes == 0:
         return by_rings
     devices = np.arange(per_node)
-    sent = np.full(per_node, (1 + 1 / ranks) * num_bytes)
+    # what a rank sends to the switch loads its links as a message to the next rank of its group
+    next_devices = devices // ranks * ranks + (devices + 1) % ranks
+    sent_bytes = np.full(per_node, (1 + 1 / ranks) * num_bytes)
     messages = np.full(per_node, 2.0)
     topology = one_node(cluster, grid.world, grid.ranks_per_node)
-    load = topology.loads(devices, devices // ranks * ranks + (devices + 1) % ranks, sent, messages)
+    load = topology.loads(devices, next_devices, sent_bytes, messages)
     return min(by_rings, load.alone + load.latency)

@@ -1,12 +1,19 @@
-"""The memory of a training step on a rank, under the closed form of `step.py`."""
+"""The memory of a training step on a rank, under the closed form of `step.py`.
+
+A rank keeps bytes from the forward to the backward pass (activations), and needs further bytes
+while a layer runs (buffers). States are parameters, gradients and the optimizer's moments. "Whole"
+is before sharding over data-parallel ranks. Values are wide in the dtype of activations, and narrow
+in that of products if it has fewer bytes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from moesaic.planner.rank_memory import Memory, layer_memory
 from moesaic.planner.simulator import Simulator
-from moesaic.planner.step import StepCostModel
+from moesaic.planner.step import StepCostModel, StepModel
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes
@@ -38,7 +45,7 @@ def step_memory(
         sizes: of a call of the forward program; the rank with the most rows counts. None: even
             routing.
     """
-    of_layer = layer_bytes(
+    kept_bytes, buffers = layer_bytes(
         cost_model.simulator,
         cost_model.model.layer,
         forward,
@@ -47,7 +54,7 @@ def step_memory(
         memory_budget=memory_budget,
         sizes=sizes,
     )
-    return rank_memory(cost_model, *of_layer)
+    return rank_memory(cost_model, kept_bytes, buffers)
 
 
 def layer_bytes(
@@ -76,63 +83,43 @@ def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) ->
     from the start if the step has several micro-batches, or they are not sharded like parameters.
     """
     model = cost_model.model
-    layer = model.layer
-    kept, block, again = _kept_bytes(cost_model, kept_bytes)
-    logits = layer.tokens * model.vocab / cost_model.grid.tp * bool(model.outputs)
-    at_loss = logits * model.loss_kept / model.loss_chunks
+    kept = _kept_bytes(cost_model, kept_bytes)
     states, moving = _states(cost_model)
-    backward = again + buffers + logits * model.logits_kept
-    last = replace(states, activations=kept, buffers=moving + max(at_loss, backward))
+    logits = 0.0
+    if model.outputs:
+        logits = model.layer.tokens * model.vocab / cost_model.grid.tp
+    at_loss = logits * model.loss_kept / model.loss_chunks
+    backward = kept.recomputed + buffers + logits * model.logits_kept
+    # at the loss, or in the backward pass of the last block
+    last = replace(states, activations=kept.blocks, buffers=moving + max(at_loss, backward))
     if not model.gathers_per_block or model.micro_batches > 1:
         return last
-    # the layer's buffers have its own experts' gradients
-    own = cost_model.block_parameters[1] * model.parameter_bytes
-    gradients = max(states.gradients - own, 0.0)
-    first = replace(states, gradients=gradients, activations=block, buffers=moving + backward)
-    return max(replace(last, gradients=0.0), first, key=lambda memory: memory.total)
+    # in the backward pass of the first block; the layer's buffers have its own experts' gradients
+    _, expert_parameters = cost_model.block_parameters
+    own_gradients = expert_parameters * model.parameter_bytes
+    other_gradients = max(states.gradients - own_gradients, 0.0)
+    first = replace(
+        states, gradients=other_gradients, activations=kept.block, buffers=moving + backward
+    )
+    last = replace(last, gradients=0.0)
+    return max(last, first, key=lambda memory: memory.total)
 
 
 def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     """Return the parameters, gradients and optimizer states of a rank, and the bytes of whole
     parameters and gradients of blocks besides."""
     model = cost_model.model
-    layer = model.layer
-    narrow = 2 * model.narrow_bytes
-    size = model.parameter_bytes
-    tables = model.moe_layers * model.table_bytes
-    held_parameters = cost_model.held_parameters
     if not model.gathers_per_block:
-        whole_parameters = cost_model.whole_parameters
-        # Sharded gradients of one block are whole while they are reduced.
-        with_gradients = (
-            held_parameters + sum(cost_model.block_parameters)
-            if model.sharded == "gradients"
-            else whole_parameters
-        )
-        weights = whole_parameters * layer.element_bytes
-        states = Memory(
-            weights=weights + narrow * _multiplied_parameters(cost_model) + tables,
-            gradients=with_gradients * size,
-            optimizer=cost_model.stepped_parameters * 3 * size,
-            activations=0.0,
-            buffers=0.0,
-        )
-        return states, 0.0
-    dense, experts = cost_model.block_parameters
-    shards, expert_shards = cost_model.num_shards
-    # FSDP2 gathers experts in the dtype of their products; those that are whole are cast and kept
-    is_whole = expert_shards == 1 and not model.gathered_bytes
-    is_cast = is_whole and layer.element_bytes != size
-    casts = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
-    gathered = (dense if shards > 1 else 0.0) + (experts if expert_shards > 1 else 0.0)
-    root = cost_model.root_parameters if shards > 1 else 0.0
+        return _whole_states(cost_model), 0.0
+    size = model.parameter_bytes
+    held_parameters = cost_model.held_parameters
+    whole_parameters = _sharded_parameters(cost_model)
     gathered_size = model.gathered_bytes or size
-    whole = _sharded_parameters(cost_model)
-    held = whole * gathered_size if model.held == "parameters" else 0.0
-    casted = casts * experts * layer.element_bytes if is_cast else 0.0
-    whole_gradients = 0.0 if model.held == "nothing" else whole
+    held = whole_parameters * gathered_size if model.held == "parameters" else 0.0
+    whole_gradients = 0.0 if model.held == "nothing" else whole_parameters
+    tables = model.moe_layers * model.table_bytes
     states = Memory(
-        weights=held_parameters * size + casted + held + tables,
+        weights=held_parameters * size + _cast_bytes(cost_model) + held + tables,
         gradients=(held_parameters + whole_gradients) * size,
         optimizer=held_parameters * 2 * size,
         activations=0.0,
@@ -140,12 +127,56 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     )
     # two blocks' parameters, one block's gradients, one block's narrow weights, and the embedding
     # and output, which stay whole from the forward to the backward pass; unless these are held
+    dense, experts = cost_model.block_parameters
+    shards, expert_shards = cost_model.num_shards
+    gathered = (dense if shards > 1 else 0.0) + (experts if expert_shards > 1 else 0.0)
+    root = cost_model.root_parameters if shards > 1 else 0.0
     moving = {
         "nothing": (2 * gathered + root) * gathered_size + gathered * size,
         "gradients": (2 * gathered + root) * gathered_size,
         "parameters": 0.0,
     }
-    return states, moving[model.held] + narrow * (dense + experts)
+    narrow_bytes = 2 * model.narrow_bytes * (dense + experts)
+    return states, moving[model.held] + narrow_bytes
+
+
+def _whole_states(cost_model: StepCostModel) -> Memory:
+    """Return the parameters, gradients and optimizer states of a rank whose parameters are
+    whole."""
+    model = cost_model.model
+    whole_parameters = cost_model.whole_parameters
+    with_gradients = whole_parameters
+    if model.sharded == "gradients":
+        # Sharded gradients of one block are whole while they are reduced.
+        with_gradients = cost_model.held_parameters + sum(cost_model.block_parameters)
+    # products read weights in the dtype of activations, or two narrow copies; the optimizer has the
+    # masters and two moments
+    weights = whole_parameters * model.layer.element_bytes
+    narrow_weights = 2 * model.narrow_bytes * _multiplied_parameters(cost_model)
+    tables = model.moe_layers * model.table_bytes
+    return Memory(
+        weights=weights + narrow_weights + tables,
+        gradients=with_gradients * model.parameter_bytes,
+        optimizer=cost_model.stepped_parameters * 3 * model.parameter_bytes,
+        activations=0.0,
+        buffers=0.0,
+    )
+
+
+def _cast_bytes(cost_model: StepCostModel) -> float:
+    """Return the bytes of copies of experts' parameters in the dtype of their products.
+
+    FSDP2 gathers experts in that dtype; those that are whole are cast in the forward pass, and the
+    copies kept for backward, of one layer at a time where blocks are recomputed.
+    """
+    model = cost_model.model
+    _, expert_shards = cost_model.num_shards
+    is_whole = expert_shards == 1 and not model.gathered_bytes
+    if not is_whole or model.layer.element_bytes == model.parameter_bytes:
+        return 0.0
+    _, expert_parameters = cost_model.block_parameters
+    cast_layers = model.moe_layers - model.recomputed_share * (model.moe_layers - 1)
+    return cast_layers * expert_parameters * model.layer.element_bytes
 
 
 def _sharded_parameters(cost_model: StepCostModel) -> float:
@@ -156,48 +187,31 @@ def _sharded_parameters(cost_model: StepCostModel) -> float:
     return (dense if shards > 1 else 0.0) + (experts if expert_shards > 1 else 0.0)
 
 
-def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, float, float]:
-    """Return the bytes that a rank keeps from forward to backward passes, those of one block, and
-    those of blocks that the backward pass recomputes together.
+class _Kept(NamedTuple):
+    """Bytes that a rank keeps from forward to backward passes."""
+
+    blocks: float
+    """Of all blocks and micro-batches."""
+    block: float
+    """Of one block, on average."""
+    recomputed: float
+    """Of blocks that the backward pass recomputes together, while it does."""
+
+
+def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> _Kept:
+    """Return the bytes that a rank keeps from forward to backward passes.
 
     Args:
+        cost_model: of the rank.
         moe_bytes: bytes that one MoE layer's program keeps.
     """
     model = cost_model.model
-    grid = cost_model.grid
-    layer = model.layer
     recomputed = model.recomputed
-    row = layer.tokens * layer.element_bytes / grid.tp
-    dim = layer.dim
-    # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows,
-    # activations' results.
-    read = model.narrow_bytes / layer.element_bytes or 1.0
-    attention = model.attention_kept or 5.5 * dim
-    if "mla_up_proj" in recomputed:
-        attention -= model.attention_up_kept
-    norms = dim if "layernorm" in recomputed else 2 * dim
-    around = (attention + norms - dim * (1 - read)) * row
-    inner = float(layer.matrices - 1)
-    if model.keeps_activated:
-        inner += read
-    dense = dim * row
-    if "mlp" not in recomputed:
-        dense = (dim + inner * model.inner) * row
-    shared = 0.0
-    if "shared_experts" not in recomputed:
-        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes
-    activated = 0.0
-    if model.keeps_activated and "moe_act" not in recomputed:
-        activated = cost_model.activated_values * layer.element_bytes * read
-    activated -= (
-        cost_model.activated_values
-        / layer.hidden
-        * grid.etp
-        * dim
-        * layer.element_bytes
-        * (1 - read)
-    )
-    sparse = dim * row if "moe" in recomputed else moe_bytes + activated + shared
+    # bytes of one value per token
+    row = model.layer.tokens * model.layer.element_bytes / cost_model.grid.tp
+    dim = model.layer.dim
+    around = _attention_bytes(cost_model, row)
+    dense, sparse = _feed_forward_bytes(cost_model, row, moe_bytes)
     recomputed_norms = dim * row if "layernorm" in recomputed else 0.0
     dense_layers = model.num_layers - model.moe_layers
     blocks = (
@@ -205,25 +219,79 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> tuple[float, flo
         + model.moe_layers * sparse
         + dense_layers * dense
     )
-    block = blocks / model.num_layers
     if "block" not in recomputed:
-        together_bytes = moe_bytes if "moe" in recomputed else 0.0
-        return cost_model.alive * blocks, block, together_bytes
+        return _Kept(
+            blocks=cost_model.alive * blocks,
+            block=blocks / model.num_layers,
+            recomputed=moe_bytes if "moe" in recomputed else 0.0,
+        )
     share = model.recomputed_share
     together = model.recomputed_together
     inputs = share * model.num_layers / together * dim * row
-    again = together * (around + max(sparse, dense))
-    return cost_model.alive * (inputs + (1 - share) * blocks), dim * row, again
+    return _Kept(
+        blocks=cost_model.alive * (inputs + (1 - share) * blocks),
+        block=dim * row,
+        recomputed=together * (around + max(sparse, dense)),
+    )
+
+
+def _attention_bytes(cost_model: StepCostModel, row: float) -> float:
+    """Return the bytes that a block keeps outside its feed-forward layer; `row`: bytes of one value
+    per token."""
+    model = cost_model.model
+    dim = model.layer.dim
+    attention = model.attention_kept or 5.5 * dim
+    if "mla_up_proj" in model.recomputed:
+        attention -= model.attention_up_kept
+    norms = dim if "layernorm" in model.recomputed else 2 * dim
+    # the projections' normed input is kept as they read it
+    return (attention + norms - dim * (1 - _read_share(model))) * row
+
+
+def _feed_forward_bytes(
+    cost_model: StepCostModel, row: float, moe_bytes: float
+) -> tuple[float, float]:
+    """Return the bytes that a dense feed-forward layer keeps, and those of an MoE layer; arguments
+    as of `_kept_bytes` and `_attention_bytes`."""
+    model = cost_model.model
+    layer = model.layer
+    recomputed = model.recomputed
+    dim = layer.dim
+    read = _read_share(model)
+    # results of the first products, and of the activation if it is kept, per value of inner width
+    inner = float(layer.matrices - 1)
+    if model.keeps_activated:
+        inner += read
+    dense = dim * row
+    if "mlp" not in recomputed:
+        dense = (dim + inner * model.inner) * row
+    if "moe" in recomputed:
+        return dense, dim * row
+    shared = 0.0
+    if "shared_experts" not in recomputed:
+        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes
+    activated = 0.0
+    if model.keeps_activated and "moe_act" not in recomputed:
+        activated = cost_model.activated_values * layer.element_bytes * read
+    # experts' rows are kept as their products read them, `moe_bytes` has them wide
+    rows = cost_model.activated_values / layer.hidden * cost_model.grid.etp
+    activated -= rows * dim * layer.element_bytes * (1 - read)
+    return dense, moe_bytes + activated + shared
+
+
+def _read_share(model: StepModel) -> float:
+    """Return the bytes of a product's kept input over those of a wide value: of normed inputs,
+    experts' rows and activations' results."""
+    return model.narrow_bytes / model.layer.element_bytes or 1.0
 
 
 def _multiplied_parameters(cost_model: StepCostModel) -> float:
-    """Parameters of a rank that narrow products read: all but embeddings, output and routers."""
+    """Return the parameters of a rank that narrow products read: all but embeddings, output and
+    routers."""
     model = cost_model.model
-    wide = (
-        model.embeddings * model.vocab * model.layer.dim
-        + model.moe_layers * model.layer.dim * model.layer.num_experts
-    )
-    return cost_model.whole_parameters - wide / cost_model.grid.tp
+    table = model.embeddings * model.vocab * model.layer.dim
+    routers = model.moe_layers * model.layer.dim * model.layer.num_experts
+    return cost_model.whole_parameters - (table + routers) / cost_model.grid.tp
 
 
 def least_bytes_of_plans(cost_model: StepCostModel) -> float:
@@ -236,4 +304,5 @@ def least_bytes_of_plans(cost_model: StepCostModel) -> float:
     grid = cost_model.grid
     inputs = grid.dp * layer.copies / grid.world * layer.dim
     results = (layer.matrices - 1) * cost_model.activated_values
-    return rank_memory(cost_model, (inputs + results) * layer.element_bytes, 0.0).total
+    kept_bytes = (inputs + results) * layer.element_bytes
+    return rank_memory(cost_model, kept_bytes, buffers=0.0).total

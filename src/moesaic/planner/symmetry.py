@@ -8,15 +8,20 @@ are free. The number of pieces that two ranks share is a product over digits and
 which digits of the two are equal. So peers fall into classes, and a movement among 100,000 ranks
 costs as much as one among a hundred. The steps of a peer schedule tie the origin's digits of ep to
 the expert's; those are counted by differences.
+
+A digit is named by its place, 0 for the lowest; its stride is the product of the lower sizes. The
+origin of a row is the rank whose token it is, and the home of an expert the rank that stores it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +76,7 @@ class Digits:
         self.block = block or self.per_node
         inner = grid.etp if grid.innermost == "etp" else grid.ep
         etp_stride = 1 if grid.innermost == "etp" else grid.ep
+        # lengths of the runs of consecutive ranks that the mesh and the links tell apart
         runs = {
             1,
             grid.tp,
@@ -89,8 +95,10 @@ class Digits:
         self.strides = np.array(bounds[:-1], dtype=np.int64)
         self.sizes = np.array([long // short for short, long in pairwise(bounds)], dtype=np.int64)
         self._bounds = bounds[:-1]
-        self.axes, self.pairs = cache(self._axes), cache(self._pairs)
-        """Functions of the same names with an underscore, whose results are kept."""
+        self.axes = cache(self._axes)
+        """`_axes`, whose results are kept."""
+        self.pairs = cache(self._pairs)
+        """`_pairs`, whose results are kept."""
 
     def of(self, ranks: np.ndarray) -> np.ndarray:
         """Return the digits of ranks, (n, digits)."""
@@ -107,7 +115,8 @@ class Digits:
             return self.within(self.per_node, max(replica, self.per_node))
         if axis == "local":
             return self.within(1, min(self.per_node, replica))
-        return self.within(*self.grid.spans[axis])
+        stride, reach = self.grid.spans[axis]
+        return self.within(stride, reach)
 
     def _axes(self, axes: tuple[Axis, ...]) -> frozenset[int]:
         """Return the digits of several axes."""
@@ -131,32 +140,32 @@ class Digits:
             group: digits in which members of a group differ.
             listed: further digits to list value by value.
         """
-        sources = np.arange(self.block)
+        group_digits = sorted(group)
         inside = self.within(1, self.block)
-        offsets = []
-        counts = []
+        # of each digit the values that targets have, and the number of values that each stands for
         choices = []
-        for digit in sorted(group):
+        for digit in group_digits:
             size = int(self.sizes[digit])
             if digit in inside or digit in listed:
                 choices.append([(value, 1) for value in range(size)])
             else:
                 choices.append([(0, 1), (1, size - 1)])
+        target_values = []
+        counts = []
         for choice in itertools.product(*choices):
-            offsets.append([value for value, _ in choice])
-            counts.append(int(np.prod([count for _, count in choice], dtype=np.int64)))
-        source = np.repeat(sources, len(offsets))
-        digits = self.of(source)
-        digits[:, sorted(group)] = np.tile(
-            np.array(offsets, dtype=np.int64).reshape(len(offsets), -1), (len(sources), 1)
-        )
-        target = digits @ self.strides
+            target_values.append([value for value, _ in choice])
+            counts.append(math.prod(count for _, count in choice))
+
+        # every rank of the block with every choice of the target's digits in the group
+        num_choices = len(target_values)
+        source = np.repeat(np.arange(self.block), num_choices)
+        values = np.array(target_values, dtype=np.int64).reshape(num_choices, -1)
+        target_digits = self.of(source)
+        target_digits[:, group_digits] = np.tile(values, (self.block, 1))
+        target = target_digits @ self.strides
+        count = np.tile(counts, self.block).astype(np.float64)
         is_other = target != source
-        return Pairs(
-            source[is_other],
-            target[is_other],
-            np.tile(counts, len(sources))[is_other].astype(np.float64),
-        )
+        return Pairs(source[is_other], target[is_other], count[is_other])
 
 
 @dataclass(frozen=True)
@@ -165,9 +174,13 @@ class Box:
     free."""
 
     origin: frozenset[int]
+    """Digits that tell the origins of the flow apart."""
     expert: frozenset[int]
+    """Digits that tell the homes of experts apart."""
     free_origin: frozenset[int]
+    """Of `origin`, those in which the pieces on a rank differ; the others are the rank's."""
     free_expert: frozenset[int]
+    """The same of `expert`."""
 
     @property
     def fixed(self) -> frozenset[int]:
@@ -178,22 +191,41 @@ class Box:
 def box_of(digits: Digits, layout: Layout) -> Box:
     """Return the box of the pieces that a layout holds."""
     flow = FLOWS[layout.flow]
-    spread = digits.axes(layout.spread) | (digits.axis("tp") if layout.whole_tp else frozenset())
-    origin = (
-        frozenset(range(len(digits.sizes))) if flow.origins is None else digits.axes(flow.origins)
-    )
+    spread = digits.axes(layout.spread)
+    if layout.whole_tp:
+        spread |= digits.axis("tp")
+    all_digits = frozenset(range(len(digits.sizes)))
+    origin = all_digits if flow.origins is None else digits.axes(flow.origins)
     expert = digits.axes(flow.homes)
-    free = {"all": expert, "rank": frozenset(), "node": expert & digits.local}[layout.experts]
-    return Box(origin, expert, free_origin=spread & origin, free_expert=free)
+    free_by_experts: dict[str, frozenset[int]] = {
+        "all": expert,
+        "rank": frozenset(),
+        "node": expert & digits.local,
+    }
+    free_expert = free_by_experts[layout.experts]
+    return Box(origin, expert, free_origin=spread & origin, free_expert=free_expert)
 
 
 def steps_of(digits: Digits, layout: Layout) -> frozenset[int]:
     """Return the digits of ep that number the groups of a step; () without steps."""
     if layout.step is None:
         return frozenset()
-    stride = digits.grid.etp if digits.grid.innermost == "etp" else 1
-    group_size = digits.grid.ep // layout.step[1]
-    return digits.axis("ep") & digits.within(stride * group_size, digits.grid.world)
+    _, num_groups = layout.step
+    ep_stride = digits.grid.etp if digits.grid.innermost == "etp" else 1
+    group_size = digits.grid.ep // num_groups
+    return digits.axis("ep") & digits.within(ep_stride * group_size, digits.grid.world)
+
+
+class _Groups(NamedTuple):
+    """The numbers of the groups of origins, or of experts' homes, among the rows of each pair: each
+    base plus each offset."""
+
+    base: np.ndarray
+    """(n,) for each pair: its part by the digits that the pair fixes."""
+    offsets: np.ndarray
+    """(choices,) parts by the digits that are free, for each choice of these."""
+    possible: np.ndarray
+    """(n,) bool: whether the source holds rows that the target holds too."""
 
 
 def pieces_of_step(
@@ -206,33 +238,67 @@ def pieces_of_step(
     target_digits: np.ndarray,
 ) -> np.ndarray:
     """Return, for each pair, the number of (group of the origin, group of the expert's home)
-    combinations among its rows."""
-    order = sorted(ahead)
-    products = np.cumprod(digits.sizes[order])
-    radix = np.concatenate([[1], products[:-1]]).astype(np.int64)
-    possible = np.ones(len(source_digits), dtype=bool)
-    bases = []
-    offsets = []
-    for free_before, free_after in (
-        (before.free_origin, after.free_origin),
-        (before.free_expert, after.free_expert),
-    ):
-        base = np.zeros(len(source_digits), dtype=np.int64)
-        offset = np.zeros(1, dtype=np.int64)
-        for digit, weight in zip(order, radix):
-            if digit in free_before and digit in free_after:
-                offset = (offset[:, None] + weight * np.arange(digits.sizes[digit])).reshape(-1)
-                continue
-            base += weight * (target_digits if digit in free_before else source_digits)[:, digit]
-            if digit not in free_before and digit not in free_after:
-                possible &= source_digits[:, digit] == target_digits[:, digit]
-        bases.append(base)
-        offsets.append(offset)
-    num_differences = np.bincount(
-        ((offsets[1][:, None] - offsets[0]) % step[1]).reshape(-1), minlength=step[1]
+    combinations among its rows, (n,).
+
+    Args:
+        digits: of the mesh.
+        ahead: digits that number the groups (`steps_of`).
+        step: (j, number of groups): a row is in the step if its expert's group is j after its
+            origin's (`Layout.step`).
+        before: the pieces on the source.
+        after: the pieces on the target.
+        source_digits: (n, digits) of the sources.
+        target_digits: (n, digits) of the targets.
+    """
+    distance, num_groups = step
+    origins = _groups(
+        digits, ahead, before.free_origin, after.free_origin, (source_digits, target_digits)
     )
-    pieces: np.ndarray = possible * num_differences[(step[0] - bases[1] + bases[0]) % step[1]]
+    experts = _groups(
+        digits, ahead, before.free_expert, after.free_expert, (source_digits, target_digits)
+    )
+    # how many of the choices of free digits add each difference, modulo the number of groups
+    differences = (experts.offsets[:, None] - origins.offsets) % num_groups
+    num_choices = np.bincount(differences.reshape(-1), minlength=num_groups)
+    missing = (distance - experts.base + origins.base) % num_groups
+    pieces: np.ndarray = (origins.possible & experts.possible) * num_choices[missing]
     return pieces
+
+
+def _groups(
+    digits: Digits,
+    ahead: frozenset[int],
+    free_before: frozenset[int],
+    free_after: frozenset[int],
+    ends: tuple[np.ndarray, np.ndarray],
+) -> _Groups:
+    """Return the groups of the origins, or of the experts' homes, of the rows of each pair.
+
+    Args:
+        digits: of the mesh.
+        ahead: digits that number the groups.
+        free_before, free_after: digits that are free on the source, and on the target.
+        ends: (n, digits) of the sources, and of the targets.
+    """
+    source_digits, target_digits = ends
+    base = np.zeros(len(source_digits), dtype=np.int64)
+    offsets = np.zeros(1, dtype=np.int64)
+    possible = np.ones(len(source_digits), dtype=bool)
+    weight = 1
+    for digit in sorted(ahead):
+        size = int(digits.sizes[digit])
+        is_free_before = digit in free_before
+        is_free_after = digit in free_after
+        if is_free_before and is_free_after:
+            offsets = (offsets[:, None] + weight * np.arange(size)).reshape(-1)
+        elif is_free_before:
+            base += weight * target_digits[:, digit]
+        else:
+            base += weight * source_digits[:, digit]
+            if not is_free_after:
+                possible &= source_digits[:, digit] == target_digits[:, digit]
+        weight *= size
+    return _Groups(base, offsets, possible)
 
 
 class GroupPlaces(NodeMap):
@@ -252,9 +318,10 @@ class GroupPlaces(NodeMap):
 
     def switch_to_group_of(self, member: int) -> GroupPlaces:
         """Switch to the group that contains a rank, and return self."""
-        self._base = (
-            member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
-        )
+        # the group's first rank: that with 0 in all digits of the group
+        upper = sum(member // stride % size * stride for stride, size, _ in self._upper)
+        lower = sum(member // stride % size * stride for stride, size, _ in self._lower)
+        self._base = member - upper - lower
         return self
 
     @property
@@ -264,11 +331,11 @@ class GroupPlaces(NodeMap):
 
     def node(self, rank: int) -> int:
         """Return the number of a rank's node within the group."""
-        return self._value(rank, self._upper, False)
+        return self._number(rank, self._upper)
 
     def local(self, rank: int) -> int:
         """Return a rank's index among the group's ranks on its node."""
-        return self._value(rank, self._lower, False)
+        return self._number(rank, self._lower)
 
     def rank(self, node: int, local: int) -> int:
         """Return the rank with an index on a node."""
@@ -290,8 +357,6 @@ class GroupPlaces(NodeMap):
             member_stride *= size
         return radix
 
-    def _value(self, rank: int, radix: list[tuple[int, int, int]], in_ranks: bool) -> int:
-        return sum(
-            rank // stride % size * (stride if in_ranks else member_stride)
-            for stride, size, member_stride in radix
-        )
+    def _number(self, rank: int, radix: list[tuple[int, int, int]]) -> int:
+        """Return the number that some of a rank's digits form by themselves."""
+        return sum(rank // stride % size * member_stride for stride, size, member_stride in radix)

@@ -1,6 +1,8 @@
 """`timed`: predicts when a program's tasks run on a cluster, given their rows and messages.
 
-The simulator (`simulator.py`) derives the rows and messages.
+The simulator (`simulator.py`) derives the rows and messages. An actor is a rank that is simulated:
+every rank, or one that stands for all. A lane runs its tasks one after the other: computation, or
+movements inside nodes, or those between them.
 """
 
 from __future__ import annotations
@@ -58,11 +60,9 @@ class Simulated:
             return "compute"
         link = max(self.link_seconds, key=lambda name: self.link_seconds[name], default="")
         lane = max(self.lane_seconds, key=lambda name: self.lane_seconds[name])
-        return (
-            link
-            if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane]
-            else f"start-up on lane {lane}"
-        )
+        if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane]:
+            return link
+        return f"start-up on lane {lane}"
 
 
 def timed(
@@ -100,22 +100,24 @@ def costs_of(cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, d
     rates = rates_of(cluster, dtype)
     host = cluster.host
     shape = (len(program.tasks), volumes.num_actors)
-    compute = np.array(
-        [compute_seconds(task, slots, volumes, rates) for task in program.tasks]
-    ).reshape(shape)
+    by_task = [compute_seconds(task, slots, volumes, rates) for task in program.tasks]
+    compute = np.array(by_task).reshape(shape)
     speeds = np.array(cluster.speeds)
     topology = volumes.topology
     if len(speeds) and volumes.num_actors == topology.world:
         # The rates are the slowest device's.
         devices = topology.devices_of(np.arange(topology.world))
         compute *= speeds.min() / speeds[devices % len(speeds)]
+
     issue = np.full(shape, host.task_us * 1e-6)
     movements = movements_of(program, volumes)
+    # of movements that the executor sends as one message, only the first one posts any
     in_earlier_message = {number for bundle in bundles(program) for number in bundle[1:]}
-    for number, moved in enumerate(movements):
-        if number not in in_earlier_message:
-            for movement in moved:
-                issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
+    for number, of_task in enumerate(movements):
+        if number in in_earlier_message:
+            continue
+        for movement in of_task:
+            issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
     return Costs(issue, compute, movements)
 
 
@@ -151,12 +153,12 @@ def account(
     slots = {slot.name: slot for slot in program.slots}
     ends = events.ends.max(axis=0) if len(program.tasks) else np.zeros(volumes.num_actors)
     last = int(ends.argmax())
-    spans = tuple(
-        Span(task.name, task.lane, chunk_of(task, slots), task.stage, float(start), float(end))
-        for task, start, end in zip(program.tasks, events.starts[:, last], events.ends[:, last])
-    )
+    spans = []
+    for task, start, end in zip(program.tasks, events.starts[:, last], events.ends[:, last]):
+        chunk = chunk_of(task, slots)
+        spans.append(Span(task.name, task.lane, chunk, task.stage, float(start), float(end)))
     return Simulated(
-        timeline=Timeline(program.name, spans),
+        timeline=Timeline(program.name, tuple(spans)),
         ends=ends,
         compute_seconds=float(computing.max(initial=0.0)),
         link_seconds=_links(volumes, movements),
@@ -165,13 +167,13 @@ def account(
 
 
 def _links(volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
-    """Return the total seconds for which each link is busy."""
+    """Return the total seconds for which each link is busy, by its name; only links in use."""
     busy = np.zeros(volumes.topology.num_links)
-    for movement in (part for of_task in movements for part in of_task):
-        busy[movement.load.links] += movement.load.seconds
-    return {
-        volumes.topology.names[link]: float(busy[link]) for link in np.flatnonzero(busy).tolist()
-    }
+    for of_task in movements:
+        for movement in of_task:
+            busy[movement.load.links] += movement.load.seconds
+    names = volumes.topology.names
+    return {names[link]: float(busy[link]) for link in np.flatnonzero(busy).tolist()}
 
 
 def _lanes(

@@ -8,10 +8,14 @@ bandwidth), plus the latency of its longest path.
 A folded topology has only the links of one block of ranks: a node, or all nodes behind a switch. It
 serves workloads in which all blocks do the same. A message then counts at the places of its two
 ranks within their blocks, and a link above the block carries the messages of all blocks below it.
+
+An entry is a number of equal messages from one rank to another (`loads`). A level is one `Link` of
+the description, of which there are several links: unit u is the one behind the u-th run of devices.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -65,9 +69,10 @@ class Load:
 
     @cached_property
     def use(self) -> dict[int, Use]:
-        """The demand for each link."""
-        parts = (self.seconds / (self.longest or 1.0)).tolist()
-        return dict(zip(self.links.tolist(), map(Use, parts, self.messages.tolist())))
+        """The demand for each link, by its number."""
+        parts = self.seconds / (self.longest or 1.0)
+        demands = map(Use, parts.tolist(), self.messages.tolist())
+        return dict(zip(self.links.tolist(), demands))
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,12 @@ class Route:
     @classmethod
     def of(cls, num_links: int, num_entries: int) -> Route:
         """Return the route of no messages."""
-        links = (np.zeros(num_links), np.zeros(num_links))
-        return cls(*links, np.zeros(num_entries), np.zeros(num_entries))
+        return cls(
+            seconds=np.zeros(num_links),
+            messages=np.zeros(num_links),
+            latency=np.zeros(num_entries),
+            slowest=np.zeros(num_entries),
+        )
 
     def add(
         self,
@@ -125,17 +134,28 @@ class Route:
         *,
         times: float = 1,
     ) -> None:
-        """Add entries to their links, `times` over; the other arrays have one number for each."""
+        """Add n entries to their links.
+
+        Args:
+            entries: (links,) bool or numbers that select n of the route's entries.
+            links: (n,) number of each entry's link; may repeat.
+            seconds: (n,) seconds for which each entry uses its link.
+            messages: (n,) messages of each entry.
+            times: how often they are added, once for each block whose messages the links carry.
+        """
         np.add.at(self.seconds, links, seconds * times)
         np.add.at(self.messages, links, messages * times)
         self.slowest[entries] = np.maximum(self.slowest[entries], seconds)
 
 
 def _users(links: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the number of devices that use the link of each entry."""
-    units, inverse = np.unique(links, return_inverse=True)
-    counts = [len({*source[links == unit], *target[links == unit]}) for unit in units]
-    return np.array(counts)[inverse]
+    """Return the number of devices that use the link of each entry, (n,)."""
+    units, unit_of_entry = np.unique(links, return_inverse=True)
+    num_users = []
+    for unit in units:
+        on_unit = links == unit
+        num_users.append(len({*source[on_unit], *target[on_unit]}))
+    return np.array(num_users)[unit_of_entry]
 
 
 class Topology:
@@ -166,38 +186,52 @@ class Topology:
         self._devices = self._nodes * spec.devices_per_node
         self.names: list[str] = []
         """Name of each link, by number."""
-        seconds_per_byte: list[float] = []
-        inbound: set[int] = set()
+        self._seconds_per_byte: list[float] = []
+        self._inbound: list[int] = []
         self._levels: list[tuple[Link, int]] = []
-        for link in spec.links:
-            self._levels.append((link, len(self.names)))
-            for unit in range(self._num_units(link)):
-                rate = self._rate(link, unit)
-                inbound |= set() if link.shared else {len(self.names) + 1}
-                for name in (
-                    (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in")
-                ):
-                    self.names.append(f"{name} {unit}" if self._num_units(link) > 1 else name)
-                    seconds_per_byte.append(1 / rate)
+        """Each level, and the number of its first link."""
+        self._number_tree()
         self._peers = len(self.names)
-        for _ in range(self._nodes):
-            for peer in spec.peers:
-                self.names += [f"peer {a}-{b}" for a, b in (peer.devices, peer.devices[::-1])]
-                seconds_per_byte += [8 / (peer.gbps * 1e9)] * 2
+        """Number of the first direct link between two devices."""
+        self._number_peers()
         self._ports = len(self.names)
+        """Number of the first port, if ranks have ports."""
         if spec.host.messages == "in_turn":
-            # The order of these names is that of SENDS, RECEIVES and INSIDE.
-            for rank in range(self.block):
-                for suffix in ("", " inside its node"):
-                    self.names += [
-                        f"sends of rank {rank}{suffix}",
-                        f"receives of rank {rank}{suffix}",
-                    ]
-                    seconds_per_byte += [0.0, 0.0]
-        self.seconds_per_byte = np.array(seconds_per_byte)
+            self._number_ports()
+        self.seconds_per_byte = np.array(self._seconds_per_byte)
         self._all_reduces: dict[tuple[float, int, int], Load] = {}
-        self.arrives = np.isin(np.arange(len(self.names)), list(inbound))
+        self.arrives = np.isin(np.arange(len(self.names)), self._inbound)
         """(links,) bool: whether messages arrive over the link, after leaving over others."""
+
+    def _number_tree(self) -> None:
+        """Number the links of the tree: of each unit the link out and then the link in, or the one
+        shared medium."""
+        for link in self.spec.links:
+            self._levels.append((link, len(self.names)))
+            num_units = self._num_units(link)
+            for unit in range(num_units):
+                suffix = f" {unit}" if num_units > 1 else ""
+                names = [f"{link.name}{suffix}"]
+                if not link.shared:
+                    names = [f"{link.name} out{suffix}", f"{link.name} in{suffix}"]
+                    self._inbound.append(len(self.names) + 1)
+                self.names += names
+                self._seconds_per_byte += [1 / self._rate(link, unit)] * len(names)
+
+    def _number_peers(self) -> None:
+        """Number the direct links between two devices, both directions of each, node by node."""
+        for _ in range(self._nodes):
+            for peer in self.spec.peers:
+                first, second = peer.devices
+                self.names += [f"peer {first}-{second}", f"peer {second}-{first}"]
+                self._seconds_per_byte += [8 / (peer.gbps * 1e9)] * 2
+
+    def _number_ports(self) -> None:
+        """Number the ports of the ranks, in the order of SENDS, RECEIVES and INSIDE."""
+        for rank in range(self.block):
+            for suffix in ("", " inside its node"):
+                self.names += [f"sends of rank {rank}{suffix}", f"receives of rank {rank}{suffix}"]
+                self._seconds_per_byte += [0.0, 0.0]
 
     @property
     def num_links(self) -> int:
@@ -221,25 +255,32 @@ class Topology:
                 np.zeros(0, dtype=np.int64), seconds=np.zeros(0), messages=np.zeros(0), latency=0.0
             )
         route = self._route(source, target, num_bytes, messages)
-        seconds = route.seconds
-        on_link = route.messages
-        if self._ports < len(self.names):
-            source_nodes, target_nodes = (
-                self.devices_of(ends) // self.spec.devices_per_node for ends in (source, target)
-            )
-            stays_inside = not (source_nodes != target_nodes).any()
-            first_port = self._ports + (INSIDE if stays_inside else 0)
-            for side, ends in ((SENDS, source), (RECEIVES, target)):
-                ports = first_port + PORTS_PER_RANK * (ends % self.block) + side
-                seconds += np.bincount(ports, weights=route.slowest, minlength=len(seconds))
-                on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
-        links = np.flatnonzero(seconds)
+        has_ports = self._ports < len(self.names)
+        if has_ports:
+            self._add_ports(route, source, target, messages)
+        links = np.flatnonzero(route.seconds)
         return Load(
             links,
-            seconds=seconds[links],
-            messages=on_link[links],
+            seconds=route.seconds[links],
+            messages=route.messages[links],
             latency=float(route.latency.max()),
         )
+
+    def _add_ports(
+        self, route: Route, source: np.ndarray, target: np.ndarray, messages: np.ndarray
+    ) -> None:
+        """Add messages to the ports of the ranks that send and receive them, each for as long as it
+        occupies its slowest link; arguments as of `loads`."""
+        source_nodes = self.devices_of(source) // self.spec.devices_per_node
+        target_nodes = self.devices_of(target) // self.spec.devices_per_node
+        stays_inside = not (source_nodes != target_nodes).any()
+        first_port = self._ports + (INSIDE if stays_inside else 0)
+        link_seconds = route.seconds
+        link_messages = route.messages
+        for side, ranks in ((SENDS, source), (RECEIVES, target)):
+            ports = first_port + PORTS_PER_RANK * (ranks % self.block) + side
+            link_seconds += np.bincount(ports, weights=route.slowest, minlength=self.num_links)
+            link_messages += np.bincount(ports, weights=messages, minlength=self.num_links)
 
     def all_reduce_seconds(self, num_bytes: float, stride: int, ranks: int) -> float:
         """Return the seconds of the all-reduces of `all_reduce_load`; 0 for a single rank."""
@@ -265,94 +306,121 @@ class Topology:
         return self._all_reduces[key]
 
     def _load_of_rings(self, num_bytes: float, stride: int, ranks: int) -> Load:
-        """Return the load of `all_reduce_load`."""
+        """Return the load of `all_reduce_load`.
+
+        In a ring of n ranks each sends 2 (n - 1) messages of 1 / n of its bytes to the next one.
+        Rings between nodes sum what those inside nodes have scattered.
+        """
         per_node = self.ranks_per_node
-        inside = min(ranks, max(1, per_node // stride))
+        inside = min(ranks, max(1, per_node // stride))  # ranks of a group on a node
         nodes = ranks // inside
         devices = np.arange(per_node)
-        mates = devices // (stride * inside) * (stride * inside) + (devices + stride) % (
-            stride * inside
-        )
-        rings = [
-            (target, 2 * (count - 1) / count * num_bytes / parts, 2.0 * (count - 1))
-            for target, count, parts in (
-                (mates, inside, 1),
-                (devices + max(per_node, stride), nodes, inside),
-            )
-            if count > 1
-        ]
-        targets, sent, messages = zip(*rings)
+        targets = []
+        sent_bytes = []
+        messages = []
+        if inside > 1:
+            # the next rank of the group on the node, and the first one after the last
+            reach = stride * inside
+            targets.append(devices // reach * reach + (devices + stride) % reach)
+            sent_bytes.append(2 * (inside - 1) / inside * num_bytes)
+            messages.append(2.0 * (inside - 1))
+        if nodes > 1:
+            targets.append(devices + max(per_node, stride))
+            sent_bytes.append(2 * (nodes - 1) / nodes * num_bytes / inside)
+            messages.append(2.0 * (nodes - 1))
         return self.loads(
-            np.tile(devices, len(rings)),
+            np.tile(devices, len(targets)),
             np.concatenate(targets),
-            np.repeat(sent, per_node),
+            np.repeat(sent_bytes, per_node),
             np.repeat(messages, per_node),
         )
 
     def _route(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
     ) -> Route:
-        """Return what messages do to all links: those with a link of their own take it, the others
-        the tree."""
-        devices = (self.devices_of(source), self.devices_of(target))
+        """Return what messages do to all links: those between two devices with a direct link take
+        it, the others the tree; arguments as of `loads`."""
+        source_devices = self.devices_of(source)
+        target_devices = self.devices_of(target)
+        devices = (source_devices, target_devices)
         moved = Moved(devices, num_bytes, messages, self.spec.devices_per_node)
         route = Route.of(len(self.names), len(source))
         on_tree = np.ones(len(source), dtype=bool)
         for number, peer in enumerate(self.spec.peers):
-            for direction, ends in enumerate((peer.devices, peer.devices[::-1])):
+            first, second = peer.devices
+            for direction, ends in enumerate(((first, second), (second, first))):
                 on_peer = moved.between(*ends)
                 self._add_peer(route, moved, on_peer, peer, 2 * number + direction)
                 on_tree &= ~on_peer
-        for link, first in self._levels:
-            used = on_tree & self._messages_on(link, *devices, moved.inside)
+        for link, first_number in self._levels:
+            used = on_tree & self._messages_on(link, source_devices, target_devices, moved.inside)
             if used.any():
-                self._add_level(route, moved, used, link, first)
+                self._add_level(route, moved, used, link, first_number)
         return route
 
     def _add_peer(
         self, route: Route, moved: Moved, on_peer: np.ndarray, peer: Peer, number: int
     ) -> None:
-        """Add the messages that take the own link of two devices; `number` is its place in a
-        node."""
+        """Add the messages that take a direct link in one direction.
+
+        Args:
+            route: is changed.
+            moved: all messages.
+            on_peer: (n,) bool, which of them take the link.
+            peer: the link.
+            number: of the direction, among those of all direct links of a node.
+        """
         num_bytes = moved.num_bytes[on_peer]
         messages = moved.messages[on_peer]
         seconds = num_bytes * 8e-9 / peer.gbps + messages * peer.message_us * 1e-6
-        node = moved.nodes[0][on_peer] % self._nodes
-        links = self._peers + node * 2 * len(self.spec.peers) + number
+        source_nodes, _ = moved.nodes
+        node = source_nodes[on_peer] % self._nodes
+        directions_per_node = 2 * len(self.spec.peers)
+        links = self._peers + node * directions_per_node + number
         route.add(on_peer, links, seconds, messages)
         route.latency[on_peer] += peer.latency_us * 1e-6
 
     def _add_level(
         self, route: Route, moved: Moved, used: np.ndarray, link: Link, first: int
     ) -> None:
-        """Add the messages that use a level of the tree, whose links are numbered from `first`."""
+        """Add the messages that use a level of the tree.
+
+        Args:
+            route: is changed.
+            moved: all messages.
+            used: (n,) bool, which of them use the level.
+            link: the level.
+            first: number of its first link.
+        """
         num_blocks = self._num_blocks(link)
-        devices = [each[used] for each in moved.devices]
+        devices = [ends[used] for ends in moved.devices]
         num_bytes = moved.num_bytes[used]
         messages = moved.messages[used]
+        # out of the senders' units, and into the receivers'; a shared medium is used once
         sides = 1 if link.shared else 2
         for side in range(sides):
-            at = first + self._unit_of(link, devices[side]) * sides + side
-            byte_seconds = self.seconds_per_byte[at]
+            links = first + self._unit_of(link, devices[side]) * sides + side
+            byte_seconds = self.seconds_per_byte[links]
             if link.sizes:
-                link_bytes = np.bincount(at, weights=num_bytes * num_blocks)
-                share = np.interp(np.log(link_bytes[at]), np.log(link.sizes), link.size_share)
+                link_bytes = np.bincount(links, weights=num_bytes * num_blocks)
+                share = np.interp(np.log(link_bytes[links]), np.log(link.sizes), link.size_share)
                 byte_seconds = byte_seconds / share
             if link.users:
-                num_users = _users(at, *devices)
+                num_users = _users(links, *devices)
                 byte_seconds = byte_seconds / np.interp(num_users, link.users, link.users_share)
             byte_seconds, message_seconds = _slowed_by_connections(
-                link, at, byte_seconds, messages * num_blocks
+                link, links, byte_seconds, messages * num_blocks
             )
             seconds = num_bytes * byte_seconds + messages * message_seconds
-            route.add(used, at, seconds, messages, times=num_blocks)
+            route.add(used, links, seconds, messages, times=num_blocks)
         route.latency[used] += link.latency_us * 1e-6
 
     def devices_of(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the device of the cluster that each rank uses."""
-        return (
-            ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
-        )
+        """Return the device of the cluster that each rank uses: ranks of a node use its first
+        devices."""
+        node = ranks // self.ranks_per_node
+        place = ranks % self.ranks_per_node
+        return node * self.spec.devices_per_node + place
 
     def _messages_on(
         self, link: Link, source_devices: np.ndarray, target_devices: np.ndarray, inside: np.ndarray
@@ -378,14 +446,16 @@ class Topology:
         return used
 
     def _unit_of(self, link: Link, devices: np.ndarray) -> np.ndarray:
-        """Return the number of the level's link that each device is behind."""
-        units: np.ndarray = (
-            devices % self._devices // link.devices if self._folded else devices // link.devices
-        )
+        """Return the unit of a level that each device is behind, (n,)."""
+        if self._folded:
+            devices = devices % self._devices  # its place in the block
+        units: np.ndarray = devices // link.devices
         return units
 
     def _num_units(self, link: Link) -> int:
-        return -(-(self._devices if self._folded else self.spec.world) // link.devices)
+        """Return how many links in each direction a level has."""
+        devices = self._devices if self._folded else self.spec.world
+        return math.ceil(devices / link.devices)
 
     def _num_blocks(self, link: Link) -> int:
         """Return the number of blocks whose messages one of these links carries."""
@@ -394,14 +464,17 @@ class Topology:
         return max(1, min(link.devices // self._devices, self.world // self.block))
 
     def _rate(self, link: Link, unit: int) -> float:
-        share = link.fabric_share(-(-self.world // self.ranks_per_node))
+        """Return the bytes per second of a unit of a level; in a folded topology those of the
+        slowest link that it stands for."""
+        nodes = math.ceil(self.world / self.ranks_per_node)
+        share = link.fabric_share(nodes)
         if not self._folded or len(link.gbps) == 1:
             return link.rate(unit) * share
         return min(link.gbps[unit :: self._num_units(link)]) * 1e9 / 8 * share
 
 
 def _slowed_by_connections(
-    link: Link, at: np.ndarray, byte_seconds: np.ndarray, messages: np.ndarray
+    link: Link, links: np.ndarray, byte_seconds: np.ndarray, messages: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds per byte and per message, (n,) both, given the connections that are open
     on each link.
@@ -411,15 +484,17 @@ def _slowed_by_connections(
 
     Args:
         link: the level.
-        at: (n,) number of each entry's link; may repeat.
+        links: (n,) number of each entry's link; may repeat.
         byte_seconds: (n,) seconds per byte at the link's rate.
         messages: (n,) messages of each entry, each on a connection of its own.
     """
-    message_seconds = np.full(len(at), link.message_us * 1e-6)
+    message_seconds = np.full(len(links), link.message_us * 1e-6)
     if not link.connection_us and not link.connection_gbps:
         return byte_seconds, message_seconds
-    _, inverse = np.unique(at, return_inverse=True)
-    connections = np.maximum(np.bincount(inverse, weights=messages), 1)[inverse]
+    # the messages on the link of each entry, at least one
+    _, link_of_entry = np.unique(links, return_inverse=True)
+    messages_by_link = np.bincount(link_of_entry, weights=messages)
+    connections = np.maximum(messages_by_link, 1)[link_of_entry]
     if link.connection_gbps:
         byte_seconds = np.maximum(byte_seconds, 8e-9 / (connections * link.connection_gbps))
     return byte_seconds, message_seconds + connections * link.connection_us * 1e-6

@@ -4,6 +4,9 @@ to try plans on.
 Routing is random in every real run, and a plan that is best under even counts may not be best under
 skewed ones. Counts say how many copies each data-parallel group sends to each expert. Per-sample
 counts also say which sample uses which expert, which sample placement (NetMoE) exploits.
+
+A copy is a token at one of its experts. The MaxVio of loads is the largest load over the mean load,
+minus 1.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class Workload:
     expert, a token counted once per chunk. For other n the mean is estimated."""
 
     def __post_init__(self) -> None:
-        for name in (
+        sizes = (
             "tokens",
             "num_experts",
             "top_k",
@@ -67,7 +70,8 @@ class Workload:
             "matrices",
             "groups",
             "top_groups",
-        ):
+        )
+        for name in sizes:
             if not 1 <= getattr(self, name) < 2**31:
                 raise InputError(
                     f"workload.{name}={getattr(self, name)}: must be at least 1, and below 2^31"
@@ -125,7 +129,8 @@ class Workload:
 
 def uniform_counts(groups: int, workload: Workload) -> np.ndarray:
     """Return even counts, (groups, num_experts) int64; a remainder goes to the first experts."""
-    return _rounded(np.full((groups, workload.num_experts), 1 / workload.num_experts), workload)
+    shares = np.full((groups, workload.num_experts), 1 / workload.num_experts)
+    return _rounded(shares, workload)
 
 
 def largest_max_vio(ep: int, workload: Workload) -> float:
@@ -139,11 +144,15 @@ def skewed_counts(groups: int, workload: Workload, *, ep: int, max_vio: float) -
     evenly, and the others the rest, evenly; equal in all groups.
 
     Args:
+        groups: data-parallel groups.
+        workload: of each group.
+        ep: number of ep ranks, which have consecutive experts.
         max_vio: at most `largest_max_vio`.
     """
     shares = np.full(workload.num_experts, 1 + max_vio) / workload.num_experts
-    hot = workload.num_experts // ep
-    shares[hot:] = (1 - shares[:hot].sum()) / max(workload.num_experts - hot, 1)
+    num_hot = workload.num_experts // ep
+    num_others = workload.num_experts - num_hot
+    shares[num_hot:] = (1 - shares[:num_hot].sum()) / max(num_others, 1)
     return _rounded(np.tile(shares, (groups, 1)), workload)
 
 
@@ -158,9 +167,10 @@ def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) 
         seed: for the order of the experts.
     """
     check_not_negative("exponent", exponent)
-    shares = 1.0 / np.arange(1, workload.num_experts + 1) ** exponent
+    weights = 1.0 / np.arange(1, workload.num_experts + 1) ** exponent
     order = np.random.default_rng(seed).permutation(workload.num_experts)
-    return _rounded(np.tile((shares / shares.sum())[order], (groups, 1)), workload)
+    shares = (weights / weights.sum())[order]
+    return _rounded(np.tile(shares, (groups, 1)), workload)
 
 
 def dirichlet_counts(
@@ -178,9 +188,8 @@ def dirichlet_counts(
         seed: for the draw.
     """
     check_above_zero("concentration", concentration)
-    shares = np.random.default_rng(seed).dirichlet(
-        np.full(workload.num_experts, concentration), size=groups
-    )
+    concentrations = np.full(workload.num_experts, concentration)
+    shares = np.random.default_rng(seed).dirichlet(concentrations, size=groups)
     return _rounded(shares, workload)
 
 
@@ -194,12 +203,10 @@ def read_counts(path: Path) -> np.ndarray:
     if path.suffix not in (".npy", ".csv"):
         raise InputError(f"counts {path}: unknown kind of file, use .npy or .csv")
     try:
-        is_array = path.suffix == ".npy"
-        table = (
-            read_array(path)
-            if is_array
-            else np.loadtxt(read_text(path).splitlines(), delimiter=",", ndmin=2)
-        )
+        if path.suffix == ".npy":
+            table = read_array(path)
+        else:
+            table = np.loadtxt(read_text(path).splitlines(), delimiter=",", ndmin=2)
     except OSError as error:
         raise InputError(f"counts {path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, EOFError, TokenError, MemoryError, OverflowError) as error:
@@ -208,12 +215,8 @@ def read_counts(path: Path) -> np.ndarray:
         ) from error
     if not isinstance(table, np.ndarray) or table.dtype.kind not in "iuf":
         raise InputError(f"counts {path}: must be an array of numbers")
-    if (
-        table.ndim != 2
-        or not np.isfinite(table).all()
-        or (table < 0).any()
-        or (table != np.floor(table)).any()
-    ):
+    are_counts = np.isfinite(table) & (table >= 0) & (table == np.floor(table))
+    if table.ndim != 2 or not are_counts.all():
         raise InputError(
             f"counts {path}: must be a table of whole numbers of at least 0: a row per group, "
             "a column per expert"
@@ -233,7 +236,8 @@ def _rounded(shares: np.ndarray, workload: Workload) -> np.ndarray:
     total = round(workload.copies)
     exact = shares * total
     counts = np.floor(exact).astype(np.int64)
-    for row, (row_counts, row_exact) in enumerate(zip(counts, exact)):
+    for row_counts, row_exact in zip(counts, exact):  # rows of `counts`, which change
         missing = total - int(row_counts.sum())
-        counts[row, np.argsort(row_counts - row_exact, kind="stable")[:missing]] += 1
+        by_remainder = np.argsort(row_counts - row_exact, kind="stable")  # largest first
+        row_counts[by_remainder[:missing]] += 1
     return counts
