@@ -446,10 +446,11 @@ def _materialise(
     """Allocate this rank's part of a model. Draw it from the seed, so that no value depends on the
     mesh, unless the weights will be read from a file."""
     parts = model.parts if isinstance(model, PipelinedGPT) else [model]
-    source = SeededDraw(config.seed, model) if draw else draw_nothing
     try:
         for part in parts:
             part.to_empty(device=device)
+        # only now, since `to_empty` may replace the parameters, which the source knows by identity
+        source = SeededDraw(config.seed, model) if draw else draw_nothing
         reset_weights(model, config.model.num_layers, source)
     except (MemoryError, RuntimeError) as error:
         is_known = isinstance(error, MemoryError | torch.OutOfMemoryError)
