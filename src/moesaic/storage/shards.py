@@ -93,14 +93,13 @@ def write_index(folder: Path, entries: Mapping[str, Entry]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    tensors = {
-        name: {
+    tensors = {}
+    for name, entry in entries.items():
+        tensors[name] = {
             "dtype": str(entry.dtype).removeprefix("torch."),
             "shape": list(entry.shape),
             "parts": [asdict(part) for part in entry.parts],
         }
-        for name, entry in entries.items()
-    }
     write(folder / INDEX, json.dumps({"tensors": tensors}, indent=1) + "\n")
 
 

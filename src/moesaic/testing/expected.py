@@ -251,14 +251,15 @@ class _Step:
     @classmethod
     def of(cls, case: Case, work: CaseData) -> _Step:
         """Return the step before its first micro-batch."""
+        tokens = []
+        for of_groups in work.batches:
+            leaves = [batch.x.detach().double().clone().requires_grad_() for batch in of_groups]
+            tokens.append(leaves)
         return cls(
             case=case,
             work=work,
             twin=in_float64(work.layer),
-            tokens=[
-                [batch.x.detach().double().clone().requires_grad_() for batch in of_groups]
-                for of_groups in work.batches
-            ],
+            tokens=tokens,
             total=torch.zeros((), dtype=torch.float64),
             common=Values(),
             of_groups=[Values() for _ in range(case.grid.dp)],

@@ -96,16 +96,16 @@ def _cloned(module: M) -> M:
             setattr(twin, name, copy.copy(value))
         elif isinstance(value, Tensor):
             setattr(twin, name, value.clone())
-    twin._parameters = {
-        name: None if value is None else nn.Parameter(value.detach().clone())
-        for name, value in module._parameters.items()
-    }
-    twin._buffers = {
-        name: None if value is None else value.clone() for name, value in module._buffers.items()
-    }
-    twin._modules = {
-        name: None if part is None else _cloned(part) for name, part in module._modules.items()
-    }
+    # torch keeps what a module has in these tables; an entry is None if it has none
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            twin._parameters[name] = nn.Parameter(parameter.detach().clone())
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            twin._buffers[name] = buffer.clone()
+    for name, part in module._modules.items():
+        if part is not None:
+            twin._modules[name] = _cloned(part)
     return twin
 
 

@@ -309,9 +309,13 @@ def _mean_sample_metrics(moves: Sequence[dict[str, float]], row_bytes: int) -> d
     crossed links because of it."""
     if not moves:
         return {}
-    mean = {name: float(np.mean([move[name] for move in moves])) for name in moves[0]}
+
+    def mean(name: str) -> float:
+        """Return the mean of one metric over the moves."""
+        return float(np.mean([move[name] for move in moves]))
+
     return {
-        "samples_moved": mean["samples_moved"],
-        "sample_bytes_inside": row_bytes * mean["rows_inside"],
-        "sample_bytes_across": row_bytes * mean["rows_across"],
+        "samples_moved": mean("samples_moved"),
+        "sample_bytes_inside": row_bytes * mean("rows_inside"),
+        "sample_bytes_across": row_bytes * mean("rows_across"),
     }

@@ -165,11 +165,9 @@ def _lines_up_to(path: Path, start_step: int, say: Callable[[str], None]) -> lis
 
 def _unwritable(path: Path, error: OSError) -> InputError:
     """Return the error that metrics could not be written."""
-    reason = (
-        "the disk is full: free space"
-        if error.errno == errno.ENOSPC
-        else f"{error.strerror}: check the folder"
-    )
+    reason = f"{error.strerror}: check the folder"
+    if error.errno == errno.ENOSPC:
+        reason = "the disk is full: free space"
     return InputError(
         f"metrics {path} could not be written, {reason}; resume from the last checkpoint then"
     )
