@@ -51,23 +51,24 @@ class Attention(nn.Module):
     def __init__(self, dim: int, num_heads: int, block: BlockConfig | None = None) -> None:
         super().__init__()
         block = block or BlockConfig()
-        self.width = width = block.head_dim or dim // num_heads
+        width = block.head_dim or dim // num_heads
+        self.width = width
+        """Width of a head."""
         self.dropout = block.dropout
         kv_heads = block.kv_heads or num_heads
         self.shares = kv_heads != num_heads
-        self.qkv = self.q = self.kv = None
+        """Whether several query heads share a head of keys and values (grouped-query attention)."""
+        self.qkv: StackedLinear | None = None
+        self.q: StackedLinear | None = None
+        self.kv: StackedLinear | None = None
+        q_width = num_heads * width
         if self.shares:
-            self.q = StackedLinear(
-                1, in_features=dim, out_features=num_heads * width, bias=block.bias
-            )
-            self.kv = StackedLinear(
-                2, in_features=dim, out_features=kv_heads * width, bias=block.bias
-            )
-        else:
-            self.qkv = StackedLinear(
-                3, in_features=dim, out_features=num_heads * width, bias=block.bias
-            )
-        self.out = RowLinear(num_heads * width, dim, block.bias)
+            kv_width = kv_heads * width
+            self.q = StackedLinear(1, in_features=dim, out_features=q_width, bias=block.bias)
+            self.kv = StackedLinear(2, in_features=dim, out_features=kv_width, bias=block.bias)
+        else:  # queries, keys and values in one product
+            self.qkv = StackedLinear(3, in_features=dim, out_features=q_width, bias=block.bias)
+        self.out = RowLinear(q_width, dim, block.bias)
         self.q_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.k_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.rotates = block.positions == "rotary"
@@ -79,7 +80,8 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the frequencies of the rotation; the modules inside have the parameters."""
+        """Set the frequencies of the rotation, base^(-2i / width) for pair i; the modules inside
+        have the parameters."""
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         self.frequencies.copy_((self.base**-exponents).float())
 

@@ -110,10 +110,12 @@ class Case:
     def is_exact(self) -> bool:
         """Whether the expected values include the codecs' rounding. If not, they are those of the
         layer without codecs."""
+        # only then does a row's rounding not depend on the rows beside it
         rounds_rows = all(
             codec_spec(codec).rows_per_block == 1
             for codec in (self.plan.codec, self.plan.backward_codec)
         )
+        # only then is it known how often each row is rounded
         moves_rows_once = (
             self.plan.program.delivers_at_once
             and self.plan.crossing is Crossing.LINK
@@ -122,8 +124,8 @@ class Case:
             and not self.capacity.is_padded
             and not self.experts_move
         )
-        is_known = self.precision == "float64" and self.experts != "modules"
-        return self.plan.is_lossless or (rounds_rows and moves_rows_once and is_known)
+        is_followed = self.precision == "float64" and self.experts != "modules"
+        return self.plan.is_lossless or (rounds_rows and moves_rows_once and is_followed)
 
     @property
     def tolerance(self) -> float:
