@@ -524,10 +524,10 @@ def _draw(
             dy=dy,
         )
 
-    up, gate, down = normal(3, num_experts, hidden, dim) * dim**-0.5
-    weights = MoEWeights(
-        up, w3=gate, w2=down.transpose(1, 2).contiguous(), router=normal(num_experts, dim)
-    )
+    # scaled so that products are about as large as tokens
+    w1, w3, transposed_w2 = normal(3, num_experts, hidden, dim) * dim**-0.5
+    w2 = transposed_w2.transpose(1, 2).contiguous()
+    weights = MoEWeights(w1, w3=w3, w2=w2, router=normal(num_experts, dim))
     calls = []
     for _ in range(situation.calls):
         if shares:

@@ -145,7 +145,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
     for other in layouts[1:3]:
         line += f"; {other.layout}: {other.seconds / layout.seconds:.2f} times as long"
     say(line)
-    if settings.cluster:  # of an assumed one nothing is known of what the ranks compute
+    if settings.cluster:  # an assumed one does not say how fast the ranks compute
         fewer = fewer_machines(
             world // per_node,
             world,
@@ -159,7 +159,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         replication=config.balance.replication,
         memory_budget=config.balance.memory_budget,
     )
-    planner_plan = "" if settings.searches else settings.plan
+    planner_plan = "" if settings.searches else settings.plan  # auto goes on while training
     found = _cut_finer(config, layout.split.finer)
     return replace(
         found,
