@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from moesaic.comm.transport import Handle
+from moesaic.comm.transport import AbstractTransport, Handle
 from moesaic.errors import InputError, TrainingError, in_one_line
 from moesaic.files import MOST_TEXT, read_bytes
 from moesaic.layer import MoE
@@ -99,20 +99,30 @@ class Watch:
         advice: Callable[[], str],
     ) -> None:
         self._is_long = False
-        self._names = {id(part): name for name, part in model.named_modules() if name}
-        layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
-        self._layers = {id(part.experts): name for name, part in layers.items()}
-        self._transports = {
-            part.on_mesh.transport for part in layers.values() if part.on_mesh is not None
-        }
+        """Whether the main thread is in a block of `long`."""
+        self._names: dict[int, str] = {}
+        """Names of the model's modules, by the modules' ids."""
+        self._layers: dict[int, str] = {}
+        """Names of its MoE layers, by the ids of their experts, which a frame of a layer has."""
+        self._transports: set[AbstractTransport] = set()
+        """What carries the layers' messages."""
+        for name, module in model.named_modules():
+            if name:
+                self._names[id(module)] = name
+            if isinstance(module, MoE):
+                self._layers[id(module.experts)] = name
+                if module.on_mesh is not None:
+                    self._transports.add(module.on_mesh.transport)
         self._folder = folder
         self._patience = patience
         self._step = step
         self._advice = advice
         self._pause = min(5.0, patience / 10)
+        """Seconds between two rounds of the watch."""
         self._answer_seconds = min(ANSWER_SECONDS, patience / 2)
-        # seconds in which every live rank has read the store once
+        """Seconds that the store may take to answer."""
         self._round_seconds = 2 * self._pause + 1
+        """Seconds in which every live rank has read the store once."""
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -152,7 +162,7 @@ class Watch:
     ) -> None:
         if self._thread is None:
             return
-        if is_of_lost_message(error):
+        if is_of_lost_message(error):  # perhaps since another rank died
             if self._is_given_up():
                 # never returns: the watch thread ends the process of a run that was given up
                 self._thread.join()
