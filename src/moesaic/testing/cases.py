@@ -332,7 +332,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
         compile_plan(_ordered_early(plan), case.grid)
     except InputError:
         return case
-    longest = max(1, *(max(of_groups) for of_groups in case.lengths))
+    longest = max(1, *(max(lengths_of_groups) for lengths_of_groups in case.lengths))
     return replace(
         case,
         plan=plan,
@@ -344,7 +344,7 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
 
 def _all_as_long(lengths: tuple[tuple[int, ...], ...], length: int) -> tuple[tuple[int, ...], ...]:
     """Return lengths by micro-batch and group, all replaced by `length`."""
-    return tuple((length,) * len(of_groups) for of_groups in lengths)
+    return tuple((length,) * len(lengths_of_groups) for lengths_of_groups in lengths)
 
 
 def _with_budget(rng: random.Random, case: Case) -> Case:

@@ -557,10 +557,10 @@ def _attempted(
     except Exception as error:  # the code under test may raise anything, which is a finding
         lines = str(error).splitlines() or [""]
         failed = f"{type(error).__name__}: {lines[0]}"
-    of_ranks: list[tuple[Results, str]] = [({}, "")] * group.size()
-    dist.all_gather_object(of_ranks, (result, failed), group=group)
-    results = [of_rank for of_rank, _ in of_ranks]
-    failures = [of_rank for _, of_rank in of_ranks]
+    outcomes: list[tuple[Results, str]] = [({}, "")] * group.size()
+    dist.all_gather_object(outcomes, (result, failed), group=group)
+    results = [results_of_rank for results_of_rank, _ in outcomes]
+    failures = [failed_of_rank for _, failed_of_rank in outcomes]
     return results, failures
 
 
@@ -573,17 +573,17 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
     dense = nn.Parameter(torch.ones_like(drawn.spec.router[0]))
     results: Results = {"output": [], "tokens": [], "gates": []}
     for call in drawn.calls:
-        given = call[rank]
-        x = given.tokens.clone().requires_grad_(drawn.situation.tokens_learn)
-        gates = given.gates.clone().requires_grad_()
+        inputs = call[rank]
+        x = inputs.tokens.clone().requires_grad_(drawn.situation.tokens_learn)
+        gates = inputs.gates.clone().requires_grad_()
         run: Callable[..., Any] = layer.run
         if drawn.situation.recomputes:
             run = partial(checkpoint, layer.run, use_reentrant=False)
         if isinstance(layer, AbstractMoELayer):
             y, loss = run(x * dense if drawn.situation.tokens_learn else x)
         else:
-            y = run(x, given.experts, gates)
-        torch.autograd.backward(y, given.dy)
+            y = run(x, inputs.experts, gates)
+        torch.autograd.backward(y, inputs.dy)
         results["output"].append(y)
         results["tokens"].append(_grad_of(x))
         results["gates"].append(_grad_of(gates))
@@ -667,14 +667,14 @@ def _compared(
     if drawn.situation.capacity is not None:
         first_call = drawn.calls[0]
         errors = [
-            _capacity_error(twin, given.tokens.double(), own["output"][0], drawn)
-            for given, own in zip(first_call, actual)
+            _capacity_error(twin, inputs.tokens.double(), results["output"][0], drawn)
+            for inputs, results in zip(first_call, actual)
         ]
         return [_Found("capacity", max(errors), None)]
 
     if is_whole and not system.shares_tokens:  # the router's gradient is summed over the ranks
-        router = torch.stack([own["router"][0] for own in actual]).sum(0)
-        actual = [own | {"router": [router]} for own in actual]
+        router = torch.stack([results["router"][0] for results in actual]).sum(0)
+        actual = [results | {"router": [router]} for results in actual]
     expected = _expected(twin, drawn, is_whole=is_whole, shares=system.shares_tokens)
     names = ["output"]
     if drawn.situation.tokens_learn:
@@ -686,8 +686,8 @@ def _compared(
     if "auxiliary" in actual[0]:
         losses = []
         router_gradients = []
-        for own in actual:
-            loss, router_gradient = own["auxiliary"]
+        for results in actual:
+            loss, router_gradient = results["auxiliary"]
             losses.append(loss)
             router_gradients.append(router_gradient)
         router = torch.stack(router_gradients).sum(0)
@@ -751,30 +751,30 @@ def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list
         {"output": [], "tokens": [], "gates": []} for _ in range(1 if shares else world)
     ]
     for call in drawn.calls:
-        for own, given in zip(expected, call):
-            x = given.tokens.double().requires_grad_()
-            gates = given.gates.double().requires_grad_()
+        for results, inputs in zip(expected, call):
+            x = inputs.tokens.double().requires_grad_()
+            gates = inputs.gates.double().requires_grad_()
             if is_whole:
                 _, _, copies = _choice(twin, x)
             else:
-                copies = _given_copies(given.experts, gates)
+                copies = _given_copies(inputs.experts, gates)
             y = reference_output(twin, x, copies)
             nothing = 0 * (x.sum() + gates.sum())  # so that both have a gradient
-            loss = (y * given.dy.double()).sum() + nothing
+            loss = (y * inputs.dy.double()).sum() + nothing
             loss.backward()
             assert x.grad is not None
             assert gates.grad is not None
-            own["output"].append(y.detach())
-            own["tokens"].append(x.grad)
-            own["gates"].append(gates.grad)
+            results["output"].append(y.detach())
+            results["tokens"].append(x.grad)
+            results["gates"].append(gates.grad)
             if drawn.situation.tokens_learn:
                 dense += (x.grad * x.detach()).sum(0)
     whole = _gradients_of(twin)
     if shares:
         expected = expected * world
     return [
-        own | _expected_gradients(whole, dense, whole._part(rank, world))
-        for rank, own in enumerate(expected)
+        results | _expected_gradients(whole, dense, whole._part(rank, world))
+        for rank, results in enumerate(expected)
     ]
 
 
@@ -832,8 +832,8 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
         values: (ranks,) the losses.
         router: (E, dim) the sum over the ranks of the router's gradients of the losses.
     """
-    xs = [given.tokens.double() for given in drawn.calls[-1]]
-    of_all = torch.cat(xs)
+    xs = [inputs.tokens.double() for inputs in drawn.calls[-1]]
+    all_tokens = torch.cat(xs)
     split = 1 / len(xs)
     top_k = twin.top_k
     # what the loss may be over: its tokens on each rank, the choices that count, and the shares of
@@ -841,8 +841,8 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
     scopes: list[tuple[str, list[Tensor], int, tuple[float, ...]]] = [
         ("own tokens", xs, top_k, (1.0,)),
         ("first choices of own tokens", xs, 1, (1.0,)),
-        ("all tokens", [of_all] * len(xs), top_k, (1.0, split)),
-        ("first choices of all tokens", [of_all] * len(xs), 1, (1.0, split)),
+        ("all tokens", [all_tokens] * len(xs), top_k, (1.0, split)),
+        ("first choices of all tokens", [all_tokens] * len(xs), 1, (1.0, split)),
     ]
     found = []
     for scope, tokens_of_ranks, choices, shares in scopes:
@@ -1109,13 +1109,15 @@ def _check(
     for rank, pairs in enumerate(by_rank):
         for quantity, pair in pairs.items():
             pairs_of_ranks.setdefault(quantity, {})[rank] = pair
-    for quantity, of_ranks in pairs_of_ranks.items():
-        for rank, (actual, expected) in of_ranks.items():
+    for quantity, pairs_by_rank in pairs_of_ranks.items():
+        for rank, (actual, expected) in pairs_by_rank.items():
             error = relative(actual, expected, least=1e-6)
             if error <= tolerance:
                 continue
             if actual.shape == expected.shape:
-                says = f"relative error {error:.1e}: {_factor_in_words(list(of_ranks.values()))}"
+                says = (
+                    f"relative error {error:.1e}: {_factor_in_words(list(pairs_by_rank.values()))}"
+                )
             else:
                 says = f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
             mesh = f"tp={grid.tp} ep={grid.ep} etp={grid.etp} of {grid.world} ranks"

@@ -245,15 +245,15 @@ class _Step:
     """The loss of the micro-batches that ran forward, ()."""
     common: Values
     """Values that all ranks have."""
-    of_groups: list[Values]
+    values_of_groups: list[Values]
     """Values that all ranks of a data-parallel group have, by group."""
 
     @classmethod
     def of(cls, case: Case, work: CaseData) -> _Step:
         """Return the step before its first micro-batch."""
         tokens = []
-        for of_groups in work.batches:
-            leaves = [batch.x.detach().double().clone().requires_grad_() for batch in of_groups]
+        for batches in work.batches:
+            leaves = [batch.x.detach().double().clone().requires_grad_() for batch in batches]
             tokens.append(leaves)
         return cls(
             case=case,
@@ -262,7 +262,7 @@ class _Step:
             tokens=tokens,
             total=torch.zeros((), dtype=torch.float64),
             common=Values(),
-            of_groups=[Values() for _ in range(case.grid.dp)],
+            values_of_groups=[Values() for _ in range(case.grid.dp)],
         )
 
     def run_forward(self, micro: int) -> None:
@@ -280,27 +280,27 @@ class _Step:
         self.common.add("counts", f"sent {micro}", _sent_counts(result, case.num_experts))
         for name, auxiliary in result.losses.items():
             self.common.add("auxiliary loss", f"{name} {micro}", auxiliary.detach())
-        self._add_of_groups("output", str(micro), _by_group(result.y.detach(), batches))
+        self._add_by_group("output", str(micro), _by_group(result.y.detach(), batches))
         if case.evaluate and micro == 0:
-            self._add_of_groups("evaluation", "", _evaluate(case, self.twin, xs, batches))
+            self._add_by_group("evaluation", "", _evaluate(case, self.twin, xs, batches))
 
     def run_backward(self) -> _Gradients:
         """Return the gradients of the total."""
         leaves: list[Tensor] = []
-        for of_groups in self.tokens:
-            leaves += of_groups
+        for tokens_of_groups in self.tokens:
+            leaves += tokens_of_groups
         parameters = dict(self.twin.named_parameters())
         # a group whose tokens reach no output has a gradient of 0
         total = self.total + 0 * sum(x.sum() for x in leaves)
         gradients = torch.autograd.grad(total, [*leaves, *parameters.values()], allow_unused=True)
-        of_leaves = list(gradients[: len(leaves)])
-        of_parameters = gradients[len(leaves) :]
+        leaf_gradients = list(gradients[: len(leaves)])
+        parameter_gradients = gradients[len(leaves) :]
 
         num_groups = self.case.grid.dp
-        of_tokens = []
+        token_gradients = []
         for first in range(0, len(leaves), num_groups):
-            of_tokens.append(of_leaves[first : first + num_groups])
-        return _Gradients(of_tokens, dict(zip(parameters, of_parameters, strict=True)))
+            token_gradients.append(leaf_gradients[first : first + num_groups])
+        return _Gradients(token_gradients, dict(zip(parameters, parameter_gradients, strict=True)))
 
     def finish(self) -> None:
         """Finish the step, and add the router's counts before and its state after."""
@@ -311,25 +311,25 @@ class _Step:
 
     def add_gradients(self, gradients: _Gradients) -> None:
         """Add the gradients of the tokens and the norm of those of the parameters."""
-        for micro, of_groups in enumerate(gradients.tokens):
-            own = [self.case.grid.dp * gradient for gradient in of_groups]
-            self._add_of_groups("input gradient", str(micro), own)
+        for micro, gradients_of_groups in enumerate(gradients.tokens):
+            scaled = [self.case.grid.dp * gradient for gradient in gradients_of_groups]
+            self._add_by_group("input gradient", str(micro), scaled)
         self.common.add("gradient norm", "", gradients.norm)
 
     def values_of(self, rank: int, gradients: _Gradients) -> Values:
         """Return all values of a rank: the common ones, its group's, and its parameters'
         gradients."""
         values = Values(self.common)
-        values.update(self.of_groups[self.case.grid.coordinate(rank, "dp")])
+        values.update(self.values_of_groups[self.case.grid.coordinate(rank, "dp")])
         for name, gradient in gradients.parameters.items():
             own = _own_part(self.case, self.work, name, gradient, rank)
             values.add(quantity_of(name), name, own)
         return values
 
-    def _add_of_groups(self, quantity: str, name: str, values: Sequence[Tensor]) -> None:
+    def _add_by_group(self, quantity: str, name: str, values: Sequence[Tensor]) -> None:
         """Add one value of each group."""
-        for own, value in zip(self.of_groups, values, strict=True):
-            own.add(quantity, name, value)
+        for group_values, value in zip(self.values_of_groups, values, strict=True):
+            group_values.add(quantity, name, value)
 
 
 def _sent_counts(result: Reference, num_experts: int) -> Tensor:

@@ -464,8 +464,8 @@ def reference_loss(
     num_valid = int(valid_T.sum())
     for sequence in set(sequence_T[valid_T].tolist()):
         inside_T = (sequence_T == sequence) & valid_T
-        of_sequence = balance(inside_T, copies_TE[inside_T].sum(0))
-        total = total + of_sequence * int(inside_T.sum()) / num_valid
+        loss_of_sequence = balance(inside_T, copies_TE[inside_T].sum(0))
+        total = total + loss_of_sequence * int(inside_T.sum()) / num_valid
     return total
 
 

@@ -76,8 +76,8 @@ def on_ranks(
         preload: see `start_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        of_group = (world, folder, timeout_seconds, backend)
-        start_ranks(world, _process, *of_group, function, arguments, preload=preload)
+        group_arguments = (world, folder, timeout_seconds, backend)
+        start_ranks(world, _process, *group_arguments, function, arguments, preload=preload)
         results = []
         for rank in range(world):
             data = (Path(folder) / f"{rank}.pickle").read_bytes()
@@ -177,7 +177,7 @@ def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
     ran = []
     for index, job in enumerate(jobs):
         expected = expect(job.case, draw_workload(job.case))
-        ran.append(Ran(job.case, expected, [of_rank[index] for of_rank in results_by_rank]))
+        ran.append(Ran(job.case, expected, [results[index] for results in results_by_rank]))
     return ran
 
 
@@ -359,15 +359,15 @@ def disagreements(runs: list[Observed]) -> list[str]:
         by_rank.setdefault(run.call.rank, []).append(run)
     runs_of_ranks = [by_rank[rank] for rank in sorted(by_rank)]
     lines = set()
-    for of_ranks in zip(*runs_of_ranks):  # the same run on every rank
-        grid = of_ranks[0].call.sizes.grid
-        program = of_ranks[0].program
+    for same_run in zip(*runs_of_ranks):  # one run, by rank
+        grid = same_run[0].call.sizes.grid
+        program = same_run[0].program
         for slot in program.slots:
             if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS:
                 continue
             for first, other in _replicas(slot, grid):
-                value = of_ranks[first].values.get(slot.name)
-                replica = of_ranks[other].values.get(slot.name)
+                value = same_run[first].values.get(slot.name)
+                replica = same_run[other].values.get(slot.name)
                 if value is not None and replica is not None and not _same(value, replica):
                     lines.add(
                         f"{program.name}: {slot.name} differs between ranks {first} and {other}"

@@ -103,7 +103,7 @@ def outside_gbps(
         own_seconds.append(clock() - start)
 
     seconds_of_ranks = gathered(own_seconds)
-    slowest = [max(of_repeat) for of_repeat in zip(*seconds_of_ranks)]
+    slowest = [max(seconds_of_repeat) for seconds_of_repeat in zip(*seconds_of_ranks)]
     seconds = min(slowest[1:])  # ranks enter the first one at different moments
     share_that_leaves = (len(peers) - 1) / len(peers)
     sent_bytes = per_node * rows.nbytes * share_that_leaves

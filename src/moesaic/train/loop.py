@@ -365,7 +365,7 @@ class Trainer:
                 batches, lambda micro: self.routing.call(state.step, micro, again=again)
             )
             loss = self.model.agreed(loss, self.ranks)
-            return loss, [self._note_load(of_micro, again=again) for of_micro in routings]
+            return loss, [self._note_load(calls, again=again) for calls in routings]
         if self.config.micro_batches_in_flight > 1:
             loss, auxiliary = self._run_in_flight(self.model, again=again)
         else:
@@ -473,12 +473,12 @@ class Trainer:
         share = torch.tensor(own["decision_share"], dtype=torch.float64)
         largest = float(self.ranks.largest(share))
         budgets = self._gather_layers(values.get("memory_budget", []))
-        of_all: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         if layers:
-            of_all["balance"] = {"decision_share": largest, "layers": layers}
+            merged["balance"] = {"decision_share": largest, "layers": layers}
         if budgets:
-            of_all["memory_budget"] = budgets
-        return of_all
+            merged["memory_budget"] = budgets
+        return merged
 
     def _rank_times(self) -> dict[str, Any]:
         """Return, per rank, the seconds of its steps since the previous call, of its programs'

@@ -185,6 +185,6 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
         elif isinstance(value, dict):
             scalars += _scalars(value, f"{path}/")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for index, of_layer in enumerate(value):
-                scalars += _scalars(of_layer, f"{path}/layer{index}/")
+            for index, values_of_layer in enumerate(value):
+                scalars += _scalars(values_of_layer, f"{path}/layer{index}/")
     return scalars

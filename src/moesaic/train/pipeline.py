@@ -257,9 +257,9 @@ class PipelinedGPT(nn.Module):
         tokens = torch.cat([tokens for tokens, _ in batches])  # the schedule cuts them again
         targets = torch.cat([targets for _, targets in batches])
         losses: list[Tensor] = []
-        of_last_stage: dict[str, Any] = {}
+        last_stage_arguments: dict[str, Any] = {}
         if self.stage == self.pp - 1:
-            of_last_stage = {"target": targets, "losses": losses}
+            last_stage_arguments = {"target": targets, "losses": losses}
         self._clear_routings()
         for part in self.parts:
             part.observe = observe or _unobserved
@@ -272,7 +272,9 @@ class PipelinedGPT(nn.Module):
             ):
                 for replicas in switches.replicas:
                     replicas.averages = False
-                self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **of_last_stage)
+                self._schedule.step(
+                    *inputs, tokens=tokens, return_outputs=False, **last_stage_arguments
+                )
             for replicas in switches.replicas:
                 replicas.average()
         finally:

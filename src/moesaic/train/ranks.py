@@ -161,18 +161,18 @@ class Ranks:
         """Return the first rank's value."""
         return self.gathered(value if self.is_first else None)[0]
 
-    def agree(self, asked: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
+    def agree(self, received: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
         """Return the name of a signal that any rank received, or None, and whether any rank is
         busy. All ranks get the same result.
 
         Args:
-            asked: names of the signals that this rank received.
+            received: names of the signals that this rank received, oldest first.
             is_busy: whether this rank still writes a checkpoint.
         """
         if self.world == 1:
-            return (asked[0] if asked else None), is_busy
+            return (received[0] if received else None), is_busy
         # one maximum for both: the signal's number, 0 for none, and 1 if busy
-        own_number = signal.Signals[asked[0]].value if asked else 0
+        own_number = signal.Signals[received[0]].value if received else 0
         flags = torch.tensor([own_number, int(is_busy)])  # on the CPU: no rank waits for a GPU
         number, is_any_busy = self.largest(flags).tolist()
         name = signal.Signals(number).name if number else None

@@ -121,9 +121,9 @@ class RoutingObserver:
         def experts(place: int) -> Tensor:
             """Return the recorded choices of the tokens that this rank's router at `place` gets,
             (tokens, top_k) int64."""
-            of_batch = trace.experts(self._places.numbers[place], step, micro)
-            own = of_batch[self._places.tokens(place)]
-            return torch.from_numpy(own.astype(np.int64))
+            experts_of_batch = trace.experts(self._places.numbers[place], step, micro)
+            own_experts = experts_of_batch[self._places.tokens(place)]
+            return torch.from_numpy(own_experts.astype(np.int64))
 
         with replayed([layer.router for layer in self._places.layers], experts):
             yield

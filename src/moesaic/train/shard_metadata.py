@@ -223,9 +223,9 @@ def _tensor_metadata(record: Any) -> TensorStorageMetadata:
     dtype = _typed(state[0], torch.dtype)  # the others, such as a layout, are not needed
     chunks = []
     for chunk in _typed(fields["chunks"], list):
-        of_chunk = _fields(chunk, "ChunkStorageMetadata")
-        offsets = _torch_size(of_chunk["offsets"])
-        chunks.append(ChunkStorageMetadata(offsets, _torch_size(of_chunk["sizes"])))
+        chunk_fields = _fields(chunk, "ChunkStorageMetadata")
+        offsets = _torch_size(chunk_fields["offsets"])
+        chunks.append(ChunkStorageMetadata(offsets, _torch_size(chunk_fields["sizes"])))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _torch_size(fields["size"]), chunks)
 
 
