@@ -111,7 +111,7 @@ def write_shards(
     """
     members = None if group is None else _resolve_process_group(GroupName(group))
     write_tensors(folder / SHARDS, tensors, group=members, is_alone=ranks.mesh is None)
-    del members
+    del members  # a reference would keep the group alive after torch destroyed it
     files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
     own_files = files[ranks.rank :: ranks.world]  # the ranks take them in turn
     for path in own_files:
