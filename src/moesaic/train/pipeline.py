@@ -194,7 +194,8 @@ class PipelinedGPT(nn.Module):
         # modules under their names in the full model
         self.blocks = nn.ModuleDict()
         for part in self.parts:
-            self.blocks.update(part.blocks)
+            for name, block in part.blocks.items():
+                self.blocks[name] = block
         self.is_tied = whole.unembedding is None
         is_last = self.stage == self.pp - 1
         if self.stage == 0:
