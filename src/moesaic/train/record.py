@@ -339,12 +339,13 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     option = f"record_routing={config.record_routing}"
     if config.replay_routing:
         option = "replay_routing"
-    if shape_of(config).num_layers == 0:
+    model = config.model
+    if not any(model.is_sparse(layer) for layer in range(model.num_layers)):
         raise InputError(
             f"{option}: the model has no MoE layers: set model.ffn=moe, or leave it out"
         )
     by_token = bool(config.replay_routing) or config.record_routing == "tokens"
-    if by_token and config.model.moe.router == "expert_choice":
+    if by_token and model.moe.router == "expert_choice":
         raise InputError(
             f"{option}: under model.moe.router=expert_choice tokens do not choose experts: record "
             "counts, or another router"
