@@ -428,11 +428,10 @@ def system_named(name: str) -> type[AbstractRoutedExperts] | type[AbstractMoELay
     path = Path(where)
     folder = Path.cwd()
     module = where
-    if path.suffix == ".py":
-        module = path.stem
     try:
         if path.suffix == ".py":
             folder = path.resolve().parent
+            module = path.stem
         sys.path.insert(0, str(folder))
         system = getattr(import_module(module), class_name)
     except (ImportError, ValueError, AttributeError) as error:
