@@ -51,23 +51,24 @@ class Attention(nn.Module):
     def __init__(self, dim: int, num_heads: int, block: BlockConfig | None = None) -> None:
         super().__init__()
         block = block or BlockConfig()
-        self.width = width = block.head_dim or dim // num_heads
+        width = block.head_dim or dim // num_heads
+        self.width = width
+        """Width of a head."""
         self.dropout = block.dropout
         kv_heads = block.kv_heads or num_heads
         self.shares = kv_heads != num_heads
-        self.qkv = self.q = self.kv = None
+        """Whether several query heads share a head of keys and values (grouped-query attention)."""
+        self.qkv: StackedLinear | None = None
+        self.q: StackedLinear | None = None
+        self.kv: StackedLinear | None = None
+        q_width = num_heads * width
         if self.shares:
-            self.q = StackedLinear(
-                1, in_features=dim, out_features=num_heads * width, bias=block.bias
-            )
-            self.kv = StackedLinear(
-                2, in_features=dim, out_features=kv_heads * width, bias=block.bias
-            )
-        else:
-            self.qkv = StackedLinear(
-                3, in_features=dim, out_features=num_heads * width, bias=block.bias
-            )
-        self.out = RowLinear(num_heads * width, dim, block.bias)
+            kv_width = kv_heads * width
+            self.q = StackedLinear(1, in_features=dim, out_features=q_width, bias=block.bias)
+            self.kv = StackedLinear(2, in_features=dim, out_features=kv_width, bias=block.bias)
+        else:  # queries, keys and values in one product
+            self.qkv = StackedLinear(3, in_features=dim, out_features=q_width, bias=block.bias)
+        self.out = RowLinear(q_width, dim, block.bias)
         self.q_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.k_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.rotates = block.positions == "rotary"
@@ -79,7 +80,8 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the frequencies of the rotation; the modules inside have the parameters."""
+        """Set the frequencies of the rotation, base^(-2i / width) for pair i; the modules inside
+        have the parameters."""
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         self.frequencies.copy_((self.base**-exponents).float())
 
@@ -94,19 +96,24 @@ class Attention(nn.Module):
         q, k, v = self.project(x, x, start)
         if cache is not None:
             k, v = cache.extend(k, v)
-        visible = None
-        if start:
-            length = q.shape[2]
-            visible = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(
-                start
-            )
-        return self.attend(q, k, v, visible, is_causal=not start)
+        if start == 0:
+            return self.attend(q, k, v, None, is_causal=True)
+        # query i is at position start + i, and sees all keys up to there
+        length = q.shape[2]
+        all_pairs = torch.ones(length, start + length, dtype=torch.bool, device=x.device)
+        visible = all_pairs.tril(start)
+        return self.attend(q, k, v, visible, is_causal=False)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, is_causal: bool
     ) -> Tensor:
-        """Return the output, (batch, positions, dim), from what `project` returns; `visible` says
-        which keys a query sees."""
+        """Return the output, (batch, positions, dim), from what `project` returns.
+
+        Args:
+            visible: (queries, keys) bool, whether a query sees a key; None for all, or as
+                `is_causal` says.
+            is_causal: whether query i sees the keys up to i.
+        """
         attended = F.scaled_dot_product_attention(
             q,
             k,
@@ -127,6 +134,8 @@ class Attention(nn.Module):
         """
 
         def heads(projected: Tensor) -> Tensor:
+            """Turn (batch, positions, count, heads * width) into (count, batch, heads, positions,
+            width)."""
             return projected.unflatten(-1, (-1, self.width)).permute(2, 0, 3, 1, 4)
 
         if self.qkv is not None:
@@ -145,12 +154,12 @@ class Attention(nn.Module):
         return q, k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
-        """Rotate (batch, heads, positions, width) by position, in float32."""
-        positions = (
-            torch.arange(start, start + x.shape[2], device=x.device, dtype=torch.float32)
-            / self.scaling
-        )
-        angles = positions[:, None] * self.frequencies
+        """Rotate (batch, heads, positions, width) by position (RoPE, Su et al. 2021): element i of
+        the first half and of the second half are a pair, turned by position * frequency i. `start`
+        is the number of the first position."""
+        end = start + x.shape[2]
+        positions = torch.arange(start, end, device=x.device, dtype=torch.float32) / self.scaling
+        angles = positions[:, None] * self.frequencies  # (positions, width / 2)
         cos = angles.cos().to(x.dtype)
         sin = angles.sin().to(x.dtype)
         first, second = x.chunk(2, dim=-1)
@@ -188,10 +197,12 @@ class ShortConv(nn.Module):
         if cache is not None and cache.recent is not None:
             padded = torch.cat([cache.recent, x], dim=1)
         else:
-            padded = F.pad(x, (0, 0, reach, 0))
+            padded = F.pad(x, (0, 0, reach, 0))  # `reach` positions of zeros in front
         if cache is not None:
             cache.recent = padded[:, length:]
         y = x
-        for k, tap in enumerate(self.taps, start=1):
-            y = y + padded[:, reach - k : reach - k + length] * tap.to(x.dtype)
+        for distance, tap in enumerate(self.taps, start=1):
+            first = reach - distance
+            earlier = padded[:, first : first + length]  # x, `distance` positions before
+            y = y + earlier * tap.to(x.dtype)
         return y

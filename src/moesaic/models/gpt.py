@@ -116,6 +116,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor | None, mask: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Tensor, Routing | None]:
+        """Run the block: (batch, positions, dim) -> the same shape, and the MoE layer's routing."""
         return self.feed_forward(self.attend(x, cache), tokens, mask)
 
     def feed_forward(
@@ -133,7 +134,8 @@ class TransformerBlock(nn.Module):
             routings.append(detached_routing(routing))
             return y
 
-        return self.add(x, self.ffn_norm, moe), routings[0]
+        x = self.add(x, self.ffn_norm, moe)
+        return x, routings[0]
 
     def attend(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """Apply the convolution and self-attention: (batch, positions, dim) -> the same shape."""
@@ -142,9 +144,12 @@ class TransformerBlock(nn.Module):
         return self.add(x, self.attention_norm, partial(self.attention, cache=cache))
 
     def add(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a layer with its norm and add its output to the residual stream `x`."""
+        """Apply a layer with its norm and add its output to the residual stream `x`. The norm is of
+        the layer's input or, with `post_norm`, of the sum."""
         y = layer(x if self.post_norm else norm(x))
-        x = x + (F.dropout(y, self.dropout, self.training) if self.dropout else y)
+        if self.dropout:
+            y = F.dropout(y, self.dropout, self.training)
+        x = x + y
         return norm(x) if self.post_norm else x
 
 
@@ -225,10 +230,12 @@ class GPT(nn.Module):
             caches: a cache per block for decoding; `tokens` continue the cached positions.
                 Activations are then not recomputed.
         """
-        x = embed(self, tokens, 0 if caches is None else caches[0].length)
+        start = 0 if caches is None else caches[0].length
+        x = embed(self, tokens, start)
         x, routings = self.run_blocks(range(len(self.blocks)), x, tokens, mask, caches)
         logits = self.unembed(self.norm(x))
-        return GPTOutput(logits, None if targets is None else self.loss(logits, targets), routings)
+        loss = None if targets is None else self.loss(logits, targets)
+        return GPTOutput(logits, loss, routings)
 
     def unembed(self, x: Tensor) -> Tensor:
         """Return the logits, (batch, positions, vocab_size)."""
@@ -243,15 +250,15 @@ class GPT(nn.Module):
         caches: list[KeyValueCache] | None = None,
         **block_arguments: Any,
     ) -> tuple[Tensor, list[Routing]]:
-        """Run the blocks with these indices in order. `caches` has one per block of the model;
-        others are passed to blocks."""
+        """Run the blocks with these indices in order; return the result and the routings of their
+        MoE layers. `caches` has one per block of the model; other arguments are passed to
+        blocks."""
         routings: list[Routing] = []
         for index in layers:
             block = self.blocks[index]
             assert isinstance(block, TransformerBlock)
-            x, routing = self.run_block(
-                block, x, tokens, mask, None if caches is None else caches[index], **block_arguments
-            )
+            cache = None if caches is None else caches[index]
+            x, routing = self.run_block(block, x, tokens, mask, cache, **block_arguments)
             if routing is not None:
                 routings.append(routing)
         return x, routings
@@ -293,22 +300,19 @@ class GPT(nn.Module):
         total = self.num_parameters()
         for module in self.modules():
             if isinstance(module, MoE):
-                total -= (
-                    _number_of(module.experts)
-                    * (module.num_experts - module.top_k)
-                    // module.num_experts
-                )
+                num_idle = module.num_experts - module.top_k
+                total -= _number_of(module.experts) * num_idle // module.num_experts
         return total
 
 
 def _number_of(module: nn.Module) -> int:
     """Return the number of parameters of a module; a byte of NF4 codes stands for two weights."""
-    parameters = [
-        parameter for name, parameter in module.named_parameters() if not name.endswith("_absmax")
-    ]
-    return sum(
-        parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1) for parameter in parameters
-    )
+    total = 0
+    for name, parameter in module.named_parameters():
+        is_of_codes = parameter.dtype == torch.uint8
+        if not name.endswith("_absmax"):  # the scales of NF4
+            total += 2 * parameter.numel() if is_of_codes else parameter.numel()
+    return total
 
 
 def reset_weights(model: nn.Module, num_layers: int, draw: Draw = draw_globally) -> None:
@@ -326,10 +330,8 @@ def reset_weights(model: nn.Module, num_layers: int, draw: Draw = draw_globally)
         model.init_normal(std, into_residual, draw)
         return
     if isinstance(model, nn.Embedding | nn.Linear | StackedLinear):
-        draw(
-            model.weight,
-            partial(nn.init.normal_, std=into_residual if isinstance(model, RowLinear) else std),
-        )
+        weight_std = into_residual if isinstance(model, RowLinear) else std
+        draw(model.weight, partial(nn.init.normal_, std=weight_std))
         bias: Tensor | None = getattr(model, "bias", None)
         if bias is not None:
             nn.init.zeros_(bias)
@@ -416,19 +418,24 @@ def generate(
     limit = model.config.seq_len
     rows = [list(prompt) for prompt in prompts]
     ends = [len(row) + num_tokens for row in rows]
-    length = min(map(len, rows))
-    pending = min(length, limit)
+    length = min(map(len, rows))  # positions that have been read after this round
+    pending = min(length, limit)  # the last positions of these, which are read in this round
     caches = [KeyValueCache() for _ in model.blocks]
     while length < max(ends):
         if caches[0].length + pending > limit:
             caches = [KeyValueCache() for _ in model.blocks]
             pending = max(limit // 2, 1)
-        batch = [(row + [0] * (length - len(row)))[length - pending : length] for row in rows]
+        batch = []
+        for row in rows:
+            padding = [0] * (length - len(row))  # of rows that have ended
+            batch.append((row + padding)[length - pending : length])
         output = model(torch.tensor(batch, device=device), caches=caches)
-        logits = output.logits[:, -1].float().cpu()
-        for row, end, scores, generator in zip(rows, ends, logits, generators):
-            if len(row) == length and length < end:
-                row.append(_draw(scores, temperature, top_k, top_p, generator))
+        last_logits = output.logits[:, -1].float().cpu()
+        for row, end, logits, generator in zip(rows, ends, last_logits, generators):
+            is_in_prompt = length < len(row)
+            has_ended = length >= end
+            if not is_in_prompt and not has_ended:
+                row.append(_draw(logits, temperature, top_k, top_p, generator))
         length = length + 1
         pending = 1
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
@@ -437,14 +444,17 @@ def generate(
 def _draw(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator
 ) -> int:
-    """Draw a token from its logits."""
+    """Draw a token from the logits of a position, (vocab_size,); see `generate`."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    # small temperatures do not overflow
+        smallest_kept = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    # without the largest logit, small temperatures do not overflow
     probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)
     if top_p < 1:
-        sorted_probabilities, order = probabilities.sort(descending=True, stable=True)
-        probabilities[order[sorted_probabilities.cumsum(0) - sorted_probabilities >= top_p]] = 0
+        descending, order = probabilities.sort(descending=True, stable=True)
+        likelier = descending.cumsum(0) - descending  # probability of all likelier tokens
+        left_out = order[likelier >= top_p]
+        probabilities[left_out] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

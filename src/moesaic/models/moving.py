@@ -1,6 +1,8 @@
 """A GPT that moves samples between ranks at its MoE layers (sample placement, NetMoE).
 
-Its parameters have the names of `GPT`'s, so both load each other's checkpoints.
+Its parameters have the names of `GPT`'s, so both load each other's checkpoints. A relocator decides
+where samples go; a trip is the movements of one forward pass, with a move for each MoE layer. A
+sample's home is the rank that has it now, and at first the rank that loaded it.
 """
 
 from __future__ import annotations
@@ -86,12 +88,15 @@ class MovingGPT(GPT):
                     "sample placement clashes with key-value caches, which stay on their "
                     "rank: call model.eval() to decode"
                 )
-            layers = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
-            orders = [None if layer.on_mesh is None else layer.on_mesh.order for layer in layers]
-            followings = [
-                Following(layer.router, layer.top_k, order) for layer, order in zip(layers, orders)
-            ]
-            self.relocator.start(followings, *tokens.shape)
+            # the routings by which each layer's samples will be placed
+            followings = []
+            for block in self.blocks:
+                layer = block.ffn
+                if isinstance(layer, MoE):
+                    order = None if layer.on_mesh is None else layer.on_mesh.order
+                    followings.append(Following(layer.router, layer.top_k, order))
+            num_samples, length = tokens.shape
+            self.relocator.start(followings, num_samples, length)
         return super().forward(tokens, targets, mask=mask, caches=caches)
 
     def run_block(
@@ -123,9 +128,10 @@ class MovingGPT(GPT):
         if trip is None or trip.homes.same_as(trip.home):
             return super().loss(logits, targets)
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        # targets and weights are on the ranks that loaded the samples, and follow them
         num_predicted = (targets != -1).sum().to(precise.dtype)
         weights = trip.bring((1 / num_predicted).expand(len(targets)))
-        moved = trip.bring(targets).flatten()
-        losses = F.cross_entropy(precise, moved, ignore_index=-1, reduction="none")
-        of_samples = losses.view(len(targets), -1).sum(1)
-        return (of_samples * weights).sum()
+        moved_targets = trip.bring(targets).flatten()
+        losses = F.cross_entropy(precise, moved_targets, ignore_index=-1, reduction="none")
+        losses_of_samples = losses.view(len(targets), -1).sum(1)
+        return (losses_of_samples * weights).sum()

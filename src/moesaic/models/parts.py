@@ -18,17 +18,15 @@ def cut_model(model: GPT, count: int) -> list[range]:
     the output matrix.
     """
     config = model.config
-    seconds = [_block_flops(block, config) for block in model.blocks]
+    flops = [_block_flops(block, config) for block in model.blocks]  # proportional to seconds
     sizes = [_num_parameters(block) for block in model.blocks]
-    embedding = model.embedding.weight
-    seconds_of_ends = (0.0, 2.0 * embedding.numel())
-    is_tied = model.unembedding is None
-    output = (
-        embedding.numel()
-        if is_tied or model.unembedding is None
-        else _num_parameters(model.unembedding)
-    )
-    return cut(seconds, sizes, count, seconds_of_ends, (embedding.numel(), output))
+    # what the first part has besides blocks, and what the last one has
+    embedding_size = model.embedding.weight.numel()
+    output_size = embedding_size
+    if model.unembedding is not None:
+        output_size = _num_parameters(model.unembedding)
+    flops_of_ends = (0.0, 2.0 * embedding_size)  # a lookup needs none
+    return cut(flops, sizes, count, flops_of_ends, (embedding_size, output_size))
 
 
 def _block_flops(block: nn.Module, config: ModelConfig) -> float:

@@ -52,7 +52,8 @@ class StackedLinear(nn.Module):
         rank's out_features."""
         weight = local_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias).flatten()
-        return F.linear(x, weight.flatten(0, 1), bias).unflatten(-1, weight.shape[:2])
+        outputs = F.linear(x, weight.flatten(0, 1), bias)
+        return outputs.unflatten(-1, weight.shape[:2])  # (count, this rank's out_features)
 
 
 class RowLinear(nn.Linear):
@@ -73,11 +74,9 @@ class Norm(nn.RMSNorm):
     the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = (
-            self.weight
-            if self.different_over is None
-            else with_summed_gradient(self.weight, self.different_over)
-        )
+        weight: Tensor = self.weight
+        if self.different_over is not None:
+            weight = with_summed_gradient(weight, self.different_over)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
@@ -90,9 +89,8 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         if self.different_over is None:
             return super().forward(input)
-        weight, bias = (
-            with_summed_gradient(each, self.different_over) for each in (self.weight, self.bias)
-        )
+        weight = with_summed_gradient(self.weight, self.different_over)
+        bias = with_summed_gradient(self.bias, self.different_over)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -141,7 +139,10 @@ class GatherVocabulary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: DeviceMesh, vocab_size: int) -> Tensor:
+        """Return the logits of the whole vocabulary from those of this rank's part of it, both
+        (batch, positions, vocabulary)."""
         ctx.mesh = mesh
+        # given, since DTensor assumes that all parts are as large as this one
         shape = torch.Size((*part.shape[:2], vocab_size))
         stride = (shape[1] * vocab_size, vocab_size, 1)
         split = DTensor.from_local(

@@ -2,13 +2,16 @@
 JSON in the file's header.
 
 Reading builds tensors, numbers, texts, None, lists, tuples and dicts, and nothing else.
+
+What JSON has is written as it is. The rest is a table with one entry, its kind: {"tensor": name in
+the file}, {"float": "nan"}, {"tuple": [...]}, and {"dict": [[key, value], ...]}, whose keys may be
+integers.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +57,9 @@ def read_nested(path: Path) -> Any:
     try:
         open_file(path).close()  # the library would wait for a named pipe
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return loaded(
-                (file.metadata() or {})[STATE], {name: file.get_tensor(name) for name in names}
-            )
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+            text = (file.metadata() or {})[STATE]
+            return loaded(text, tensors)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -91,42 +93,45 @@ def loaded(text: str, tensors: dict[str, Tensor] | None = None) -> Any:
 
 
 def _encoded(value: Any, at: tuple[str, ...], tensors: dict[str, Tensor] | None) -> Any:
-    """Return a value as JSON; `at` are the keys that lead to it."""
+    """Return a value as JSON.
+
+    Args:
+        at: the keys that lead to it.
+        tensors: receives its tensors by name; None refuses them.
+    """
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if kind is list:
-        return list(_items(enumerate(value), at, tensors))
-    if kind is tuple:
-        return {"tuple": list(_items(enumerate(value), at, tensors))}
+    if kind is list or kind is tuple:
+        items = []
+        for index, each in enumerate(value):
+            items.append(_encoded(each, (*at, str(index)), tensors))
+        return items if kind is list else {"tuple": items}
     if kind is dict and all(type(key) in (str, int) for key in value):
-        return {
-            "dict": [[key, each] for key, each in zip(value, _items(value.items(), at, tensors))]
-        }
-    is_plain = (
-        isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.layout == torch.strided
-    )
-    if tensors is not None and is_plain and not value.is_meta:
+        pairs = []
+        for key, each in value.items():
+            pairs.append([key, _encoded(each, (*at, str(key)), tensors)])
+        return {"dict": pairs}
+    if tensors is not None and _is_plain(value):
         name = "/".join(at) or "state"
-        while name in tensors:
+        while name in tensors:  # keys with a slash in them may join to the same name
             name += "'"
         tensors[name] = value
         return {"tensor": name}
-    raise InputError(
-        f"{'.'.join(at) or 'the state'} is of type {kind.__name__}: a checkpoint holds "
-        f"{'tensors, ' if tensors is not None else ''}numbers, texts, None, lists, tuples and "
-        "dicts alone"
-    )
+    where = ".".join(at) or "the state"
+    allowed = "numbers, texts, None, lists, tuples and dicts"
+    if tensors is not None:
+        allowed = f"tensors, {allowed}"
+    raise InputError(f"{where} is of type {kind.__name__}: a checkpoint holds {allowed} alone")
 
 
-def _items(pairs: Any, at: tuple[str, ...], tensors: dict[str, Tensor] | None) -> Iterator[Any]:
-    """Yield the values of pairs as JSON."""
-    for key, value in pairs:
-        yield _encoded(value, (*at, str(key)), tensors)
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor that safetensors can store: dense, whole and not meta."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return False
+    return value.layout == torch.strided and not value.is_meta
 
 
 def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -8,6 +8,10 @@ reads what it needs.
 
 The files are those of torch's `HuggingFaceStorageWriter`, which writes no list of them.
 `index.json` is that list: for each tensor its dtype, its shape, and where its parts lie.
+
+torch's distributed checkpoint plans first and then writes or reads: each rank lists its items (a
+part of a tensor each) in a plan, the plans of all ranks are adjusted together, and a planner hands
+the tensors over. Names of tensors are called FQN there (fully qualified names).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -88,14 +93,13 @@ def write_index(folder: Path, entries: Mapping[str, Entry]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    tensors = {
-        name: {
+    tensors = {}
+    for name, entry in entries.items():
+        tensors[name] = {
             "dtype": str(entry.dtype).removeprefix("torch."),
             "shape": list(entry.shape),
             "parts": [asdict(part) for part in entry.parts],
         }
-        for name, entry in entries.items()
-    }
     write(folder / INDEX, json.dumps({"tensors": tensors}, indent=1) + "\n")
 
 
@@ -120,35 +124,41 @@ def read_index(folder: Path) -> dict[str, Entry]:
 
 
 def _entry(name: str, table: Any) -> Entry:
-    """Return a tensor of the list."""
-    dtype = getattr(torch, _typed(_typed(table, dict)["dtype"], str), None)
+    """Return a tensor of the list, from its table in the JSON."""
+    dtype_name = _typed(_typed(table, dict)["dtype"], str)
+    dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} has the dtype {table['dtype']!r:.50}")
+        raise ValueError(f"{name} has the dtype {dtype_name!r:.50}")
     shape = _sizes(table["shape"])
     parts = tuple(_part(name, shape, part) for part in _typed(table["parts"], list))
-    if sum(math.prod(part.shape) for part in parts) < math.prod(shape):
+    num_listed = sum(math.prod(part.shape) for part in parts)
+    if num_listed < math.prod(shape):
         raise ValueError(f"parts of {name} are in no file")
     return Entry(dtype, shape, parts)
 
 
 def _part(name: str, whole: tuple[int, ...], table: Any) -> Part:
-    """Return a part of a tensor of shape `whole`."""
+    """Return a part of a tensor of shape `whole`, from its table in the JSON."""
     file = _typed(_typed(table, dict)["file"], str)
-    if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+    is_in_folder = PurePosixPath(file).name == file and "\\" not in file
+    if not is_in_folder or not file.endswith(".safetensors"):
         raise ValueError(f"it names {file!r:.100}, which is not a file of tensors in its folder")
     offsets = _sizes(table["offsets"])
     shape = _sizes(table["shape"])
-    if not len(offsets) == len(shape) == len(whole) or any(
-        start + size > most for start, size, most in zip(offsets, shape, whole)
-    ):
+    is_inside = len(offsets) == len(shape) == len(whole)
+    for offset, size, whole_size in zip(offsets, shape, whole):
+        if offset + size > whole_size:
+            is_inside = False
+    if not is_inside:
         raise ValueError(f"a part of {name} lies outside of it")
     return Part(file, offsets, shape)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
-    """Return sizes or offsets of a tensor's dimensions."""
-    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in _typed(values, list)):
-        raise ValueError(f"{values!r:.100} are no sizes")
+    """Return sizes or offsets of a tensor's dimensions, which must be integers that fit 64 bits."""
+    for value in _typed(values, list):
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"{values!r:.100} are no sizes")
     return tuple(values)
 
 
@@ -176,23 +186,16 @@ class IndexReader(HuggingFaceStorageReader):
         Raises:
             InputError, OSError: as `read_index`.
         """
-        entries = read_index(self._folder)
-        places = {
-            MetadataIndex(name, torch.Size(part.offsets)): _Place(str(self._folder / part.file))
-            for name, entry in entries.items()
-            for part in entry.parts
-        }
-        tensors = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=entry.dtype),
-                torch.Size(entry.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape))
-                    for part in entry.parts
-                ],
-            )
-            for name, entry in entries.items()
-        }
+        places = {}
+        tensors = {}
+        for name, entry in read_index(self._folder).items():
+            chunks = []
+            for part in entry.parts:
+                offsets = torch.Size(part.offsets)
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.shape)))
+                places[MetadataIndex(name, offsets)] = _Place(str(self._folder / part.file))
+            properties = TensorProperties(dtype=entry.dtype)
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
         return Metadata(
             tensors,  # type: ignore[arg-type]
             storage_data=places,
@@ -230,44 +233,44 @@ class ShardWriter(HuggingFaceStorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give each rank files of its own, of at most `FILE_BYTES`."""
-        return [
-            replace(
-                plan,
-                storage_data=plan.storage_data
-                | {"fqn_to_index_mapping": dict(_numbered(plan.items))},
-            )
-            for plan in super().prepare_global_plan(plans)
-        ]
+        with_files = []
+        for plan in super().prepare_global_plan(plans):
+            # the number of its file, from 1, by the name of a tensor
+            mapping = {"fqn_to_index_mapping": dict(_numbered(plan.items))}
+            with_files.append(replace(plan, storage_data=plan.storage_data | mapping))
+        return with_files
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the list of what all ranks have written."""
-        files = {
-            (each.index.fqn, tuple(each.index.offset or ())): each.storage_data.relative_path
-            for of_rank in results
-            for each in of_rank
-        }
+        files: dict[tuple[str, tuple[int, ...]], str] = {}  # by name and offsets of a part
+        for results_of_rank in results:
+            for result in results_of_rank:
+                offsets = tuple(result.index.offset or ())
+                files[result.index.fqn, offsets] = result.storage_data.relative_path
         entries = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
-            parts = tuple(
-                Part(files[name, tuple(chunk.offsets)], tuple(chunk.offsets), tuple(chunk.sizes))
-                for chunk in tensor.chunks
-            )
-            entries[name] = Entry(tensor.properties.dtype, tuple(tensor.size), parts)
+            parts = []
+            for chunk in tensor.chunks:
+                offsets = tuple(chunk.offsets)
+                parts.append(Part(files[name, offsets], offsets, tuple(chunk.sizes)))
+            entries[name] = Entry(tensor.properties.dtype, tuple(tensor.size), tuple(parts))
         write_index(self._folder, entries)
 
 
 def _numbered(items: list[WriteItem]) -> Iterator[tuple[str, int]]:
     """Yield the names of a rank's tensors, each with the number of its file, from 1."""
     number = 1
-    room = FILE_BYTES
+    room = FILE_BYTES  # bytes that the current file may still get
     for item in items:
-        assert item.tensor_data is not None
-        size = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-        if size > room and room < FILE_BYTES:
+        data = item.tensor_data
+        assert data is not None
+        num_bytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        is_empty = room == FILE_BYTES
+        if num_bytes > room and not is_empty:
             number = number + 1
             room = FILE_BYTES
-        room -= size
+        room -= num_bytes
         yield item.index.fqn, number
 
 
@@ -282,23 +285,20 @@ class TensorPlanner(DefaultSavePlanner):
             InputError: something is no tensor, or a rank has several parts of one.
         """
         plan = super().create_local_plan()
-        self._storages: set[int] = set()
-        names = [item.index.fqn for item in plan.items]
+        self._storages: set[int] = set()  # addresses of the memory that was handed over
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise InputError(
                     f"{item.index.fqn}: is not a tensor, and nothing else is stored in files "
                     "of tensors"
                 )
-        if (
-            twice := sorted({name for name in names if names.count(name) > 1})
-            if len({*names}) < len(names)
-            else []
-        ):
-            raise InputError(
-                f"{twice[0]}: one rank has several parts of it: redistribute it into one part "
-                "on each rank"
-            )
+        num_parts = Counter(item.index.fqn for item in plan.items)
+        for name in sorted(num_parts):
+            if num_parts[name] > 1:
+                raise InputError(
+                    f"{name}: one rank has several parts of it: redistribute it into one part "
+                    "on each rank"
+                )
         return plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:

@@ -1,5 +1,10 @@
 """Draws random test cases. A case is a mesh, a plan, a layer and its tokens; its seed alone
-reproduces it."""
+reproduces it.
+
+A group is the ranks that share their tokens (a data-parallel group). A copy is a token at one of
+its experts; a replicated copy is computed by a helper, another rank than the expert's home. Every
+draw from a generator counts: one more, or another order, changes the cases of all seeds.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +39,7 @@ from moesaic.program.rates import Rates
 from moesaic.program.replications import Replications
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
+from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import (
     ROUTERS,
     CosineTopK,
@@ -104,10 +110,12 @@ class Case:
     def is_exact(self) -> bool:
         """Whether the expected values include the codecs' rounding. If not, they are those of the
         layer without codecs."""
+        # only then does a row's rounding not depend on the rows beside it
         rounds_rows = all(
             codec_spec(codec).rows_per_block == 1
             for codec in (self.plan.codec, self.plan.backward_codec)
         )
+        # only then is it known how often each row is rounded
         moves_rows_once = (
             self.plan.program.delivers_at_once
             and self.plan.crossing is Crossing.LINK
@@ -116,8 +124,8 @@ class Case:
             and not self.capacity.is_padded
             and not self.experts_move
         )
-        is_known = self.precision == "float64" and self.experts != "modules"
-        return self.plan.is_lossless or (rounds_rows and moves_rows_once and is_known)
+        is_followed = self.precision == "float64" and self.experts != "modules"
+        return self.plan.is_lossless or (rounds_rows and moves_rows_once and is_followed)
 
     @property
     def tolerance(self) -> float:
@@ -149,7 +157,8 @@ class Case:
             return AnyOption(seed=self.seed)
         if self.plan.replication != "shadow":
             return None
-        home = np.arange(self.num_experts) // (self.num_experts // self.grid.ep)
+        experts_per_rank = self.num_experts // self.grid.ep
+        home = np.arange(self.num_experts) // experts_per_rank  # a place of ep for each expert
         return Replicated(random_replication(self.grid, home, np.random.default_rng(self.seed)))
 
 
@@ -185,12 +194,11 @@ def draw_case(seed: int, *, world: int | None = None) -> Case:
                 codec_named(codec)
         except InputError:
             continue
-        case = _with_placement(
-            random.Random(f"placement {seed}"), _draw_rest(rng, seed, grid, plan)
-        )
-        return _with_budget(
-            random.Random(f"budget {seed}"), _with_moves(random.Random(f"moves {seed}"), case)
-        )
+        # each with a generator of its own, so that a change of one leaves the others as they are
+        case = _draw_rest(rng, seed, grid, plan)
+        case = _with_placement(random.Random(f"placement {seed}"), case)
+        case = _with_moves(random.Random(f"moves {seed}"), case)
+        return _with_budget(random.Random(f"budget {seed}"), case)
 
 
 def _ordered_early(plan: Plan) -> Plan:
@@ -211,20 +219,20 @@ def draw_plan(rng: random.Random) -> Plan:
     """Draw every field of a plan independently; the combination may be illegal."""
     codec = rng.choice((*LOSSY, "zfp:16")) if rng.random() < 0.15 else "none"
     backward_codec = rng.choice(LOSSY) if is_coded(codec) and rng.random() < 0.3 else "none"
-    # schedules that deliver at once are twice as likely
-    twice = {name for name in SCHEDULES if Plan(schedule=name).program.delivers_at_once}
+    schedules = []
+    for name in SCHEDULES:
+        delivers_at_once = Plan(schedule=name).program.delivers_at_once
+        schedules += [name] * (2 if delivers_at_once else 1)  # twice as likely
+    usual_link = Plan().link
+    other_links = [name for name in ALL_TO_ALLS if name != usual_link]
     return Plan(
-        schedule=rng.choice([name for name in SCHEDULES for _ in range(2 if name in twice else 1)]),
+        schedule=rng.choice(schedules),
         fuse=rng.random() < 0.2,
         gather_weights=rng.choice([0, 1, 2]) if rng.random() < 0.3 else None,
         chunks=rng.choice([1, 1, 1, 2, 3]),
         peer_groups=rng.choice([1, 1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
-        all_to_all=_mostly(
-            rng,
-            Plan().link,
-            [*(name for name in ALL_TO_ALLS if name != Plan().link), "multicast", "multicast"],
-        ),
+        all_to_all=_mostly(rng, usual_link, [*other_links, "multicast", "multicast"]),
         codec=codec,
         backward_codec=backward_codec,
         replication=_mostly(rng, "none", tuple(REPLICATION)) if rng.random() < 0.4 else "none",
@@ -245,9 +253,11 @@ def _mostly(rng: random.Random, usual: T, others: Sequence[T]) -> T:
 def _draw_grid(rng: random.Random, world: int) -> Grid:
     """Draw a mesh of `world` ranks."""
     divisors = [size for size in (1, 2, 4, 8) if world % size == 0]
-    pairs = [
-        (ep, etp) for ep in divisors for etp in divisors if etp <= 4 and world % (ep * etp) == 0
-    ]
+    pairs = []
+    for ep in divisors:
+        for etp in divisors:
+            if etp <= 4 and world % (ep * etp) == 0:
+                pairs.append((ep, etp))
     ep, etp = rng.choice(pairs)
     return Grid(
         world=world,
@@ -261,25 +271,27 @@ def _draw_grid(rng: random.Random, world: int) -> Grid:
 
 def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     """Draw the fields of a case that has a mesh and a plan."""
+    # a router that looks across tokens needs all of them on one rank, as the reference has them
     one_sees_all = grid.dp == 1 and (not plan.program.routes_slices or grid.tp == 1)
-    router = rng.choice(
-        [name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)]
-    )
+    routers = [name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)]
+    router = rng.choice(routers)
     num_experts = grid.ep * rng.choice([1, 1, 2, 3])
     while not fitting_top_k(router, num_experts):
         num_experts += grid.ep
+
     micro_batches = rng.choice([1, 1, 1, 1, 2])
     longest = rng.choice([1, 3, 5, 5])
     lengths = tuple(
         tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches)
     )
     capacity = _draw_capacity(rng)
-    even = rng.random() < 0.2
-    if even and plan.crossing is Crossing.LINK and not plan.replicates and rng.random() < 0.5:
-        longest += -longest % grid.tp
+    is_even = rng.random() < 0.2
+    can_pad = plan.crossing is Crossing.LINK and not plan.replicates
+    if is_even and can_pad and rng.random() < 0.5:
+        longest += -longest % grid.tp  # up to a multiple of tp
         capacity = Capacity.fixed(rng.choice([0.3, 1.0, 1.5]), scope="rank", padded=True)
-    if even:
-        lengths = tuple(tuple(longest for _ in of_groups) for of_groups in lengths)
+    if is_even:
+        lengths = _all_as_long(lengths, longest)
     return Case(
         seed=seed,
         grid=grid,
@@ -320,14 +332,19 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
         compile_plan(_ordered_early(plan), case.grid)
     except InputError:
         return case
-    longest = max(1, *(length for of_groups in case.lengths for length in of_groups))
+    longest = max(1, *(max(lengths_of_groups) for lengths_of_groups in case.lengths))
     return replace(
         case,
         plan=plan,
         placement=rng.choice(["random", "random", "solved"]),
         sequences=case.sequences * case.grid.tp,
-        lengths=tuple(tuple(longest for _ in of_groups) for of_groups in case.lengths),
+        lengths=_all_as_long(case.lengths, longest),
     )
+
+
+def _all_as_long(lengths: tuple[tuple[int, ...], ...], length: int) -> tuple[tuple[int, ...], ...]:
+    """Return lengths by micro-batch and group, all replaced by `length`."""
+    return tuple((length,) * len(lengths_of_groups) for lengths_of_groups in lengths)
 
 
 def _with_budget(rng: random.Random, case: Case) -> Case:
@@ -341,11 +358,11 @@ def _with_budget(rng: random.Random, case: Case) -> Case:
 def _with_moves(rng: random.Random, case: Case) -> Case:
     """Let the plan's policy decide in some of the cases that replicate, and move experts in some of
     those with ep above 1."""
+    # the share of cases that the plan's policy decides; most policies cannot be replaced by chance
     share = {"none": 0.0, "shadow": 0.5, "arbiter": 0.5}.get(case.plan.replication, 1.0)
-    splits = case.grid.ep > 1
-    return replace(
-        case, by_policy=rng.random() < share, experts_move=splits and rng.random() < 0.25
-    )
+    by_policy = rng.random() < share
+    can_move = case.grid.ep > 1
+    return replace(case, by_policy=by_policy, experts_move=can_move and rng.random() < 0.25)
 
 
 def draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:
@@ -388,16 +405,23 @@ def random_replication(grid: Grid, home: np.ndarray, rng: np.random.Generator) -
         rng: draws the numbers.
     """
     replicated: np.ndarray = rng.integers(0, 4, size=(grid.world, len(home), grid.ep))
-    replicated *= rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
-    replicated[:, np.arange(len(home)), home] = 0
+    is_kept = rng.random(replicated.shape) < rng.choice([0.1, 0.5, 1.0])
+    replicated *= is_kept
+    replicated[:, np.arange(len(home)), home] = 0  # an expert's home is no helper of it
     return replicated
 
 
 def limited_to_existing(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
-    """Return the table limited to the copies that exist, earlier helpers first."""
-    before = np.cumsum(replicated, axis=2) - replicated
-    cut: np.ndarray = np.minimum(replicated, np.maximum(load.copies[:, :, None] - before, 0))
-    return cut
+    """Return the table limited to the copies that exist, earlier helpers first.
+
+    Args:
+        load: has the copies per (rank, expert).
+        replicated: copies per (rank, expert, helper), as `random_replication` returns them.
+    """
+    at_earlier_helpers = np.cumsum(replicated, axis=2) - replicated
+    left = np.maximum(load.copies[:, :, None] - at_earlier_helpers, 0)
+    limited: np.ndarray = np.minimum(replicated, left)
+    return limited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,12 +459,12 @@ class _Drawing(AbstractChooser):
         """Return a random decision for a call."""
         rng = np.random.default_rng((self._seed, self._calls))
         self._calls += 1
-        program = list(self._plans)[int(rng.integers(len(self._plans)))]
+        programs = list(self._plans)
+        program = programs[int(rng.integers(len(programs)))]
         replicated = None
         if self._plans[program].replicates:
-            replicated = Replications.of(
-                limited_to_existing(load, random_replication(load.grid, load.home, rng))
-            )
+            table = random_replication(load.grid, load.home, rng)
+            replicated = Replications.of(limited_to_existing(load, table))
         return CallDecision(option=program, program=program, replicated=replicated, seconds={})
 
 
@@ -487,20 +511,23 @@ def fitting_top_k(name: str, num_experts: int) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def looks_across_tokens(name: str) -> bool:
     """Whether a router's choice for a token depends, in training, on the rank's other tokens."""
-    return _trained(name)[0]
+    return _smallest_router(name).looks_across_tokens
 
 
 @lru_cache(maxsize=64)
 def draws_noise(name: str) -> bool:
     """Whether a router draws random numbers in training."""
-    return _trained(name)[1]
-
-
-def _trained(name: str) -> tuple[bool, bool]:
-    """Return whether a router looks across tokens, and whether it draws noise, in training."""
-    num_experts = next(count for count in range(1, 9) if fitting_top_k(name, count))
+    router = _smallest_router(name)
     with torch.random.fork_rng(devices=[]):
-        router = small_router(name, num_experts, fitting_top_k(name, num_experts)[0])(
-            DIM, num_experts
-        ).train()
-        return router.looks_across_tokens, router.draw(1, torch.device("cpu")) is not None
+        return router.draw(1, torch.device("cpu")) is not None
+
+
+def _smallest_router(name: str) -> AbstractRouter:
+    """Return a router with as few experts as it can have, in training mode."""
+    num_experts = 1
+    while not fitting_top_k(name, num_experts):
+        num_experts += 1
+    smallest_top_k = fitting_top_k(name, num_experts)[0]
+    with torch.random.fork_rng(devices=[]):
+        router = small_router(name, num_experts, smallest_top_k)(DIM, num_experts)
+    return router.train()

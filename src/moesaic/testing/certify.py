@@ -16,7 +16,9 @@ Ranks may also share one batch (`shares_tokens`): then every rank has the whole 
 layer that clips must leave the router, the experts and a parameter outside of it with their
 gradients times one factor. An auxiliary loss may be over a rank's own tokens or over all tokens,
 times any factor: the finding says which. Under a capacity, rows of dropped tokens must be 0, all
-others exact, and as many are kept as fit.
+others exact, and as many are kept as fit. What is certified is called the system, and the dense
+layer in float64 the twin; a situation is numbers of tokens and a routing to try; E is the number of
+experts.
 
     for finding in certify(YourExperts):  # on all ranks together
         print(finding)
@@ -35,6 +37,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -226,7 +229,9 @@ def _first_ones(chosen: Tensor, num_experts: int) -> Tensor:
 def _last_half(chosen: Tensor, num_experts: int) -> Tensor:
     """Choose only experts of the last half, so that the first ranks receive no token."""
     half = num_experts // 2
-    return half + (chosen[:, :1] + torch.arange(chosen.shape[1])) % half
+    # consecutive ones from the first choice on, so that they are distinct
+    consecutive = chosen[:, :1] + torch.arange(chosen.shape[1])
+    return half + consecutive % half
 
 
 SITUATIONS = (
@@ -297,15 +302,11 @@ class Certified:
         """Return a line that says whether the quantity is right, and how far it is off."""
         if self.failed:
             return f"{self.situation}: {self.failed}"
-        by = (
-            f", {self.factor:.4g} times what it should be"
-            if self.factor is not None and not self.holds()
-            else ""
-        )
-        return (
-            f"{self.situation}: {self.quantity} {'right' if self.holds() else 'wrong'}, "
-            f"{self.error:.1e}{by}"
-        )
+        verdict = "right" if self.holds() else "wrong"
+        line = f"{self.situation}: {self.quantity} {verdict}, {self.error:.1e}"
+        if self.factor is not None and not self.holds():
+            line += f", {self.factor:.4g} times what it should be"
+        return line
 
 
 LEFT_OUT = "is left out: after what failed before, ranks are not at the same place"
@@ -364,7 +365,7 @@ def certify(
         )
         with _poisoned() if poisons else nullcontext():
             results, failures = _attempted(partial(_run, system, drawn), compare_group)
-        is_over = len(set(failures)) > 1
+        is_over = len(set(failures)) > 1  # ranks failed differently, or some of them
         if any(failures):
             failed = _in_words(failures) if is_over else failures[0]
             findings.append(Certified.without_result(situation, failed))
@@ -397,12 +398,13 @@ def _fitting(
     """Return the situations, by default those of the system's kind, that the system can be in."""
     is_whole = issubclass(system, AbstractMoELayer)
     tried = situations or (LAYER_SITUATIONS if is_whole else SITUATIONS)
-    return [
-        each
-        for each in tried
-        if (each.capacity is None or system.has_capacity)
-        and not (each.is_unequal and system.shares_tokens)
-    ]
+    fitting = []
+    for situation in tried:
+        lacks_capacity = situation.capacity is not None and not system.has_capacity
+        lacks_counts = situation.is_unequal and system.shares_tokens
+        if not lacks_capacity and not lacks_counts:
+            fitting.append(situation)
+    return fitting
 
 
 def _in_words(failures: Sequence[str]) -> str:
@@ -422,18 +424,22 @@ def certify_named(name: str, poisons: bool = True) -> list[Certified]:
 def system_named(name: str) -> type[AbstractRoutedExperts] | type[AbstractMoELayer]:
     """Return the class "module:Class" or "file.py:Class"; the working folder is searched for
     modules too."""
-    where, _, what = name.partition(":")
+    where, _, class_name = name.partition(":")
     path = Path(where)
+    folder = Path.cwd()
+    module = where
     try:
-        sys.path.insert(0, str(path.resolve().parent if path.suffix == ".py" else Path.cwd()))
-        system = getattr(import_module(path.stem if path.suffix == ".py" else where), what)
+        if path.suffix == ".py":
+            folder = path.resolve().parent
+            module = path.stem
+        sys.path.insert(0, str(folder))
+        system = getattr(import_module(module), class_name)
     except (ImportError, ValueError, AttributeError) as error:
         raise InputError(
             f"{name}: {error}: write package.module:Class or path/to/file.py:Class"
         ) from error
-    if not (
-        isinstance(system, type) and issubclass(system, AbstractRoutedExperts | AbstractMoELayer)
-    ):
+    is_class = isinstance(system, type)
+    if not is_class or not issubclass(system, AbstractRoutedExperts | AbstractMoELayer):
         raise InputError(
             f"{name}: must be a class derived from AbstractRoutedExperts or AbstractMoELayer"
         )
@@ -490,7 +496,11 @@ def _draw(
     dtype: torch.dtype,
     shares: bool,
 ) -> _Drawn:
-    """Draw weights, tokens and a routing, the same on every rank."""
+    """Draw weights, tokens and a routing, the same on every rank.
+
+    Args:
+        shares: whether all ranks have the tokens of the first.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -499,7 +509,8 @@ def _draw(
 
     def draw_input(count: int) -> _Input:
         """Draw what a rank with `count` tokens passes."""
-        chosen = torch.rand(count, num_experts, generator=generator).topk(situation.top_k).indices
+        scores = torch.rand(count, num_experts, generator=generator)
+        chosen = scores.topk(situation.top_k).indices
         gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64)
         if situation.is_summed:
             dy = torch.ones(1, 1, dtype=dtype).expand(count, dim)
@@ -512,19 +523,19 @@ def _draw(
             dy=dy,
         )
 
-    up, gate, down = normal(3, num_experts, hidden, dim) * dim**-0.5
-    weights = MoEWeights(
-        up, w3=gate, w2=down.transpose(1, 2).contiguous(), router=normal(num_experts, dim)
-    )
+    # scaled so that products are about as large as tokens
+    w1, w3, transposed_w2 = normal(3, num_experts, hidden, dim) * dim**-0.5
+    w2 = transposed_w2.transpose(1, 2).contiguous()
+    weights = MoEWeights(w1, w3=w3, w2=w2, router=normal(num_experts, dim))
     calls = []
     for _ in range(situation.calls):
         if shares:
             call = [draw_input(situation.tokens[0])] * group.size()
         else:
-            call = [
-                draw_input(situation.tokens[rank % len(situation.tokens)])
-                for rank in range(group.size())
-            ]
+            call = []
+            for rank in range(group.size()):
+                count = situation.tokens[rank % len(situation.tokens)]
+                call.append(draw_input(count))
         calls.append(call)
     return _Drawn(situation, LayerSpec(weights, group, situation.top_k, situation.capacity), calls)
 
@@ -543,34 +554,39 @@ def _attempted(
     try:
         result = run()
     except Exception as error:  # the code under test may raise anything, which is a finding
-        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    of_ranks: list[tuple[Results, str]] = [({}, "")] * group.size()
-    dist.all_gather_object(of_ranks, (result, failed), group=group)
-    return [each for each, _ in of_ranks], [each for _, each in of_ranks]
+        lines = str(error).splitlines() or [""]
+        failed = f"{type(error).__name__}: {lines[0]}"
+    outcomes: list[tuple[Results, str]] = [({}, "")] * group.size()
+    dist.all_gather_object(outcomes, (result, failed), group=group)
+    results = [results_of_rank for results_of_rank, _ in outcomes]
+    failures = [failed_of_rank for _, failed_of_rank in outcomes]
+    return results, failures
 
 
 def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _Drawn) -> Results:
-    """Run a system on this rank."""
+    """Run a system on this rank, and return the values that `_expected` has for it."""
     layer = system(drawn.spec)
+    rank = drawn.spec.group.rank()
     loss = None
     # scales tokens, as a norm before the layer does
     dense = nn.Parameter(torch.ones_like(drawn.spec.router[0]))
     results: Results = {"output": [], "tokens": [], "gates": []}
     for call in drawn.calls:
-        given = call[drawn.spec.group.rank()]
-        x = given.tokens.clone().requires_grad_(drawn.situation.tokens_learn)
-        gates = given.gates.clone().requires_grad_()
+        inputs = call[rank]
+        x = inputs.tokens.clone().requires_grad_(drawn.situation.tokens_learn)
+        gates = inputs.gates.clone().requires_grad_()
         run: Callable[..., Any] = layer.run
         if drawn.situation.recomputes:
             run = partial(checkpoint, layer.run, use_reentrant=False)
         if isinstance(layer, AbstractMoELayer):
             y, loss = run(x * dense if drawn.situation.tokens_learn else x)
         else:
-            y = run(x, given.experts, gates)
-        torch.autograd.backward(y, given.dy)
+            y = run(x, inputs.experts, gates)
+        torch.autograd.backward(y, inputs.dy)
         results["output"].append(y)
         results["tokens"].append(_grad_of(x))
         results["gates"].append(_grad_of(gates))
+
     gradients = layer.gradients()
     results["experts"] = gradients.experts
     if isinstance(layer, AbstractMoELayer):
@@ -579,11 +595,11 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
         # `clip` changes gradients in place
         results["experts"] = [each.clone() for each in gradients.experts]
         results |= _clipped(layer, dense, drawn.spec.group)
-        if loss is not None:
-            last = drawn.calls[-1][drawn.spec.group.rank()]
+        if loss is not None:  # a second layer, whose gradients are those of the loss alone
+            last_call = drawn.calls[-1]
             second = system(drawn.spec)
             assert isinstance(second, AbstractMoELayer)
-            results["auxiliary"] = _run_loss(second, last.tokens)
+            results["auxiliary"] = _run_loss(second, last_call[rank].tokens)
     return {
         name: [each.detach().double().cpu() for each in tensors]
         for name, tensors in results.items()
@@ -597,8 +613,8 @@ def _grad_of(leaf: Tensor) -> Tensor:
 
 def _clipped(layer: AbstractMoELayer, dense: nn.Parameter, group: dist.ProcessGroup) -> Results:
     """Clip the gradients and return the norm and the clipped gradients; nothing if the layer does
-    not clip."""
-    dense.grad = torch.zeros_like(dense) if dense.grad is None else dense.grad
+    not clip. `dense` is a parameter outside of the layer."""
+    dense.grad = _grad_of(dense)
     if not layer.shares_tokens:
         dist.all_reduce(dense.grad, group=group)
     norm = layer.clip(MAX_NORM, dense)
@@ -606,13 +622,11 @@ def _clipped(layer: AbstractMoELayer, dense: nn.Parameter, group: dist.ProcessGr
         return {}
     clipped = layer.gradients()
     assert clipped.router is not None
-    gradients: Results = {
-        "router": [clipped.router],
-        "experts": clipped.experts,
-        "dense": [dense.grad],
-    }
-    return {"gradient norm": [torch.tensor(norm)]} | {
-        f"{name} after clipping": each for name, each in gradients.items()
+    return {
+        "gradient norm": [torch.tensor(norm)],
+        "router after clipping": [clipped.router],
+        "experts after clipping": clipped.experts,
+        "dense after clipping": [dense.grad],
     }
 
 
@@ -650,14 +664,16 @@ def _compared(
     normalizes = issubclass(system, AbstractMoELayer) and system.normalizes(drawn.spec.top_k)
     twin = _dense_layer(drawn.spec, normalizes=normalizes)
     if drawn.situation.capacity is not None:
+        first_call = drawn.calls[0]
         errors = [
-            _capacity_error(twin, given.tokens.double(), own["output"][0], drawn)
-            for given, own in zip(drawn.calls[0], actual)
+            _capacity_error(twin, inputs.tokens.double(), results["output"][0], drawn)
+            for inputs, results in zip(first_call, actual)
         ]
         return [_Found("capacity", max(errors), None)]
-    if is_whole and not system.shares_tokens:
-        router = torch.stack([own["router"][0] for own in actual]).sum(0)
-        actual = [own | {"router": [router]} for own in actual]
+
+    if is_whole and not system.shares_tokens:  # the router's gradient is summed over the ranks
+        router = torch.stack([results["router"][0] for results in actual]).sum(0)
+        actual = [results | {"router": [router]} for results in actual]
     expected = _expected(twin, drawn, is_whole=is_whole, shares=system.shares_tokens)
     names = ["output"]
     if drawn.situation.tokens_learn:
@@ -667,20 +683,29 @@ def _compared(
     names += [name for name in CLIPPED if name in actual[0]]
     found = [_difference(actual, expected, name) for name in names]
     if "auxiliary" in actual[0]:
-        values = torch.stack([own["auxiliary"][0] for own in actual])
-        routers = torch.stack([own["auxiliary"][1] for own in actual])
-        found.append(_compared_losses(twin, drawn, values, routers.sum(0)))
+        losses = []
+        router_gradients = []
+        for results in actual:
+            loss, router_gradient = results["auxiliary"]
+            losses.append(loss)
+            router_gradients.append(router_gradient)
+        router = torch.stack(router_gradients).sum(0)
+        found.append(_compared_losses(twin, drawn, torch.stack(losses), router))
     return found
 
 
 def _difference(actual: list[Results], expected: list[Results], name: str) -> _Found:
     """Return a quantity's error over all ranks, and the factor that explains it or None."""
-    is_now = [tensor for own in actual for tensor in own[name]]
-    should_be = [tensor for own in expected for tensor in own[name]]
-    if [tensor.shape for tensor in is_now] != [tensor.shape for tensor in should_be]:
+    actual_tensors: list[Tensor] = []
+    expected_tensors: list[Tensor] = []
+    for actual_of_rank, expected_of_rank in zip(actual, expected):
+        actual_tensors += actual_of_rank[name]
+        expected_tensors += expected_of_rank[name]
+    actual_shapes = [tensor.shape for tensor in actual_tensors]
+    if actual_shapes != [tensor.shape for tensor in expected_tensors]:
         return _Found(name, torch.inf, None)
-    all_actual = torch.cat([tensor.flatten() for tensor in is_now])
-    all_expected = torch.cat([tensor.flatten() for tensor in should_be])
+    all_actual = torch.cat([tensor.flatten() for tensor in actual_tensors])
+    all_expected = torch.cat([tensor.flatten() for tensor in expected_tensors])
     # what should be 0 still has rounding errors
     error = relative(all_actual, all_expected, least=1e-2)
     return _Found(name, error, ratio(all_actual, all_expected))
@@ -707,47 +732,58 @@ def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
 
 def _choice(twin: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[Copy]]:
     """Return logits, probabilities and copies of tokens as the reference chooses them."""
-    return reference_choice(twin, x, torch.ones(len(x), dtype=torch.bool), None, None, twin.top_k)
+    is_valid = torch.ones(len(x), dtype=torch.bool)
+    return reference_choice(twin, x, is_valid, noise=None, token_ids=None, top_k=twin.top_k)
 
 
 def _expected(twin: MoE, drawn: _Drawn, *, is_whole: bool, shares: bool) -> list[Results]:
-    """Return the results that each rank must have."""
+    """Return the results that each rank must have.
+
+    Args:
+        is_whole: whether the system routes its tokens itself.
+        shares: whether all ranks have the same tokens; they are then computed once.
+    """
     world = drawn.spec.group.size()
+    # gradient of the parameter that scales tokens and is 1: that of a token times the token
     dense = torch.zeros_like(drawn.spec.router[0], dtype=torch.float64)
     expected: list[Results] = [
         {"output": [], "tokens": [], "gates": []} for _ in range(1 if shares else world)
     ]
     for call in drawn.calls:
-        for own, given in zip(expected, call):
-            x = given.tokens.double().requires_grad_()
-            gates = given.gates.double().requires_grad_()
-            copies = _choice(twin, x)[2] if is_whole else _given_copies(given.experts, gates)
+        for results, inputs in zip(expected, call):
+            x = inputs.tokens.double().requires_grad_()
+            gates = inputs.gates.double().requires_grad_()
+            if is_whole:
+                _, _, copies = _choice(twin, x)
+            else:
+                copies = _given_copies(inputs.experts, gates)
             y = reference_output(twin, x, copies)
             nothing = 0 * (x.sum() + gates.sum())  # so that both have a gradient
-            loss = (y * given.dy.double()).sum() + nothing
+            loss = (y * inputs.dy.double()).sum() + nothing
             loss.backward()
             assert x.grad is not None
             assert gates.grad is not None
-            own["output"].append(y.detach())
-            own["tokens"].append(x.grad)
-            own["gates"].append(gates.grad)
-            dense += (x.grad * x.detach()).sum(0) if drawn.situation.tokens_learn else 0
+            results["output"].append(y.detach())
+            results["tokens"].append(x.grad)
+            results["gates"].append(gates.grad)
+            if drawn.situation.tokens_learn:
+                dense += (x.grad * x.detach()).sum(0)
     whole = _gradients_of(twin)
     if shares:
         expected = expected * world
     return [
-        own | _expected_gradients(whole, dense, whole._part(rank, world))
-        for rank, own in enumerate(expected)
+        results | _expected_gradients(whole, dense, whole._part(rank, world))
+        for rank, results in enumerate(expected)
     ]
 
 
 def _given_copies(experts: Tensor, gates: Tensor) -> list[Copy]:
     """Return the copies of tokens by their given routing, (tokens, top_k) both."""
-    return [
-        Copy(token, expert, slot, weight=gates[token, slot])
-        for token, of_token in enumerate(experts.tolist())
-        for slot, expert in enumerate(of_token)
-    ]
+    copies = []
+    for token, experts_of_token in enumerate(experts.tolist()):
+        for slot, expert in enumerate(experts_of_token):
+            copies.append(Copy(token, expert, slot, weight=gates[token, slot]))
+    return copies
 
 
 def _gradients_of(twin: MoE) -> MoEWeights:
@@ -772,13 +808,13 @@ def _expected_gradients(whole: MoEWeights, dense: Tensor, own: MoEWeights) -> Re
     assert whole.router is not None
     squares = [tensor.square().sum() for tensor in (whole.router, dense, *whole.experts)]
     norm = torch.stack(squares).sum().sqrt()
-    by = (MAX_NORM / norm).clamp(max=1)
+    factor = (MAX_NORM / norm).clamp(max=1)
     gradients = {"router": [whole.router], "experts": own.experts, "dense": [dense]}
-    clipped = {
-        f"{name} after clipping": [by * each for each in tensors]
-        for name, tensors in gradients.items()
-    }
-    return gradients | clipped | {"gradient norm": [norm]}
+    results = dict(gradients)
+    for name, tensors in gradients.items():
+        results[f"{name} after clipping"] = [factor * tensor for tensor in tensors]
+    results["gradient norm"] = [norm]
+    return results
 
 
 def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -> _Found:
@@ -795,22 +831,30 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
         values: (ranks,) the losses.
         router: (E, dim) the sum over the ranks of the router's gradients of the losses.
     """
-    xs = [given.tokens.double() for given in drawn.calls[-1]]
-    own = "own tokens"
+    xs = [inputs.tokens.double() for inputs in drawn.calls[-1]]
+    all_tokens = torch.cat(xs)
+    split = 1 / len(xs)
+    top_k = twin.top_k
+    # what the loss may be over: its tokens on each rank, the choices that count, and the shares of
+    # the gradient that a rank may have
+    scopes: list[tuple[str, list[Tensor], int, tuple[float, ...]]] = [
+        ("own tokens", xs, top_k, (1.0,)),
+        ("first choices of own tokens", xs, 1, (1.0,)),
+        ("all tokens", [all_tokens] * len(xs), top_k, (1.0, split)),
+        ("first choices of all tokens", [all_tokens] * len(xs), 1, (1.0, split)),
+    ]
     found = []
-    for tokens, sets in ((own, xs), ("all tokens", [torch.cat(xs)] * len(xs))):
-        for scope, choices in ((tokens, twin.top_k), (f"first choices of {tokens}", 1)):
-            losses = torch.stack([_balance_loss(twin, x, choices) for x in sets])
-            (gradient,) = torch.autograd.grad(losses.sum(), twin.router.get_parameter("weight"))
-            losses = losses.detach()
-            factor = float((values * losses).sum() / losses.square().sum())
-            error = relative(values, factor * losses, least=1e-2)
-            shares = (1.0,) if tokens == own else (1.0, 1 / len(xs))
-            of_gradient = min(
-                relative(router, share * factor * gradient, least=1e-2) for share in shares
-            )
-            worst = torch.inf if math.isnan(factor) else max(error, of_gradient)
-            found.append(_Found(f"auxiliary loss over {scope}", worst, factor))
+    for scope, tokens_of_ranks, choices, shares in scopes:
+        losses = torch.stack([_balance_loss(twin, x, choices) for x in tokens_of_ranks])
+        (gradient,) = torch.autograd.grad(losses.sum(), twin.router.get_parameter("weight"))
+        losses = losses.detach()
+        factor = float((values * losses).sum() / losses.square().sum())  # the least-squares fit
+        loss_error = relative(values, factor * losses, least=1e-2)
+        gradient_error = min(
+            relative(router, share * factor * gradient, least=1e-2) for share in shares
+        )
+        error = torch.inf if math.isnan(factor) else max(loss_error, gradient_error)
+        found.append(_Found(f"auxiliary loss over {scope}", error, factor))
     return min(found, key=lambda each: each.error)
 
 
@@ -833,16 +877,23 @@ def _balance_loss(twin: MoE, x: Tensor, choices: int) -> Tensor:
 
 def _capacity_error(twin: MoE, x: Tensor, y: Tensor, drawn: _Drawn) -> float:
     """Return the error of the rows that a rank kept; inf if more or fewer rows were kept than
-    fit."""
+    fit.
+
+    Args:
+        x: the rank's tokens, (tokens, dim); each has one expert.
+        y: what the system returned for them.
+    """
     _, _, copies = _choice(twin, x)
     is_kept = (y != 0).any(1)
-    assert drawn.situation.capacity is not None
-    room = -int(-drawn.situation.capacity * len(x) // twin.num_experts)
+    capacity = drawn.situation.capacity
+    assert capacity is not None
+    room = -int(-capacity * len(x) // twin.num_experts)  # rounded up
     for expert in range(twin.num_experts):
-        tokens = [each.token for each in copies if each.expert == expert]
+        tokens = [copy.token for copy in copies if copy.expert == expert]
         if int(is_kept[tokens].sum()) != min(len(tokens), room):
             return torch.inf
-    return relative(y[is_kept], reference_output(twin, x, copies).detach()[is_kept], least=1e-2)
+    without_drops = reference_output(twin, x, copies).detach()
+    return relative(y[is_kept], without_drops[is_kept], least=1e-2)
 
 
 Shard = Callable[[str, dict[str, Tensor], "Rank"], Tensor]
@@ -893,27 +944,25 @@ class Rank:
         peers = self.group(*axes)
         transport = self.mesh.transport
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
-        counts = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
+        # how many rows each peer sends to each one
+        counts_of_peers = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
         place = peers.index(self.number)
-        received = [
-            part.new_empty(int(row[place]), *part.shape[1:]) for part, row in zip(parts, counts)
-        ]
-        received[place] = parts[place].detach().clone()
-        sends = {
-            peer: part.detach().contiguous()
-            for peer, part in zip(peers, parts)
-            if peer != self.number and len(part)
-        }
-        receives = {
-            peer: buffer
-            for peer, buffer in zip(peers, received)
-            if peer != self.number and len(buffer)
-        }
-        transport.wait(
-            transport.issue(
-                Transfer(self.number, tag=transport.take_tags(1), sends=sends, receives=receives)
-            )
-        )
+        received = []
+        sends = {}
+        receives = {}
+        for peer, part, counts in zip(peers, parts, counts_of_peers):
+            if peer == self.number:
+                received.append(part.detach().clone())
+                continue
+            buffer = part.new_empty(int(counts[place]), *part.shape[1:])
+            received.append(buffer)
+            if len(part):
+                sends[peer] = part.detach().contiguous()
+            if len(buffer):
+                receives[peer] = buffer
+        tag = transport.take_tags(1)
+        handle = transport.issue(Transfer(self.number, tag=tag, sends=sends, receives=receives))
+        transport.wait(handle)
         return received
 
 
@@ -927,16 +976,17 @@ def small_meshes(max_ranks: int = 4, axes: Sequence[Axis] = ("tp", "ep", "etp"))
     powers = [2**n for n in range(max_ranks.bit_length()) if 2**n <= max_ranks]
 
     def sizes(axis: Axis, world: int) -> list[int]:
-        return [power for power in powers if world % power == 0 and (power == 1 or axis in axes)]
+        """Return the sizes that an axis may have in a mesh of `world` ranks."""
+        if axis not in axes:
+            return [1]
+        return [power for power in powers if world % power == 0]
 
-    return [
-        Grid(world=world, tp=tp, ep=ep, etp=etp)
-        for world in powers
-        for tp in sizes("tp", world)
-        for ep in sizes("ep", world)
-        for etp in sizes("etp", world)
-        if world % (ep * etp) == 0
-    ]
+    meshes = []
+    for world in powers:
+        for tp, ep, etp in product(sizes("tp", world), sizes("ep", world), sizes("etp", world)):
+            if world % (ep * etp) == 0:
+                meshes.append(Grid(world=world, tp=tp, ep=ep, etp=etp))
+    return meshes
 
 
 def assert_equivalent(
@@ -978,7 +1028,7 @@ def assert_equivalent(
     single = _SingleRankRun.of(reference, grid, dim=dim, tokens=tokens, seed=seed)
 
     def run(transport: AbstractTransport) -> dict[str, tuple[Tensor, Tensor]]:
-        """Run one rank and return its values with those that it must have."""
+        """Run one rank and return (actual, expected) of its values by name."""
         rank = Rank(Mesh(grid, transport))
         group = grid.coordinate(rank.number, "dp")
         layer = make_layer(rank)
@@ -991,9 +1041,9 @@ def assert_equivalent(
             "gradient of the input": (_grad_of(x), single.expected_dx[group]),
         }
         for name, parameter in layer.named_parameters():
-            right = shard(name, single.gradients, rank)
-            actual = torch.zeros_like(right) if parameter.grad is None else parameter.grad
-            pairs[f"gradient of {name}"] = (actual, right)
+            expected = shard(name, single.gradients, rank)
+            actual = torch.zeros_like(expected) if parameter.grad is None else parameter.grad
+            pairs[f"gradient of {name}"] = (actual, expected)
         return pairs
 
     _check(run_ranks(grid.world, run, seed=seed), grid, tolerance)
@@ -1053,18 +1103,24 @@ def _check(
 ) -> None:
     """Raise an AssertionError for the first wrong value of {quantity: (actual, expected)} of all
     ranks."""
-    for what in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
-        pairs = {rank: of_rank[what] for rank, of_rank in enumerate(by_rank) if what in of_rank}
-        for rank, (actual, right) in pairs.items():
-            error = relative(actual, right, least=1e-6)
+    # by quantity in the order of the first ranks that have it, then by rank
+    pairs_of_ranks: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+    for rank, pairs in enumerate(by_rank):
+        for quantity, pair in pairs.items():
+            pairs_of_ranks.setdefault(quantity, {})[rank] = pair
+    for quantity, pairs_by_rank in pairs_of_ranks.items():
+        for rank, (actual, expected) in pairs_by_rank.items():
+            error = relative(actual, expected, least=1e-6)
             if error <= tolerance:
                 continue
-            if actual.shape == right.shape:
-                says = f"relative error {error:.1e}: {_factor_in_words(list(pairs.values()))}"
+            if actual.shape == expected.shape:
+                says = (
+                    f"relative error {error:.1e}: {_factor_in_words(list(pairs_by_rank.values()))}"
+                )
             else:
-                says = f"shape {tuple(actual.shape)}, expected {tuple(right.shape)}"
+                says = f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
             mesh = f"tp={grid.tp} ep={grid.ep} etp={grid.etp} of {grid.world} ranks"
-            raise AssertionError(f"{what} on {mesh}, rank {rank}: {says}")
+            raise AssertionError(f"{quantity} on {mesh}, rank {rank}: {says}")
 
 
 def _factor_in_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> str:

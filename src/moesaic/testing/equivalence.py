@@ -9,7 +9,9 @@ finishes the step, as training does. Compared are:
 - the router's state after the step;
 - the ranks of a tensor-parallel group with each other, bit for bit.
 
-Samples or experts that a case moves are returned home before they are compared.
+Samples or experts that a case moves are returned home, to the rank that had them first, before they
+are compared. A group is the ranks that share their tokens (a data-parallel group), and a quantity
+is what the values of a rank are compared under, such as "output" or "expert gradient".
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def call_relocated(
     if relocator is None:
         y, routing = call(x, return_routing=True, **options)
         return y, routing
-    trip = relocator.start([Following(layer.router, layer.top_k)], *x.shape[:2])
+    num_sequences, length, _ = x.shape
+    trip = relocator.start([Following(layer.router, layer.top_k)], num_sequences, length)
     y, routing = call(x, move=trip.next(), return_routing=True, **options)
     return trip.take_home(y), routing
 
@@ -113,12 +116,16 @@ def shuffle_experts(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
 
 def random_homes(grid: Grid, slots: int, rng: np.random.Generator) -> Homes:
     """Return a random placement of samples in which each stays within the ranks of its replica of
-    the experts."""
-    rank = np.repeat(np.arange(grid.world), slots)
+    the experts.
+
+    Args:
+        slots: number of samples of each rank.
+    """
+    rank_of_sample = np.repeat(np.arange(grid.world), slots)
     for replica in {grid.group(member, ("ep", "etp")) for member in range(grid.world)}:
-        members = np.flatnonzero(np.isin(rank, replica))
-        rank[members] = rng.permutation(rank[members])
-    return Homes.of_ranks(rank, grid.world)
+        samples = np.flatnonzero(np.isin(rank_of_sample, replica))
+        rank_of_sample[samples] = rng.permutation(rank_of_sample[samples])
+    return Homes.of_ranks(rank_of_sample, grid.world)
 
 
 def _placer(case: Case) -> AbstractPlacer:
@@ -157,29 +164,31 @@ class Ran:
             error = _error(quantity, actual, expected)
             errors[quantity] = max(errors.get(quantity, 0.0), error)
         if self.case.replicates_bits:
-            firsts = [
-                self.results[self.case.grid.group(rank, ("tp",))[0]]
-                for rank in range(self.case.grid.world)
-            ]
-            errors["tensor group agrees"] = max(map(_difference, firsts, self.results))
+            grid = self.case.grid
+            differences = []
+            for rank, own in enumerate(self.results):
+                first_of_group = grid.group(rank, ("tp",))[0]
+                differences.append(_difference(self.results[first_of_group], own))
+            errors["tensor group agrees"] = max(differences)
         return errors
 
     @property
     def ratios(self) -> dict[str, float]:
         """The factor by which all wrong values of a quantity are off, by quantity, where there is
         such a factor."""
-        wrong: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        wrong: dict[str, list[tuple[Tensor, Tensor]]] = {}  # (actual, expected) by quantity
         for quantity, actual, expected in self._values():
-            like = expected if actual is None else actual
-            if like is None or _error(quantity, actual, expected) <= self.case.tolerance:
+            present = expected if actual is None else actual
+            if present is None or _error(quantity, actual, expected) <= self.case.tolerance:
                 continue
-            zeros = torch.zeros_like(like)
+            zeros = torch.zeros_like(present)
             if actual is None:
                 actual = zeros
             if expected is None:
                 expected = zeros
             pair = (actual.double().flatten(), expected.double().flatten())
             wrong.setdefault(quantity, []).append(pair)
+
         within = max(self.case.tolerance, 1e-9)
         factors: dict[str, float] = {}
         for quantity, pairs in wrong.items():
@@ -194,11 +203,13 @@ class Ran:
     def wrong(self) -> list[str]:
         """A text for each wrong quantity, with its error and its ratio."""
         factors = self.ratios
-        return [
-            f"{quantity} {error:.1e}"
-            + (f" ({factors[quantity]:.4g} times what it should be)" if quantity in factors else "")
-            for quantity, error in failures(self.case, self.errors).items()
-        ]
+        lines = []
+        for quantity, error in failures(self.case, self.errors).items():
+            line = f"{quantity} {error:.1e}"
+            if quantity in factors:
+                line += f" ({factors[quantity]:.4g} times what it should be)"
+            lines.append(line)
+        return lines
 
     def _values(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
         """Yield (quantity, actual value, expected value) of all ranks.
@@ -206,11 +217,13 @@ class Ran:
         Only processes compute a gradient norm, and a rank has only its own experts if they are
         modules.
         """
-        optional = ("gradient norm", "expert gradient" if self.case.experts == "modules" else "")
-        for actual, expected in zip(self.results, self.expected, strict=True):
+        optional = {"gradient norm"}
+        if self.case.experts == "modules":
+            optional.add("expert gradient")
+        for own, expected in zip(self.results, self.expected, strict=True):
             for key, value in expected.items():
-                if key in actual or key.quantity not in optional:
-                    yield key.quantity, actual.get(key), value
+                if key in own or key.quantity not in optional:
+                    yield key.quantity, own.get(key), value
 
 
 def run_case(case: Case, change: Change | None = None, patch: Patch = nullcontext) -> Errors:
@@ -255,11 +268,13 @@ def run_rank(
     """
     layer = work.fresh_layer()
     values = Values()
-    layer.parallelize(mesh, compiled, calls=None if case.policy is None else calls_by(case.policy))
+    policy = case.policy
+    layer.parallelize(mesh, compiled, calls=None if policy is None else calls_by(policy))
     budget_by_rows(layer)
     relocator = relocator_of(case, mesh)
     take_home = shuffle_experts(case, layer, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")
+
     for micro, share in enumerate(work.shares):
         set_loss_scale(layer, share)
         batch = work.batches[micro][group]
@@ -268,6 +283,7 @@ def run_rank(
         )
         if case.evaluate and micro == 0:
             values.add("evaluation", "", _evaluate(case, layer, batch))
+
     data_parallel.average_gradients(layer, mesh)
     take_home()
     values.add("counts", "step", layer.step_counts.clone())
@@ -325,11 +341,9 @@ def _evaluate(case: Case, layer: MoE, batch: GroupBatch) -> Tensor:
 
 def _precision(case: Case) -> AbstractContextManager[object]:
     """Return a context in which the layer computes in a case's precision."""
-    return (
-        torch.autocast("cpu", dtype=torch.bfloat16)
-        if case.precision == "autocast"
-        else nullcontext()
-    )
+    if case.precision == "autocast":
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+    return nullcontext()
 
 
 def _local(gradient: Tensor | None) -> Tensor | None:
@@ -347,11 +361,17 @@ def _error(quantity: str, actual: Tensor | None, expected: Tensor | None) -> flo
 def _difference(first: Values, other: Values) -> float:
     """Return 1 if two ranks of a tensor-parallel group differ in any bit of their results,
     else 0."""
-    gradients = {key.quantity for key in other if key.quantity.endswith("gradient")}
-    same = {"output", *gradients} - {"expert gradient"}
-    pairs = ((first[key], value) for key, value in other.items() if key.quantity in same)
-    both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return float(not all(torch.equal(a, b) for a, b in both))
+    for key, value in other.items():
+        # each rank has experts of its own
+        is_gradient = key.quantity.endswith("gradient") and key.quantity != "expert gradient"
+        if key.quantity != "output" and not is_gradient:
+            continue
+        first_value = first[key]
+        if first_value is None or value is None:
+            continue
+        if not torch.equal(first_value, value):
+            return 1.0
+    return 0.0
 
 
 class RowsBudget(MemoryBudget):

@@ -10,6 +10,10 @@ With a codec, a row is encoded if its origin rank is not the rank of the shard t
 The backward pass treats the codec as the identity (straight-through); the gradients that are sent
 are encoded if the plan has a backward codec. This is exact for the schedules s1 and s2, and for
 codecs that treat each row by itself.
+
+A group is the ranks that share their tokens (a data-parallel group); tokens are numbered across all
+groups. A cotangent dy is the gradient of the loss with respect to the output y. A copy is a token
+at one of its experts, a shard the part of an expert that one rank of etp stores.
 """
 
 from __future__ import annotations
@@ -52,18 +56,21 @@ class Travel:
         """
         grid = case.grid
         origin = {}
+        first = 0
         for group, count in enumerate(tokens):
-            start = sum(tokens[:group])
             for expert in range(case.num_experts):
                 chosen = [
-                    token for token, e in copies if e == expert and start <= token < start + count
+                    token
+                    for token, its_expert in copies
+                    if its_expert == expert and first <= token < first + count
                 ]
                 for place, token in enumerate(chosen):
                     if case.plan.program.routes_slices:  # a rank sends its slice of the tokens
-                        tp = _part_with(token - start, count, grid.tp)
+                        tp = _part_with(token - first, count, grid.tp)
                     else:  # a rank sends its slice of each expert's copies
                         tp = _part_with(place, len(chosen), grid.tp)
                     origin[(token, expert)] = group * grid.tp + tp
+            first += count
         return cls(case, origin)
 
     def target(self, origin: int, expert: int, shard: int) -> int:
@@ -71,19 +78,19 @@ class Travel:
         experts."""
         grid = self.case.grid
         home = expert // (self.case.num_experts // grid.ep)
-        peers = grid.group(origin, ("ep", "etp"))
-        return next(
-            r
-            for r in peers
-            if grid.coordinate(r, "ep") == home and grid.coordinate(r, "etp") == shard
-        )
+        for rank in grid.group(origin, ("ep", "etp")):
+            if grid.coordinate(rank, "ep") == home and grid.coordinate(rank, "etp") == shard:
+                return rank
+        raise AssertionError(f"no rank stores shard {shard} of expert {expert}")
 
 
 def _part_with(position: int, length: int, parts: int) -> int:
     """Return the part that holds a position, if `length` positions are cut into parts as equal as
     possible."""
-    ends = (length * (part + 1) // parts for part in range(parts))
-    return next(part for part, end in enumerate(ends) if position < end)
+    part = 0
+    while position >= length * (part + 1) // parts:  # the end of the part
+        part += 1
+    return part
 
 
 def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) -> Tensor:
@@ -91,25 +98,35 @@ def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) 
     rows that cross ranks."""
     plan = travel.case.plan
     shards = travel.case.grid.etp
-    rows = []
+    tokens = []
+    results = []
     for token, expert, _, weight in sent:
         origin = travel.origin[(token, expert)]
-        row = x_TD[token]
         for shard in range(shards):
             crosses = travel.target(origin, expert, shard) != origin
-            received = _Coded.apply(row, plan.codec, plan.backward_codec) if crosses else row
-            part = _shard_output(twin, expert, shard, shards, received, weight)
+            row = x_TD[token]
             if crosses:
-                part = _Coded.apply(part, plan.codec, plan.backward_codec)
-            rows.append(part)
-    tokens = torch.tensor([copy.token for copy in sent for _ in range(shards)], dtype=torch.int64)
-    return torch.zeros_like(x_TD).index_add(0, tokens, torch.stack(rows)) if rows else 0 * x_TD
+                row = _Coded.apply(row, plan.codec, plan.backward_codec)
+            result = _shard_output(twin, expert, shard, shards, row, weight)
+            if crosses:
+                result = _Coded.apply(result, plan.codec, plan.backward_codec)
+            tokens.append(token)
+            results.append(result)
+    if not results:
+        return 0 * x_TD
+    return torch.zeros_like(x_TD).index_add(0, torch.tensor(tokens), torch.stack(results))
 
 
 def _shard_output(
     twin: MoE, expert: int, shard: int, shards: int, row: Tensor, weight: Tensor
 ) -> Tensor:
-    """Return one shard's summand of an expert's weighted result, (dim,)."""
+    """Return one shard's summand of an expert's weighted result, (dim,).
+
+    Args:
+        shard: which of the expert's `shards` parts.
+        row: the token, (dim,).
+        weight: the copy's routing weight, ().
+    """
     experts = twin.experts
     assert isinstance(experts, (GatedExperts, PlainExperts)), (
         "the codec is followed through built-in experts only"
@@ -117,18 +134,22 @@ def _shard_output(
     if twin.apply_weight == "before":
         row = weight * row
 
-    def read(name: str) -> Tensor:
-        """Return the shard's projection of the row by one of the expert's matrices."""
-        out: Tensor = getattr(experts, f"w{name}")[expert].chunk(shards)[shard] @ row
-        return (
-            out + getattr(experts, f"b{name}")[expert].chunk(shards)[shard] if experts.bias else out
-        )
+    def part_of(name: str) -> Tensor:
+        """Return the shard's part of one of the expert's parameters, split by its first axis."""
+        whole: Tensor = getattr(experts, name)[expert]
+        return whole.chunk(shards)[shard]
 
-    hidden = (
-        F.silu(read("1")) * read("3") if isinstance(experts, GatedExperts) else F.gelu(read("1"))
-    )
+    def project(number: int) -> Tensor:
+        """Return the shard's projection of the row by w1 or w3, with its bias if it has one."""
+        out = part_of(f"w{number}") @ row
+        return out + part_of(f"b{number}") if experts.bias else out
+
+    if isinstance(experts, GatedExperts):
+        hidden = F.silu(project(1)) * project(3)
+    else:
+        hidden = F.gelu(project(1))
     out: Tensor = experts.w2[expert].chunk(shards, 1)[shard] @ hidden
-    if experts.bias:
+    if experts.bias:  # each shard adds its share of the bias
         out = out + experts.get_parameter("b2")[expert] / shards
     return out if twin.apply_weight == "before" else weight * out
 
@@ -172,9 +193,10 @@ class Values(dict[Key, Tensor | None]):
 
 
 def quantity_of(parameter: str) -> str:
-    """Return the quantity to which the gradient of a layer's parameter belongs."""
-    kind = parameter.split(".")[0]
-    return f"{kind.removesuffix('s') if kind == 'experts' else kind} gradient"
+    """Return the quantity to which the gradient of a layer's parameter belongs, such as "router
+    gradient" for `router.weight`."""
+    module, _, _ = parameter.partition(".")
+    return "expert gradient" if module == "experts" else f"{module} gradient"
 
 
 def expect(case: Case, work: CaseData) -> list[Values]:
@@ -223,23 +245,24 @@ class _Step:
     """The loss of the micro-batches that ran forward, ()."""
     common: Values
     """Values that all ranks have."""
-    of_groups: list[Values]
+    values_of_groups: list[Values]
     """Values that all ranks of a data-parallel group have, by group."""
 
     @classmethod
     def of(cls, case: Case, work: CaseData) -> _Step:
         """Return the step before its first micro-batch."""
+        tokens = []
+        for batches in work.batches:
+            leaves = [batch.x.detach().double().clone().requires_grad_() for batch in batches]
+            tokens.append(leaves)
         return cls(
             case=case,
             work=work,
             twin=in_float64(work.layer),
-            tokens=[
-                [batch.x.detach().double().clone().requires_grad_() for batch in of_groups]
-                for of_groups in work.batches
-            ],
+            tokens=tokens,
             total=torch.zeros((), dtype=torch.float64),
             common=Values(),
-            of_groups=[Values() for _ in range(case.grid.dp)],
+            values_of_groups=[Values() for _ in range(case.grid.dp)],
         )
 
     def run_forward(self, micro: int) -> None:
@@ -257,24 +280,27 @@ class _Step:
         self.common.add("counts", f"sent {micro}", _sent_counts(result, case.num_experts))
         for name, auxiliary in result.losses.items():
             self.common.add("auxiliary loss", f"{name} {micro}", auxiliary.detach())
-        self._add_of_groups("output", str(micro), _by_group(result.y.detach(), batches))
+        self._add_by_group("output", str(micro), _by_group(result.y.detach(), batches))
         if case.evaluate and micro == 0:
-            self._add_of_groups("evaluation", "", _evaluate(case, self.twin, xs, batches))
+            self._add_by_group("evaluation", "", _evaluate(case, self.twin, xs, batches))
 
     def run_backward(self) -> _Gradients:
         """Return the gradients of the total."""
-        leaves = [x for xs in self.tokens for x in xs]
+        leaves: list[Tensor] = []
+        for tokens_of_groups in self.tokens:
+            leaves += tokens_of_groups
         parameters = dict(self.twin.named_parameters())
         # a group whose tokens reach no output has a gradient of 0
         total = self.total + 0 * sum(x.sum() for x in leaves)
         gradients = torch.autograd.grad(total, [*leaves, *parameters.values()], allow_unused=True)
-        dp = self.case.grid.dp
-        return _Gradients(
-            tokens=[
-                list(gradients[micro * dp : (micro + 1) * dp]) for micro in range(len(self.tokens))
-            ],
-            parameters=dict(zip(parameters, gradients[len(leaves) :], strict=True)),
-        )
+        leaf_gradients = list(gradients[: len(leaves)])
+        parameter_gradients = gradients[len(leaves) :]
+
+        num_groups = self.case.grid.dp
+        token_gradients = []
+        for first in range(0, len(leaves), num_groups):
+            token_gradients.append(leaf_gradients[first : first + num_groups])
+        return _Gradients(token_gradients, dict(zip(parameters, parameter_gradients, strict=True)))
 
     def finish(self) -> None:
         """Finish the step, and add the router's counts before and its state after."""
@@ -285,25 +311,25 @@ class _Step:
 
     def add_gradients(self, gradients: _Gradients) -> None:
         """Add the gradients of the tokens and the norm of those of the parameters."""
-        for micro, of_groups in enumerate(gradients.tokens):
-            own = [self.case.grid.dp * gradient for gradient in of_groups]
-            self._add_of_groups("input gradient", str(micro), own)
+        for micro, gradients_of_groups in enumerate(gradients.tokens):
+            scaled = [self.case.grid.dp * gradient for gradient in gradients_of_groups]
+            self._add_by_group("input gradient", str(micro), scaled)
         self.common.add("gradient norm", "", gradients.norm)
 
     def values_of(self, rank: int, gradients: _Gradients) -> Values:
         """Return all values of a rank: the common ones, its group's, and its parameters'
         gradients."""
         values = Values(self.common)
-        values.update(self.of_groups[self.case.grid.coordinate(rank, "dp")])
+        values.update(self.values_of_groups[self.case.grid.coordinate(rank, "dp")])
         for name, gradient in gradients.parameters.items():
             own = _own_part(self.case, self.work, name, gradient, rank)
             values.add(quantity_of(name), name, own)
         return values
 
-    def _add_of_groups(self, quantity: str, name: str, values: Sequence[Tensor]) -> None:
+    def _add_by_group(self, quantity: str, name: str, values: Sequence[Tensor]) -> None:
         """Add one value of each group."""
-        for own, value in zip(self.of_groups, values, strict=True):
-            own.add(quantity, name, value)
+        for group_values, value in zip(self.values_of_groups, values, strict=True):
+            group_values.add(quantity, name, value)
 
 
 def _sent_counts(result: Reference, num_experts: int) -> Tensor:
@@ -315,10 +341,12 @@ def _sent_counts(result: Reference, num_experts: int) -> Tensor:
 def _own_part(
     case: Case, work: CaseData, name: str, gradient: Tensor | None, rank: int
 ) -> Tensor | None:
-    """Return the part of a parameter's gradient that a rank has."""
+    """Return the part of a parameter's gradient that a rank has: of stacked experts its shard, of
+    all others the whole."""
     if gradient is None or quantity_of(name) != "expert gradient" or case.experts == "modules":
         return gradient
-    return shard_of(gradient, case.grid, rank, work.layer.experts.shard_dim(name.split(".")[-1]))
+    parameter = name.rpartition(".")[2]
+    return shard_of(gradient, case.grid, rank, work.layer.experts.shard_dim(parameter))
 
 
 def _pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBatch]) -> Reference:
@@ -337,6 +365,7 @@ def _pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBa
         order = [(copy.token, copy.expert) for copy in sent]
         return coded_output(twin, x_TD, sent, Travel.of(case, order, num_tokens))
 
+    rounds_rows = case.is_exact and not case.plan.is_lossless
     masks = [batch.mask.flatten() for batch in batches if batch.mask is not None]
     return reference(
         twin,
@@ -346,7 +375,7 @@ def _pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBa
         noise=_noise(case, twin, batches),
         sequence_T=_sequence_of(batches),
         domains=_slices(case, batches),
-        output=None if case.plan.is_lossless or not case.is_exact else coded,
+        output=coded if rounds_rows else None,
     )
 
 
@@ -358,10 +387,10 @@ def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
     start = 0
     for batch in batches:
         count = batch.x.shape[:2].numel()
-        domains += [
-            range(start + count * i // parts, start + count * (i + 1) // parts)
-            for i in range(parts)
-        ]
+        for part in range(parts):
+            first = start + count * part // parts
+            end = start + count * (part + 1) // parts
+            domains.append(range(first, end))
         start += count
     return domains
 
@@ -382,7 +411,10 @@ def _noise(case: Case, twin: MoE, batches: Sequence[GroupBatch]) -> Tensor | Non
 
 def _sequence_of(batches: Sequence[GroupBatch]) -> Tensor:
     """Return the number of each token's sequence, (tokens,), counted over all groups."""
-    lengths = [batch.x.shape[1] for batch in batches for _ in range(batch.x.shape[0])]
+    lengths: list[int] = []  # of each sequence
+    for batch in batches:
+        num_sequences, length, _ = batch.x.shape
+        lengths += [length] * num_sequences
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
 
@@ -411,5 +443,8 @@ def shard_of(whole: Tensor, grid: Grid, rank: int, dim: int | None) -> Tensor:
         dim: the dimension that etp splits; None if etp splits none.
     """
     per_rank = len(whole) // grid.ep
-    part = whole[grid.coordinate(rank, "ep") * per_rank :][:per_rank]
-    return part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]
+    first = grid.coordinate(rank, "ep") * per_rank
+    experts = whole[first : first + per_rank]
+    if dim is None:
+        return experts
+    return experts.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]

@@ -38,9 +38,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     marker = metafunc.definition.get_closest_marker(MARKER)
     meshes = small_meshes(**(marker.kwargs if marker else {}))
-    metafunc.parametrize(
-        "moe_mesh", meshes, ids=[f"{m.world}-tp{m.tp}-ep{m.ep}-etp{m.etp}" for m in meshes]
-    )
+    ids = [f"{mesh.world}-tp{mesh.tp}-ep{mesh.ep}-etp{mesh.etp}" for mesh in meshes]
+    metafunc.parametrize("moe_mesh", meshes, ids=ids)
 
 
 @pytest.fixture

@@ -4,17 +4,21 @@ tables, no grouped product.
 The fast layer and this module share no arithmetic. Softmax and sigmoid top-k routing is computed
 here. Other routers provide their own scores, choices and weights in float64, which their own tests
 check. Capacity, experts, combine and every auxiliary loss are always computed here.
+
+A copy is a token at one of its experts, and a copy that the capacity admits is sent; a twin is the
+float64 copy of a layer. Letters after a name are its dimensions: T tokens, E experts, K slots (a
+token's first choice, second choice, ...), D the width of a token.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +29,8 @@ from moesaic.routing.capacity import AbstractCapacity, Capacity
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
+
+T = TypeVar("T")
 
 
 class Copy(NamedTuple):
@@ -57,7 +63,7 @@ class Reference:
 def in_float64(layer: MoE) -> MoE:
     """Return a float64 copy of `layer` in the same mode (training or evaluation), without
     gradients."""
-    twin = copy.deepcopy(layer).double()
+    twin = deepcopy(layer).double()
     twin.zero_grad(set_to_none=True)
     return twin
 
@@ -96,11 +102,9 @@ def reference(
     """
     assert x.dtype == torch.float64, f"the reference computes in float64, got {x.dtype}"
     if top_k is None:
-        top_k = twin.top_k if twin.training or twin.eval_top_k is None else twin.eval_top_k
+        top_k = _of_mode(twin, twin.top_k, twin.eval_top_k)
     if capacity is None:
-        capacity = (
-            twin.capacity if twin.training or twin.eval_capacity is None else twin.eval_capacity
-        )
+        capacity = _of_mode(twin, twin.capacity, twin.eval_capacity)
     x_TD = x.reshape(-1, twin.dim)
     if sequence_T is None:
         sequence_T = _sequences_of(x)
@@ -114,14 +118,22 @@ def reference(
     if twin.shared is not None:
         y_TD = y_TD + _shared_of_valid(twin, x_TD, valid_T)
     losses = _losses(twin, logits, probs, copies, valid_T, sequence_T)
-    zero = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for loss in twin.losses:
+        total = total + loss.coefficient * losses[loss.name]
     return Reference(
         y=y_TD.view(x.shape),
-        rows=sorted((c.token, c.expert) for c in sent),
+        rows=sorted((copy.token, copy.expert) for copy in sent),
         requested=_per_expert(copies, twin.num_experts),
         losses=losses,
-        loss=sum((loss.coefficient * losses[loss.name] for loss in twin.losses), start=zero),
+        loss=total,
     )
+
+
+def _of_mode(twin: MoE, trained: T, evaluated: T | None) -> T:
+    """Return the setting of a layer in its mode, given that of training, and that of evaluation if
+    it has another."""
+    return trained if twin.training or evaluated is None else evaluated
 
 
 def _losses(
@@ -150,8 +162,10 @@ def _losses(
 def _sequences_of(x: Tensor) -> Tensor:
     """Return the index of each token's sequence, (tokens,), for x of (sequences, length, dim)."""
     num_tokens = math.prod(x.shape[:-1])
-    length = num_tokens // math.prod(x.shape[:-2]) if x.numel() else 1
-    return torch.arange(num_tokens) // length
+    if not x.numel():
+        return torch.arange(num_tokens)
+    num_sequences = math.prod(x.shape[:-2])
+    return torch.arange(num_tokens) // (num_tokens // num_sequences)
 
 
 def _shared_of_valid(twin: MoE, x_TD: Tensor, valid_T: Tensor) -> Tensor:
@@ -170,22 +184,33 @@ def _admitted(
     top_k: int,
     num_experts: int,
 ) -> list[Copy]:
-    """Return the copies that a capacity admits, over all tokens or in each domain."""
+    """Return the copies that a capacity admits, over all tokens or in each domain.
+
+    Args:
+        domains: ranges of tokens, one per routing rank; None for one process.
+    """
+    parts: Sequence[range] = [range(len(valid_T))]
+    if domains is not None and not capacity.spans_mesh:
+        parts = domains
+    order = "score" if capacity.admits_by_score else "position"
     sent: list[Copy] = []
-    for tokens in [range(len(valid_T))] if domains is None or capacity.spans_mesh else domains:
-        inside = [c for c in copies if c.token in tokens]
-        is_even = domains is not None and capacity.is_padded
-        counted = len(tokens) if is_even else int(valid_T[tokens.start : tokens.stop].sum())
-        limit = reference_limit(capacity, _per_expert(inside, num_experts), counted, top_k)
-        sent += reference_admission(
-            inside, limit, "score" if capacity.admits_by_score else "position"
-        )
+    for tokens in parts:
+        inside = [copy for copy in copies if copy.token in tokens]
+        if domains is not None and capacity.is_padded:  # its size is known before routing
+            num_counted = len(tokens)
+        else:
+            num_counted = int(valid_T[tokens.start : tokens.stop].sum())
+        limit = reference_limit(capacity, _per_expert(inside, num_experts), num_counted, top_k)
+        sent += reference_admission(inside, limit, order)
     return sent
 
 
 def _per_expert(copies: Sequence[Copy], num_experts: int) -> list[int]:
     """Return the number of copies for each expert."""
-    return [sum(c.expert == e for c in copies) for e in range(num_experts)]
+    counts = [0] * num_experts
+    for copy in copies:
+        counts[copy.expert] += 1
+    return counts
 
 
 def reference_choice(
@@ -199,7 +224,6 @@ def reference_choice(
     """Return the logits (T, E), the probabilities (T, E) and the valid tokens' copies before
     capacity, all float64."""
     router = twin.router
-    valid = valid_T.tolist()
     x_TD = x_TD.masked_fill(~valid_T.unsqueeze(1), 0.0)
     if not isinstance(router, (SoftmaxTopK, SigmoidTopK)):
         return _choice_of_router(router, x_TD, valid_T, noise, token_ids, top_k)
@@ -216,25 +240,26 @@ def reference_choice(
         probs = gates / gates.sum(1, keepdim=True)
         rank_by = gates + router.bias
         sums_to_one = router.normalize
-    best = [
-        sorted(range(twin.num_experts), key=lambda e: (-row[e], e))[:top_k]
-        for row in rank_by.tolist()
-    ]
-    weights_TK = gates.gather(1, torch.tensor(best, dtype=torch.int64).view(-1, top_k))
+
+    best = [_largest(scores, top_k) for scores in rank_by.tolist()]
+    best_TK = torch.tensor(best, dtype=torch.int64).view(-1, top_k)
+    weights_TK = gates.gather(1, best_TK)
     if sums_to_one:
         weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
     weights_TK = router.scale * weights_TK
-    places = [
-        (token, expert, slot)
-        for token, of_token in enumerate(best)
-        for slot, expert in enumerate(of_token)
-    ]
-    copies = [
-        Copy(token, expert, slot, weight)
-        for (token, expert, slot), weight in zip(places, weights_TK.flatten().unbind())
-        if valid[token]
-    ]
+
+    weights = list(weights_TK.flatten().unbind())  # at token * top_k + slot
+    copies = []
+    for token, is_valid in enumerate(valid_T.tolist()):
+        if is_valid:
+            for slot, expert in enumerate(best[token]):
+                copies.append(Copy(token, expert, slot, weights[token * top_k + slot]))
     return logits, probs, copies
+
+
+def _largest(scores: Sequence[float], count: int) -> list[int]:
+    """Return the experts with the largest scores, best first; of equal ones the earlier expert."""
+    return sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))[:count]
 
 
 def _choice_of_router(
@@ -249,43 +274,42 @@ def _choice_of_router(
     valid = valid_T.tolist()
     scores = router.scores(x_TD, noise, token_ids)
     choice = router.choose(scores, top_k, None if all(valid) else valid_T, noise)
-    entries = zip(
-        choice.token.tolist(),
-        choice.expert.tolist(),
-        choice.slot.tolist(),
-        router.weigh(scores, choice, top_k).unbind(),
-        [True] * len(choice.token) if choice.sent is None else choice.sent.tolist(),
-    )
-    copies = [
-        Copy(token, expert, slot, weight)
-        for token, expert, slot, weight, is_sent in entries
-        if is_sent and valid[token]
-    ]
+    tokens = choice.token.tolist()
+    experts = choice.expert.tolist()
+    slots = choice.slot.tolist()
+    weights = router.weigh(scores, choice, top_k).unbind()
+    is_sent = [True] * len(tokens) if choice.sent is None else choice.sent.tolist()
+    copies = []
+    for index, token in enumerate(tokens):
+        if is_sent[index] and valid[token]:
+            copies.append(Copy(token, experts[index], slots[index], weights[index]))
     return scores.logits, scores.probs, copies
 
 
 def _tables(copies: Sequence[Copy], num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return two (tokens, experts) float64 tables: the routing weight of each copy, and 1 for each
     copy; 0 elsewhere."""
-    token = torch.tensor([c.token for c in copies], dtype=torch.int64)
-    expert = torch.tensor([c.expert for c in copies], dtype=torch.int64)
+    token = torch.tensor([copy.token for copy in copies], dtype=torch.int64)
+    expert = torch.tensor([copy.expert for copy in copies], dtype=torch.int64)
     ones = torch.ones(len(copies), dtype=torch.float64)
-    weights = torch.stack([c.weight for c in copies]).double() if copies else ones
+    weights = torch.stack([copy.weight for copy in copies]).double() if copies else ones
     zeros = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
-    return (zeros.index_put((token, expert), weights), zeros.index_put((token, expert), ones))
+    weight_table = zeros.index_put((token, expert), weights)
+    copies_table = zeros.index_put((token, expert), ones)
+    return weight_table, copies_table
 
 
 def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
     """Return each token's sum of weighted expert outputs, (tokens, dim)."""
     y_TD = torch.zeros_like(x_TD)
-    for e in sorted({c.expert for c in sent}):
-        own = [c for c in sent if c.expert == e]
-        token = torch.tensor([c.token for c in own])
-        weight = torch.stack([c.weight for c in own]).unsqueeze(1)
+    for expert in sorted({copy.expert for copy in sent}):
+        own = [copy for copy in sent if copy.expert == expert]
+        token = torch.tensor([copy.token for copy in own])
+        weight = torch.stack([copy.weight for copy in own]).unsqueeze(1)
         if twin.apply_weight == "before":
-            out = reference_expert(twin.experts, e, weight * x_TD[token])
+            out = reference_expert(twin.experts, expert, weight * x_TD[token])
         else:
-            out = weight * reference_expert(twin.experts, e, x_TD[token])
+            out = weight * reference_expert(twin.experts, expert, x_TD[token])
         y_TD = y_TD.index_add(0, token, out)
     return y_TD
 
@@ -316,13 +340,15 @@ def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tens
 
     hidden = linear(1, row)
     clamp = experts.clamp
-    if clamp is not None:
+    if clamp is not None:  # the clamped SwiGLU of gpt-oss
         gate = torch.minimum(hidden, torch.tensor(clamp.limit))
         up = linear(3, row)
         up = torch.where(up.abs() > clamp.limit, clamp.limit * up.sign(), up)
         return linear(2, gate / (1 + (-clamp.alpha * gate).exp()) * (up + clamp.offset))
     hidden = reference_activation(hidden, experts.activation)
-    return linear(2, hidden * linear(3, row) if isinstance(experts, GatedExperts) else hidden)
+    if isinstance(experts, GatedExperts):
+        hidden = hidden * linear(3, row)
+    return linear(2, hidden)
 
 
 def reference_activation(x: Tensor, name: str) -> Tensor:
@@ -333,17 +359,24 @@ def reference_activation(x: Tensor, name: str) -> Tensor:
         return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
     if name == "silu":
         return x / (1 + (-x).exp())
-    return torch.where(x > 0, x if name == "relu" else x * x, 0)
+    positive = x if name == "relu" else x * x  # else squared ReLU
+    return torch.where(x > 0, positive, 0)
 
 
 def reference_limit(
     capacity: AbstractCapacity, requested: Sequence[int], num_valid: int, top_k: int
 ) -> int | None:
-    """Return the largest number of rows that an expert accepts; None for no limit."""
+    """Return the largest number of rows that an expert accepts; None for no limit.
+
+    Args:
+        requested: copies of each expert before capacity.
+        num_valid: number of tokens that count, without padding.
+    """
     if not isinstance(capacity, Capacity):
         return None
     if capacity.factor is None:
         return max(requested)
+    # exact, since a rounding error would add a row
     limit = math.ceil(Fraction(capacity.factor) * top_k * num_valid / len(requested))
     return min(limit, max(requested)) if capacity.fit else limit
 
@@ -362,16 +395,18 @@ def reference_admission(
     """
     if limit is None:
         return list(copies)
-    best: dict[int, float] = {}
-    for token, _, _, weight in copies:
-        best[token] = max(best.get(token, 0.0), float(weight.detach()))
+    best_weight: dict[int, float] = {}  # by token
+    for copy in copies:
+        weight = float(copy.weight.detach())
+        best_weight[copy.token] = max(best_weight.get(copy.token, 0.0), weight)
 
     def turn(index: int) -> tuple[int, float, int]:
         """Return what copies are sorted by: choices in turn, then larger weights, then tokens."""
-        c = copies[index]
-        return c.slot, -best[c.token] if order == "score" else 0.0, c.token
+        copy = copies[index]
+        precedence = -best_weight[copy.token] if order == "score" else 0.0
+        return copy.slot, precedence, copy.token
 
-    load: Counter[int] = Counter()
+    load: Counter[int] = Counter()  # rows so far, by expert
     sent = []
     for index in sorted(range(len(copies)), key=turn):
         expert = copies[index].expert
@@ -406,11 +441,14 @@ def reference_loss(
         return 0 * logits.sum()
     if isinstance(loss, ZLoss):
         return logits[valid_T].exp().sum(1).log().square().mean()
-    weight_TE, copies_TE = _tables(copies, *logits.shape)
-    if isinstance(loss, Importance):
-        importance = weight_TE.sum(0)
-        mean = importance.mean()
-        return (importance - mean).square().mean() / mean**2 if float(mean.detach()) else 0 * mean
+    num_tokens, num_experts = logits.shape
+    weight_TE, copies_TE = _tables(copies, num_tokens, num_experts)
+    if isinstance(loss, Importance):  # the squared coefficient of variation
+        importance_E = weight_TE.sum(0)
+        mean = importance_E.mean()
+        if float(mean.detach()) == 0:
+            return 0 * mean
+        return (importance_E - mean).square().mean() / mean**2
     assert isinstance(loss, LoadBalance), f"no reference for {type(loss).__name__}"
 
     def balance(inside_T: Tensor, load_E: Tensor) -> Tensor:
@@ -418,16 +456,16 @@ def reference_loss(
         share_E = load_E / load_E.sum().clamp_min(1)
         return len(load_E) * (share_E * probs[inside_T].mean(0)).sum()
 
-    if loss.level != "sequence":
-        return balance(
-            valid_T, copies_TE.sum(0) + (earlier_E if loss.level == "global_batch" else 0)
-        )
+    if loss.level == "micro_batch":
+        return balance(valid_T, copies_TE.sum(0))
+    if loss.level == "global_batch":
+        return balance(valid_T, copies_TE.sum(0) + earlier_E)
     total = 0 * logits.sum()
+    num_valid = int(valid_T.sum())
     for sequence in set(sequence_T[valid_T].tolist()):
-        inside = (sequence_T == sequence) & valid_T
-        total = total + balance(inside, copies_TE[inside].sum(0)) * int(inside.sum()) / int(
-            valid_T.sum()
-        )
+        inside_T = (sequence_T == sequence) & valid_T
+        loss_of_sequence = balance(inside_T, copies_TE[inside_T].sum(0))
+        total = total + loss_of_sequence * int(inside_T.sum()) / num_valid
     return total
 
 
@@ -441,16 +479,20 @@ def relative(actual: Tensor | None, expected: Tensor | None, *, least: float = 1
         least: divide by this if the largest expected value is less.
     """
     if actual is None or expected is None:
-        present = next((value for value in (actual, expected) if value is not None), None)
-        return 0.0 if present is None or not present.numel() else float(present.abs().max())
+        present = expected if actual is None else actual
+        if present is None or not present.numel():
+            return 0.0
+        return float(present.abs().max())
     if actual.shape != expected.shape:
-        return float("inf")
+        return math.inf
     if not actual.numel():
         return 0.0
     actual = actual.detach().double()
     expected = expected.detach().double()
     error = float((actual - expected).abs().max())
-    return error / max(float(expected.abs().max()), least) if error == error else float("inf")
+    if math.isnan(error):
+        return math.inf
+    return error / max(float(expected.abs().max()), least)
 
 
 def ratio(actual: Tensor, expected: Tensor, *, within: float = 1e-3) -> float | None:
@@ -466,6 +508,6 @@ def ratio(actual: Tensor, expected: Tensor, *, within: float = 1e-3) -> float | 
     expected = expected.detach().double()
     if actual.shape != expected.shape or not bool(expected.any()):
         return None
-    factor = actual @ expected / (expected @ expected)
+    factor = actual @ expected / (expected @ expected)  # the least-squares fit
     deviation = (actual - factor * expected).abs().max() / expected.abs().max()
     return float(factor) if float(deviation) <= within else None

@@ -4,6 +4,10 @@ The suite runs most cases on loopback, with all ranks in one process, and some o
 over Gloo. Parameters are DTensors there, so the gradient norm of training is compared too. The
 processes of a world size are started once for all its cases; each case creates its own mesh on
 them. On loopback, values that a program declares replicated must also agree bit for bit.
+
+A program is a layer's work on a mesh as data: tasks that read and write slots, which are named
+values. A slot's state on each axis of the mesh says how its ranks' values belong together, for
+example as copies of one value (`REPLICATED`).
 """
 
 from __future__ import annotations
@@ -72,11 +76,13 @@ def on_ranks(
         preload: see `start_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        of_group = (world, folder, timeout_seconds, backend)
-        start_ranks(world, _process, *of_group, function, arguments, preload=preload)
-        return [
-            pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)
-        ]
+        group_arguments = (world, folder, timeout_seconds, backend)
+        start_ranks(world, _process, *group_arguments, function, arguments, preload=preload)
+        results = []
+        for rank in range(world):
+            data = (Path(folder) / f"{rank}.pickle").read_bytes()
+            results.append(pickle.loads(data))
+        return results
 
 
 def start_ranks(
@@ -168,10 +174,11 @@ def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
         "cases of one call have one world size"
     )
     results_by_rank = on_ranks(world, _run_all, list(jobs), timeout_seconds=TIMEOUT_SECONDS)
-    return [
-        Ran(job.case, expect(job.case, draw_workload(job.case)), list(results))
-        for job, results in zip(jobs, zip(*results_by_rank))
-    ]
+    ran = []
+    for index, job in enumerate(jobs):
+        expected = expect(job.case, draw_workload(job.case))
+        ran.append(Ran(job.case, expected, [results[index] for results in results_by_rank]))
+    return ran
 
 
 def _run_all(jobs: Sequence[ProcessCase]) -> list[Values]:
@@ -187,9 +194,9 @@ def _run_all(jobs: Sequence[ProcessCase]) -> list[Values]:
             ranks_per_node=grid.ranks_per_node,
         )
         with job.patch():
-            results.append(
-                run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, _norm)
-            )
+            work = draw_workload(job.case)
+            compiled = compile_case(job.case)
+            results.append(run_rank(job.case, work, compiled, mesh, _norm))
     return results
 
 
@@ -231,11 +238,10 @@ class Evidence:
         """Largest error of each quantity on loopback, over the cases that must be exact in
         float64."""
         worst: Errors = {}
-        for each in self.loopback:
-            if each.case.is_exact and each.case.precision == "float64":
-                worst |= {
-                    name: max(error, worst.get(name, 0.0)) for name, error in each.errors.items()
-                }
+        for checked in self.loopback:
+            if checked.case.is_exact and checked.case.precision == "float64":
+                for quantity, error in checked.errors.items():
+                    worst[quantity] = max(error, worst.get(quantity, 0.0))
         return worst
 
     @property
@@ -260,18 +266,17 @@ def gather_evidence(
         progress: called with ("cases", cases done so far) and ("worlds", world sizes done so far).
     """
     evidence = Evidence()
-    for checked in _run_parts(
-        [seeds[start : start + PART] for start in range(0, len(seeds), PART)], workers
-    ):
+    parts = [seeds[start : start + PART] for start in range(0, len(seeds), PART)]
+    for checked in _run_parts(parts, workers):
         evidence.loopback += checked
         progress("cases", len(evidence.loopback))
-    evidence.loopback.sort(key=lambda each: each.case.seed)
-    for number, (world, count) in enumerate(GLOO_CASES.items() if gloo else (), 1):
-        cases = [draw_case(seed, world=world) for seed in range(count)]
-        evidence.processes += [
-            Checked(ran.case, ran.errors, ", ".join(ran.wrong))
-            for ran in run_on_gloo([ProcessCase(case) for case in cases])
-        ]
+    evidence.loopback.sort(key=lambda each: each.case.seed)  # parts may end in any order
+    if not gloo:
+        return evidence
+    for number, (world, count) in enumerate(GLOO_CASES.items(), start=1):
+        jobs = [ProcessCase(draw_case(seed, world=world)) for seed in range(count)]
+        for ran in run_on_gloo(jobs):
+            evidence.processes.append(Checked(ran.case, ran.errors, ", ".join(ran.wrong)))
         progress("worlds", number)
     return evidence
 
@@ -301,11 +306,8 @@ def check_case(case: Case) -> Checked:
             ran = ran_case(case)
         differing = disagreements(runs) if case.plan.is_lossless and case.replicates_bits else []
     except Exception as error:  # a bug may raise anything, and the suite must report it
-        return Checked(
-            case,
-            {},
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}",
-        )
+        message = str(error).splitlines()[0] if str(error) else "no message"
+        return Checked(case, {}, f"{type(error).__name__}: {message}")
     return Checked(case, ran.errors, ", ".join([*ran.wrong, *differing[:3]]))
 
 
@@ -355,18 +357,20 @@ def disagreements(runs: list[Observed]) -> list[str]:
     by_rank: dict[int, list[Observed]] = {}
     for run in runs:
         by_rank.setdefault(run.call.rank, []).append(run)
+    runs_of_ranks = [by_rank[rank] for rank in sorted(by_rank)]
     lines = set()
-    for together in zip(*(by_rank[rank] for rank in sorted(by_rank))):
-        grid = together[0].call.sizes.grid
-        program = together[0].program
+    for same_run in zip(*runs_of_ranks):  # one run, by rank
+        grid = same_run[0].call.sizes.grid
+        program = same_run[0].program
         for slot in program.slots:
             if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS:
                 continue
-            for rank, other in _replicas(slot, grid):
-                first, second = (together[r].values.get(slot.name) for r in (rank, other))
-                if first is not None and second is not None and not _same(first, second):
+            for first, other in _replicas(slot, grid):
+                value = same_run[first].values.get(slot.name)
+                replica = same_run[other].values.get(slot.name)
+                if value is not None and replica is not None and not _same(value, replica):
                     lines.add(
-                        f"{program.name}: {slot.name} differs between ranks {rank} and {other}"
+                        f"{program.name}: {slot.name} differs between ranks {first} and {other}"
                     )
     return sorted(lines)
 

@@ -1,5 +1,9 @@
 """Draws a case's layer and every group's tokens, masks and cotangents. They are the same in every
-process."""
+process.
+
+A group is the ranks that share their tokens (a data-parallel group). A cotangent is the gradient of
+the loss with respect to an output: the loss of a test is sum(y * dy).
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,7 @@ def draw_workload(case: Case) -> CaseData:
     """Draw a case's layer and tokens from its seed."""
     dtype = torch.float64 if case.precision == "float64" else torch.float32
     generator = torch.Generator().manual_seed(case.seed)
-    lean = torch.randn(DIM, generator=generator, dtype=torch.float64)
+    offset = torch.randn(DIM, generator=generator, dtype=torch.float64)  # common to all tokens
     layer = _build_layer(case).to(dtype)
 
     def batch(micro: int, group: int) -> GroupBatch:
@@ -68,16 +72,18 @@ def draw_workload(case: Case) -> CaseData:
         mask = torch.rand(shape, generator=generator) < 0.7 if case.padding else None
         ids = torch.randint(0, 50, shape, generator=generator)
         return GroupBatch(
-            (x + case.skew * lean).to(dtype),
+            (x + case.skew * offset).to(dtype),
             dy=dy.to(dtype),
             mask=mask,
             ids=ids,
             seed=case.seed + 100 * micro + group,
         )
 
-    micro_batches = range(len(case.lengths))
-    batches = [[batch(micro, group) for group in range(case.grid.dp)] for micro in micro_batches]
-    return CaseData(layer, batches, (1.0,) if len(batches) == 1 else (0.25, 0.75))
+    batches = []
+    for micro in range(len(case.lengths)):
+        batches.append([batch(micro, group) for group in range(case.grid.dp)])
+    shares = (1.0,) if len(batches) == 1 else (0.25, 0.75)  # a case has one or two
+    return CaseData(layer, batches, shares)
 
 
 def _cloned(module: M) -> M:
@@ -90,30 +96,35 @@ def _cloned(module: M) -> M:
             setattr(twin, name, copy.copy(value))
         elif isinstance(value, Tensor):
             setattr(twin, name, value.clone())
-    twin._parameters = {
-        name: None if value is None else nn.Parameter(value.detach().clone())
-        for name, value in module._parameters.items()
-    }
-    twin._buffers = {
-        name: None if value is None else value.clone() for name, value in module._buffers.items()
-    }
-    twin._modules = {
-        name: None if part is None else _cloned(part) for name, part in module._modules.items()
-    }
+    # torch keeps what a module has in these tables; an entry is None if it has none
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            twin._parameters[name] = nn.Parameter(parameter.detach().clone())
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            twin._buffers[name] = buffer.clone()
+    for name, part in module._modules.items():
+        if part is not None:
+            twin._modules[name] = _cloned(part)
     return twin
 
 
 def _build_layer(case: Case) -> MoE:
     """Build the layer, with biases and selection biases away from zero and router scores far
     apart."""
-    experts = {
-        "swiglu": "swiglu",
-        "gelu": partial(PlainExperts, activation="gelu", bias=True),
-        "modules": lambda dim, hidden, count: ModuleExperts(
+
+    def modules(dim: int, hidden: int, count: int) -> ModuleExperts:
+        """Return experts that are modules of torch."""
+        return ModuleExperts(
             lambda: nn.Sequential(nn.Linear(dim, hidden), nn.Tanh(), nn.Linear(hidden, dim)),
             dim,
             count,
-        ),
+        )
+
+    experts = {
+        "swiglu": "swiglu",
+        "gelu": partial(PlainExperts, activation="gelu", bias=True),
+        "modules": modules,
     }[case.experts]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)

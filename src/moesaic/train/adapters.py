@@ -4,6 +4,9 @@ frozen weights.
 The model is that of another run. Its experts become NF4 (`FourBitExperts`) weight by weight as they
 are read; all else stays as it is. Checkpoints hold no frozen parameter, so a run is read together
 with the run that it adapts.
+
+A field is one kind of an expert's weights (up, down and their biases). In NF4 a matrix has 4-bit
+codes, two to a byte, and a scale for each block of 64 weights; biases are kept as they are.
 """
 
 from __future__ import annotations
@@ -62,38 +65,44 @@ def read_frozen(saved: Checkpoint, model: nn.Module, config: ModelConfig, vocab_
         name: module for name, module in model.named_modules() if isinstance(module, FourBitExperts)
     }
     prefixes = tuple(f"{name}." for name in experts)
-    targets = {
-        f"model.{n}": t.detach()
-        for n, t in model.state_dict().items()
-        if not n.startswith(prefixes)
+    other_tensors = {
+        f"model.{name}": tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(prefixes)
     }
+    names_in_file: dict[tuple[str, str], str] = {}  # by path of the experts, and field
+    for path, module in experts.items():
+        for field, name in _stored_names(module):
+            names_in_file[path, field] = f"model.{path}.{name}"
+
     stored = {name for name in shard_sizes(saved.folder) if name.startswith("model.")}
-    of_experts = {
-        (path, field): f"model.{path}.{name}"
-        for path, each in experts.items()
-        for field, name in _stored_names(each)
-    }
-    if stored != targets.keys() | set(of_experts.values()):
+    if stored != other_tensors.keys() | set(names_in_file.values()):
         raise InputError(
             f"adapters.base: {saved.folder} holds adapters, not a whole model: name the run "
             "that it adapts"
         )
-    read_into(saved.folder, targets)
-    for (path, field), name in of_experts.items():
-        parameter = experts[path].get_parameter(NAMES[field])
-        local = local_part(parameter.detach())
-        is_matrix = field in ("up", "down")
-        width = local.shape[-1] * (2 if is_matrix else 1)
-        whole = local.new_empty(*local.shape[:-1], width, dtype=torch.float32)
-        read_into(saved.folder, {name: _as_stored(whole, parameter, experts[path], field)})
-        if not is_matrix:
-            local.copy_(whole)
-            continue
-        scales = local_part(experts[path].get_parameter(NAMES[f"{field}_scales"]).detach())
-        for expert, weight in enumerate(whole):
-            codes, of_blocks = nf4.quantize(weight)
-            local[expert].copy_(codes)
-            scales[expert].copy_(of_blocks)
+    read_into(saved.folder, other_tensors)
+    for (path, field), name in names_in_file.items():
+        _read_field(saved, experts[path], field, name)
+
+
+def _read_field(saved: Checkpoint, experts: FourBitExperts, field: str, name: str) -> None:
+    """Read this rank's part of one field of experts, whose tensor is called `name` in the
+    checkpoint; of matrices, store codes and scales."""
+    parameter = experts.get_parameter(NAMES[field])
+    local = local_part(parameter.detach())
+    is_matrix = field in ("up", "down")
+    width = 2 * local.shape[-1] if is_matrix else local.shape[-1]  # a byte has two codes
+    weights = local.new_empty(*local.shape[:-1], width, dtype=torch.float32)
+    read_into(saved.folder, {name: _as_stored(weights, parameter, experts, field)})
+    if not is_matrix:
+        local.copy_(weights)
+        return
+    scales = local_part(experts.get_parameter(NAMES[f"{field}_scales"]).detach())
+    for expert, weight in enumerate(weights):
+        codes, scales_of_blocks = nf4.quantize(weight)
+        local[expert].copy_(codes)
+        scales[expert].copy_(scales_of_blocks)
 
 
 def _stored_names(experts: FourBitExperts) -> list[tuple[str, str]]:
@@ -106,9 +115,16 @@ def _stored_names(experts: FourBitExperts) -> list[tuple[str, str]]:
 
 def _as_stored(whole: Tensor, parameter: Tensor, experts: FourBitExperts, field: str) -> Tensor:
     """Return a tensor of this rank's part of a weight as a view that is sharded and shaped as
-    checkpoints store it."""
+    checkpoints store it.
+
+    Args:
+        whole: this rank's part, not quantized.
+        parameter: the frozen parameter that it belongs to, from which the sharding is taken.
+    """
     if isinstance(parameter, DTensor):
         whole = DTensor.from_local(
             whole, parameter.device_mesh, parameter.placements, run_check=False
         )
-    return whole if experts.gated or not field.startswith("up") else whole.squeeze(1)
+    # dimension 1 of "up" is gate and up; without a gate, checkpoints lack that dimension
+    lacks_gate = field.startswith("up") and not experts.gated
+    return whole.squeeze(1) if lacks_gate else whole

@@ -4,6 +4,9 @@
 If a cluster is described, its predictions prefill the plan table of the layers, which is kept in
 checkpoints. Lossless plans compute the same up to the order of sums, so the loss curve does not
 depend on them.
+
+A plan says how an MoE layer runs on a mesh, and a layout is a mesh with a plan. The plan table has
+for each candidate plan the time that is expected of it, by prediction and by measured steps.
 """
 
 from __future__ import annotations
@@ -64,16 +67,15 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         return _with_file(config, Path(config.planner.file))
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = config.planner
-    is_last_rank = world == 1 and dist.is_initialized()
-    if not settings.searches:
-        needs_search = settings.is_auto and (is_last_rank or not _fits(config, world))
-        if not needs_search:
-            return config
-    elif _has_own_plan(config):
+    if settings.searches and _has_own_plan(config):
         raise InputError(
             "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without "
             "balance.replication and balance.memory_budget: leave them out"
         )
+    is_last_rank = world == 1 and dist.is_initialized()
+    auto_needs_mesh = settings.is_auto and (is_last_rank or not _fits(config, world))
+    if not settings.searches and not auto_needs_mesh:
+        return config
     if world == 1:
         mesh = replace(config.mesh, tp=1, ep=1, etp=1)
         return replace(config, mesh=mesh, planner=replace(settings, plan=""))
@@ -111,7 +113,8 @@ def _has_own_plan(config: TrainConfig) -> bool:
 
 
 def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> TrainConfig:
-    """Return the configuration with the mesh and plan that are predicted to be fastest."""
+    """Return the configuration with the mesh and plan that are predicted to be fastest on `world`
+    ranks."""
     settings = config.planner
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     per_node = ranks_of_a_node(config.mesh.ranks_per_node)
@@ -135,15 +138,14 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
 
     layouts = layouts_of(world)
     layout = layouts[0]
-    others = [
-        f"{each.layout}: {each.seconds / layout.seconds:.2f} times as long" for each in layouts[1:3]
-    ]
-    say(
+    line = (
         f"planner: {world} ranks take {layout.layout} and {plan_in_words(layout.plan)}, a "
         f"predicted step of {1e3 * layout.seconds:.1f} ms, limited by {layout.estimate.bottleneck}"
-        + "".join(f"; {other}" for other in others)
     )
-    if settings.cluster:  # of an assumed one nothing is known of what the ranks compute
+    for other in layouts[1:3]:
+        line += f"; {other.layout}: {other.seconds / layout.seconds:.2f} times as long"
+    say(line)
+    if settings.cluster:  # an assumed one does not say how fast the ranks compute
         fewer = fewer_machines(
             world // per_node,
             world,
@@ -157,7 +159,7 @@ def _searched(config: TrainConfig, world: int, say: Callable[[str], None]) -> Tr
         replication=config.balance.replication,
         memory_budget=config.balance.memory_budget,
     )
-    planner_plan = "" if settings.searches else settings.plan
+    planner_plan = "" if settings.searches else settings.plan  # auto goes on while training
     found = _cut_finer(config, layout.split.finer)
     return replace(
         found,
@@ -183,8 +185,11 @@ def _can_fly(config: TrainConfig) -> bool:
 
 def _with_mesh(configured: MeshConfig, table: dict[str, Any]) -> MeshConfig:
     """Return a mesh with the values of a table, but for what the configuration says of sharding."""
-    kept = {name for name in ("shard", "hold") if getattr(configured, name) != "auto"}
-    return replace(configured, **{name: value for name, value in table.items() if name not in kept})
+    values = dict(table)
+    for name in ("shard", "hold"):
+        if getattr(configured, name) != "auto":
+            values.pop(name, None)
+    return replace(configured, **values)
 
 
 def _cut_finer(config: TrainConfig, finer: int) -> TrainConfig:
@@ -203,10 +208,11 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     """Return the configuration with the mesh and plan of a file; what both set must be the same."""
     table, plan = read_planned(path)
     mesh = override(config.mesh, table, source=str(path), prefix="mesh.")
+    default_mesh = MeshConfig()
     for name in (*MESH, *SPLIT):
         configured = getattr(config.mesh, name)
         planned = getattr(mesh, name)
-        if configured not in (planned, getattr(MeshConfig(), name)):
+        if configured not in (planned, getattr(default_mesh, name)):
             raise InputError(
                 f"mesh.{name}={configured} and {path} with {planned} contradict each other: "
                 "leave one out"
@@ -235,12 +241,12 @@ def _by_rule(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     planner = config.planner
     if mesh is None:
         return config
-    is_double = config.precision == "float64"
-    simulator, layer = known_cluster(
-        replace(config, precision="auto") if is_double else config, mesh.grid
-    )
-    if is_double:
-        layer = replace(layer, dim=layer.dim * ELEMENT_BYTES["fp64"] // ELEMENT_BYTES[layer.dtype])
+    if config.precision == "float64":
+        simulator, layer = known_cluster(replace(config, precision="auto"), mesh.grid)
+        row_bytes = layer.dim * ELEMENT_BYTES["fp64"]
+        layer = replace(layer, dim=row_bytes // ELEMENT_BYTES[layer.dtype])
+    else:
+        simulator, layer = known_cluster(config, mesh.grid)
     chosen = choose(simulator, layer, mesh.grid)
     say(f"plan parm: Algorithm 1 chooses {plan_in_words(chosen)} on {name_of(mesh.grid)}")
     plan = replace(
@@ -280,6 +286,7 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
     if not config.planner.cluster:
         return None
     predictor: Predictor | None = None
+    plans: tuple[Plan, ...] | None = None
     with ranks.together():
         if ranks.is_first:
             assert ranks.mesh is not None
@@ -290,7 +297,8 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
                 cluster=config.planner.cluster,
                 plans=PLANS,
             )
-    return Candidates(ranks.from_first(None if predictor is None else predictor.plans), predictor)
+            plans = predictor.plans
+    return Candidates(ranks.from_first(plans), predictor)
 
 
 def start_auto(
@@ -322,21 +330,20 @@ def start_auto(
     if candidates is None:
         say("planner: plans are found and timed during the first 80 steps or so")
         return auto
-    model = run.config.model
-    moe = run.config.model.moe
-    accumulation = run.config.accumulation
 
-    def load() -> float:
+    def busiest_load() -> float:
         """Return the copies of the busiest expert, mean over layers and micro-batches."""
         busiest = torch.stack([layer.step_counts.max() for layer in layers]).double().mean()
-        return float(busiest) / accumulation
+        return float(busiest) / run.config.accumulation
 
-    even = run.config.batch_size * model.seq_len * moe.top_k / moe.num_experts
-    auto.prefill(candidates.plans, candidates.predictor, load, even, TABLE)
-    seconds = auto.table.estimates() if auto.table is not None else []
+    moe = run.config.model.moe
+    num_copies = run.config.batch_size * run.config.model.seq_len * moe.top_k
+    even_load = num_copies / moe.num_experts
+    auto.prefill(candidates.plans, candidates.predictor, busiest_load, even_load, TABLE)
+    seconds_of_plans = auto.table.estimates() if auto.table is not None else []
     words = [
-        f"{plan_in_words(plan)} ({1e3 * each:.1f} ms)"
-        for plan, each in zip(candidates.plans, seconds)
+        f"{plan_in_words(plan)} ({1e3 * seconds:.1f} ms)"
+        for plan, seconds in zip(candidates.plans, seconds_of_plans)
     ]
     say(f"planner: {len(candidates.plans)} plans, predicted steps: {'; '.join(words)}")
     return auto

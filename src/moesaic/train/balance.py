@@ -3,6 +3,10 @@ moving samples and experts, and their metrics.
 
 Experts move every `balance.experts_every` steps. Checkpoints are written with every expert at its
 original home, so they equal those of a run without moving experts, and fit any mesh.
+
+An arbiter decides in each call of a layer how it runs, such as with which experts replicated; a
+trip is the movements of samples in one forward pass. Rates are what the policies calculate with:
+latency and rate of each kind of link, and the speed of the ranks' products.
 """
 
 from __future__ import annotations
@@ -48,8 +52,10 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
     Raises:
         InputError: if the cluster does not fit the run.
     """
-    simulator = simulator_of(config.planner.cluster, grid.world, grid.ranks_per_node or grid.world)
-    return simulator, job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
+    ranks_per_node = grid.ranks_per_node or grid.world
+    simulator = simulator_of(config.planner.cluster, grid.world, ranks_per_node)
+    job = job_of(asdict(config), "planner")
+    return simulator, job.step_model(simulator.cluster, grid.dp).layer
 
 
 def costs_in(config: TrainConfig, grid: Grid) -> Rates:
@@ -73,11 +79,9 @@ def make_calls(config: TrainConfig, grid: Grid) -> CallsOf | None:
         InputError: if the cluster does not fit the run.
     """
     name = config.balance.replication
-    return (
-        None
-        if name == NO_REPLICATION
-        else calls_by(replication_policy(name, costs_in(config, grid)))
-    )
+    if name == NO_REPLICATION:
+        return None
+    return calls_by(replication_policy(name, costs_in(config, grid)))
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -95,12 +99,12 @@ def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
 def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
     """Return what each MoE layer did to meet its memory budget since the previous call, as metrics;
     empty without a budget."""
-    layers = [module.on_mesh for module in model.modules() if isinstance(module, MoE)]
-    balanced = [
-        on_mesh.calls
-        for on_mesh in layers
-        if on_mesh is not None and isinstance(on_mesh.calls, BalancedCalls)
-    ]
+    balanced: list[BalancedCalls] = []
+    for module in model.modules():
+        if isinstance(module, MoE) and module.on_mesh is not None:
+            calls = module.on_mesh.calls
+            if isinstance(calls, BalancedCalls):
+                balanced.append(calls)
     if not any(calls.compiled.plan.memory_budget is not None for calls in balanced):
         return {}
     return {"memory_budget": [asdict(calls.budget.take()) for calls in balanced]}
@@ -211,19 +215,18 @@ class DecisionMeter:
     def drop(self) -> None:
         """Discard decisions since the previous call, for example those of an evaluation."""
         for layer in self._layers:
-            decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls)
+            _taken_decisions(layer)
 
     def take(self) -> None:
         """Record the decisions of the forward passes since the previous call."""
         for number, layer in enumerate(self._layers):
-            self._decisions[number] += decisions_of(
-                None if layer.on_mesh is None else layer.on_mesh.calls
-            )
+            self._decisions[number] += _taken_decisions(layer)
         relocator = self._model.relocator if isinstance(self._model, MovingGPT) else None
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:
                 for number, move in enumerate(trip.moves):
-                    self._moves[number] += [] if move.load is None else [_sample_metrics(move)]
+                    if move.load is not None:  # the layer was called
+                        self._moves[number].append(_sample_metrics(move))
             relocator.trips = []
 
     def add_seconds(self, seconds: float) -> None:
@@ -240,43 +243,53 @@ class DecisionMeter:
         self._seconds = 0.0
         if not any(decisions) and not any(moves):
             return {}
-        deciding = sum(decision.decision_seconds for of_layer in decisions for decision in of_layer)
-        row_bytes = 2 * self._layers[0].dim * self._element_bytes
-        return {
-            "balance": {
-                "decision_share": deciding / seconds if seconds else 0.0,
-                "layers": [
-                    summary(each) | _mean_sample_metrics(of_layer, row_bytes)
-                    for each, of_layer in zip(decisions, moves)
-                ],
-            }
-        }
+        deciding_seconds = 0.0
+        for decisions_of_layer in decisions:
+            for decision in decisions_of_layer:
+                deciding_seconds += decision.decision_seconds
+        row_bytes = 2 * self._layers[0].dim * self._element_bytes  # there and back
+        layers = []
+        for decisions_of_layer, moves_of_layer in zip(decisions, moves):
+            sample_metrics = _mean_sample_metrics(moves_of_layer, row_bytes)
+            layers.append(summary(decisions_of_layer) | sample_metrics)
+        share = deciding_seconds / seconds if seconds else 0.0
+        return {"balance": {"decision_share": share, "layers": layers}}
+
+
+def _taken_decisions(layer: MoE) -> list[CallDecision]:
+    """Return, and forget, what a layer's arbiter decided since the previous call; empty without
+    one."""
+    return list(decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls))
 
 
 def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
     """Return decisions of one layer as plain data: means over the calls, and loads by place of
-    ep."""
+    ep.
+
+    What is called "alone" is what would have happened without the decisions.
+    """
     if not decisions:
         return {}
-    moved = [decision.moved() for decision in decisions]
-    alone, decided = (
-        np.array([each[side].rows for each in moved]).mean(0).tolist() for side in (0, 1)
-    )
-    mean: dict[str, Sequence[float]] = {
-        "copies_replicated": [
-            0 if each.replicated is None else each.replicated.total for each in decisions
-        ],
-        "decision_seconds": [each.decision_seconds for each in decisions],
-        "token_bytes_alone": [each.token_bytes for each, _ in moved],
-        "token_bytes": [each.token_bytes for _, each in moved],
-        "weight_bytes": [each.weight_bytes for _, each in moved],
+    alone = []
+    decided = []
+    for decision in decisions:
+        without, moved = decision.moved()
+        alone.append(without)
+        decided.append(moved)
+    replicated = [decision.replicated for decision in decisions]
+    values_of_calls: dict[str, Sequence[float]] = {
+        "copies_replicated": [0 if each is None else each.total for each in replicated],
+        "decision_seconds": [decision.decision_seconds for decision in decisions],
+        "token_bytes_alone": [each.token_bytes for each in alone],
+        "token_bytes": [each.token_bytes for each in decided],
+        "weight_bytes": [each.weight_bytes for each in decided],
     }
     return {
         "options": dict(Counter(decision.option for decision in decisions)),
         "predicted_seconds": dict(decisions[-1].seconds),
-        "rows_alone": alone,
-        "rows": decided,
-        **{name: float(np.mean(values)) for name, values in mean.items()},
+        "rows_alone": np.array([each.rows for each in alone]).mean(0).tolist(),
+        "rows": np.array([each.rows for each in decided]).mean(0).tolist(),
+        **{name: float(np.mean(values)) for name, values in values_of_calls.items()},
     }
 
 
@@ -296,9 +309,13 @@ def _mean_sample_metrics(moves: Sequence[dict[str, float]], row_bytes: int) -> d
     crossed links because of it."""
     if not moves:
         return {}
-    mean = {name: float(np.mean([move[name] for move in moves])) for name in moves[0]}
+
+    def mean(name: str) -> float:
+        """Return the mean of one metric over the moves."""
+        return float(np.mean([move[name] for move in moves]))
+
     return {
-        "samples_moved": mean["samples_moved"],
-        "sample_bytes_inside": row_bytes * mean["rows_inside"],
-        "sample_bytes_across": row_bytes * mean["rows_across"],
+        "samples_moved": mean("samples_moved"),
+        "sample_bytes_inside": row_bytes * mean("rows_inside"),
+        "sample_bytes_across": row_bytes * mean("rows_across"),
     }

@@ -46,8 +46,9 @@ def about_slow_link(config: TrainConfig, world: int, per_node: int, most_stages:
         most_stages: most pipeline stages that the configuration may have.
     """
     mesh = config.mesh
-    stage = world // mesh.pp
-    if stage <= per_node or max(mesh.ep * mesh.etp, mesh.tp) <= per_node:
+    ranks_per_stage = world // mesh.pp
+    ranks_that_share = max(mesh.ep * mesh.etp, mesh.tp)
+    if ranks_per_stage <= per_node or ranks_that_share <= per_node:  # no tokens leave a node
         return None
     gbps = outside_gbps(open_transport(name=mesh.transport), per_node)
     if gbps >= SLOW_GBPS:
@@ -71,14 +72,13 @@ def _line(gbps: float, configured: PlannedStep, best: PlannedStep) -> str | None
     """Return the line about a split that is faster than the configured one with its best plan; None
     if it is not worth it."""
     times = configured.seconds / best.seconds
-    line = (
+    if times < WORTH:
+        return None
+    return (
         f"tokens cross a link between machines that carries {gbps:.2g} Gbit/s, and {best.layout} "
         f"is predicted to be {times:.1f} times as fast as {configured.layout} with its best plan: "
         "--planner.plan search takes it"
     )
-    if times < WORTH:
-        return None
-    return line
 
 
 def outside_gbps(
@@ -92,16 +92,19 @@ def outside_gbps(
         per_node: number of ranks per node.
         clock: returns seconds.
     """
+    # the ranks at this rank's place in every node
     peers = tuple(range(transport.rank % per_node, transport.world, per_node))
-    rows = torch.zeros(BYTES // 4 // len(peers) * len(peers), device=transport.device)
-    own = []
+    num_elements = BYTES // 4 // len(peers) * len(peers)  # float32, in equal parts
+    rows = torch.zeros(num_elements, device=transport.device)
+    own_seconds = []
     for _ in range(REPEATS):
         start = clock()
         all_to_all(transport, peers, rows)
-        own.append(clock() - start)
-    # ranks enter the first one at different moments
-    slowest = [max(of_ranks) for of_ranks in zip(*gathered(own))]
-    seconds = min(slowest[1:])
-    leaves = (len(peers) - 1) / len(peers)
-    sent = per_node * rows.nbytes * leaves
-    return 8e-9 * sent / max(seconds, 1e-9)
+        own_seconds.append(clock() - start)
+
+    seconds_of_ranks = gathered(own_seconds)
+    slowest = [max(seconds_of_repeat) for seconds_of_repeat in zip(*seconds_of_ranks)]
+    seconds = min(slowest[1:])  # ranks enter the first one at different moments
+    share_that_leaves = (len(peers) - 1) / len(peers)
+    sent_bytes = per_node * rows.nbytes * share_that_leaves
+    return 8e-9 * sent_bytes / max(seconds, 1e-9)

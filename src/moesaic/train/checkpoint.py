@@ -8,6 +8,10 @@ table if any. `SHA256SUMS` holds a checksum of every other file, in the format o
 sha256sum. Loading takes the newest checkpoint that matches its checksums. When a step is saved
 again, its earlier checkpoint is renamed until the new one is complete, so that at every instant a
 complete one exists.
+
+All ranks write their own parts of the tensors into shards, one file or more each; the first rank
+writes the other files. The architecture is the fields of the model's configuration that must be
+those of the checkpoint, since they decide which parameters there are.
 """
 
 from __future__ import annotations
@@ -164,14 +168,15 @@ class Saving:
             InputError: on all ranks, if the disk is full, the folder cannot be written, or written
                 files do not read back correctly. Earlier checkpoints are kept.
         """
-        sums: dict[str, str] = {}
+        own_sums: dict[str, str] = {}
         with _reporting_write_errors(self.target, self._unfinished, self._ranks):
-            sums = self._sums.result()
-        sums_of_ranks = self._ranks.gathered(sums)
+            own_sums = self._sums.result()
+        sums: dict[str, str] = {}
+        for sums_of_rank in self._ranks.gathered(own_sums):
+            sums |= sums_of_rank
         with _reporting_write_errors(self.target, self._unfinished, self._ranks):
             if self._ranks.is_first:
-                all_sums = {name: value for part in sums_of_ranks for name, value in part.items()}
-                _write_texts(self._unfinished, self._texts, all_sums)
+                _write_texts(self._unfinished, self._texts, sums)
                 CHECKPOINTS.put(self._unfinished, self.target, self._keep_last)
         return self.target
 
@@ -228,9 +233,8 @@ def save_checkpoint(
         "extra": extra,
     }
     tensors = {f"model.{name}": tensor for name, tensor in held_state(model).items()}
-    tensors |= {
-        f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()
-    }
+    for name, tensor in optimizer_tensors(model, optimizer).items():
+        tensors[f"optimizer.{name}"] = tensor
     with _reporting_write_errors(target, unfinished, ranks):
         if ranks.is_first:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +243,7 @@ def save_checkpoint(
             refuse_link(target)
             unfinished.mkdir()  # anew, since torch opens the files in it itself
     if background:
-        tensors = stage(tensors)
+        tensors = stage(tensors)  # training changes the originals meanwhile
     group = background if isinstance(background, str) else None
     write = partial(write_shards, tensors=tensors, ranks=ranks, group=group)
     texts = {STATE: json.dumps(state, indent=2), **(files or {})}
@@ -277,18 +281,16 @@ def _reporting_write_errors(target: Path, unfinished: Path, ranks: Ranks) -> Ite
             who = ""
             cause: BaseException = error
             if isinstance(error, CheckpointException) and error.failures:
-                rank, (cause, _) = min(error.failures.items())
+                rank = min(error.failures)
+                cause, _ = error.failures[rank]
                 who = f"by rank {rank}: "
-            full = getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause)
             text = " ".join(str(cause).split())
-            reason = (
-                f"{who}the disk is full: free space"
-                if full
-                else f"{who}{text:.300}: check the folder"
-            )
+            has_code = getattr(cause, "errno", None) == errno.ENOSPC
+            is_full = has_code or "No space left" in str(cause)
+            reason = "the disk is full: free space" if is_full else f"{text:.300}: check the folder"
             raise InputError(
-                f"checkpoint {target} could not be written, {reason}; earlier checkpoints are "
-                "intact"
+                f"checkpoint {target} could not be written, {who}{reason}; earlier checkpoints "
+                "are intact"
             ) from error
 
 
@@ -343,22 +345,16 @@ def load_into(
             differ), or does not fit the model.
     """
     require_architecture(checkpoint, config, vocab_size)
+    names = model.names if isinstance(model, PipelinedGPT) else None
     try:
-        restore(
-            checkpoint.folder,
-            model,
-            optimizer,
-            names=model.names if isinstance(model, PipelinedGPT) else None,
-        )
+        restore(checkpoint.folder, model, optimizer, names=names)
     except InputError:
         raise
     except (ValueError, RuntimeError, CheckpointException) as error:
         # the fields agree, but not the saved model
-        cause = (
-            next(iter(error.failures.values()))[0]
-            if isinstance(error, CheckpointException)
-            else error
-        )
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):  # of one rank, since it reads alone
+            cause, _ = next(iter(error.failures.values()))
         reason = " ".join(str(cause).split())
         raise InputError(
             f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic "
@@ -390,29 +386,36 @@ def require_architecture(checkpoint: Checkpoint, config: ModelConfig, vocab_size
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """Return the fields that decide which parameters a model has and what they mean. All other
     fields steer training."""
-    block = config.block
     moe = config.moe
-    values = {f"model.{field.name}": getattr(config, field.name) for field in fields(config)}
-    values |= {f"model.block.{field.name}": getattr(block, field.name) for field in fields(block)}
-    values |= {f"model.moe.{field.name}": getattr(moe, field.name) for field in fields(moe)}
+    values = {f"model.{name}": value for name, value in _values_of(config).items()}
+    for name, value in _values_of(config.block).items():
+        values[f"model.block.{name}"] = value
+    for name, value in _values_of(moe).items():
+        values[f"model.moe.{name}"] = value
     values["model.dense_hidden"] = config.active_hidden
-    options = options_of((ROUTERS | ON_MESH)[moe.router]) | moe.router_options
-    sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
+
     unused = set(_STEER_TRAINING)
+    sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
     if any(sparse):
-        values |= {f"model.moe.router_options.{name}": value for name, value in options.items()}
+        default_options = options_of((ROUTERS | ON_MESH)[moe.router])
+        for name, value in (default_options | moe.router_options).items():
+            values[f"model.moe.router_options.{name}"] = value
     else:
-        unused |= {
-            name for name in values if name.startswith("model.moe.") and name != "model.moe.experts"
-        }
+        unused |= {name for name in values if name.startswith("model.moe.")}
+        unused.remove("model.moe.experts")  # dense layers are of this kind
         unused.add("model.moe_every")
     if all(sparse):
         unused.add("model.dense_hidden")
-    if block.positions == "learned":
+    if config.block.positions == "learned":
         # it is the number of rows of the table of learned positions
         unused.discard("model.seq_len")
         unused |= {"model.block.rope_theta", "model.block.rope_factor"}
     return {name: value for name, value in values.items() if name not in unused}
+
+
+def _values_of(config: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; dataclasses in them stay as they are."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
 _STEER_TRAINING = (
@@ -487,9 +490,12 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
 def _listed_sums(path: Path) -> dict[str, str]:
     """Return the checksums in a checkpoint's `SHA256SUMS`, by path."""
-    rows = [line.partition("  ") for line in read_text(path / SUMS).splitlines()]
-    if strange := [name for _, _, name in rows if not CHECKPOINTS.is_own(name)]:
-        raise DamagedError(f"{SUMS} lists {strange[0]!r:.100}, which no checkpoint has")
+    sums = {}
+    for line in read_text(path / SUMS).splitlines():
+        value, _, name = line.partition("  ")
+        if not CHECKPOINTS.is_own(name):
+            raise DamagedError(f"{SUMS} lists {name!r:.100}, which no checkpoint has")
+        sums[name] = value
     if kind_of(path / SHARDS) == "a symbolic link":
         raise DamagedError(f"{SHARDS} is a link")
-    return {name: value for value, _, name in rows}
+    return sums

@@ -479,6 +479,7 @@ class TrainConfig:
         model = self.model
         mesh = self.mesh
         sparse = [model.is_sparse(layer) for layer in range(model.num_layers)]
+        # each: field and size of an axis, name and size of what it must divide
         divisions = [
             ("mesh.tp", mesh.tp, "model.num_heads", model.num_heads),
             ("mesh.tp", mesh.tp, "model.block.kv_heads", model.kv_heads),
@@ -511,7 +512,7 @@ class TrainConfig:
                 f"{option}: needs {stages * parts} layers or more, but "
                 f"model.num_layers={self.model.num_layers}: choose fewer"
             )
-        rounds = max(1, self.accumulation // stages)
+        rounds = max(1, self.accumulation // stages)  # as torch's ScheduleInterleaved1F1B has it
         if parts > 1 and self.accumulation % rounds:
             raise InputError(
                 f"{option}, mesh.parts_per_stage={parts}: interleaved 1F1B runs the micro-batches "
@@ -524,35 +525,33 @@ class TrainConfig:
                 "last micro-batch, and hold them until then: choose gradients"
             )
         balance = self.balance
-        for name, value, off, why in (
+        chosen_while_training = "" if self.planner.file else self.planner.plan
+        clashes = [
             (
-                "balance.samples",
-                balance.samples,
-                UNMOVED,
+                balance.moves_samples,
+                f"balance.samples={balance.samples}",
                 "a sample leaves a stage from the rank on which it came",
             ),
             (
-                "balance.experts",
-                balance.experts,
-                UNMOVED,
+                balance.moves_experts,
+                f"balance.experts={balance.experts}",
                 "decisions compare the experts of all layers on one rank",
             ),
             (
-                "planner.plan",
-                "" if self.planner.file else self.planner.plan,
-                "",
+                bool(chosen_while_training),
+                f"planner.plan={chosen_while_training}",
                 "the time of a stage's step is that of the slowest stage, so it does not tell "
                 "which plan of its own layers is faster",
             ),
             (
-                "adapters.base",
-                self.adapters.base,
-                "",
+                bool(self.adapters.base),
+                f"adapters.base={self.adapters.base}",
                 "the frozen model is read whole by every rank",
             ),
-        ):
-            if value != off:
-                raise InputError(f"{option} clashes with {name}={value}: {why}: leave one out")
+        ]
+        for is_so, other, why in clashes:
+            if is_so:
+                raise InputError(f"{option} clashes with {other}: {why}: leave one out")
 
     def _check_experts(self) -> None:
         """Refuse moving experts where there are none to move."""
@@ -590,9 +589,9 @@ class TrainConfig:
                 "planner.plan=auto, whose plans are predicted for samples that stay",
             ),
         )
-        for holds, what in reasons:
-            if holds:
-                raise InputError(f"{option} clashes with {what}; or set samples to none")
+        for is_so, other in reasons:
+            if is_so:
+                raise InputError(f"{option} clashes with {other}; or set samples to none")
 
     @property
     def layer_plan(self) -> Plan:
@@ -623,8 +622,5 @@ class TrainConfig:
         tokens = self.batch_size * self.model.seq_len
         if model.ffn == "dense":
             return tokens, model.dim, model.active_hidden
-        return (
-            max(1, tokens * model.moe.top_k // model.moe.num_experts),
-            model.dim,
-            model.moe.hidden,
-        )
+        copies_per_expert = tokens * model.moe.top_k // model.moe.num_experts
+        return max(1, copies_per_expert), model.dim, model.moe.hidden

@@ -1,6 +1,8 @@
 """Training data: finding the text, splitting it, and cutting it into micro-batches.
 
 A micro-batch is a pure function of (data, seed, index), so resuming needs no state but the index.
+A window is a sequence of the data, named by its number w: the tokens from w * seq_len on, and one
+more as the last target.
 """
 
 from __future__ import annotations
@@ -76,7 +78,11 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     Raises:
         InputError: if data is missing, empty or unreadable, or has ids outside the vocabulary.
     """
-    files, root = (find_files(config.path, "data.path"), None) if config.path else example_text()
+    root: Path | None = None
+    if config.path:
+        files = find_files(config.path, "data.path")
+    else:
+        files, root = example_text()
     val_files = find_files(config.val, "data.val") if config.val else []
     if val_files and (files[0].suffix == ".bin") != (val_files[0].suffix == ".bin"):
         raise InputError(
@@ -90,6 +96,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
             f"data.vocab_size={config.vocab_size}: text has {tokenizer.vocab_size} tokens as "
             "bytes: set it to that or more, or name a tokenizer.json with data.tokenizer"
         )
+    # without empty files; one is kept if all are empty, for the error to name
     files = [path for path in files if path.stat().st_size] or files[:1]
     if not val_files and len(files) >= FEW_FILES:
         files, val_files = split_by_name(files, config.val_share, root)
@@ -100,16 +107,19 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         cut = int(len(whole) * (1 - config.val_share))
         train_documents = [whole[:cut]]
         val_documents = [whole[cut:]]
+
+    is_bytes = isinstance(tokenizer, ByteTokenizer)
+    description = f"{len(files) + len(val_files)} files"
+    if root is not None:
+        description += f" of {PACKAGE} {VERSION}"
+    num_separators = len(val_documents) - 1
     return Corpus(
         train=_join(tokenizer, train_documents),
         val=_join(tokenizer, val_documents),
         tokenizer=tokenizer,
-        vocab_size=config.vocab_size
-        if isinstance(tokenizer, ByteTokenizer)
-        else tokenizer.vocab_size,
-        val_bytes=sum(map(len, val_documents)) + len(val_documents) - 1,
-        description=f"{len(files) + len(val_files)} files"
-        + (f" of {PACKAGE} {VERSION}" if root else ""),
+        vocab_size=config.vocab_size if is_bytes else tokenizer.vocab_size,
+        val_bytes=sum(map(len, val_documents)) + num_separators,
+        description=description,
     )
 
 
@@ -118,6 +128,9 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
 
     From a folder, hidden files are left out. A folder that `datasets.save_to_disk` wrote counts as
     a file.
+
+    Args:
+        where: the field of the configuration that holds the patterns, for messages.
 
     Raises:
         InputError: if there are none, or text files and `.bin` files are mixed.
@@ -154,12 +167,13 @@ def _data_files(folder: Path, where: str) -> list[Path]:
         )
     if (folder / SAVED).exists():
         return [folder]
-    return [
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(name.startswith(".") for name in path.relative_to(folder).parts)
-    ]
+    files = []
+    for path in folder.rglob("*"):
+        names = path.relative_to(folder).parts
+        is_hidden = any(name.startswith(".") for name in names)
+        if path.is_file() and not is_hidden:
+            files.append(path)
+    return files
 
 
 def split_by_name(
@@ -259,18 +273,15 @@ class Batches:
     def get(self, index: int) -> tuple[Tensor, Tensor]:
         """Return this part of micro-batch `index`: tokens and targets, (batch_size / parts,
         seq_len) int64 each."""
-        size = self.batch_size // self.part[1]
-        first = index * self.batch_size + self.part[0] * size
+        part, num_parts = self.part
+        size = self.batch_size // num_parts
+        first = index * self.batch_size + part * size
         places = range(first, first + size)
-        return as_batch(
-            self.tokens,
-            [self._window(place) for place in places],
-            self.seq_len,
-            self.objective,
-            places,
-        )
+        windows = [self._window(place) for place in places]
+        return as_batch(self.tokens, windows, self.seq_len, self.objective, seeds=places)
 
     def _window(self, place: int) -> int:
+        """Return the window at a place in the order of all epochs; its epoch's order is kept."""
         epoch, within = divmod(place, self.num_windows)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -309,12 +320,15 @@ def as_batch(
         objective: what the model is to predict.
         seeds: a seed for each window; None takes the windows' numbers.
     """
-    rows = [tokens[w * seq_len : (w + 1) * seq_len + 1].astype(np.int64) for w in windows]
-    inputs, targets = objective(
-        np.array(rows, dtype=np.int64).reshape(-1, seq_len + 1), seeds or windows
-    )
-    return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(
-        np.ascontiguousarray(targets)
+    rows = []
+    for window in windows:
+        start = window * seq_len
+        rows.append(tokens[start : start + seq_len + 1].astype(np.int64))
+    table = np.array(rows, dtype=np.int64).reshape(-1, seq_len + 1)  # also without windows
+    inputs, targets = objective(table, seeds or windows)
+    return (
+        torch.from_numpy(np.ascontiguousarray(inputs)),
+        torch.from_numpy(np.ascontiguousarray(targets)),
     )
 
 
@@ -322,19 +336,20 @@ def _read(files: list[Path], field: str) -> list[bytes]:
     """Return the documents of files; an InputError if there is none."""
     documents = [document for path in files for document in read_documents(path, field)]
     if files and not documents:
-        raise InputError(
-            f"data: {files[0]}{' and all others' if len(files) > 1 else ''} is empty: give "
-            "files with text"
-        )
+        others = " and all others" if len(files) > 1 else ""
+        raise InputError(f"data: {files[0]}{others} is empty: give files with text")
     return documents
 
 
 def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
+    """Return the tokens of documents, with the separator between them."""
     parts: list[np.ndarray] = []
     for data in documents:
         ids = tokenizer.encode(data)
-        parts += [np.array([tokenizer.separator], dtype=ids.dtype), ids]
-    return np.concatenate(parts[1:]) if parts else np.empty(0, dtype=np.uint8)
+        if parts:
+            parts.append(np.array([tokenizer.separator], dtype=ids.dtype))
+        parts.append(ids)
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
 
 
 def _load_bin(
@@ -365,7 +380,7 @@ def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:
     """Return the integer type of a `.bin` file, from the `.json` file of the same name if any, else
     from the vocabulary size."""
     sidecar = path.with_suffix(".json")
-    name = "uint16" if config.vocab_size <= 65_536 else "uint32"
+    name = "uint16" if config.vocab_size <= 2**16 else "uint32"
     if sidecar.exists():
         name = read_table(sidecar).get("dtype", "")
     if name not in BIN_DTYPES:

@@ -48,14 +48,11 @@ def require_read_back(
     for name, tensor in written.items():
         expected = tensor.detach().cpu()
         actual = read[name].detach().cpu()
-        difference = (
-            (expected.double() - actual.double()).abs().max() if share and expected.numel() else 0.0
-        )
-        is_same = (
-            difference <= share * expected.double().abs().max()
-            if share and expected.numel()
-            else _bits(expected).equal(_bits(actual))
-        )
+        if share and expected.numel():
+            difference = (expected.double() - actual.double()).abs().max()
+            is_same = bool(difference <= share * expected.double().abs().max())
+        else:
+            is_same = _bits(expected).equal(_bits(actual))
         if not is_same:
             raise OSError(errno.EIO, f"{name} does not read back from the disk as it was written")
 
@@ -73,13 +70,19 @@ def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     change."""
     # PyTorch's stager (2.13) takes the offset of a DTensor that is a view, such as half of gate and
     # up, for an address.
-    tensors = {
-        name: tensor.clone() if isinstance(tensor, DTensor) and tensor.storage_offset() else tensor
-        for name, tensor in tensors.items()
-    }
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    sources = dict(tensors)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tensor.storage_offset():
+            sources[name] = tensor.clone()
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=False,
+    )
+    stager = DefaultStager(options)
     try:
-        staged: dict[str, Tensor] = stager.stage(tensors)  # type: ignore[assignment]
+        staged: dict[str, Tensor] = stager.stage(sources)  # type: ignore[assignment]
     finally:
         stager.close()
     return staged
@@ -108,25 +111,23 @@ def write_shards(
     """
     members = None if group is None else _resolve_process_group(GroupName(group))
     write_tensors(folder / SHARDS, tensors, group=members, is_alone=ranks.mesh is None)
-    del members
+    del members  # a reference would keep the group alive after torch destroyed it
     files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
-    own_files = files[ranks.rank :: ranks.world]
+    own_files = files[ranks.rank :: ranks.world]  # the ranks take them in turn
     for path in own_files:
         flush(path)
     sums = {f"{SHARDS}/{path.name}": checksum(path) for path in own_files}
+
     read = read_into(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
-    # Of tensors that several ranks hold, one rank's is written, and others may differ by roundings.
-    for has_copies, share in ((False, 0.0), (True, ROUNDING)):
-        compared = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if (num_copies(tensor, ranks.world) > 1) == has_copies
-        }
-        require_read_back(
-            {n: local_part(tensor) for n, tensor in compared.items()},
-            {n: local_part(read[n]) for n in compared},
-            share,
-        )
+    parts_read = {name: local_part(tensor) for name, tensor in read.items()}
+    single: dict[str, Tensor] = {}
+    copied: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = copied if num_copies(tensor, ranks.world) > 1 else single
+        parts[name] = local_part(tensor)
+    require_read_back(single, parts_read)
+    # of a tensor that several ranks hold, one rank's is written; others may differ by rounding
+    require_read_back(copied, parts_read, ROUNDING)
     return sums
 
 
@@ -149,13 +150,12 @@ def read_into(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the full tensors of a checkpoint with names that start with `prefix`, which is
     removed."""
-    targets = {
-        name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shard_sizes(folder).items()
-    }
-    targets = {name: tensor for name, tensor in targets.items() if name.startswith(prefix)}
-    return {
-        name.removeprefix(prefix): tensor for name, tensor in read_into(folder, targets).items()
-    }
+    targets = {}
+    for name, (size, dtype) in shard_sizes(folder).items():
+        if name.startswith(prefix):
+            targets[name] = torch.empty(size, dtype=dtype)
+    tensors = read_into(folder, targets)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def restore(
@@ -183,16 +183,15 @@ def restore(
         f"model.{name}": tensor.detach() for name, tensor in held_state(model).items()
     }
     saved = {name for name in sizes if name.startswith("model.")}
-    expected = targets.keys() if names is None else {f"model.{name}" for name in names}
+    expected = set(targets) if names is None else {f"model.{name}" for name in names}
     if saved != expected:
         mismatched = sorted(saved ^ expected)
         raise ValueError(
             f"{len(mismatched)} tensors are in only one of the two, such as {mismatched[0]}"
         )
     if optimizer is not None:
-        targets |= _empty_state(
-            model, optimizer, {name: size for name, size in sizes.items() if name not in saved}
-        )
+        sizes_of_state = {name: size for name, size in sizes.items() if name not in saved}
+        targets |= _empty_state(model, optimizer, sizes_of_state)
     read_into(folder, targets)
 
 
@@ -208,7 +207,12 @@ def _empty_state(
     sizes: dict[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, Tensor]:
     """Give every parameter zeroed optimizer state of the listed names, sharded like the parameter.
-    Return the state by name."""
+    Return the state by name.
+
+    Args:
+        sizes: size and dtype of each tensor of state, by `optimizer.<parameter>.<state>`; those of
+            other pipeline stages are passed over.
+    """
     parameters = dict(model.named_parameters())
     state_by_name: dict[str, Tensor] = {}
     optimizer.state.clear()
@@ -217,10 +221,11 @@ def _empty_state(
         if name not in parameters:  # belongs to another pipeline stage
             continue
         parameter = parameters[name]
-        # fused AdamW counts steps on the device
-        scalar = torch.zeros((), dtype=dtype, device=parameter.device)
         state = optimizer.state[parameter]
         if key not in state:
-            state[key] = torch.zeros_like(parameter.detach()) if size else scalar
+            if size:
+                state[key] = torch.zeros_like(parameter.detach())
+            else:  # a count of steps, which fused AdamW keeps on the device
+                state[key] = torch.zeros((), dtype=dtype, device=parameter.device)
         state_by_name[full_name] = state[key]
     return state_by_name

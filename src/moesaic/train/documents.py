@@ -79,23 +79,30 @@ def read_documents(path: Path, field: str) -> list[bytes]:
 
 
 def _json_texts(data: bytes, path: Path, field: str) -> Iterator[bytes]:
-    """Yield the texts of JSON lines, or of the rows of a JSON list, which may be without one."""
-    is_list = suffix_of(path) != LINES and data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    """Yield the texts of JSON lines, or of the rows of a JSON list; rows, unlike lines, may be
+    without one."""
+    start = data.lstrip(b"\xef\xbb\xbf \t\r\n")  # without a byte order mark and white space
+    is_list = suffix_of(path) != LINES and start.startswith(b"[")
     number = 1
-    part = data
+    part: Any = data  # the row or line that the error names
     try:
-        # the error names it
         for number, part in enumerate(parsed(data) if is_list else data.splitlines(), start=1):  # noqa: B007
-            if is_list or part.strip():
-                text = (part if is_list else parsed(part))[field]
-                if text is not None or not is_list:
-                    yield text.encode("utf-8", errors="surrogatepass")
+            if is_list:
+                text = part[field]
+                if text is None:
+                    continue
+            elif part.strip():
+                text = parsed(part)[field]
+            else:
+                continue
+            yield text.encode("utf-8", errors="surrogatepass")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        kind = "row" if is_list else "line"
+        # the text of a line without the b of its bytes
+        shown = str(part[:60])[1:] if isinstance(part, bytes) else f"{part!r:.60}"
         raise InputError(
-            f"data: {path}: {'row' if is_list else 'line'} {number} is no JSON object with a text "
-            f"under {field!r} but "
-            f"{str(part[:60])[1:] if isinstance(part, bytes) else f'{part!r:.60}'}: correct it, "
-            "or name the field that holds the text with data.text_field"
+            f"data: {path}: {kind} {number} is no JSON object with a text under {field!r} but "
+            f"{shown}: correct it, or name the field that holds the text with data.text_field"
         ) from error
 
 
@@ -109,18 +116,18 @@ def _rows(path: Path, field: str) -> Iterator[bytes]:
             f"{to_install('.[data]')}, or convert it to JSON lines"
         ) from error
     try:
-        for row in (
-            datasets.load_from_disk(str(path))
-            if path.is_dir()
-            else datasets.load_dataset(
+        if path.is_dir():
+            table = datasets.load_from_disk(str(path))
+        else:
+            table = datasets.load_dataset(
                 TABLES[suffix_of(path)], data_files=str(path), split="train", streaming=True
             )
-        ):
+        for row in table:
             if row[field] is not None:
                 yield row[field].encode("utf-8")
     except Exception as error:  # each of the libraries below datasets raises exceptions of its own
+        reason = " ".join(repr(error).split())
         raise InputError(
-            f"data: {path} holds no table with a column of text {field!r} "
-            f"({' '.join(repr(error).split()):.200}): name the column with data.text_field, or "
-            "write the file anew"
+            f"data: {path} holds no table with a column of text {field!r} ({reason:.200}): name "
+            "the column with data.text_field, or write the file anew"
         ) from error

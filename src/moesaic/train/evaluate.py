@@ -53,18 +53,21 @@ def evaluate(
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)  # of this data-parallel group
     for first in range(0, len(windows), batch_size):
-        chosen = share(windows[first : first + batch_size], ranks.dp_index, ranks.dp)
-        tokens, targets = as_batch(corpus.val, chosen, model.config.seq_len, corpus.objective)
+        batch = windows[first : first + batch_size]
+        own = share(batch, ranks.dp_index, ranks.dp)
+        tokens, targets = as_batch(corpus.val, own, model.config.seq_len, corpus.objective)
         with autocast(device, dtype):
             output = model(tokens.to(device), targets.to(device))
-        if chosen:
+        if own:
             loss: Tensor = output.loss
-            total += loss.double() * len(chosen)
+            total += loss.double() * len(own)
     model.train(was_training)
+
     mean = model.agreed(total, ranks) if isinstance(model, PipelinedGPT) else ranks.mean(total)
-    per_token = float(mean) * ranks.dp / len(windows)
+    total_of_groups = float(mean) * ranks.dp
+    per_token = total_of_groups / len(windows)
     return Evaluation(per_token, per_token * len(corpus.val) / corpus.val_bytes)
 
 
@@ -72,12 +75,12 @@ def evaluate(
 def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
     """Return the largest absolute value of all parameters on all ranks. The result is not finite if
     any parameter is not."""
-    parts = [
-        local_part(parameter.detach())
-        for parameter in model.parameters()
-        if parameter.is_floating_point()
-    ]
-    largest = nn.utils.get_total_norm([part for part in parts if part.numel()], math.inf)
+    parts = []
+    for parameter in model.parameters():
+        part = local_part(parameter.detach())
+        if part.is_floating_point() and part.numel():  # a rank may hold no rows
+            parts.append(part)
+    largest = nn.utils.get_total_norm(parts, math.inf)
     if ranks.mesh is not None:  # a maximum over ranks may drop a NaN
         largest = largest.nan_to_num(nan=math.inf)
     return float(ranks.largest(largest))

@@ -43,17 +43,18 @@ def example_text() -> tuple[list[Path], Path]:
 
 def digest(files: list[Path], root: Path) -> str:
     """Return the SHA-256 of files, as hexadecimal digits, as `SHA256` has it."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path in files:
-        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()
+        name = path.relative_to(root).as_posix()
+        sha256.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return sha256.hexdigest()
 
 
 def _source_files(root: Path) -> list[Path]:
     """Return the source files below a folder in an order that is the same on every system."""
     files: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]  # not walked into
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 

@@ -78,21 +78,20 @@ def bytes_held(holding: Holding, model: nn.Module, mesh: Mesh) -> int:
         mesh: the mesh of the ranks that share it, with the sharding of `holding`.
     """
     grid = mesh.grid
-    experts = {
-        parameter
-        for layer in model.modules()
-        if isinstance(layer, MoE)
-        for parameter in layer.experts.parameters()
-    }
+    experts: set[nn.Parameter] = set()
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            experts.update(layer.experts.parameters())
+    # parameters and gradients, gradients alone, or neither
     copies = {"parameters": 2, "gradients": 1, "nothing": 0}[holding.hold]
     total = 0.0
     for parameter in model.parameters():
         axis: Literal["dp", "edp"] = "edp" if parameter in experts else "dp"
         split = grid.ep * grid.etp if axis == "edp" else grid.tp
         shards = mesh.shards_of(axis)
-        whole = copies if shards > 1 else 0  # a copy that is whole anyway
+        whole_copies = copies if shards > 1 else 0  # a single shard is whole anyway
         states = STATES if parameter.requires_grad else 1
-        total += parameter.nbytes / split * (states / shards + whole)
+        total += parameter.nbytes / split * (states / shards + whole_copies)
     return int(total)
 
 
@@ -103,17 +102,23 @@ def _options(config: MeshConfig, mesh: Mesh) -> list[Holding]:
     inside a node.
     """
     grid = mesh.grid
-    shards: tuple[str, ...] = (config.shard,)
-    held: tuple[str, ...] = (config.hold,)
+    shardings: tuple[str, ...] = (config.shard,)
+    holds: tuple[str, ...] = (config.hold,)
     if config.shard == "auto":
         spans_nodes = (grid.ranks_per_node or grid.world) < grid.world
-        inside = replace(mesh, shard="node").shards_of("dp")
-        shards = ("node", "all") if spans_nodes and (inside > 1 or grid.tp == 1) else ("all",)
+        shards_in_node = replace(mesh, shard="node").shards_of("dp")
+        can_shard_in_node = spans_nodes and (shards_in_node > 1 or grid.tp == 1)
+        shardings = ("node", "all") if can_shard_in_node else ("all",)
     if config.hold == "auto":
-        held = ("parameters", "gradients", "nothing")
+        holds = ("parameters", "gradients", "nothing")
+        # both need gradients that are held until the step's end
         if config.pp > 1 or config.replica_precision != "as gradients":
-            held = held[:2]
-    return [Holding(cast(Sharding, shard), cast(Held, hold)) for shard in shards for hold in held]
+            holds = ("parameters", "gradients")
+    options = []
+    for shard in shardings:
+        for hold in holds:
+            options.append(Holding(cast(Sharding, shard), cast(Held, hold)))
+    return options
 
 
 def _memory(mesh: Mesh) -> float:

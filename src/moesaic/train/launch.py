@@ -10,6 +10,9 @@ known.
 
 torchrun keeps that store. Without torchrun, rank 0 does: then it leaves last, so that the others
 can still ask who died, and its own process is looked up without the store.
+
+torchrun may start the ranks of a node anew: each time is another attempt. A fate is a text about a
+rank that does not answer, and a patience is how many seconds ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -209,44 +211,50 @@ def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, st
     """
     word = secrets.token_hex(8)
     store.set_timeout(timedelta(seconds=patience))
-    if rank:
-
-        def answered() -> Roll:
-            """Come to the start, and return the roll of the attempt that rank 0 answers with."""
-            store.set(f"moesaic/comes/{rank}", word)
-            attempt = store.get(f"moesaic/answer/{word}").decode()
-            roll = Roll(PrefixStore(f"moesaic/{attempt}", store), rank, world)
-            roll.sign()
-            roll.store.set(f"came/{rank}", "")
-            # rank 0 may have come last
-            store.set_timeout(timedelta(seconds=patience + ANSWER_SECONDS / 2))
-            return roll
-
-        try:
-            roll = ask_store(answered, patience + ANSWER_SECONDS)
-            missing = ask_store(
-                lambda: roll.store.get("missing").decode(), patience + ANSWER_SECONDS
-            )
-        except ConnectionError as error:
-            raise dist.DistStoreError("rank 0 did not answer") from error
-    else:
+    if rank == 0:
         roll = Roll(PrefixStore(f"moesaic/{word}", store), rank, world)
         roll.sign()
         missing = ", ".join(map(str, sorted(_never_came(roll, store, word, patience))))
         roll.store.set("missing", missing)
+        return roll, missing
+
+    def come() -> Roll:
+        """Write this rank's word, and return the roll of the attempt that rank 0 answers with."""
+        store.set(f"moesaic/comes/{rank}", word)
+        attempt = store.get(f"moesaic/answer/{word}").decode()
+        roll = Roll(PrefixStore(f"moesaic/{attempt}", store), rank, world)
+        roll.sign()
+        roll.store.set(f"came/{rank}", "")
+        # rank 0 may have come last, and waits for others as long as this rank did
+        store.set_timeout(timedelta(seconds=patience + ANSWER_SECONDS / 2))
+        return roll
+
+    try:
+        roll = ask_store(come, patience + ANSWER_SECONDS)
+        missing = ask_store(lambda: roll.store.get("missing").decode(), patience + ANSWER_SECONDS)
+    except ConnectionError as error:
+        raise dist.DistStoreError("rank 0 did not answer") from error
     return roll, missing
 
 
 def _never_came(roll: Roll, store: Store, word: str, patience: float) -> set[int]:
     """Answer the ranks that come, as rank 0; return those that have not come when the patience is
-    over."""
+    over.
+
+    Args:
+        roll: the roll of this attempt, whose store has only entries of this attempt.
+        store: the store with the words of all attempts.
+        word: rank 0's word, with which it answers.
+        patience: seconds to wait.
+    """
     missing = set(range(1, roll.world))
     until = time.monotonic() + patience
     while missing and time.monotonic() <= until:
         for other in missing:
-            # may be of an earlier attempt; its rank then comes later
+            # the word may be of an earlier attempt; then this attempt's overwrites it later
             if store.check([f"moesaic/comes/{other}"]):
-                store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{other}').decode()}", word)
+                word_of_other = store.get(f"moesaic/comes/{other}").decode()
+                store.set(f"moesaic/answer/{word_of_other}", word)
         missing = {other for other in missing if not roll.store.check([f"came/{other}"])}
         time.sleep(0.02)
     return missing
@@ -273,17 +281,22 @@ def _open_store(rank: int, patience: float) -> Store:
                 raise dist.DistStoreError(f"{store_keeper()} does not answer: {error}") from error
             time.sleep(0.1)
     seconds = min(patience, ANSWER_SECONDS)
-    opened = partial(
-        TCPStore,
-        host,
-        port,
-        is_master=is_kept_here,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+
+    def connect() -> Store:
+        """Connect to the store, and serve it if this process keeps it."""
+        return TCPStore(
+            host,
+            port,
+            is_master=is_kept_here,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+
+    if is_kept_here:
+        return connect()
     try:
-        return opened() if is_kept_here else ask_store(opened, 2 * seconds)
+        return ask_store(connect, 2 * seconds)
     except ConnectionError as error:
         raise dist.DistStoreError(f"{store_keeper()} does not answer") from error
 
@@ -333,14 +346,7 @@ def _is_one_of_several() -> bool:
     started one."""
     variables = {name: os.environ.get(name, "") for name in NEEDED}
     if not variables["RANK"] and not variables["WORLD_SIZE"]:
-        for launcher, rank, world, local in OTHERS:
-            if rank in os.environ and os.environ.get(world, "1") != "1":
-                raise InputError(
-                    f"{launcher} started {os.environ[world]} processes, which RANK and WORLD_SIZE "
-                    f"do not say: start each as sh -c 'RANK=${rank} WORLD_SIZE=${world} "
-                    f"LOCAL_RANK=${local} exec python -m moesaic train ...', with MASTER_ADDR and "
-                    "MASTER_PORT set to the first one's host and a free port of it"
-                )
+        _refuse_other_launchers()
         return False
     if variables["WORLD_SIZE"] == "1" and not dist.is_torchelastic_launched():
         return False
@@ -360,9 +366,22 @@ def _is_one_of_several() -> bool:
     return True
 
 
+def _refuse_other_launchers() -> None:
+    """Raise InputError if a launcher started several processes with variables of its own alone."""
+    for launcher, rank, world, local in OTHERS:
+        if rank in os.environ and os.environ.get(world, "1") != "1":
+            raise InputError(
+                f"{launcher} started {os.environ[world]} processes, which RANK and WORLD_SIZE "
+                f"do not say: start each as sh -c 'RANK=${rank} WORLD_SIZE=${world} "
+                f"LOCAL_RANK=${local} exec python -m moesaic train ...', with MASTER_ADDR and "
+                "MASTER_PORT set to the first one's host and a free port of it"
+            )
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else '':.200}"
+    first = lines[0] if lines else ""
+    return f"{type(error).__name__}: {first:.200}"
 
 
 SignalHandler = Callable[[int, FrameType | None], Any] | int | None
@@ -388,8 +407,11 @@ class Roll:
         self.world = world
         self._pause = pause
         self.is_kept_by_rank_0 = _is_of_rank_0()
+        """Whether the store is gone when rank 0 is."""
         self._is_lost = False
+        """Whether the store is gone with rank 0."""
         self._processes: dict[int, str] = {}
+        """Process and host of the ranks that were looked up, as `process_name` has them."""
 
     def sign(self) -> None:
         """Write this rank's process and host into the store, and look up rank 0, which may keep
@@ -402,13 +424,14 @@ class Roll:
         self.store.set(f"roll/beats/{self.rank}", str(beats))
 
     def fate(self, rank: int) -> str:
-        """Return what is known about a rank that does not answer."""
+        """Return in words what is known about a rank that does not answer."""
         process = self._process(rank)
         if not process:
             return "is gone, and the ranks' store with it" if self._is_lost else "has not started"
         if self._is_elsewhere(rank):
             return f"does not answer ({process}): it died, or its node is cut off"
-        return _state_of_process(int(process.split()[1]))
+        process_id = int(process.split()[1])
+        return _state_of_process(process_id)
 
     def dead(self) -> dict[int, str]:
         """Return the ranks with a dead or stopped process, and what is known about each.
@@ -418,21 +441,23 @@ class Roll:
                 returned.
         """
         others = [rank for rank in range(self.world) if rank != self.rank]
-        before = {rank: self._entry("beats", rank) for rank in others}
+        earlier_beats = {rank: self._entry("beats", rank) for rank in others}
+
         # a process may still exist for a moment after its connections are closed
         for _ in range(30):
-            dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith(GONE)}
+            fates = {rank: self.fate(rank) for rank in others}
+            dead = {rank: fate for rank, fate in fates.items() if fate.startswith(GONE)}
             if dead:
                 return dead
             time.sleep(0.1)
-        elsewhere = [rank for rank in others if before[rank] and self._is_elsewhere(rank)]
-        if elsewhere:  # only a heartbeat shows whether a process on another machine lives
+
+        # only a heartbeat shows whether a process on another machine lives
+        elsewhere = [rank for rank in others if earlier_beats[rank] and self._is_elsewhere(rank)]
+        if elsewhere:
             time.sleep(2 * self._pause)
-        dead = {
-            rank: self.fate(rank)
-            for rank in elsewhere
-            if self._entry("beats", rank) == before[rank]
-        }
+        for rank in elsewhere:
+            if self._entry("beats", rank) == earlier_beats[rank]:
+                dead[rank] = self.fate(rank)
         return {0: self.fate(0)} if self._is_lost else dead
 
     def fail(self) -> int:
@@ -444,27 +469,30 @@ class Roll:
     def outlast(self) -> None:
         """Wait a while until the other ranks have left or are gone, if this one keeps their
         store."""
+        if not self.is_kept_by_rank_0 or self.rank != 0:
+            return
         until = time.monotonic() + 2 * ANSWER_SECONDS
-        others = set(range(1, self.world))
-        while self.is_kept_by_rank_0 and self.rank == 0 and others and time.monotonic() < until:
-            others = {rank for rank in others if not self._entry("left", rank)}
-            others = {
-                rank
-                for rank in others
-                if self._process(rank) and not self.fate(rank).startswith(GONE)
-            }
+        present = set(range(1, self.world))
+        while present and time.monotonic() < until:
+            for rank in list(present):
+                has_left = self._entry("left", rank) or not self._process(rank)
+                if has_left or self.fate(rank).startswith(GONE):
+                    present.remove(rank)
             time.sleep(0.1)
 
     def _entry(self, what: str, rank: int) -> str:
-        """Return what a rank wrote about itself into the store; empty if it wrote nothing, or rank
-        0 is gone with it."""
+        """Return what a rank wrote about itself into the store; empty if it wrote nothing, or the
+        store is gone with rank 0.
+
+        Args:
+            what: "process", "beats" or "left".
+        """
         key = f"roll/{what}/{rank}"
         try:
-            return (
-                self.store.get(key).decode()
-                if not self._is_lost and self.store.check([key])
-                else ""
-            )
+            # `check` first, since `get` would wait until the rank has written it
+            if self._is_lost or not self.store.check([key]):
+                return ""
+            return self.store.get(key).decode()
         except RuntimeError:
             if not self.is_kept_by_rank_0:
                 raise
@@ -474,9 +502,12 @@ class Roll:
     def _process(self, rank: int) -> str:
         """Return a rank's process and host, which stay known when the store is gone; empty if it
         has not signed."""
-        if name := self._processes.get(rank) or self._entry("process", rank):
-            self._processes[rank] = name
-        return name
+        if rank not in self._processes:
+            process = self._entry("process", rank)
+            if not process:
+                return ""
+            self._processes[rank] = process
+        return self._processes[rank]
 
     def _is_elsewhere(self, rank: int) -> bool:
         return self._process(rank).partition(" on ")[2] != socket.gethostname()
@@ -521,17 +552,19 @@ def naming_dead_ranks(roll: Roll, when: str) -> Iterator[None]:
             raise TrainingError(
                 f"rank {roll.rank} lost the others: {why} (here: {_first_line(error)})"
             ) from error
-        if not dead:
-            if isinstance(error, InputError):  # it names the ranks and where they wait
-                raise
-            if not any(word in str(error.__cause__ or error) for word in CONNECTION_WORDS):
-                raise
-            raise TrainingError(
-                f"rank {roll.rank} lost a connection to other ranks, whose processes are alive "
-                f"({' '.join(str(error).split()):.200}), {when}: look at the links between their "
-                "nodes"
-            ) from error
-        raise TrainingError(f"{_fates_in_words(dead)}, {when}") from error
+        if dead:
+            raise TrainingError(f"{_fates_in_words(dead)}, {when}") from error
+
+        if isinstance(error, InputError):  # it names the ranks and where they wait
+            raise
+        cause = str(error.__cause__ or error)
+        if not any(word in cause for word in CONNECTION_WORDS):
+            raise
+        reason = " ".join(str(error).split())
+        raise TrainingError(
+            f"rank {roll.rank} lost a connection to other ranks, whose processes are alive "
+            f"({reason:.200}), {when}: look at the links between their nodes"
+        ) from error
 
 
 def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, SignalHandler]:
@@ -590,9 +623,8 @@ def stop_requests() -> Iterator[list[str]]:
     try:
         yield received
     except RuntimeError:
-        if (
-            dist.is_initialized() and signal.SIGTERM in before
-        ):  # torchrun sends it to the remaining ranks; let them report
+        if dist.is_initialized() and signal.SIGTERM in before:
+            # torchrun sends it to the remaining ranks, which must still report
             before[signal.SIGTERM] = signal.SIG_IGN
         raise
     finally:
@@ -638,19 +670,22 @@ def _fates_in_words(dead: dict[int, str]) -> str:
 
 
 def _state_of_process(number: int) -> str:
-    """Return the state of a process on this machine, in words."""
+    """Return the state of a process on this machine, in words; `number` is its process id."""
     try:
-        fields = Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    except OSError:
+        stat = Path(f"/proc/{number}/stat").read_text(encoding="ascii")
+    except OSError:  # another system than Linux, or the process is gone
         with suppress(ProcessLookupError):
-            os.kill(number, 0)
+            os.kill(number, 0)  # sends nothing
             return f"does not answer (process {number})"
         return f"died (process {number})"
+    # The fields behind the name in brackets, which may hold spaces; see proc(5).
+    fields = stat.rpartition(")")[2].split()
     state = fields[0]
-    code = int(fields[-1])
-    if state in "ZX":
-        by = f" by {signal.Signals(code & 0x7F).name}" if code & 0x7F else ""
+    exit_code = int(fields[-1])
+    if state in "ZX":  # zombie, dead
+        killed_by = exit_code & 0x7F
+        by = f" by {signal.Signals(killed_by).name}" if killed_by else ""
         return f"died{by} (process {number})"
-    if state in "Tt":
+    if state in "Tt":  # stopped, traced
         return f"is stopped (process {number}: SIGSTOP, or a debugger)"
     return f"does not answer (process {number})"

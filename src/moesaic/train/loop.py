@@ -1,5 +1,12 @@
 """The training loop: micro-batches, optimizer steps, evaluation, checkpoints, and a clean stop on a
-signal."""
+signal.
+
+A step runs `accumulation` micro-batches, one after another or two in flight, and then the
+optimizer. All ranks run the same loop and meet in collectives, so what a rank decides alone is
+agreed first (`Ranks`). After a loss spike the run may roll back: it is opened anew at its last
+checkpoint and leaves out the samples up to the spike. Balancing may move experts between ranks;
+they return home (`at_home`) before weights are saved or compared.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +66,8 @@ from moesaic.train.task import DECODER, TrainingTask
 from moesaic.train.watch import Watch
 
 T = TypeVar("T")
+AuxiliaryLosses = list[list[dict[str, Tensor]]]
+"""The auxiliary losses of a step by name: by micro-batch, then by MoE layer of this rank."""
 MOST_RETURNS = 3
 """How often a run may roll back from a spike to the same checkpoint. After that, spikes no longer
 roll it back."""
@@ -108,21 +117,21 @@ def train(
         check_routing(config)
         candidates = find_candidates(config)
         name_better_split(config, say)
+    # samples are numbered by the step that they would have without rollbacks
     next_sample_step: int | None = None
-    returns: Counter[int] = Counter()
+    returns: Counter[int] = Counter()  # rollbacks by the step of their checkpoint
     while True:
         with _watch_start(config) as watch, watch.long():
             run = open_run(config, say, say, task)
-            if next_sample_step is not None:  # the step whose samples come next
+            if next_sample_step is not None:
                 run.left_out = next_sample_step - run.step
                 returns[run.step] += 1
-            trainer = Trainer(
-                run, console if run.ranks.is_first else Console(quiet=True), candidates
-            )
+            own_console = console if run.ranks.is_first else Console(quiet=True)
+            trainer = Trainer(run, own_console, candidates)
         trainer.rolls_back = config.on_spike == "rollback" and returns[run.step] < MOST_RETURNS
         try:
             return trainer.run()
-        except LossSpikeError:
+        except LossSpikeError:  # `run.step` is the step before the spike
             next_sample_step = run.step + 1 + run.left_out
             config = replace(config, existing="resume")
         finally:
@@ -151,8 +160,9 @@ class Trainer:
         self.model = run.model
         self.console = console
         self.ranks = run.ranks
-        # ranks on CPUs share the cores, so that no rate measured on one of them is theirs
-        self.peak = None
+        self.peak: float | None = None
+        """Rate of matrix products of all ranks in FLOP/s; None on CPUs, whose ranks share the
+        cores, so that a rate measured on one of them is nobody's."""
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
@@ -177,10 +187,16 @@ class Trainer:
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
-        self._reported_times = [run.seconds] + [0.0] * (1 + run.ranks.world)
+        """The checkpoint that is being written, if any."""
         self._saving_group: str | bool = run.config.save.background
+        """Whether checkpoints are written in the background; with several ranks, the name of the
+        process group for it once there is one."""
+        self._reported_times = [run.seconds] + [0.0] * (1 + run.ranks.world)
+        """What `_rank_times` read at its last call: seconds of training, of compute, and of waits
+        for each rank."""
         self._skipped_in_row = 0
         self._collapsed: set[str] = set()
+        """Names of the layers whose collapsed routers were reported."""
         self._metrics: Metrics | None = None
         """None on all ranks but the first."""
         self._say: Callable[[str], None] = partial(
@@ -217,18 +233,13 @@ class Trainer:
                 progress.say(self._describe())
                 stopped_by, _ = self.ranks.agree(stop)
                 while state.step < config.steps and not stopped_by:
-                    values = self._step()
-                    if values:
-                        values |= self._interval()
-                        self._log("train", state.step, values)
-                        progress.advance(state.step, status(values))
-                    progress.advance(state.step)
+                    self._step_and_log(progress)
                     with self._watch.long():
                         if self._is_due(config.evaluate.every, state.step):
                             val_loss = self._evaluate()
                         if self._is_due(config.save.every, state.step):
-                            with self.experts.at_home():
-                                self._save()
+                            self._save()
+                    # a checkpoint in the background is finished once all ranks have written it
                     is_busy = self._saving is not None and not self._saving.is_written
                     stopped_by, is_busy = self.ranks.agree(stop, is_busy=is_busy)
                     if not is_busy:
@@ -236,8 +247,7 @@ class Trainer:
                 is_early = state.step < config.steps
                 with self._watch.long():
                     if is_early:
-                        with self.experts.at_home():
-                            self._save()
+                        self._save()
                     self._finish_saving()
                     if val_loss is None and not is_early:  # resumed after its last step
                         val_loss = self._evaluate()
@@ -276,13 +286,23 @@ class Trainer:
     def _is_due(self, every: int, step: int) -> bool:
         return step % every == 0 or step == self.config.steps
 
+    def _step_and_log(self, progress: TrainingProgress) -> None:
+        """Take one optimizer step; log it and show it if it is due."""
+        values = self._step()
+        step = self.state.step
+        if values:
+            values |= self._interval()
+            self._log("train", step, values)
+            progress.advance(step, status(values))
+        progress.advance(step)
+
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step, or skip it if its numbers are wrong. Return the values to log,
         which are empty for steps that are not logged."""
         config = self.config
         state = self.state
-        logs = self._is_due(config.log_every, state.step + 1)
-        self.decisions.drop()
+        is_logged = self._is_due(config.log_every, state.step + 1)
+        self.decisions.drop()  # those of an evaluation since the last step
         started = self.clock.seconds
         with self.clock.training():
             loss, auxiliary = self._accumulate()
@@ -296,7 +316,7 @@ class Trainer:
             clip(self.model.parameters(), norm, config.optimizer.clip_norm or math.inf)
             rate = learning_rate(state.step, config.steps, config.optimizer)
             for group in state.optimizer.param_groups:
-                group["lr"] = rate * group["rate"]
+                group["lr"] = rate * group["rate"]  # experts and routers may have other rates
         with self.clock.training(config.tokens_per_step):
             self.decisions.take()
             state.optimizer.step()
@@ -305,7 +325,7 @@ class Trainer:
         self.decisions.add_seconds(self.clock.seconds - started)
         with self.clock.training():  # training time, but not time of the plan that ran
             self.experts.after_step()
-        if not logs:
+        if not is_logged:
             return {}
         return {
             "loss": float(loss),
@@ -320,9 +340,9 @@ class Trainer:
             return self.model.gradient_norm(self.ranks.mesh)
         return gradient_norm(self.model.parameters())
 
-    def _accumulate(self, *, again: bool = False) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
-        """Add up the gradients of the step's micro-batches. Return the mean loss, and each
-        micro-batch's auxiliary losses by layer.
+    def _accumulate(self, *, again: bool = False) -> tuple[Tensor, AuxiliaryLosses]:
+        """Add up the gradients of the step's micro-batches. Return their mean loss over all ranks,
+        (), and the auxiliary losses.
 
         Args:
             again: whether the same step ran before, so that its routing is already recorded and
@@ -338,15 +358,18 @@ class Trainer:
             # same.
             group = self.ranks.dp_index + self.ranks.dp * self.ranks.stage
             torch.manual_seed(hash((self.config.seed, state.step, group)))
+
         if isinstance(self.model, PipelinedGPT):
             batches = [self._batch(micro) for micro in range(count)]
             loss, routings = self.model.run_step(
                 batches, lambda micro: self.routing.call(state.step, micro, again=again)
             )
             loss = self.model.agreed(loss, self.ranks)
-            return loss, [self._note_load(of_micro, again=again) for of_micro in routings]
-        run = self._run_in_flight if self.config.micro_batches_in_flight > 1 else self._run_in_turn
-        loss, auxiliary = run(self.model, again=again)
+            return loss, [self._note_load(calls, again=again) for calls in routings]
+        if self.config.micro_batches_in_flight > 1:
+            loss, auxiliary = self._run_in_flight(self.model, again=again)
+        else:
+            loss, auxiliary = self._run_in_turn(self.model, again=again)
         return self.ranks.mean(loss), auxiliary
 
     def _note_load(self, routings: list[Routing], *, again: bool) -> list[dict[str, Tensor]]:
@@ -357,17 +380,16 @@ class Trainer:
         return [routing.losses for routing in routings]
 
     def _batch(self, micro: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and targets of one micro-batch of the current step."""
+        """Return this rank's tokens and targets, (sequences, positions) each, of micro-batch
+        `micro` of the current step."""
         state = self.state
-        tokens, targets = state.batches.get(
-            (state.step + state.left_out) * self.config.accumulation + micro
-        )
+        sample_step = state.step + state.left_out
+        tokens, targets = state.batches.get(sample_step * self.config.accumulation + micro)
         return tokens.to(state.device), targets.to(state.device)
 
-    def _run_in_turn(
-        self, model: GPT, *, again: bool
-    ) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
-        """Run forward and backward of all micro-batches, one after another."""
+    def _run_in_turn(self, model: GPT, *, again: bool) -> tuple[Tensor, AuxiliaryLosses]:
+        """Run forward and backward of all micro-batches, one after another. Return this rank's mean
+        loss, and the auxiliary losses."""
         count = self.config.accumulation
         state = self.state
         loss = torch.zeros(
@@ -387,10 +409,9 @@ class Trainer:
             auxiliary.append(self._note_load(output.routings, again=again))
         return loss, auxiliary
 
-    def _run_in_flight(
-        self, model: GPT, *, again: bool
-    ) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
-        """Run forward and backward of all micro-batches, two at a time."""
+    def _run_in_flight(self, model: GPT, *, again: bool) -> tuple[Tensor, AuxiliaryLosses]:
+        """Run forward and backward of all micro-batches, two at a time. Return this rank's mean
+        loss, and the auxiliary losses."""
         count = self.config.accumulation
         state = self.state
         total = torch.zeros(
@@ -407,16 +428,19 @@ class Trainer:
             auxiliary[micro] = self._note_load(output.routings, again=again)
             return output.loss / count
 
+        # Each `next` lets the model run another micro-batch; its last one makes the backward pass
+        # reduce gradients, so it may only come when all micro-batches have run forward.
         passes = micro_batches(model, count, hold=state.hold)
-        last = next(passes)
+        allowed = next(passes)
         for losses in in_flight(loss_of, range(count)):
-            while last < len(auxiliary) - 1:  # the last pass of a step reduces gradients
-                last = next(passes)
+            newest = len(auxiliary) - 1
+            while allowed < newest:
+                allowed = next(passes)
             loss = torch.stack(losses).sum()
             loss.backward()
             total += loss.detach()
-            del losses, loss
-        next(passes, None)  # its end
+            del losses, loss  # their graph, before the next two start
+        next(passes, None)  # runs what stands behind the loop of `micro_batches`
         return total, [auxiliary[micro] for micro in range(count)]
 
     def _interval(self) -> dict[str, Any]:
@@ -449,10 +473,12 @@ class Trainer:
         share = torch.tensor(own["decision_share"], dtype=torch.float64)
         largest = float(self.ranks.largest(share))
         budgets = self._gather_layers(values.get("memory_budget", []))
-        return {
-            **({"balance": {"decision_share": largest, "layers": layers}} if layers else {}),
-            **({"memory_budget": budgets} if budgets else {}),
-        }
+        merged: dict[str, Any] = {}
+        if layers:
+            merged["balance"] = {"decision_share": largest, "layers": layers}
+        if budgets:
+            merged["memory_budget"] = budgets
+        return merged
 
     def _rank_times(self) -> dict[str, Any]:
         """Return, per rank, the seconds of its steps since the previous call, of its programs'
@@ -464,18 +490,26 @@ class Trainer:
         if self.ranks.mesh is None or self.state.device.type != "cpu":
             return {}
         transport = self.ranks.mesh.transport
-        now = [self.clock.seconds, transport.compute, *transport.waited]
-        since = [value - before for value, before in zip(now, self._reported_times)]
-        self._reported_times = now
-        table = [[round(value, 6) for value in row] for row in self.ranks.gathered(since)]
-        seconds = [row[0] for row in table]
-        compute = [row[1] for row in table]
-        waited = [row[2:] for row in table]
+        times = [self.clock.seconds, transport.compute, *transport.waited]
+        since = [value - before for value, before in zip(times, self._reported_times)]
+        self._reported_times = times
+        seconds = []
+        compute = []
+        waited = []
+        for row in self.ranks.gathered(since):
+            rounded = [round(value, 6) for value in row]
+            seconds.append(rounded[0])
+            compute.append(rounded[1])
+            waited.append(rounded[2:])
         return {"ranks": {"seconds": seconds, "compute": compute, "waited": waited}}
 
     def _skip_step(self, wrong: str) -> None:
         """Skip a step with wrong numbers, on all ranks. End the run if it is the last of the
-        allowed number in a row."""
+        allowed number in a row.
+
+        Args:
+            wrong: which number is not finite, in words.
+        """
         state = self.state
         most = self.config.nonfinite_steps
         origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
@@ -484,9 +518,9 @@ class Trainer:
             layer.step_counts.zero_()
         self._skipped_in_row += 1
         if self._skipped_in_row == most:
-            raise self._not_finite(
-                f"{wrong}, as were the {most - 1} before it" if most > 1 else wrong, origin
-            )
+            if most > 1:
+                wrong = f"{wrong}, as were the {most - 1} before it"
+            raise self._not_finite(wrong, origin)
         state.step += 1
         state.skipped += 1
         self._log("skipped", state.step, {"why": wrong, "origin": origin})
@@ -521,16 +555,14 @@ class Trainer:
                 "left out"
             )
             raise LossSpikeError
-        hint = (
-            ""
-            if self.config.on_spike == "rollback"
-            else "; --on-spike rollback would take the run back"
-        )
+        hint = ""
+        if self.config.on_spike != "rollback":
+            hint = "; --on-spike rollback would take the run back"
         self._say(f"{line}, and the run goes on{hint}")
 
     def _balance(self) -> list[dict[str, object]]:
-        """Return the load of the layers since the previous call. Report each collapsed router
-        once."""
+        """Return the load of this rank's layers since the previous call, as metrics. Report each
+        collapsed router once in a run."""
         loads = self.meter.take()
         collapsed = collapsed_routers(loads, list(self.moe_layers), self.config.model.moe.top_k)
         for name in collapsed.keys() - self._collapsed:
@@ -541,22 +573,22 @@ class Trainer:
     def _gather_layers(self, values: list[T]) -> list[T]:
         """Return one value per MoE layer of the whole model, from the values of the layers on this
         rank. All ranks call it together."""
-        return list(self.ranks.merge_stages(dict(zip(self._layers, values))).values())
+        by_number = dict(zip(self._layers, values))  # `values` may be empty
+        return list(self.ranks.merge_stages(by_number).values())
 
-    def _mean_losses(self, auxiliary: list[list[dict[str, Tensor]]]) -> dict[str, float]:
-        """Return each auxiliary loss, averaged over the layers and micro-batches of a step."""
-        means = [
-            {
-                name: float(torch.stack([losses[name] for losses in calls]).mean())
-                for name in calls[0]
-            }
-            for calls in zip(*auxiliary)
-        ]
-        layers = self._gather_layers(means)
-        return {
-            name: sum(layer[name] for layer in layers) / len(layers)
-            for name in (layers[0] if layers else ())
-        }
+    def _mean_losses(self, auxiliary: AuxiliaryLosses) -> dict[str, float]:
+        """Return each auxiliary loss by name, averaged over the layers and micro-batches of a
+        step."""
+        means_of_layers = []
+        for calls in zip(*auxiliary):  # the losses of one layer, of each micro-batch
+            means = {}
+            for name in calls[0]:
+                means[name] = float(torch.stack([losses[name] for losses in calls]).mean())
+            means_of_layers.append(means)
+        layers = self._gather_layers(means_of_layers)
+        if not layers:
+            return {}
+        return {name: sum(layer[name] for layer in layers) / len(layers) for name in layers[0]}
 
     def _evaluate(self) -> float:
         """Measure and log the validation loss. Return it in nats per byte."""
@@ -580,17 +612,20 @@ class Trainer:
             )
         losses = {"val_loss": evaluation.per_token, "val_nats_per_byte": evaluation.per_byte}
         self._log("eval", state.step, {**losses, "seconds": self.clock.seconds})
+        line = f"{state.folder.name}: step {state.step}, validation {evaluation.per_byte:.4f} "
+        line += "nats/byte"
         speed = self.clock.tokens_per_second
-        self._say(
-            (
-                f"{state.folder.name}: step {state.step}, validation {evaluation.per_byte:.4f} "
-                "nats/byte"
-            )
-            + (f", {speed:,.0f} tokens/s" if speed else "")
-        )
+        if speed:
+            line += f", {speed:,.0f} tokens/s"
+        self._say(line)
         return evaluation.per_byte
 
     def _save(self) -> None:
+        """Start to save a checkpoint, with every expert at its home."""
+        with self.experts.at_home():
+            self._start_saving()
+
+    def _start_saving(self) -> None:
         """Start to save a checkpoint, once the weights of all ranks are finite and equal."""
         state = self.state
         self._finish_saving()
@@ -643,11 +678,14 @@ class Trainer:
         """Return a line on the run: the model, the data, the precision and the device."""
         model = self.model
         corpus = self.state.corpus
-        return (
+        line = (
             f"{self.state.folder.name}: {model.num_parameters() / 1e6:.2f} M parameters, "
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, "
             f"{len(corpus.train):,} training tokens; {self.config.precision} on "
             f"{self.state.device}{self.ranks.in_words()}"
-            + (f", matmul peak {self.peak / 1e9:,.0f} GFLOP/s" if self.peak else "")
-            + (f"; resumed after step {self.state.step}" if self.state.step else "")
         )
+        if self.peak:
+            line += f", matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
+        if self.state.step:
+            line += f"; resumed after step {self.state.step}"
+        return line

@@ -43,39 +43,42 @@ def pick_device(name: str) -> torch.device:
 def matmul_flops_per_second(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int] | None = None
 ) -> float:
-    """Return the measured rate of a matmul of `shape`, (rows, width, columns); the median of
-    several after a warm-up.
+    """Return the measured rate of a matmul of `shape`, (rows, width, columns), in FLOP/s; the
+    median of several after a warm-up.
 
     By default it is square: 1024 rows on a CPU, 8192 on a GPU.
     """
-    rows, width, columns = shape or (8192 if device.type == "cuda" else 1024,) * 3
+    if shape is None:
+        side = 8192 if device.type == "cuda" else 1024
+        shape = (side, side, side)
+    rows, width, columns = shape
     generator = torch.Generator(device).manual_seed(0)  # the global generator belongs to the run
-    a, b = (
-        torch.randn(n, width, device=device, generator=generator).to(dtype) for n in (rows, columns)
-    )
-    seconds = []
+    a = torch.randn(rows, width, device=device, generator=generator).to(dtype)
+    b = torch.randn(columns, width, device=device, generator=generator).to(dtype)
     out = a.new_empty(rows, columns)
+    seconds = []
     for _ in range(24):
         start = time.perf_counter()
         rows_product(a, b.t(), out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * rows * width * columns / sorted(seconds[4:])[10]
+    median = sorted(seconds[4:])[10]  # the first four warm up
+    return 2 * rows * width * columns / median
 
 
 def pick_precision(name: str, device: torch.device, shape: tuple[int, int, int]) -> torch.dtype:
-    """Return the forward pass's dtype. "auto" measures a matmul of `shape` on a CPU, and asks the
-    driver on a GPU."""
+    """Return the forward pass's dtype. "auto" measures a matmul of `shape`, (rows, width, columns),
+    on a CPU, and asks the driver on a GPU."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    low, full = (
-        matmul_flops_per_second(device, dtype, shape) for dtype in (torch.bfloat16, torch.float32)
-    )
-    return torch.bfloat16 if low >= BFLOAT16_PAYS_FROM * full else torch.float32
+    bfloat16_rate = matmul_flops_per_second(device, torch.bfloat16, shape)
+    float32_rate = matmul_flops_per_second(device, torch.float32, shape)
+    pays = bfloat16_rate >= BFLOAT16_PAYS_FROM * float32_rate
+    return torch.bfloat16 if pays else torch.float32
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

@@ -66,12 +66,14 @@ class Metrics:
         """
         if (kind, step) in self._written:
             return
+        line = json.dumps({"kind": kind, "step": step, **values}) + "\n"
+        remaining = line.encode()
         try:
             if not os.path.samestat(os.stat(self.path), self._opened):
                 raise FileNotFoundError(errno.ENOENT, "another file took its place")
-            remaining = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
-            while remaining:
-                remaining = remaining[self._file.write(remaining) :]
+            while remaining:  # an unbuffered write may write less
+                num_written = self._file.write(remaining)
+                remaining = remaining[num_written:]
         except OSError as error:
             raise _unwritable(self.path, error) from error
         self._written.add((kind, step))
@@ -110,9 +112,8 @@ def event_files(folder: Path, start_step: int) -> SummaryWriter:
             "tensorboard=true needs the package tensorboard: pip install tensorboard, or "
             "tensorboard=false"
         ) from error
-    return SummaryWriter(
-        str(folder_below(folder / "tensorboard")), purge_step=start_step + 1 if start_step else None
-    )
+    purge_step = start_step + 1 if start_step else None
+    return SummaryWriter(str(folder_below(folder / "tensorboard")), purge_step=purge_step)
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
@@ -146,11 +147,8 @@ def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             if number < len(lines):
                 damages.append(f"line {number} is damaged ({error})")
             continue
-        if (
-            isinstance(values, dict)
-            and type(values.get("step")) is int
-            and isinstance(values.get("kind"), str)
-        ):
+        is_of_run = isinstance(values, dict) and type(values.get("step")) is int
+        if is_of_run and isinstance(values.get("kind"), str):
             parsed.append(values)
         else:
             damages.append(f"line {number} is not one of a run's metrics")
@@ -167,27 +165,26 @@ def _lines_up_to(path: Path, start_step: int, say: Callable[[str], None]) -> lis
 
 def _unwritable(path: Path, error: OSError) -> InputError:
     """Return the error that metrics could not be written."""
-    reason = (
-        "the disk is full: free space"
-        if error.errno == errno.ENOSPC
-        else f"{error.strerror}: check the folder"
-    )
+    reason = f"{error.strerror}: check the folder"
+    if error.errno == errno.ENOSPC:
+        reason = "the disk is full: free space"
     return InputError(
         f"metrics {path} could not be written, {reason}; resume from the last checkpoint then"
     )
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """Return the numbers of a nested table with the paths to them."""
+    """Return the numbers of a nested table with the paths to them, such as `layers/layer0/load`."""
     scalars: list[tuple[str, float]] = []
     for name, value in values.items():
+        path = prefix + name
         if isinstance(value, bool):
             continue
         if isinstance(value, int | float):
-            scalars.append((prefix + name, float(value)))
+            scalars.append((path, float(value)))
         elif isinstance(value, dict):
-            scalars += _scalars(value, f"{prefix}{name}/")
+            scalars += _scalars(value, f"{path}/")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for index, item in enumerate(value):
-                scalars += _scalars(item, f"{prefix}{name}/layer{index}/")
+            for index, values_of_layer in enumerate(value):
+                scalars += _scalars(values_of_layer, f"{path}/layer{index}/")
     return scalars

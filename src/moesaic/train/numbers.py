@@ -5,6 +5,10 @@ Steps without faults send no extra messages: the loss and the gradient norm are 
 ranks, so each rank can tell whether the step is sound. Expensive checks (repeating a step under
 hooks, checksums of all weights) run only after a failed step, or at evaluations and checkpoints,
 where the run pauses anyway.
+
+A tensor of the model is split into parts, and several ranks may hold copies of the same part. They
+must have the same bits, or differ by rounding alone where ranks sum in different orders; ranks
+whose copies differ by more have drifted.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +69,11 @@ class Spikes:
         """
         if len(self._losses) >= FEWEST:
             middle = median(self._losses)
+            # the median distance, scaled to be the standard deviation of normal losses
             deviation = 1.4826 * median(abs(recent - middle) for recent in self._losses)
-            if loss - middle > SPIKE * max(deviation, 0.01 * abs(middle)):
+            # losses that hardly vary would make any change a spike
+            least_deviation = 0.01 * abs(middle)
+            if loss - middle > SPIKE * max(deviation, least_deviation):
                 return middle
         self._losses.append(loss)
         return None
@@ -94,7 +101,9 @@ def collapsed_routers(
     for name, load in zip(names, layers):
         counts = sorted(load.tokens_per_expert, reverse=True)
         share = sum(counts[:top_k]) / max(sum(counts), 1)
-        if len(counts) >= 4 * top_k and sum(counts) >= 16 * len(counts) and share >= COLLAPSED:
+        # with few experts or few copies, such a share may come about by chance
+        is_telling = len(counts) >= 4 * top_k and sum(counts) >= 16 * len(counts)
+        if is_telling and share >= COLLAPSED:
             messages[name] = (
                 f"the router of {name} has collapsed: {top_k} of its {len(counts)} experts get "
                 f"{share:.0%} of the tokens; raise model.moe.load_balance or model.moe.z_loss, or "
@@ -111,40 +120,47 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
         model: the model with the weights before the step.
         repeat: runs the step's forward and backward passes again.
     """
-    weights = not_finite(model)
-    # stages are ordered as activations and gradients flow
-    forward, backward = _first_faults(model, repeat)
-    in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
-    reports = ranks.gathered((weights, *in_order))
-    faulty_weights = _faulty_weights_in_words([report[0] for report in reports])
+    own_weights = not_finite(model)
+    own_faults = _first_faults(model, repeat, ranks.stage)
+    reports = ranks.gathered((own_weights, own_faults))
+    faulty_weights = _faulty_weights_in_words([weights for weights, _ in reports])
     if faulty_weights:
         return faulty_weights
-    for index, what in ((1, "what {} returns"), (2, "the gradient that reaches {}")):
-        faults = [fault[index] for fault in reports]
-        if any(faults):
-            *_, name, detail = min(fault for fault in faults if fault)
-            where = [rank for rank, fault in enumerate(faults) if fault and fault[2] == name]
+    for direction, what in (
+        ("forward", "what {} returns"),
+        ("backward", "the gradient that reaches {}"),
+    ):
+        faults: dict[int, Fault] = {}
+        for rank, (_, faults_of_rank) in enumerate(reports):
+            if direction in faults_of_rank:
+                faults[rank] = faults_of_rank[direction]
+        if faults:
+            first = min(faults.values())
+            where = [rank for rank, fault in faults.items() if fault.module == first.module]
             return (
-                f"{what.format(name)} is the first that is not finite, on {in_words(where)}{detail}"
+                f"{what.format(first.module)} is the first that is not finite, on "
+                f"{in_words(where)}{first.detail}"
             )
     return "nothing was wrong when the step was repeated, so suspect the hardware of a rank"
 
 
 def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
-    """Return the parameters with values that are not finite in this rank's part, each with the
-    affected experts (if it belongs to experts)."""
+    """Return the names of the parameters with values that are not finite in this rank's part, each
+    with the numbers of the affected experts (if it belongs to experts)."""
     faulty = []
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         local = local_part(tensor)
-        module = model.get_submodule(name.rpartition(".")[0])
         if bool(local.isfinite().all()):
             continue
-        rows: list[int] = []
+        experts: list[int] = []
+        module = model.get_submodule(name.rpartition(".")[0])
+        # the first dimension of a stacked parameter is the experts', of which this rank has a range
         if isinstance(module, AbstractExperts) and tensor.shape[0] == module.num_experts:
-            faulty_rows = (~local.isfinite()).flatten(1).any(1).nonzero().flatten()
-            rows = (faulty_rows + held(tensor)[0].start).tolist()
-        faulty.append((name, rows))
+            is_faulty = (~local.isfinite()).flatten(1).any(1)
+            first_expert = held(tensor)[0].start
+            experts = (is_faulty.nonzero().flatten() + first_expert).tolist()
+        faulty.append((name, experts))
     return faulty
 
 
@@ -155,36 +171,51 @@ def weights_not_finite(model: nn.Module, ranks: Ranks) -> str:
 
 
 def _faulty_weights_in_words(by_rank: Sequence[Sequence[tuple[str, list[int]]]]) -> str:
-    """Return in words the first weights that are not finite, from every rank's list."""
+    """Return in words the first weights that are not finite, from what `not_finite` returned on
+    every rank; empty if all are."""
+    faulty = []
+    names = set()
     for rank, parameters in enumerate(by_rank):
         for name, experts in parameters:
-            which = f", expert {', '.join(map(str, experts[:4]))}" if experts else ""
-            others = {parameter for of_rank in by_rank for parameter, _ in of_rank} - {name}
-            more = f" (and in {len(others)} more parameters)" if others else ""
-            return f"weights of {name}{which} are not finite on rank {rank}{more}"
-    return ""
+            faulty.append((rank, name, experts))
+            names.add(name)
+    if not faulty:
+        return ""
+    rank, name, experts = faulty[0]
+    which = f", expert {', '.join(map(str, experts[:4]))}" if experts else ""
+    more = f" (and in {len(names) - 1} more parameters)" if len(names) > 1 else ""
+    return f"weights of {name}{which} are not finite on rank {rank}{more}"
 
 
-Fault = tuple[int, str, str]
-"""How many values were sound before the first that is not finite, the name of its module, and
-details."""
+class Fault(NamedTuple):
+    """The first values of a rank's pass that are not finite. Faults are ordered as activations or
+    gradients flow."""
+
+    stage: int
+    """Number of the pipeline stage; negative in backward passes, which begin with the last one."""
+    num_sound: int
+    """How many modules' values were sound before."""
+    module: str
+    """Name of the module."""
+    detail: str
+    """What else is known, in words."""
 
 
-def _first_faults(
-    model: nn.Module, repeat: Callable[[], object]
-) -> tuple[Fault | None, Fault | None]:
-    """Repeat a step; return the first fault of this rank's forward pass and of its backward pass,
-    where there is one."""
-    seen: Counter[str] = Counter()
+def _first_faults(model: nn.Module, repeat: Callable[[], object], stage: int) -> dict[str, Fault]:
+    """Repeat a step; return the first fault of this rank's "forward" and "backward" pass, where
+    there is one."""
+    num_checked: Counter[str] = Counter()
     faults: dict[str, Fault] = {}
 
     def check(
-        what: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str
+        direction: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str
     ) -> None:
-        """Note the first tensors of a pass that are not finite: how many came before, and where."""
-        if what not in faults and not all(bool(tensor.isfinite().all()) for tensor in tensors):
-            faults[what] = seen[what], name, detail()
-        seen[what] += 1
+        """Note the first tensors of a pass that are not finite."""
+        is_sound = direction in faults or all(bool(tensor.isfinite().all()) for tensor in tensors)
+        if not is_sound:
+            place = stage if direction == "forward" else -stage
+            faults[direction] = Fault(place, num_checked[direction], name, detail())
+        num_checked[direction] += 1
 
     def check_output(name: str, module: nn.Module, _: Any, output: Any) -> None:
         """Check a module's floating-point outputs now, and their gradients in the backward pass."""
@@ -194,13 +225,13 @@ def _first_faults(
             for part in parts
             if isinstance(part, Tensor) and part.is_floating_point()
         ]
-        routing = next((part for part in parts if isinstance(part, Routing)), None)
-        check(
-            "forward",
-            name,
-            [tensor.detach() for tensor in tensors],
-            lambda: "" if routing is None else _expert_of(tensors[0].detach(), routing),
-        )
+        routings = [part for part in parts if isinstance(part, Routing)]  # one, of an MoE layer
+
+        def detail() -> str:
+            """Return which expert's rows are not finite."""
+            return _expert_of(tensors[0].detach(), routings[0]) if routings else ""
+
+        check("forward", name, [tensor.detach() for tensor in tensors], detail)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(
@@ -217,17 +248,26 @@ def _first_faults(
     finally:
         for hook in hooks:
             hook.remove()
-    return faults.get("forward"), faults.get("backward")
+    return faults
 
 
 def _expert_of(y: Tensor, routing: Routing) -> str:
-    """Return in words what the faulty rows of a layer's output have in common: the router, or an
-    expert."""
+    """Return in words what the faulty rows of a layer's output have in common: the router, or the
+    expert that got most of their tokens.
+
+    Args:
+        y: (..., dim), a row for each token.
+        routing: has a token and an expert for each copy.
+    """
     if not bool(routing.weight.isfinite().all()):
         return ", from its router on"
-    wrong = ~y.reshape(-1, y.shape[-1]).isfinite().all(1)
-    of_experts = Counter(routing.expert[wrong[routing.token]].tolist())
-    return f", expert {of_experts.most_common(1)[0][0]}" if of_experts else ""
+    is_wrong_token = ~y.reshape(-1, y.shape[-1]).isfinite().all(1)
+    is_wrong_copy = is_wrong_token[routing.token]
+    copies_by_expert = Counter(routing.expert[is_wrong_copy].tolist())
+    if not copies_by_expert:
+        return ""
+    ((expert, _),) = copies_by_expert.most_common(1)
+    return f", expert {expert}"
 
 
 def require_same_weights(
@@ -258,42 +298,56 @@ def require_same_weights(
     differing = _differing_copies(shared, ranks)
     if not differing:
         return
-    own_parts = {(name, _shard_coordinates(each)): each for name, each in shared.items()}
-    parts_of_ranks = ranks.gathered(
-        {key: local_part(own_parts[key].detach()).cpu() for key in differing if key in own_parts}
-    )
-    for key in differing:
-        copies = {
-            rank: parts[key].double() for rank, parts in enumerate(parts_of_ranks) if key in parts
-        }
+
+    own_parts: dict[Copied, Tensor] = {}
+    for name, tensor in shared.items():
+        own_parts[name, _shard_coordinates(tensor)] = local_part(tensor.detach())
+    own_differing = {part: own_parts[part].cpu() for part in differing if part in own_parts}
+    differing_of_ranks = ranks.gathered(own_differing)
+    for part in differing:
+        copies: dict[int, Tensor] = {}
+        for rank, tensors in enumerate(differing_of_ranks):
+            if part in tensors:
+                copies[rank] = tensors[part].double()
         usual = torch.stack(list(copies.values())).nanmedian(0).values
-        differences = {rank: _difference(tensor, usual) for rank, tensor in copies.items()}
+        differences = {rank: _difference(copy, usual) for rank, copy in copies.items()}
         is_rounding = max(differences.values()) <= ROUNDING * float(usual.abs().max())
         if not is_rounding:
-            line = _drifted_in_words(differences, key[0])
+            name, _ = part
+            line = _drifted_in_words(differences, name)
             raise TrainingError(f"after step {step} {line}; {advice}")
-        if align and key in own_parts:
-            local_part(own_parts[key].detach()).copy_(copies[min(copies)])
+        if align and part in own_parts:
+            lowest_rank = min(copies)
+            own_parts[part].copy_(copies[lowest_rank])
 
 
 def _differing_copies(shared: Mapping[str, Tensor], ranks: Ranks) -> list[Copied]:
     """Return the parts of tensors whose copies differ in some bit, in the same order on all
-    ranks."""
+    ranks.
+
+    Args:
+        shared: this rank's tensors that other ranks may have copies of, by name.
+    """
     sums = [_checksum(local_part(tensor.detach())) for tensor in shared.values()]
-    values = torch.stack(sums).tolist() if sums else []
-    own_sums = {
-        (name, _shard_coordinates(tensor)): tuple(value)
-        for (name, tensor), value in zip(shared.items(), values)
-    }
+    values = torch.stack(sums).tolist() if sums else []  # one transfer from the device for all
+    own_sums: dict[Copied, tuple[int, int]] = {}
+    for (name, tensor), (plain, weighted) in zip(shared.items(), values):
+        own_sums[name, _shard_coordinates(tensor)] = (plain, weighted)
+
     sums_of_copies: dict[Copied, set[tuple[int, int]]] = {}
-    for entries in ranks.gathered(own_sums):
-        for key, value in entries.items():
-            sums_of_copies.setdefault(key, set()).add(value)
-    return [key for key, different in sums_of_copies.items() if len(different) > 1]
+    for sums_of_rank in ranks.gathered(own_sums):
+        for part, both_sums in sums_of_rank.items():
+            sums_of_copies.setdefault(part, set()).add(both_sums)
+    return [part for part, different in sums_of_copies.items() if len(different) > 1]
 
 
 def _drifted_in_words(differences: Mapping[int, float], name: str) -> str:
-    """Return which ranks' copies of a tensor are far from the usual numbers, and by how much."""
+    """Return which ranks' copies of a tensor are far from the usual numbers, and by how much.
+
+    Args:
+        differences: each copy's largest distance from the median of all copies, by rank.
+        name: name of the tensor.
+    """
     # of two copies, no one knows which is the wrong one
     drifted = sorted(differences)
     if len(differences) > 2:
@@ -309,13 +363,8 @@ def _difference(one: Tensor, other: Tensor) -> float:
     """Return the largest absolute difference of two tensors; infinite if only one of them has a NaN
     at some place."""
     is_same = (one == other) | (one.isnan() & other.isnan())
-    return float(
-        (one - other)
-        .abs()
-        .nan_to_num(nan=math.inf, posinf=math.inf)
-        .masked_fill(is_same, 0.0)
-        .max()
-    )
+    distance = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(distance.masked_fill(is_same, 0.0).max())
 
 
 def _shard_coordinates(tensor: Tensor) -> tuple[int, ...]:
@@ -323,15 +372,19 @@ def _shard_coordinates(tensor: Tensor) -> tuple[int, ...]:
     that shard the tensor."""
     if not isinstance(tensor, DTensor):
         return ()
-    places = tensor.device_mesh.get_coordinate() or ()
-    return tuple(at for at, place in zip(places, tensor.placements) if not place.is_replicate())
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    return tuple(
+        coordinate
+        for coordinate, placement in zip(coordinates, tensor.placements)
+        if not placement.is_replicate()
+    )
 
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return two sums of a tensor's bits, (2,) int64 on its device: of the values, and of the
     values times their positions."""
-    by_size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.contiguous().view(-1).view(by_size[tensor.element_size()])
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.contiguous().view(-1).view(integers[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(bits), CHECKED_AT_ONCE):
         chunk = bits[first : first + CHECKED_AT_ONCE]

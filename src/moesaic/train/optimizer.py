@@ -26,40 +26,43 @@ def make_optimizer(
     AdamW's fused kernels process a parameter group together, so parameters on different meshes get
     separate groups. A group's `rate` is the multiple of the step's learning rate that it uses.
     """
-    routers = {
-        id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()
-    }
-    rates = dict.fromkeys(routers, config.router_lr_scale)
-    expert_rate = config.expert_lr_scale
-    rates |= {
-        id(p): expert_rate
-        for m in model.modules()
-        if isinstance(m, MoE)
-        for p in m.experts.parameters()
-    }
+    routers: set[nn.Parameter] = set()
+    rates: dict[nn.Parameter, float] = {}
+    for module in model.modules():
+        if isinstance(module, AbstractRouter):
+            routers.update(module.parameters())
+            rates |= dict.fromkeys(module.parameters(), config.router_lr_scale)
+        elif isinstance(module, MoE):
+            rates |= dict.fromkeys(module.experts.parameters(), config.expert_lr_scale)
+
+    # groups with decay come first, and within them parameters are in the model's order
     groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
-    for decays in (True, False):
-        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-            if (parameter.dim() >= 2 and id(parameter) not in routers) == decays:
+    for group_decays in (True, False):
+        for parameter in model.parameters():
+            decays = parameter.dim() >= 2 and parameter not in routers
+            if parameter.requires_grad and decays == group_decays:
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                groups.setdefault((decays, rates.get(id(parameter), 1.0), mesh), []).append(
-                    parameter
-                )
-    described = [
-        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "rate": rate}
-        for (decays, rate, _), parameters in groups.items()
-    ]
+                key = (decays, rates.get(parameter, 1.0), mesh)
+                groups.setdefault(key, []).append(parameter)
+    described = []
+    for (decays, rate, _), parameters in groups.items():
+        weight_decay = config.weight_decay if decays else 0.0
+        described.append({"params": parameters, "weight_decay": weight_decay, "rate": rate})
     return torch.optim.AdamW(described, lr=config.lr, betas=config.betas, fused=True)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of step `step`, counted from 0: linear warm-up, then a decay to
-    `final_share` of the peak."""
+    """Return the learning rate of step `step` of `steps`, counted from 0: linear warm-up, then a
+    decay to `final_share` of the peak."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
+    # progress of the decay, from 0 at the peak to 1 at the last step
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
     if config.schedule == "wsd":
         progress = 1 - (1 - progress) / DECAY_SHARE  # below 0 while the rate is stable
     progress = min(max(progress, 0.0), 1.0)
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return config.lr * (config.final_share + (1 - config.final_share) * left)
+    if config.schedule == "cosine":
+        share_left = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        share_left = 1 - progress
+    return config.lr * (config.final_share + (1 - config.final_share) * share_left)

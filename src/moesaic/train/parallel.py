@@ -2,6 +2,9 @@
 the MoE layers, then FSDP2.
 
 A model that is on the meta device is split there; each rank then allocates and draws only its part.
+
+Tensor parallelism (tp) is written as DTensor placements: `Shard(d)` splits dimension d over the
+ranks, `Replicate()` gives each the whole, and of `Partial()` tensors the ranks' sum is meant.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
         tp: a mesh of one dimension.
         by_position: split positions between the layers.
     """
+    # activations between the layers, (batch, positions, dim)
     outside: Placement = Shard(1) if by_position else Replicate()
     styles: dict[str, ParallelStyle] = {}
     if hasattr(model, "embedding"):
@@ -98,30 +102,43 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
         elif isinstance(module, RowLinear):
             styles[name] = SplitParameters({"weight": 1}, input_layout=None, output_layout=outside)
         elif isinstance(module, Dense):
-            experts = module.expert
-            dims = {
-                own: dim for own in experts.names[0] if (dim := experts.shard_dim(own)) is not None
-            }
+            dims = _split_dims(module)
             styles[name] = SplitParameters(dims, input_layout=outside, output_layout=outside)
-        elif (
-            isinstance(module, Attention)
-            and module.q_norm is not None
-            and module.k_norm is not None
-        ):
-            module.q_norm.different_over = module.k_norm.different_over = tp
+        elif isinstance(module, Attention):
+            for norm in (module.q_norm, module.k_norm):
+                if norm is not None:  # each rank normalises its own heads
+                    norm.different_over = tp
     parallelize_module(model, tp, styles, src_data_rank=None)
     if by_position:
-        for module in model.modules():
-            if isinstance(module, Norm | LayerNorm):
-                module.different_over = tp
-            if isinstance(module, MoE | ShortConv | LearnedPositions):
-                module.register_forward_pre_hook(partial(_gather_positions, tp))
-                module.register_forward_hook(partial(_split_positions, tp))
-        for name in getattr(model, "last_norms", GPT.last_norms):
-            if hasattr(model, name):
-                getattr(model, name).register_forward_hook(
-                    lambda _, __, y: move(y, tp, Shard(1), Replicate())
-                )
+        _split_between_layers(model, tp)
+
+
+def _split_dims(dense: Dense) -> dict[str, int]:
+    """Return the dimension that is split of each of a dense layer's parameters that are split."""
+    expert = dense.expert
+    sharded, _ = expert.names
+    dims = {}
+    for name in sharded:
+        dim = expert.shard_dim(name)
+        if dim is not None:
+            dims[name] = dim
+    return dims
+
+
+def _split_between_layers(model: GPT | PipelinedGPT, tp: DeviceMesh) -> None:
+    """Let modules of a model, whose ranks have a part of the positions between layers, gather what
+    they need whole, and split it again."""
+    for module in model.modules():
+        if isinstance(module, Norm | LayerNorm):
+            module.different_over = tp
+        if isinstance(module, MoE | ShortConv | LearnedPositions):
+            module.register_forward_pre_hook(partial(_gather_positions, tp))
+            module.register_forward_hook(partial(_split_positions, tp))
+    # a pipeline stage may lack them
+    for name in getattr(model, "last_norms", GPT.last_norms):
+        if hasattr(model, name):
+            norm = getattr(model, name)
+            norm.register_forward_hook(lambda _, __, y: move(y, tp, Shard(1), Replicate()))
 
 
 class SplitParameters(ParallelStyle):
@@ -158,10 +175,8 @@ class SplitParameters(ParallelStyle):
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             """Gather the input; its gradients are summed."""
             assert self.input_layout is not None
-            return (
-                move(inputs[0], mesh, self.input_layout, Replicate(), gradient=Partial()),
-                *inputs[1:],
-            )
+            x, *others = inputs
+            return (move(x, mesh, self.input_layout, Replicate(), gradient=Partial()), *others)
 
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             """Sum the parts of the output."""
@@ -203,10 +218,9 @@ def move(
         target: the new placement.
         gradient: placement of the result's gradient; None for the same as the result.
     """
-    redistributed = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(
-        placements=[target]
-    )
-    return redistributed.to_local(grad_placements=None if gradient is None else [gradient])
+    before = DTensor.from_local(x, mesh, [source], run_check=False)
+    after = before.redistribute(placements=[target])
+    return after.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def _gather_positions(mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

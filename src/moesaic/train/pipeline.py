@@ -6,6 +6,9 @@ over ep and etp, attention over tp, all over dp. A step has `accumulation` micro
 with stages computes the same as one process with the same settings. If the embedding is tied to the
 output matrix, the first and the last stage have a copy each, and the gradients of both copies are
 added before each optimizer step.
+
+A part is a run of consecutive blocks. Parts are dealt to the stages in turn: with two stages of two
+parts each, stage 0 has parts 0 and 2.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from moesaic.train.config import TrainConfig
 from moesaic.train.launch import is_of_lost_message
 from moesaic.train.machine import autocast
 from moesaic.train.ranks import Ranks
-from moesaic.train.schedule import Route, as_parts_raise
+from moesaic.train.schedule import AnySchedule, Route, as_parts_raise
 
 Observe = Callable[[int], AbstractContextManager[object]]
 """Returns the context of a micro-batch's forward pass, from the micro-batch's number."""
@@ -102,11 +105,12 @@ class Part(nn.Module):
         Returns:
             (batch, positions, dim), or logits (batch, positions, vocab_size) for the last part.
         """
+        micro = len(self.routings)
         self.routings.append([])
-        with self.observe(len(self.routings) - 1), autocast(tokens.device, self.dtype):
+        with self.observe(micro), autocast(tokens.device, self.dtype):
             if self.is_first:
                 x = embed(self, x)
-            elif self.sent is not None:
+            elif self.sent is not None:  # back to the dtype of activations between blocks
                 x = x.to(next(self.parameters()).dtype)
             try:
                 x = self._run_blocks(x, tokens)
@@ -180,31 +184,44 @@ class PipelinedGPT(nn.Module):
         self.config = whole.config
         self.names = frozenset(whole.state_dict())
         """Names of the full model's tensors, as in checkpoints."""
-        self._sizes = whole.num_parameters(), whole.num_active_parameters()
+        self._num_parameters = whole.num_parameters()
+        self._num_active_parameters = whole.num_active_parameters()
         self.stages = stages
         self.stage = stages.get_local_rank("pp")
         self.pp = stages.size(0)
         self.parts = parts_of(whole, config, self.stage, dtype)
-        self.blocks = nn.ModuleDict(
-            {name: block for part in self.parts for name, block in part.blocks.items()}
-        )
+
+        # modules under their names in the full model
+        self.blocks = nn.ModuleDict()
+        for part in self.parts:
+            for name, block in part.blocks.items():
+                self.blocks[name] = block
         self.is_tied = whole.unembedding is None
+        is_last = self.stage == self.pp - 1
         if self.stage == 0:
             self.positions = whole.positions
             self.embedding_norm = whole.embedding_norm
-        if self.stage == 0 or (self.stage == self.pp - 1 and self.is_tied):
+        if self.stage == 0 or (is_last and self.is_tied):
             self.embedding = whole.embedding
-        if self.stage == self.pp - 1:
+        if is_last:
             self.norm = whole.norm
             self.unembedding = whole.unembedding
-        sparse = [name for name, block in enumerate(whole.blocks) if isinstance(block.ffn, MoE)]
-        self.layers = [place for place, name in enumerate(sparse) if str(name) in self.blocks]
-        """Numbers of the full model's MoE layers on this rank."""
-        length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
+
+        sparse = [
+            str(name) for name, block in enumerate(whole.blocks) if isinstance(block.ffn, MoE)
+        ]
+        self.layers = [number for number, name in enumerate(sparse) if name in self.blocks]
+        """Which of the full model's MoE layers this rank has, counted from 0."""
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
         # apart from all other messages; tied embeddings and evaluations pass through it too
         self._group = stages["pp"].get_group()
-        self._route = Route(
+        self._schedule, self._route = self._make_schedule(config, dp)
+
+    def _make_schedule(self, config: TrainConfig, dp: int) -> tuple[AnySchedule, Route]:
+        """Return the schedule of a step's micro-batches, and the route that they take."""
+        seq_len = config.model.seq_len
+        length = seq_len // config.mesh.tp if config.mesh.sequence_parallel else seq_len
+        route = Route(
             stage=self.stage,
             stages=self.pp,
             group=self._group,
@@ -212,13 +229,14 @@ class PipelinedGPT(nn.Module):
             sent=(length, config.model.dim),
             dtype=self.parts[0].sent or self._zero.dtype,
         )
-        micro = config.accumulation
-        tokens = config.batch_size // dp, config.model.seq_len
+        count = config.accumulation
+        tokens = (config.batch_size // dp, seq_len)
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            return token_loss(logits, targets) / micro
+            """Return a micro-batch's part of the step's loss."""
+            return token_loss(logits, targets) / count
 
-        self._schedule = self._route.schedule(self.parts, tokens, micro, loss_of)
+        return route.schedule(self.parts, tokens, count, loss_of), route
 
     def run_step(
         self, batches: Sequence[tuple[Tensor, Tensor]], observe: Observe | None = None
@@ -237,35 +255,41 @@ class PipelinedGPT(nn.Module):
         Raises:
             InputError: if a message of a layer did not come.
         """
-        tokens, targets = (torch.cat(tensors) for tensors in zip(*batches))
+        tokens = torch.cat([tokens for tokens, _ in batches])  # the schedule cuts them again
+        targets = torch.cat([targets for _, targets in batches])
         losses: list[Tensor] = []
-        ends: dict[str, Any] = (
-            {"target": targets, "losses": losses} if self.stage == self.pp - 1 else {}
-        )
+        last_stage_arguments: dict[str, Any] = {}
+        if self.stage == self.pp - 1:
+            last_stage_arguments = {"target": targets, "losses": losses}
         self._clear_routings()
         for part in self.parts:
             part.observe = observe or _unobserved
         try:
             inputs = (tokens,) if self.stage == 0 else ()
-            # torch's schedules reduce the gradients of FSDP2 once a step
+            # torch's schedules reduce the gradients of FSDP2 once a step; replicas follow after it
             with (
                 as_parts_raise(),
                 step_switches(self.parts, keeps=self.hold == "parameters") as switches,
             ):
                 for replicas in switches.replicas:
                     replicas.averages = False
-                self._schedule.step(*inputs, tokens=tokens, return_outputs=False, **ends)
+                self._schedule.step(
+                    *inputs, tokens=tokens, return_outputs=False, **last_stage_arguments
+                )
             for replicas in switches.replicas:
                 replicas.average()
         finally:
             for part in self.parts:
                 part.observe = _unobserved
         self._add_embeddings()
+
         loss = torch.stack(losses).sum().detach() if losses else self._zero
-        routings = zip(*(part.routings for part in self.parts))
-        return loss, [
-            [routing for of_part in of_parts for routing in of_part] for of_parts in routings
-        ]
+        routings: list[list[Routing]] = []
+        for micro in range(len(self.parts[0].routings)):
+            routings.append([])
+            for part in self.parts:
+                routings[micro].extend(part.routings[micro])
+        return loss, routings
 
     def agreed(self, loss: Tensor, ranks: Ranks) -> Tensor:
         """Return the mean of a loss over the data-parallel groups. All ranks call it together,
@@ -275,8 +299,9 @@ class PipelinedGPT(nn.Module):
             InputError: on every rank, if a layer of any stage raised it.
         """
         refusals = [part.refusal for part in self.parts if part.refusal is not None]
-        mean, refused = ranks.mean(torch.stack([loss, torch.full_like(loss, len(refusals))]))
-        if refused:
+        # one message for both: the loss, and how many parts refused
+        mean, num_refused = ranks.mean(torch.stack([loss, torch.full_like(loss, len(refusals))]))
+        if num_refused:
             with ranks.together():
                 if refusals:
                     raise refusals[0]
@@ -292,15 +317,19 @@ class PipelinedGPT(nn.Module):
 
         Returns:
             logits and loss on ranks with the last part, else an empty tensor and 0; and the
-            routings of this rank's MoE
-                layers.
+            routings of this rank's MoE layers. Without targets the loss is None.
         """
         self._clear_routings()
         x = self._route.forward(self.parts, tokens, lambda part, x: part(x, tokens))
-        routings = [routing for part in self.parts for routing in part.routings[0]]
-        if not self.parts[-1].is_last:
-            return GPTOutput(x.new_empty(0), None if targets is None else self._zero, routings)
-        return GPTOutput(x, None if targets is None else token_loss(x, targets), routings)
+        routings: list[Routing] = []
+        for part in self.parts:
+            routings += part.routings[0]
+        is_last = self.parts[-1].is_last
+        logits = x if is_last else x.new_empty(0)
+        loss = None
+        if targets is not None:
+            loss = token_loss(logits, targets) if is_last else self._zero
+        return GPTOutput(logits, loss, routings)
 
     def gradient_norm(self, mesh: Mesh) -> Tensor:
         """Return the norm of the full model's gradient, counting the embedding once. All ranks call
@@ -311,11 +340,11 @@ class PipelinedGPT(nn.Module):
 
     def num_parameters(self) -> int:
         """Return the number of parameters of the full model."""
-        return self._sizes[0]
+        return self._num_parameters
 
     def num_active_parameters(self) -> int:
         """Return how many of the full model's parameters one token uses."""
-        return self._sizes[1]
+        return self._num_active_parameters
 
     def _clear_routings(self) -> None:
         for part in self.parts:
@@ -325,12 +354,13 @@ class PipelinedGPT(nn.Module):
         """Add the gradients of the two copies of a tied embedding, on the ranks of both."""
         if self.stage not in (0, self.pp - 1) or not self.is_tied:
             return
-        weight = self.embedding.weight  # a lookup in a split vocabulary has a partial gradient
+        weight = self.embedding.weight
         assert weight.grad is not None
         if isinstance(weight.grad, DTensor) and isinstance(weight, DTensor):
+            # a lookup in a vocabulary that is split over ranks has a gradient of partial sums
             weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
         gradient = local_part(weight.grad)
-        if not gradient.numel():
+        if not gradient.numel():  # this rank has no rows
             return
         received = torch.empty_like(gradient)
         group = self._group

@@ -38,10 +38,14 @@ PUBLISHED: dict[str, Any] = {
 
 
 def preset(name: str, settings: dict[str, Any] | None = None) -> TrainConfig:
-    """Return the configuration that trains a model of `planner/presets.py`; None: with the settings
-    that `RUNS` has for it."""
+    """Return the configuration that trains a model of `planner/presets.py`.
+
+    Args:
+        settings: fields of `TrainConfig`, as nested tables; None for those that `RUNS` has for it.
+    """
     config = override(TrainConfig(out=f"runs/{name}"), asdict(MODELS[name]), source=name)
-    # the weight of one expert of one would be 1, and the router would learn nothing
+    # The default router divides weights by their sum: with one expert per token its weight would
+    # always be 1, and the router would learn nothing.
     if config.model.moe.top_k == 1:
         config = override(config, {"model": {"moe": {"router": "switch"}}}, source=name)
     return override(config, settings or RUNS.get(name, PUBLISHED), source=name)

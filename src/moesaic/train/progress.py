@@ -15,7 +15,7 @@ from moesaic.errors import in_one_line
 
 
 class TrainingProgress:
-    """A progress bar for a run of `steps` steps, as a context manager."""
+    """A progress bar for a run of `steps` steps, of which `done` are done, as a context manager."""
 
     def __init__(
         self, steps: int, done: int, *, console: Console | None = None, label: str = "training"
@@ -61,8 +61,8 @@ class TrainingProgress:
 
 
 def status(values: dict[str, Any]) -> str:
-    """Return the progress bar's text for a line of metrics. MaxVio is the mean over the MoE
-    layers."""
+    """Return the progress bar's text for a line of metrics. MFU is model FLOPs utilization; MaxVio,
+    by how much the busiest expert exceeds the even load, is the mean over the MoE layers."""
     parts = [f"loss {values['loss']:.3f}", f"{values['tokens_per_second']:,.0f} tokens/s"]
     if "mfu" in values:
         parts.append(f"MFU {values['mfu']:.1%}")
@@ -81,8 +81,10 @@ class Clock:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
+        """Seconds of training so far, those of earlier processes included."""
         self._earlier = seconds
-        self._tokens = 0
+        self._tokens = 0  # of this process
+        # where the current interval began
         self._marked_seconds = seconds
         self._marked_tokens = 0
 
@@ -102,7 +104,8 @@ class Clock:
     def interval(self) -> float:
         """Return the tokens per second since the previous call."""
         speed = _rate(self._tokens - self._marked_tokens, self.seconds - self._marked_seconds)
-        self._marked_tokens, self._marked_seconds = self._tokens, self.seconds
+        self._marked_tokens = self._tokens
+        self._marked_seconds = self.seconds
         return speed
 
 

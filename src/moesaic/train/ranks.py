@@ -1,5 +1,10 @@
 """The ranks of a run, and what they agree on: settings, errors, means, when to stop. One process is
-a world of one rank."""
+a world of one rank.
+
+The ranks are first cut into pipeline stages, and those of a stage share its layers on a mesh with
+the axes dp and tp (attention and dense layers) and edp, ep and etp (experts). A data-parallel group
+is all ranks with one `dp_index`, which read the same samples.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +50,25 @@ class Ranks:
     ) -> None:
         self.mesh = mesh
         self.stages = stages
-        self.pp, self.stage = (
-            (1, 0) if stages is None else (stages.size(0), stages.get_local_rank("pp"))
-        )
-        of_stage = 1 if mesh is None else mesh.grid.world
-        self.rank: int = rank if mesh is None else self.stage * of_stage + mesh.rank
-        self.world: int = world if mesh is None else self.pp * of_stage
-        self.dp: int = 1 if mesh is None else mesh.grid.dp
-        self.dp_index = 0 if mesh is None else mesh.grid.coordinate(mesh.rank, "dp")
+        self.pp = 1
+        """Number of pipeline stages."""
+        self.stage = 0
+        """This rank's stage."""
+        self.rank = rank
+        self.world = world
+        self.dp = 1
+        """Number of data-parallel groups."""
+        self.dp_index = 0
+        """This rank's data-parallel group."""
+        if stages is not None:
+            self.pp = stages.size(0)
+            self.stage = stages.get_local_rank("pp")
+        if mesh is not None:
+            ranks_per_stage = mesh.grid.world
+            self.rank = self.stage * ranks_per_stage + mesh.rank
+            self.world = self.pp * ranks_per_stage
+            self.dp = mesh.grid.dp
+            self.dp_index = mesh.grid.coordinate(mesh.rank, "dp")
 
     @classmethod
     def of(cls, config: TrainConfig, device_type: DeviceType) -> Ranks:
@@ -118,7 +134,10 @@ class Ranks:
 
         With pipeline stages, the last stage passes the tensor, and the others pass zeros.
         """
-        return tensor if self.world == 1 else self.total(tensor) * self.pp / self.world
+        if self.world == 1:
+            return tensor
+        # world / pp ranks add to the sum, those of one stage
+        return self.total(tensor) * self.pp / self.world
 
     def gathered(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank; for small picklable data."""
@@ -134,27 +153,30 @@ class Ranks:
         tables = [values] if self.pp == 1 else self.gathered(dict(values))
         merged: dict[int, T] = {}
         for table in tables:
-            merged = dict(table) | merged
+            for number, value in table.items():
+                merged.setdefault(number, value)  # that of the lowest rank
         return {number: merged[number] for number in sorted(merged)}
 
     def from_first(self, value: Any) -> Any:
         """Return the first rank's value."""
         return self.gathered(value if self.is_first else None)[0]
 
-    def agree(self, asked: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
+    def agree(self, received: list[str], *, is_busy: bool = False) -> tuple[str | None, bool]:
         """Return the name of a signal that any rank received, or None, and whether any rank is
         busy. All ranks get the same result.
 
         Args:
-            asked: names of the signals that this rank received.
+            received: names of the signals that this rank received, oldest first.
             is_busy: whether this rank still writes a checkpoint.
         """
         if self.world == 1:
-            return (asked[0] if asked else None), is_busy
-        number = signal.Signals[asked[0]].value if asked else 0
-        flags = torch.tensor([number, int(is_busy)])  # on the CPU, so that no rank waits for a GPU
-        signal_number, busy = self.largest(flags).tolist()
-        return (signal.Signals(signal_number).name if signal_number else None), bool(busy)
+            return (received[0] if received else None), is_busy
+        # one maximum for both: the signal's number, 0 for none, and 1 if busy
+        own_number = signal.Signals[received[0]].value if received else 0
+        flags = torch.tensor([own_number, int(is_busy)])  # on the CPU: no rank waits for a GPU
+        number, is_any_busy = self.largest(flags).tolist()
+        name = signal.Signals(number).name if number else None
+        return name, bool(is_any_busy)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -172,20 +194,26 @@ class Ranks:
             if refusal is not None:
                 raise refusal
             return
-        refusals = self.gathered(
-            None if refusal is None else (type(refusal) is InputError, str(refusal))
-        )
-        for refused in refusals:
-            if refused is not None:
-                is_input, text = refused
-                raise (InputError if is_input else TrainingError)(text) from refusal
+        own_report = None
+        if refusal is not None:
+            own_report = (type(refusal) is InputError, str(refusal))
+        for report in self.gathered(own_report):
+            if report is not None:
+                is_input_error, text = report
+                kind = InputError if is_input_error else TrainingError
+                raise kind(text) from refusal
 
     def require_same(self, what: str, value: object, advice: str) -> None:
-        """Raise InputError on every rank if the ranks' values differ."""
+        """Raise InputError on every rank if the ranks' values differ.
+
+        Args:
+            what: what the value is, for the message.
+            advice: what to do, for the message.
+        """
         values = self.gathered(value)
-        if any(other != values[0] for other in values):
-            odd = next(rank for rank, other in enumerate(values) if other != values[0])
-            raise InputError(f"{what} differs between rank 0 and rank {odd}: {advice}")
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise InputError(f"{what} differs between rank 0 and rank {rank}: {advice}")
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         result = tensor.detach().clone()
@@ -204,7 +232,7 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
     mesh_config = config.mesh
     world = dist.get_world_size()
     stages = None
-    group = None
+    group = None  # the ranks of this one's stage; None for all
     if world % mesh_config.pp:
         raise InputError(
             f"mesh.pp={mesh_config.pp}: {mesh_config.pp} stages do not divide the {world} ranks: "

@@ -8,12 +8,16 @@ Recording uses the routing cache that also serves activation checkpointing
 (`runtime/routing_cache.py`), so nothing is recorded twice if blocks are recomputed. Ranks keep what
 they routed and add it up on the first rank, one segment at a time. If samples move between ranks,
 the trace holds them in the order of the batch, as if they had not moved.
+
+A segment is a file with the tables of some consecutive steps. A layer's table of a micro-batch has
+either a row for each token with its experts ("tokens"), or a row for each sequence with the copies
+that each expert gets ("counts"). A place is the index of an MoE layer among those of this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -94,12 +98,11 @@ class RoutingObserver:
             micro: number of the micro-batch in the step.
             again: whether this forward pass ran before, and is therefore already recorded.
         """
-        recorder = None if again else self._recorder
-        recording = nullcontext() if recorder is None else recorder.recording(step, micro)
-        replaying = (
-            nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
-        )
-        with recording, replaying:
+        with ExitStack() as contexts:
+            if self._recorder is not None and not again:
+                contexts.enter_context(self._recorder.recording(step, micro))
+            if self._replay is not None:
+                contexts.enter_context(self._replaying(self._replay, step, micro))
             yield
 
     def flush(self) -> None:
@@ -116,12 +119,11 @@ class RoutingObserver:
         """Route as one micro-batch of a trace did."""
 
         def experts(place: int) -> Tensor:
-            """Return the recorded choices of the tokens that this rank's router at `place` gets."""
-            return torch.from_numpy(
-                trace.experts(self._places.numbers[place], step, micro)[
-                    self._places.tokens(place)
-                ].astype(np.int64)
-            )
+            """Return the recorded choices of the tokens that this rank's router at `place` gets,
+            (tokens, top_k) int64."""
+            experts_of_batch = trace.experts(self._places.numbers[place], step, micro)
+            own_experts = experts_of_batch[self._places.tokens(place)]
+            return torch.from_numpy(own_experts.astype(np.int64))
 
         with replayed([layer.router for layer in self._places.layers], experts):
             yield
@@ -148,11 +150,14 @@ class _Places:
         """
         ranks = self._ranks
         shape = shape_of(self._config)
+        # each data-parallel group has consecutive sequences, unless samples move
         sequences = np.arange(shape.sequences).reshape(ranks.dp, -1)[ranks.dp_index]
         if isinstance(self._model, MovingGPT) and self._model.trip is not None:
             trip = self._model.trip
-            sequences = trip.moves[place].before.samples[list(trip.relocator.group)].reshape(-1)
-        tokens = (sequences[:, None] * shape.seq_len + np.arange(shape.seq_len)).reshape(-1)
+            homes = trip.moves[place].before
+            sequences = homes.samples[list(trip.relocator.group)].reshape(-1)
+        first_tokens = sequences[:, None] * shape.seq_len
+        tokens = (first_tokens + np.arange(shape.seq_len)).reshape(-1)
         if not self._routes_slices(place):
             return tokens
         assert ranks.mesh is not None
@@ -163,9 +168,9 @@ class _Places:
         """Return whether this rank records what a layer routes here. Otherwise another rank of its
         tensor-parallel group routes the same tokens and records them."""
         mesh = self._ranks.mesh
-        return (
-            mesh is None or self._routes_slices(place) or mesh.grid.coordinate(mesh.rank, "tp") == 0
-        )
+        if mesh is None or self._routes_slices(place):
+            return True
+        return mesh.grid.coordinate(mesh.rank, "tp") == 0
 
     def _routes_slices(self, place: int) -> bool:
         """Return whether each rank of a tensor-parallel group routes a slice of the group's tokens
@@ -198,15 +203,15 @@ class _Recorder:
             },
         }
         self._tables: dict[tuple[int, int], np.ndarray] = {}
-        """By step and micro-batch; zero for layers of other stages."""
+        """By step and micro-batch, (layers, rows, columns) of the whole model; zero for layers of
+        other stages."""
 
     @property
     def is_full(self) -> bool:
         """Whether the segment is to be written."""
-        steps = len(self._tables) // self._shape.accumulation
-        return steps >= max(
-            1, min(SEGMENT_STEPS, SEGMENT_BYTES // self._shape.bytes_per_step(self._holds))
-        )
+        num_steps = len(self._tables) // self._shape.accumulation
+        fitting_steps = SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)
+        return num_steps >= max(1, min(SEGMENT_STEPS, fitting_steps))
 
     @contextmanager
     def recording(self, step: int, micro: int) -> Iterator[None]:
@@ -221,6 +226,7 @@ class _Recorder:
         finally:
             for layer, earlier in zip(layers, earlier_caches):
                 layer.routing_cache = earlier
+        # under interleaved stages, a micro-batch passes this rank once for each of its parts
         tables = self._tables.setdefault((step, micro), self._no_tables())
         for place, layer in enumerate(layers):
             if layer in routing_cache.records:
@@ -229,20 +235,21 @@ class _Recorder:
 
     def flush(self) -> None:
         """Add up the ranks' tables and write them as a segment."""
-        steps = sorted({step for step, _ in self._tables})
-        tables = [self._tables[place] for place in sorted(self._tables)]
-        if not steps:
+        if not self._tables:
             return
+        steps = sorted({step for step, _ in self._tables})
+        in_order = [self._tables[step_and_micro] for step_and_micro in sorted(self._tables)]
         self._tables = {}
         if self._ranks.mesh is not None:
-            for table in tables:
-                total = torch.from_numpy(table.astype(np.int32))
+            for tables in in_order:
+                total = torch.from_numpy(tables.astype(np.int32))
                 dist.reduce(total, 0)
-                table[...] = total.numpy()
+                tables[...] = total.numpy()
         with self._ranks.together():
             if self._ranks.is_first:
-                whole = np.stack(tables).reshape(
-                    len(steps), self._shape.accumulation, *tables[0].shape
+                # (steps, micro-batches, layers, rows, columns)
+                whole = np.stack(in_order).reshape(
+                    len(steps), self._shape.accumulation, *in_order[0].shape
                 )
                 segment = TraceSegment(
                     self._shape,
@@ -285,8 +292,8 @@ class _Recorder:
         return np.zeros((self._shape.num_layers, *self._size), self._shape.dtype(self._holds))
 
     def _table(self, place: int, record: RoutingRecord) -> np.ndarray:
-        """Return a call's part of the table, zero for all other tokens: the tokens' experts, or
-        counts per sequence."""
+        """Return a call's part of the table of the layer at `place`, zero for all other tokens: the
+        tokens' experts, or counts per sequence and expert."""
         choice = record.choice
         shape = self._shape
         tokens = self._places.tokens(place)
@@ -297,13 +304,10 @@ class _Recorder:
         if self._holds == "tokens":
             table[tokens] = encoded(choice, shape.top_k).cpu().numpy()
             return table
-        sequence = torch.from_numpy(tokens // shape.seq_len).to(choice.token.device)[choice.token]
-        return (
-            count(sequence * columns + choice.expert, choice.sent, table.size)
-            .cpu()
-            .numpy()
-            .reshape(rows, columns)
-        )
+        sequence_of_token = torch.from_numpy(tokens // shape.seq_len).to(choice.token.device)
+        cell = sequence_of_token[choice.token] * columns + choice.expert  # of each copy
+        counts = count(cell, choice.sent, table.size)
+        return counts.cpu().numpy().reshape(rows, columns)
 
 
 class _RecordingCache(RoutingCache):
@@ -332,21 +336,27 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     """
     if config.record_routing == "none" and not config.replay_routing:
         return None
-    option = (
-        "replay_routing" if config.replay_routing else f"record_routing={config.record_routing}"
-    )
-    if not any(config.model.is_sparse(layer) for layer in range(config.model.num_layers)):
+    option = f"record_routing={config.record_routing}"
+    if config.replay_routing:
+        option = "replay_routing"
+    model = config.model
+    if not any(model.is_sparse(layer) for layer in range(model.num_layers)):
         raise InputError(
             f"{option}: the model has no MoE layers: set model.ffn=moe, or leave it out"
         )
     by_token = bool(config.replay_routing) or config.record_routing == "tokens"
-    if by_token and config.model.moe.router == "expert_choice":
+    if by_token and model.moe.router == "expert_choice":
         raise InputError(
             f"{option}: under model.moe.router=expert_choice tokens do not choose experts: record "
             "counts, or another router"
         )
     if not config.replay_routing:
         return None
+    return _open_trace(config, step)
+
+
+def _open_trace(config: TrainConfig, step: int) -> Trace:
+    """Return the trace that a run replays from step `step` on; see `check_routing`."""
     path = Path(config.replay_routing)
     out = Path(config.out).resolve()
     if out in (path.resolve(), *path.resolve().parents):

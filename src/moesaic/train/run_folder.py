@@ -4,6 +4,9 @@ run's files are deleted.
 Only files that a run wrote are ever deleted. A non-empty folder counts as a run's if its
 `config.json` is a run's. That file is the first one that a run writes, atomically, and the last one
 deleted. Each checkpoint holds a checksummed copy of it.
+
+A process claims a folder by a lock on a file in it (flock), into which it writes who it is, the
+owner. Leftovers are half-written files of a process that was killed.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class RunFolder:
             InputError: if the folder holds anything else.
         """
         try:
-            # all that a killed start may leave
+            # what a start that was killed early may leave
             early = {LOCK, *(path.name for path in leftovers(self.path / CONFIG))}
             names = sorted(entry.name for entry in self.path.iterdir() if entry.name not in early)
         except FileNotFoundError:
@@ -77,26 +80,38 @@ class RunFolder:
             raise unwritable(self.path, error) from error
         if not names:
             return False
-        copy = find_copy(self.path / CHECKPOINTS, CONFIG)
-        if is_marked(self.path / CONFIG) or (resuming and copy is not None and is_marked(copy)):
+        if is_marked(self.path / CONFIG):
             return True
-        listing = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        copy = find_copy(self.path / CHECKPOINTS, CONFIG)
+        if resuming and copy is not None and is_marked(copy):
+            return True
+        raise self._not_a_run(names, copy)
+
+    def _not_a_run(self, names: list[str], copy: Path | None) -> InputError:
+        """Return the error for a folder whose `config.json` is not a run's.
+
+        Args:
+            names: what the folder holds, sorted.
+            copy: the newest copy of `config.json` in its checkpoints, if any.
+        """
         steps = [path.name for path in list_checkpoints(self.path / CHECKPOINTS)]
         state = "is damaged" if CONFIG in names else "is missing"
         if not steps:
-            raise InputError(
+            listing = ", ".join(names[:4])
+            if len(names) > 4:
+                listing += f" and {len(names) - 4} more"
+            return InputError(
                 f"out={self.path}: holds {listing}, which does not look like a run (its {CONFIG} "
                 f"{state}): choose another --out, or an empty folder; nothing was changed"
             )
-        remedy = (
-            (
+        if copy is not None:
+            remedy = f"--existing resume takes the copy in {copy.parent.name}"
+        else:
+            remedy = (
                 "put that file back (a run with the same settings and another --out writes one), "
                 "then --existing resume"
             )
-            if copy is None
-            else f"--existing resume takes the copy in {copy.parent.name}"
-        )
-        raise InputError(
+        return InputError(
             f"out={self.path}: holds checkpoints (the newest {steps[-1]}), but its {CONFIG} "
             f"{state}: {remedy}; or choose another --out; nothing was changed"
         )
@@ -110,10 +125,9 @@ class RunFolder:
         """
         try:
             self._lock = _locked(self.path / LOCK)
-            for path in (
-                path for name in (CONFIG, *OWN_FILES) for path in leftovers(self.path / name)
-            ):
-                path.unlink()
+            for name in (CONFIG, *OWN_FILES):
+                for path in leftovers(self.path / name):
+                    path.unlink()
         except OSError as error:
             raise unwritable(self.path, error) from error
 
@@ -138,20 +152,21 @@ class RunFolder:
     def clear(self) -> None:
         """Delete an earlier run's files except `config.json`, and those of its folders that are
         then empty."""
-        checkpoints, events, traces = (
-            self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER)
-        )
-        files = [*entries(events, "events.out.tfevents.*"), *entries(traces, PATTERN)]
-        files += entries(self.path, FLIGHT.format(library="*", rank="*"), typed=True)
+        checkpoints = self.path / CHECKPOINTS
+        events = self.path / "tensorboard"
+        traces = self.path / FOLDER
         for path in (*list_checkpoints(checkpoints), *entries(checkpoints, f"{WRITING}*")):
             remove_checkpoint(path)
+
+        files = [*entries(events, "events.out.tfevents.*"), *entries(traces, PATTERN)]
+        files += entries(self.path, FLIGHT.format(library="*", rank="*"), typed=True)
         for name in OWN_FILES:
             files += [self.path / name, *leftovers(self.path / name)]
         for path in files:
             if kind_of(path) != "a folder":
                 path.unlink(missing_ok=True)
         for path in (checkpoints, events, traces):
-            with suppress(OSError):
+            with suppress(OSError):  # it is missing, or holds other files
                 path.rmdir()
 
     def write(self, name: str, data: str | bytes) -> None:
@@ -228,38 +243,44 @@ def _locked(path: Path) -> IO[bytes]:
     """
     while True:
         file = open_to_append(path, "a+b")
-        is_ours = _lock(file)
-        if not is_ours:
-            file.seek(0)
-            owner = _read_owner(file.read(500).decode(errors="replace"))
-            if is_ours is False or (owner and not _is_gone(owner)):
-                file.close()
-                who = (
-                    "process {process} on {host}, started {started},".format(**owner)
-                    if owner
-                    else "another process"
-                )
-                hint = (
-                    ""
-                    if is_ours is False
-                    else f" (if it has ended, delete {path}: this file system knows no locks)"
-                )
-                raise InputError(
-                    f"out={path.parent}: {who} trains into it: wait for it or end it, or "
-                    f"choose another --out{hint}"
-                )
+        has_lock = _lock(file)
+        if not has_lock:
+            _refuse_other_owner(file, path, knows_locks=has_lock is not None)
         # the previous owner may have deleted it, and another process recreated it
         if _has_name(file, path):
             break
         file.close()
     file.truncate(0)
     started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    file.write(
-        json.dumps(
-            {"process": os.getpid(), "host": socket.gethostname(), "started": started}
-        ).encode()
-    )
+    owner = {"process": os.getpid(), "host": socket.gethostname(), "started": started}
+    file.write(json.dumps(owner).encode())
     return file
+
+
+def _refuse_other_owner(file: IO[bytes], path: Path, *, knows_locks: bool) -> None:
+    """Raise InputError, and close the file, if another process owns a lock file that this one did
+    not get.
+
+    Args:
+        file: the open lock file.
+        path: its path.
+        knows_locks: whether the file system has locks, so that somebody holds this one.
+    """
+    file.seek(0)
+    owner = _read_owner(file.read(500).decode(errors="replace"))
+    if not knows_locks and (owner is None or _is_gone(owner)):
+        return
+    file.close()
+    who = "another process"
+    if owner is not None:
+        who = "process {process} on {host}, started {started},".format(**owner)
+    hint = ""
+    if not knows_locks:
+        hint = f" (if it has ended, delete {path}: this file system knows no locks)"
+    raise InputError(
+        f"out={path.parent}: {who} trains into it: wait for it or end it, or "
+        f"choose another --out{hint}"
+    )
 
 
 def _has_name(file: IO[bytes], path: Path) -> bool:
@@ -273,15 +294,15 @@ def _has_name(file: IO[bytes], path: Path) -> bool:
 def _read_owner(text: str) -> dict[str, Any] | None:
     """Return who wrote a lock file; None if its text is incomplete, as of an owner that was killed
     while writing."""
-    with suppress(ValueError, RecursionError):
+    try:
         owner = json.loads(text)
-        if isinstance(owner, dict) and owner.keys() == {"process", "host", "started"}:
-            return (
-                owner
-                if isinstance(owner["process"], int) and 0 < owner["process"] < 2**31
-                else None
-            )
-    return None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(owner, dict) or owner.keys() != {"process", "host", "started"}:
+        return None
+    process = owner["process"]
+    is_process_id = isinstance(process, int) and 0 < process < 2**31
+    return owner if is_process_id else None
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:

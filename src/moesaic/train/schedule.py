@@ -1,5 +1,9 @@
 """torch's pipeline schedules, as runs of ours use them: `train` for models of ours, `finetune` for
-those of transformers."""
+those of transformers.
+
+A model is cut into consecutive parts, which are dealt to the stages in turn: with two stages of two
+parts each, stage 0 has parts 0 and 2.
+"""
 
 from __future__ import annotations
 
@@ -56,15 +60,19 @@ class Route:
             count: micro-batches of a step.
             loss_of: the loss of a micro-batch, (), from what the last part returns and the targets.
         """
+        # examples of a micro-batch, from which torch takes shapes and dtypes alone
+        sequences, _ = tokens
         ids = torch.empty(*tokens, dtype=torch.int64, device="meta")
-        x = torch.empty(tokens[0], *self.sent, dtype=self.dtype, device="meta", requires_grad=True)
-        number = self.stages * len(parts)
-        pipeline_stages = [
-            PipelineStage(
-                part, place, number, self.device, x if place else ids, x, group=self.group
+        x = torch.empty(sequences, *self.sent, dtype=self.dtype, device="meta", requires_grad=True)
+        num_parts = self.stages * len(parts)
+        pipeline_stages = []
+        for number, part in self._numbered(parts):
+            received = ids if number == 0 else x
+            stage = PipelineStage(
+                part, number, num_parts, self.device, received, x, group=self.group
             )
-            for place, part in zip(range(self.stage, number, self.stages), parts)
-        ]
+            pipeline_stages.append(stage)
+
         if len(pipeline_stages) > 1:
             return ScheduleInterleaved1F1B(
                 list(pipeline_stages), count, loss_fn=loss_of, scale_grads=False
@@ -72,6 +80,11 @@ class Route:
         # 1F1B asks for a micro-batch per stage; with fewer, GPipe keeps the same activations
         schedule = Schedule1F1B if count >= self.stages else ScheduleGPipe
         return schedule(pipeline_stages[0], count, loss_fn=loss_of, scale_grads=False)
+
+    def _numbered(self, parts: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Module]]:
+        """Yield this rank's parts, each with its number among the parts of all stages."""
+        for turn, part in enumerate(parts):
+            yield self.stage + turn * self.stages, part
 
     def forward(
         self, parts: Sequence[nn.Module], x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]
@@ -87,17 +100,17 @@ class Route:
             what this rank's last part returns.
         """
         sequences = len(x)
-        number = self.stages * len(parts)
-        for place, part in zip(range(self.stage, number, self.stages), parts):
-            if place:
+        previous = (self.stage - 1) % self.stages
+        following = (self.stage + 1) % self.stages
+        last = self.stages * len(parts) - 1
+        for number, part in self._numbered(parts):
+            if number > 0:
                 x = torch.empty(sequences, *self.sent, dtype=self.dtype, device=self.device)
-                if x.numel():
-                    dist.recv(x, group=self.group, group_src=(self.stage - 1) % self.stages)
+                if x.numel():  # there may be no sequences
+                    dist.recv(x, group=self.group, group_src=previous)
             x = run(part, x)
-            if place < number - 1 and x.numel():
-                dist.send(
-                    x.contiguous(), group=self.group, group_dst=(self.stage + 1) % self.stages
-                )
+            if number < last and x.numel():
+                dist.send(x.contiguous(), group=self.group, group_dst=following)
         return x
 
 

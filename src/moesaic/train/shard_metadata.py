@@ -5,6 +5,9 @@ code that a file names.
 plain unpickler calls any function that a pickle names. The unpickler here resolves no class and no
 function. Each name that the metadata may contain becomes an inert record, and every other name is
 refused. The real objects are then built from the records' fields, after checking the fields' types.
+
+The metadata list each tensor with its dtype, its size and its chunks, the rectangles in which it is
+stored, and say in which file, and where in it, each chunk lies.
 """
 
 from __future__ import annotations
@@ -65,11 +68,9 @@ class ShardReader(IndexReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read parts of tensors; see `IndexReader.read_data`."""
-        return (
-            super().read_data(plan, planner)
-            if self._has_index
-            else FileSystemReader.read_data(self, plan, planner)
-        )
+        if self._has_index:
+            return super().read_data(plan, planner)
+        return FileSystemReader.read_data(self, plan, planner)
 
 
 def read_list(data: bytes, source: str, *, others: list[str] | None = None) -> Metadata:
@@ -177,10 +178,13 @@ _MEMBER_OF = _MemberOf()
 
 class _ListUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return the record class for a name in the pickle. Records only store their arguments."""
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        # the latter in protocols 0 to 2
+        """Return what stands for a name in the pickle: a dtype itself, or a class of records, which
+        only store their arguments."""
+        if module == "torch":
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        # protocols 0 to 2 call the module __builtin__
         if name == "getattr" and module in ("builtins", "__builtin__"):
             return _MEMBER_OF
         if (module, name) not in _RECORDS:
@@ -192,47 +196,37 @@ def _metadata(record: Any, others: list[str] | None) -> Metadata:
     """Return torch's metadata of a checkpoint from its record. With `others`, add to it the names
     of entries that are no tensors, and leave them out."""
     fields = _fields(record, "Metadata")
-    entries = {
-        _typed(name, str): entry
-        for name, entry in _typed(fields["state_dict_metadata"], dict).items()
-    }
-    if others is not None:
-        others += [
-            name
-            for name, entry in entries.items()
-            if type(entry).__name__ == "BytesStorageMetadata"
-        ]
-        entries = {name: entry for name, entry in entries.items() if name not in set(others)}
-    tensors: dict[str, STORAGE_TYPES] = {
-        name: _tensor_metadata(entry) for name, entry in entries.items()
-    }
-    places = {
-        _metadata_index(key): _storage_info(place)
-        for key, place in _typed(fields["storage_data"], dict).items()
-    }
-    places = {
-        index: place for index, place in places.items() if others is None or index.fqn in tensors
-    }
+    tensors: dict[str, STORAGE_TYPES] = {}
+    for name, entry in _typed(fields["state_dict_metadata"], dict).items():
+        is_tensor = type(entry).__name__ != "BytesStorageMetadata"
+        if others is None or is_tensor:
+            tensors[_typed(name, str)] = _tensor_metadata(entry)
+        else:
+            others.append(_typed(name, str))
+
+    places = {}
+    for key, place in _typed(fields["storage_data"], dict).items():
+        index = _metadata_index(key)
+        info = _storage_info(place)
+        if others is None or index.fqn in tensors:
+            places[index] = info
     return Metadata(tensors, storage_data=places, version=_typed(fields.get("version", ""), str))
 
 
 def _tensor_metadata(record: Any) -> TensorStorageMetadata:
-    """Return torch's metadata of a tensor, from the record that the pickle gave; its properties
-    hold the dtype first."""
+    """Return torch's metadata of a tensor, from the record that the pickle gave."""
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
     if type(properties).__name__ != "TensorProperties":
         raise TypeError(f"it holds {type(properties).__name__} instead of TensorProperties")
-    dtype = _typed(_typed(properties.state, tuple)[0], torch.dtype)
-    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _typed(fields["chunks"], list)]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=dtype),
-        _torch_size(fields["size"]),
-        [
-            ChunkStorageMetadata(_torch_size(chunk["offsets"]), _torch_size(chunk["sizes"]))
-            for chunk in chunks
-        ],
-    )
+    state = _typed(properties.state, tuple)
+    dtype = _typed(state[0], torch.dtype)  # the others, such as a layout, are not needed
+    chunks = []
+    for chunk in _typed(fields["chunks"], list):
+        chunk_fields = _fields(chunk, "ChunkStorageMetadata")
+        offsets = _torch_size(chunk_fields["offsets"])
+        chunks.append(ChunkStorageMetadata(offsets, _torch_size(chunk_fields["sizes"])))
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _torch_size(fields["size"]), chunks)
 
 
 def _metadata_index(record: Any) -> MetadataIndex:

@@ -50,7 +50,9 @@ def end_by(number: int, command: str, *, says: bool = True) -> None:
 
 def leave_terminal() -> None:
     """Let what is printed from now on go nowhere if it went to a terminal that is gone."""
-    for stream in (1, 2):
+    for stream in (1, 2):  # standard output and standard error
         with suppress(OSError):
-            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+            # a terminal is a character device, and no terminal any more once it has hung up
+            is_device = stat.S_ISCHR(os.fstat(stream).st_mode)
+            if is_device and not os.isatty(stream):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

@@ -1,5 +1,10 @@
 """Building the parts of a run from its configuration, resuming them from a checkpoint, and loading
-a trained model."""
+a trained model.
+
+The first rank alone reads and writes the run folder and decides what all ranks do; `from_first`
+passes its decisions on. A block under `ranks.together()` raises on every rank if it raises on one.
+A run with adapters trains small matrices over the frozen model of another run, its base.
+"""
 
 from __future__ import annotations
 
@@ -170,45 +175,36 @@ def _open(
     announce: Callable[[str], None],
 ) -> RunState:
     """Read data and checkpoint, and build model and optimizer; all ranks call this together."""
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    device = pick_device(config.device)
-    ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
-    saved, dtype = ranks.from_first(_find_resume_point(config, device, ranks, claim, say, announce))
-    config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
-    announce(f"{claim.path.name}: reading the data")
-    with ranks.together():
-        found = _find_base(config, saved, say) if ranks.is_first else None
-    base = ranks.from_first(found)
-    earlier = saved or base
+    start = _find_start(config, claim, say, announce)
+    config = start.config
+    ranks = start.ranks
+    saved = start.saved
+    earlier = saved or start.base
     data = _read_data(config, task, earlier.folder / TOKENIZER if earlier else None, ranks)
-    vocab_size = data.corpus.vocab_size
+    model, hold = _make_model(start, task, data.corpus.vocab_size, announce)
+
     with ranks.together():
-        model, hold = _build(config, task.make_model, vocab_size, device, dtype, ranks)
-        if saved is None:
-            millions = model.num_parameters() / 1e6
-            announce(f"{claim.path.name}: drawing {millions:,.2f} M parameters on {device}")
-        _materialise(model, config, device, draw=saved is None)
-        if base is not None:
-            read_frozen(base, model, config.model, vocab_size)
-    if saved is None:  # processors may round differently
-        require_same_weights(model, ranks, 0, "start the run again", align=True)
-    with ranks.together():
-        optimizer = make_optimizer(model, config.optimizer, device)
+        optimizer = make_optimizer(model, config.optimizer, start.device)
         if saved is not None:
             _go_on_from(saved, config, model, optimizer, data)
             if ranks.is_first:
                 _warn_of_changes(config, saved, claim.path, say)
-    tokenizer = data.corpus.tokenizer
+
+    files: dict[str, str] = {}
     with ranks.together():
-        files = _write_folder(claim, config, tokenizer, saved, say) if ranks.is_first else {}
+        if ranks.is_first:
+            files = _write_folder(claim, config, data.corpus.tokenizer, saved, say)
     extra: Mapping[str, Any] = saved.extra if saved else {}
     return RunState(
         config,
         task,
         folder=claim.path,
-        **vars(data),
-        device=device,
-        dtype=dtype,
+        corpus=data.corpus,
+        batches=data.batches,
+        eval_windows=data.eval_windows,
+        fingerprint=data.fingerprint,
+        device=start.device,
+        dtype=start.dtype,
         model=model,
         optimizer=optimizer,
         step=saved.step if saved else 0,
@@ -220,8 +216,70 @@ def _open(
         claim=claim,
         files=files,
         saved=saved,
-        base=base,
+        base=start.base,
     )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a run starts from, the same on all ranks."""
+
+    config: TrainConfig
+    """With a precision that is no longer "auto"."""
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    """Autocast dtype of the forward pass."""
+    saved: Checkpoint | None
+    """The checkpoint to resume from, if any."""
+    base: Checkpoint | None
+    """The checkpoint of the frozen model, for a run with adapters."""
+
+
+def _find_start(
+    config: TrainConfig,
+    claim: RunFolder,
+    say: Callable[[str], None],
+    announce: Callable[[str], None],
+) -> _Start:
+    """Join the ranks, and find the checkpoints that a run needs; all ranks call this together."""
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    device = pick_device(config.device)
+    ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
+
+    resume_point = _find_resume_point(config, device, ranks, claim, say, announce)
+    saved, dtype = ranks.from_first(resume_point)
+    config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
+
+    announce(f"{claim.path.name}: reading the data")
+    base = None
+    with ranks.together():
+        if ranks.is_first:
+            base = _find_base(config, saved, say)
+    base = ranks.from_first(base)
+    return _Start(config, ranks, device=device, dtype=dtype, saved=saved, base=base)
+
+
+def _make_model(
+    start: _Start, task: TrainingTask, vocab_size: int, announce: Callable[[str], None]
+) -> tuple[GPT | PipelinedGPT, Held]:
+    """Return this rank's part of the model, and what ranks hold of it between micro-batches. Its
+    weights are drawn unless a checkpoint will be read; those of a base are read."""
+    config = start.config
+    ranks = start.ranks
+    is_new = start.saved is None
+    with ranks.together():
+        model, hold = _build(config, task.make_model, vocab_size, start.device, start.dtype, ranks)
+        if is_new:
+            millions = model.num_parameters() / 1e6
+            folder = Path(config.out).name
+            announce(f"{folder}: drawing {millions:,.2f} M parameters on {start.device}")
+        _materialise(model, config, start.device, draw=is_new)
+        if start.base is not None:
+            read_frozen(start.base, model, config.model, vocab_size)
+    if is_new:  # processors may round drawn weights differently
+        require_same_weights(model, ranks, 0, "start the run again", align=True)
+    return model, hold
 
 
 def _go_on_from(
@@ -231,7 +289,8 @@ def _go_on_from(
     optimizer: torch.optim.Optimizer,
     data: _Data,
 ) -> None:
-    """Read a checkpoint of this run, or of this rank's part of it."""
+    """Read this rank's part of a checkpoint of this run: weights, optimizer states and the states
+    of the random generators. Refuse other training data than the checkpoint's."""
     load_into(saved, model, optimizer, config.model, data.corpus.vocab_size)
     _require_same_data(data.fingerprint, saved)
     restore_rng(saved, next(model.parameters()).device)
@@ -286,30 +345,41 @@ def _find_resume_point(
 ) -> tuple[Checkpoint | None, torch.dtype] | None:
     """Return the checkpoint to resume from, if any, and the forward pass's dtype. Only the first
     rank decides; others return None."""
-    decision = None
     with ranks.together():
         if ranks.is_first:
-            folder = claim.path
-            is_resuming = config.existing == "resume"
-            occupied = claim.is_a_run(resuming=is_resuming)
-            if occupied and config.existing == "refuse":
-                raise InputError(
-                    f"{folder} holds a run already: pass --existing resume, --existing "
-                    "replace, or another --out"
-                )
-            if occupied:
-                claim.claim()
-            else:
-                require_writable(folder, "--out", makes_parents=True)
-            saved = None
-            if occupied and is_resuming and list_checkpoints(folder / CHECKPOINTS):
-                announce(f"{folder.name}: reading the newest checkpoint")
-                saved = load_checkpoint(folder / CHECKPOINTS, say)
-                _require_resumable(saved)
-                _require_same_precision(config, saved)
-            name = saved.extra["precision"] if saved else config.precision
-            decision = saved, pick_precision(name, device, config.matmul_shape)
-    return decision
+            saved = _claim_folder(config, claim, say, announce)
+            precision = saved.extra["precision"] if saved else config.precision
+            return saved, pick_precision(precision, device, config.matmul_shape)
+    return None
+
+
+def _claim_folder(
+    config: TrainConfig,
+    claim: RunFolder,
+    say: Callable[[str], None],
+    announce: Callable[[str], None],
+) -> Checkpoint | None:
+    """Check that the run may write its folder, lock it if it holds a run already, and return the
+    checkpoint to resume from, if any."""
+    folder = claim.path
+    is_resuming = config.existing == "resume"
+    holds_run = claim.is_a_run(resuming=is_resuming)
+    if holds_run and config.existing == "refuse":
+        raise InputError(
+            f"{folder} holds a run already: pass --existing resume, --existing "
+            "replace, or another --out"
+        )
+    if not holds_run:
+        require_writable(folder, "--out", makes_parents=True)
+        return None
+    claim.claim()
+    if not is_resuming or not list_checkpoints(folder / CHECKPOINTS):
+        return None
+    announce(f"{folder.name}: reading the newest checkpoint")
+    saved = load_checkpoint(folder / CHECKPOINTS, say)
+    _require_resumable(saved)
+    _require_same_precision(config, saved)
+    return saved
 
 
 def _build(
@@ -321,7 +391,13 @@ def _build(
     ranks: Ranks,
 ) -> tuple[GPT | PipelinedGPT, Held]:
     """Return this rank's part of the model, on the meta device, and what ranks hold of it between
-    micro-batches."""
+    micro-batches.
+
+    Args:
+        make_model: makes the full model from the configuration and the vocabulary's size.
+        dtype: autocast dtype of the forward pass; with float64, the parameters get it too.
+        ranks: their mesh gets the sharding that is chosen.
+    """
     seed_everything(config.seed)
     with torch.device("meta"):
         model: GPT | PipelinedGPT = make_model(config, vocab_size)
@@ -329,35 +405,38 @@ def _build(
             freeze(model, config.adapters, None if ranks.mesh is None else ranks.mesh.grid)
     if dtype == torch.float64:
         model.double()
-    hold: Held = "nothing"
-    if ranks.mesh is not None:
-        holding = choose_holding(config, model, ranks)
-        hold = holding.hold
-        ranks.mesh = mesh = replace(ranks.mesh, shard=holding.shard)
-        # on all ranks, whatever layers a stage has: torch names a group by the number of groups
-        _ = mesh.dense, mesh.sparse
+
+    if ranks.mesh is None:
+        if config.balance.moves_samples:
+            raise InputError(
+                f"balance.samples={config.balance.samples}: one process has nowhere to move "
+                "samples: start several ranks with torchrun, or leave it none"
+            )
+        hold_to_budget(model, config.layer_plan, device)
+        return model, "nothing"
+
+    holding = choose_holding(config, model, ranks)
+    hold = holding.hold
+    mesh = replace(ranks.mesh, shard=holding.shard)
+    ranks.mesh = mesh
+    # Make the mesh's process groups now, on all ranks, whatever layers their stages have: torch
+    # names a group by the number of groups.
+    _ = mesh.dense, mesh.sparse
+
     if ranks.stages is not None:
         assert isinstance(model, GPT)
         model = PipelinedGPT(model, config, ranks.stages, ranks.dp, dtype, device, hold=hold)
-    if ranks.mesh is not None:
-        parallelize(
-            model,
-            ranks.mesh,
-            config.layer_plan,
-            sequence_parallel=config.mesh.sequence_parallel,
-            calls=make_calls(config, ranks.mesh.grid),
-            dtype=dtype if dtype == torch.bfloat16 else None,
-            replica_dtype=torch.bfloat16 if config.mesh.replica_precision == "bfloat16" else None,
-        )
-        if isinstance(model, GPT):
-            place_samples(model, ranks.mesh, config)
-    elif config.balance.moves_samples:
-        raise InputError(
-            f"balance.samples={config.balance.samples}: one process has nowhere to move samples: "
-            "start several ranks with torchrun, or leave it none"
-        )
-    if ranks.mesh is None:
-        hold_to_budget(model, config.layer_plan, device)
+    parallelize(
+        model,
+        mesh,
+        config.layer_plan,
+        sequence_parallel=config.mesh.sequence_parallel,
+        calls=make_calls(config, mesh.grid),
+        dtype=dtype if dtype == torch.bfloat16 else None,
+        replica_dtype=torch.bfloat16 if config.mesh.replica_precision == "bfloat16" else None,
+    )
+    if isinstance(model, GPT):
+        place_samples(model, mesh, config)
     return model, hold
 
 
@@ -366,35 +445,40 @@ def _materialise(
 ) -> None:
     """Allocate this rank's part of a model. Draw it from the seed, so that no value depends on the
     mesh, unless the weights will be read from a file."""
+    parts = model.parts if isinstance(model, PipelinedGPT) else [model]
     try:
-        for part in model.parts if isinstance(model, PipelinedGPT) else [model]:
+        for part in parts:
             part.to_empty(device=device)
-        reset_weights(
-            model, config.model.num_layers, SeededDraw(config.seed, model) if draw else draw_nothing
-        )
+        # only now, since `to_empty` may replace the parameters, which the source knows by identity
+        source = SeededDraw(config.seed, model) if draw else draw_nothing
+        reset_weights(model, config.model.num_layers, source)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(
-            error, MemoryError | torch.OutOfMemoryError
-        ) and "allocate memory" not in str(error):
+        is_known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_known and "allocate memory" not in str(error):  # what torch says on a CPU
             raise
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"the model does not fit the memory of {device} "
-            f"({' '.join(str(error).split()):.200}): make model.dim, model.moe.hidden, "
-            "model.moe.num_experts or model.num_layers smaller"
+            f"the model does not fit the memory of {device} ({reason:.200}): make model.dim, "
+            "model.moe.hidden, model.moe.num_experts or model.num_layers smaller"
         ) from error
 
 
 def _find_base(
     config: TrainConfig, saved: Checkpoint | None, say: Callable[[str], None]
 ) -> Checkpoint | None:
-    """Return the checkpoint that adapters adapt, which is the one of `saved` if that is given; None
-    without adapters."""
-    if not config.adapters.base and saved is not None and saved.extra.get("base"):
-        raise InputError(
-            f"adapters.base is empty, but {saved.folder} holds adapters over another run: "
-            "name that run, or choose another out"
-        )
+    """Return the checkpoint of the frozen model that the run's adapters change; None without
+    adapters.
+
+    Args:
+        saved: the checkpoint that the run resumes from, if any; its adapters must be over the same
+            frozen model.
+    """
     if not config.adapters.base:
+        if saved is not None and saved.extra.get("base"):
+            raise InputError(
+                f"adapters.base is empty, but {saved.folder} holds adapters over another run: "
+                "name that run, or choose another out"
+            )
         return None
     path = Path(config.adapters.base)
     out = Path(config.out).resolve()
@@ -507,18 +591,19 @@ def _require_resumable(saved: Checkpoint) -> None:
     """Raise InputError if a checkpoint's description lacks fields that a run needs to resume."""
     extra = saved.extra
     try:
-        sound = (
-            extra["precision"] in ("float32", "bfloat16", "float64")
-            and 0 <= extra["seconds"] < math.inf
-        )
-        sound = sound and all(
-            type(extra[name]) is int and extra[name] >= 0 for name in ("skipped", "left_out")
-        )
-        sound = sound and isinstance(extra["train_tokens"], str) and type(extra["has_text"]) is bool
+        checks = [
+            extra["precision"] in ("float32", "bfloat16", "float64"),
+            0 <= extra["seconds"] < math.inf,
+            type(extra["skipped"]) is int and extra["skipped"] >= 0,
+            type(extra["left_out"]) is int and extra["left_out"] >= 0,
+            isinstance(extra["train_tokens"], str),
+            type(extra["has_text"]) is bool,
+        ]
         torch.Generator().set_state(_generator_state(extra["rng"]["cpu"]))
+        is_sound = all(checks)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
-        sound = False
-    if not sound:
+        is_sound = False
+    if not is_sound:
         raise InputError(
             f"{saved.folder}: its state.json does not hold what a run left there (precision, "
             "seconds, rng): delete this checkpoint to go on from the one before"

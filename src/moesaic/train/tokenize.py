@@ -49,24 +49,30 @@ def pack(out: Path, paths: Sequence[str], data: DataConfig) -> Packed:
     sources = [find_files((path,), "path") for path in paths]
     tokenizer = make_tokenizer(data, None)
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    counts = np.zeros((len(sources), 2), dtype=np.int64)
+    little_endian = dtype.newbyteorder("<")
+    tokens = [0] * len(sources)
+    documents = [0] * len(sources)
     with writing(out, typed=True) as file:
         for index, files in enumerate(sources):
-            for document in (
-                document for path in files for document in read_documents(path, data.text_field)
-            ):
-                ids = np.append(tokenizer.encode(document), tokenizer.separator).astype(
-                    dtype.newbyteorder("<")
-                )
-                file.write(ids.tobytes())
-                counts[index] += (len(ids), 1)
-    return _describe(out, dtype.name, tokenizer, counts)
-
-
-def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.ndarray) -> Packed:
-    """Write the facts about a file of tokens, and its tokenizer, beside it."""
-    if not counts[:, 0].sum():
+            for path in files:
+                for document in read_documents(path, data.text_field):
+                    ids = np.append(tokenizer.encode(document), tokenizer.separator)
+                    file.write(ids.astype(little_endian).tobytes())
+                    tokens[index] += len(ids)
+                    documents[index] += 1
+    if not sum(tokens):
         raise InputError(f"path: no text in it, {out} is empty: name files with text")
+    return _describe(out, dtype.name, tokenizer, tuple(tokens), tuple(documents))
+
+
+def _describe(
+    out: Path,
+    dtype: str,
+    tokenizer: AbstractTokenizer,
+    tokens: tuple[int, ...],
+    documents: tuple[int, ...],
+) -> Packed:
+    """Write the facts about a file of tokens, and its tokenizer, beside it."""
     tokenizer_path = None
     if isinstance(tokenizer, HubTokenizer):
         tokenizer_path = out.with_suffix(".tokenizer.json")
@@ -75,8 +81,8 @@ def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.nd
         out,
         dtype,
         tokenizer.vocab_size,
-        tokens=tuple(counts[:, 0].tolist()),
-        documents=tuple(counts[:, 1].tolist()),
+        tokens=tokens,
+        documents=documents,
         tokenizer=tokenizer_path,
     )
     table = {

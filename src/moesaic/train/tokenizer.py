@@ -53,10 +53,13 @@ class ByteTokenizer(AbstractTokenizer):
         tokenizers = _library()
         byte_level = tokenizers.pre_tokenizers.ByteLevel
         letters = set(byte_level.alphabet())
-        others = iter(sorted(letters - {chr(byte) for byte in range(BYTES)}))
-        vocabulary = {
-            chr(byte) if chr(byte) in letters else next(others): byte for byte in range(BYTES)
-        }
+        # bytes that are no visible character are shown as further letters, in the order of both
+        characters = {chr(byte) for byte in range(BYTES)}
+        further_letters = iter(sorted(letters - characters))
+        vocabulary = {}
+        for byte in range(BYTES):
+            letter = chr(byte) if chr(byte) in letters else next(further_letters)
+            vocabulary[letter] = byte
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
         tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -80,8 +83,11 @@ class HubTokenizer(AbstractTokenizer):
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._tokenizer.encode_special_tokens = True  # saved files lack this setting
-        ids = [tokenizer.token_to_id(name) for name in ENDS]
-        self.separator = next((token_id for token_id in ids if token_id is not None), 0)
+        self.separator = 0
+        for name in reversed(ENDS):  # the first one that exists is assigned last
+            token_id = tokenizer.token_to_id(name)
+            if token_id is not None:
+                self.separator = token_id
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
 
     @classmethod

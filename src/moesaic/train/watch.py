@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from moesaic.comm.transport import Handle
+from moesaic.comm.transport import AbstractTransport, Handle
 from moesaic.errors import InputError, TrainingError, in_one_line
 from moesaic.files import MOST_TEXT, read_bytes
 from moesaic.layer import MoE
@@ -99,20 +99,30 @@ class Watch:
         advice: Callable[[], str],
     ) -> None:
         self._is_long = False
-        self._names = {id(part): name for name, part in model.named_modules() if name}
-        layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
-        self._layers = {id(part.experts): name for name, part in layers.items()}
-        self._transports = {
-            part.on_mesh.transport for part in layers.values() if part.on_mesh is not None
-        }
+        """Whether the main thread is in a block of `long`."""
+        self._names: dict[int, str] = {}
+        """Names of the model's modules, by the modules' ids."""
+        self._layers: dict[int, str] = {}
+        """Names of its MoE layers, by the ids of their experts, which a frame of a layer has."""
+        self._transports: set[AbstractTransport] = set()
+        """What carries the layers' messages."""
+        for name, module in model.named_modules():
+            if name:
+                self._names[id(module)] = name
+            if isinstance(module, MoE):
+                self._layers[id(module.experts)] = name
+                if module.on_mesh is not None:
+                    self._transports.add(module.on_mesh.transport)
         self._folder = folder
         self._patience = patience
         self._step = step
         self._advice = advice
         self._pause = min(5.0, patience / 10)
+        """Seconds between two rounds of the watch."""
         self._answer_seconds = min(ANSWER_SECONDS, patience / 2)
-        # seconds in which every live rank has read the store once
+        """Seconds that the store may take to answer."""
         self._round_seconds = 2 * self._pause + 1
+        """Seconds in which every live rank has read the store once."""
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -124,10 +134,9 @@ class Watch:
             # Use a separate connection, since a connection is locked while it waits for a key. Use
             # the store below the prefix of torch's group, where the ranks signed before they met.
             store: Any = dist.distributed_c10d._get_default_store()
+            shared_store = getattr(store, "underlying_store", store)
             try:
-                self._roll = ask_store(
-                    partial(self._sign, getattr(store, "underlying_store", store)), ANSWER_SECONDS
-                )
+                self._roll = ask_store(partial(self._sign, shared_store), ANSWER_SECONDS)
             except ConnectionError:
                 raise TrainingError(f"{store_keeper()} does not answer, {self._when()}") from None
             self._store: Store = self._roll.store
@@ -153,7 +162,7 @@ class Watch:
     ) -> None:
         if self._thread is None:
             return
-        if is_of_lost_message(error):
+        if is_of_lost_message(error):  # perhaps since another rank died
             if self._is_given_up():
                 # never returns: the watch thread ends the process of a run that was given up
                 self._thread.join()
@@ -189,58 +198,65 @@ class Watch:
         place = None
         num_bytes = 0
         progress = 0
-        still = 0.0
+        still_seconds = 0.0
         last_look = time.monotonic()
-        has_failed = False
+        had_failures = False
         while not self._stopped.wait(self._pause):
             beats = beats + 1
-            before = (place, num_bytes)
-            num_bytes = _moved_bytes()
+
             # A stopped process (or machine) does not hang, so each round counts no more seconds
             # than it may take.
             now = time.monotonic()
-            still = still + min(now - last_look, 2 * self._pause + self._answer_seconds)
+            longest_round = 2 * self._pause + self._answer_seconds
+            still_seconds = still_seconds + min(now - last_look, longest_round)
             last_look = now
-            # The place alone is not enough: a thread that waits for a GPU in every step is always
-            # seen at that wait. No variable holds the frame until the next round, since it holds
-            # the tensors of the layer that it runs.
-            place = (
-                self._step(),
-                [transport.next_tag for transport in self._transports],
-                _place_of(sys._current_frames()[self._main]),
-            )
-            if place != before[0]:
-                still = 0.0
-            makes_progress = self._is_long and (place, num_bytes) != before
-            is_over = still > self._patience
+
+            earlier_bytes = num_bytes
+            earlier_place = place
+            num_bytes = _moved_bytes()
+            place = self._place()
+            has_moved = place != earlier_place
+            if has_moved:
+                still_seconds = 0.0
+
+            makes_progress = self._is_long and (has_moved or num_bytes != earlier_bytes)
+            is_over = still_seconds > self._patience
             try:
                 is_given_up, new_progress, failures = ask_store(
                     partial(self._exchange, beats, is_over, makes_progress), self._answer_seconds
                 )
-                if self._roll.is_kept_by_rank_0 and failures and has_failed:
+                if self._roll.is_kept_by_rank_0 and failures and had_failures:
                     self._leave()  # another rank has said why, and rank 0 waits for this one
-                has_failed = failures > 0
+                had_failures = failures > 0
                 if is_given_up:
                     ask_store(self._give_up, self._answer_seconds + 2 * self._round_seconds)
-                if new_progress != progress:
+                if new_progress != progress:  # some rank works in a long function
                     progress = new_progress
-                    still = 0.0
+                    still_seconds = 0.0
             except ConnectionError:
                 if is_over:
-                    alone = (
-                        f"{self._step()} has stood still for {self._patience:g} s: rank "
-                        f"{self._rank} is {self._activity()}"
-                    )
-                    keeper = (
-                        f"rank 0 {self._roll.fate(0)}, " if self._roll.is_kept_by_rank_0 else ""
-                    )
-                    self._end(
-                        (
-                            f"{alone}, {keeper}and nothing answers where the ranks' store was; "
-                            f"{self._advice()}"
-                        ),
-                        [],
-                    )
+                    self._end_alone()
+
+    def _place(self) -> tuple[str, list[int], list[tuple[int, int]]]:
+        """Return a value that changes when this rank moves on: its step, the tags of its layers'
+        next messages, and the main thread's position in the code.
+
+        The position alone is not enough: a thread that waits for a GPU in every step is always seen
+        at that wait.
+        """
+        next_tags = [transport.next_tag for transport in self._transports]
+        # no variable of the caller may hold the frame, which holds the tensors of its layer
+        return self._step(), next_tags, _place_of(sys._current_frames()[self._main])
+
+    def _end_alone(self) -> None:
+        """End the run, since this rank stood still for too long and the store does not answer."""
+        alone = (
+            f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is "
+            f"{self._activity()}"
+        )
+        keeper = f"rank 0 {self._roll.fate(0)}, " if self._roll.is_kept_by_rank_0 else ""
+        line = f"{alone}, {keeper}and nothing answers where the ranks' store was; {self._advice()}"
+        self._end(line, [])
 
     def _exchange(self, beats: int, is_over: bool, makes_progress: bool) -> tuple[bool, int, int]:
         """Write a heartbeat, and give the run up if `is_over`.
@@ -250,12 +266,11 @@ class Watch:
             long function, and how many ranks have failed.
         """
         self._roll.beat(beats)
+        # `add` returns the counter's new value; adding 0 only reads it
         is_given_up = bool(self._store.add("watch/given_up", int(is_over)))
-        return (
-            is_given_up,
-            self._store.add("watch/works", int(makes_progress)),
-            self._store.add("roll/failures", 0),
-        )
+        progress = self._store.add("watch/works", int(makes_progress))
+        failures = self._store.add("roll/failures", 0)
+        return is_given_up, progress, failures
 
     def _is_given_up(self) -> bool:
         """Return whether the run was given up; False if the store does not answer in time.
@@ -274,31 +289,36 @@ class Watch:
         """Write down this rank's position. The lowest rank that answers collects all positions and
         reports them. End the process."""
         self._store.set(f"watch/position/{self._rank}", json.dumps(asdict(self._position())))
+        self._write_flight_recordings()
+        time.sleep(self._round_seconds)  # by then every live rank has written its position
+
+        positions = []
+        for rank in range(self._world):
+            key = f"watch/position/{rank}"
+            if self._store.check([key]):
+                positions.append(Position(**json.loads(self._store.get(key))))
+
+        lowest = positions[0].rank
+        if lowest == self._rank:
+            present = {position.rank for position in positions}
+            absent = [rank for rank in range(self._world) if rank not in present]
+            fates = {rank: self._roll.fate(rank) for rank in absent}
+            line = f"{describe_hang(self._step(), self._patience, positions, fates)}; "
+            line += self._advice()
+            if self._folder:
+                line += f"; moesaic why-hung {self._folder.path} shows every rank's calls"
+            self._end(line, positions)
+        time.sleep(self._round_seconds)  # the lowest rank speaks first
+        self._leave()
+
+    def _write_flight_recordings(self) -> None:
+        """Write PyTorch's recordings of this rank's last collectives into the run folder."""
+        # NCCL has a separate recorder
         for library, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
-            # PyTorch's flight recorders; NCCL has a separate one.
             dump = getattr(torch._C._distributed_c10d, name, None)
             if dump is not None and self._folder is not None:
                 with suppress(OSError):
                     self._folder.write(FLIGHT.format(library=library, rank=self._rank), dump())
-        time.sleep(self._round_seconds)
-        keys = [f"watch/position/{rank}" for rank in range(self._world)]
-        positions = [
-            Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])
-        ]
-        if positions[0].rank == self._rank:
-            present = {position.rank for position in positions}
-            silent = {
-                rank: self._roll.fate(rank) for rank in range(self._world) if rank not in present
-            }
-            more = (
-                f"; moesaic why-hung {self._folder.path} shows every rank's calls"
-                if self._folder
-                else ""
-            )
-            line = describe_hang(self._step(), self._patience, positions, silent)
-            self._end(f"{line}; {self._advice()}{more}", positions)
-        time.sleep(self._round_seconds)  # the lowest rank speaks first
-        self._leave()
 
     def _end(self, line: str, positions: Sequence[Position]) -> None:
         """Print a line, write it into the run folder, and end the process even if its main thread
@@ -325,61 +345,77 @@ class Watch:
     def _position(self) -> Position:
         """Return where this rank is: what it does, whose messages it waits for, and its stack."""
         at = self._activity()
+
         waits_for = {}
+        # a function that waits for a message has the message's handle as a local variable
         handle = next(_locals(self._frames().values(), Handle), None)
         if handle is not None:
-            waits_for = {
-                str(peer): tensor.nbytes for peer, tensor in handle.transfer.receives.items()
-            }
+            for peer, tensor in handle.transfer.receives.items():
+                waits_for[str(peer)] = tensor.nbytes
+
+        main_frames = list(_outward(self._frames()[self._main]))
         stack = [
             f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-            for frame in reversed(list(_outward(self._frames()[self._main])))
+            for frame in reversed(main_frames)
         ]
         return Position(
             self._rank, process=process_name(), at=at, waits_for=waits_for, stack=tuple(stack)
         )
 
     def _activity(self) -> str:
-        """Return what this rank is doing, in words."""
+        """Return what this rank is doing, in words: the task of an MoE layer's program, a message
+        between pipeline stages, or a line of code."""
         frames = self._frames()
         run = next(_locals(frames.values(), LayerRun), None)
         if run is not None:
-            name = self._layers.get(id(run.call.experts), "of no name")
-            backward = any(
-                frame.f_code is run_backward.__code__ for frame in _all_frames(frames.values())
-            )
-            task = next(
-                (
-                    _task_in_words(frame)
-                    for frame in _all_frames(frames.values())
-                    if frame.f_code is drive.__code__
-                ),
-                "",
-            )
-            return f"in {'backward' if backward else 'forward'} of layer {name}{task}"
+            return self._layer_in_words(run, list(_all_frames(frames.values())))
         main = list(_outward(frames[self._main]))
-        if message := between_stages(main):
+        message = between_stages(main)
+        if message:
             return message
-        place = next((frame for frame in main if _is_own(frame)), main[0])
-        waits = next(
-            (
-                frame.f_code.co_name
-                for frame in main
-                if "distributed_c10d" in frame.f_code.co_filename
-            ),
-            "",
-        )
-        module = next((name_of for frame in main if (name_of := self._module_name(frame))), "")
-        words = [f"in {waits}" if waits else "", f"of module {module}" if module else ""]
+        return self._line_in_words(main)
+
+    def _layer_in_words(self, run: LayerRun, frames: Sequence[FrameType]) -> str:
+        """Return in words which layer runs, in which pass, and which task of its program waits.
+
+        Args:
+            frames: the frames of all threads.
+        """
+        name = self._layers.get(id(run.call.experts), "of no name")
+        is_backward = any(frame.f_code is run_backward.__code__ for frame in frames)
+        direction = "backward" if is_backward else "forward"
+        drivers = [frame for frame in frames if frame.f_code is drive.__code__]
+        task = _task_in_words(drivers[0]) if drivers else ""
+        return f"in {direction} of layer {name}{task}"
+
+    def _line_in_words(self, main: Sequence[FrameType]) -> str:
+        """Return the innermost line of our code that runs, with the function of torch.distributed
+        and the module that it is in, if any.
+
+        Args:
+            main: the main thread's frames, innermost first.
+        """
+        own_frames = [frame for frame in main if _is_own(frame)]
+        place = own_frames[0] if own_frames else main[0]
+        collectives = [
+            frame.f_code.co_name for frame in main if "distributed_c10d" in frame.f_code.co_filename
+        ]
+        modules = [name for name in map(self._module_name, main) if name]
+        words = []
+        if collectives:
+            words.append(f"in {collectives[0]}")
+        if modules:
+            words.append(f"of module {modules[0]}")
         file = place.f_code.co_filename.removeprefix(_OWN)
-        return " ".join(
-            [*filter(None, words), f"at {file}:{place.f_lineno} in {place.f_code.co_name}"]
-        )
+        words.append(f"at {file}:{place.f_lineno} in {place.f_code.co_name}")
+        return " ".join(words)
 
     def _module_name(self, frame: FrameType) -> str:
         """Return the name of the module that a frame works on; empty if none."""
-        modules = [value for value in list(frame.f_locals.values()) if isinstance(value, nn.Module)]
-        return next((self._names[id(value)] for value in modules if id(value) in self._names), "")
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, nn.Module) and id(value) in self._names:
+                return self._names[id(value)]
+        return ""
 
     def _frames(self) -> dict[int, FrameType]:
         """Return the innermost frames of all other threads by thread id. On GPUs, the backward pass
@@ -391,31 +427,45 @@ class Watch:
 def describe_hang(
     step: str, patience: float, positions: Sequence[Position], silent: Mapping[int, str]
 ) -> str:
-    """Return one line that says which ranks have not arrived, and where the others wait."""
+    """Return one line that says which ranks have not arrived, and where the others wait.
+
+    Args:
+        step: what the run does, such as "step 12".
+        patience: seconds that it has stood still.
+        positions: those of the ranks that answered.
+        silent: what is known about each rank that did not answer, by rank.
+    """
     parts = [f"rank {rank} {fate}" for rank, fate in silent.items()]
-    waiting: dict[str, list[Position]] = {}
+    groups: dict[str, list[Position]] = {}
     for position in positions:
-        waiting.setdefault(position.at, []).append(position)
-    # the smallest group comes first
-    for at, group in sorted(waiting.items(), key=lambda item: len(item[1])):
-        bytes_of: Counter[str] = Counter()
-        for position in group:
-            bytes_of.update(position.waits_for)
-        own = [position.rank for position in group]
-        elsewhere = {peer: size for peer, size in bytes_of.items() if int(peer) not in own}
-        missing = ", ".join(
-            f"{size:,} bytes of rank {peer}"
-            for peer, size in sorted((elsewhere or bytes_of).items())
-        )
-        verb = "is" if len(group) == 1 else "are"
-        part = f"{in_words(own)} {verb} {at}"
-        if missing:
-            part += f", waiting for {missing}"
-        parts.append(part)
+        groups.setdefault(position.at, []).append(position)
+    # the smallest group comes first, since it is likely to be what the others wait for
+    for group in sorted(groups.values(), key=len):
+        parts.append(_group_in_words(group))
     line = f"{step} has stood still for {patience:g} s: {'; '.join(parts)}"
     if len(parts) == 1:
         line += ": all are there, so look at the links between their nodes"
     return line
+
+
+def _group_in_words(group: Sequence[Position]) -> str:
+    """Return which ranks wait at the same place, and for how many bytes of which ranks."""
+    missing_bytes: Counter[str] = Counter()
+    for position in group:
+        missing_bytes.update(position.waits_for)
+    ranks = [position.rank for position in group]
+    from_outside = {
+        peer: num_bytes for peer, num_bytes in missing_bytes.items() if int(peer) not in ranks
+    }
+    reported = from_outside or missing_bytes  # who waits for another group tells more
+    missing = [
+        f"{num_bytes:,} bytes of rank {peer}" for peer, num_bytes in sorted(reported.items())
+    ]
+    verb = "is" if len(group) == 1 else "are"
+    words = f"{in_words(ranks)} {verb} {group[0].at}"
+    if missing:
+        words += f", waiting for {', '.join(missing)}"
+    return words
 
 
 def read_hang(folder: Path) -> tuple[str, list[Position]]:
@@ -445,43 +495,57 @@ def between_stages(frames: Sequence[FrameType]) -> str:
     Args:
         frames: the thread's frames, innermost first.
     """
-    waits = [
+    callers = [
         frame.f_back
         for frame in frames
         if frame.f_code.co_name == "_wait_batch_p2p" and frame.f_globals["__name__"] == _SCHEDULES
     ]
-    if not waits or waits[0] is None:
+    if not callers or callers[0] is None:
         return ""
-    values = waits[0].f_locals
-    stage = values.get("stage") or getattr(values.get("self"), "_stage", None)
     words = "in a message between pipeline stages"
+
+    # schedules of several stages per rank have the stage as a variable, others as an attribute
+    values = callers[0].f_locals
+    stage = values.get("stage") or getattr(values.get("self"), "_stage", None)
     if stage is None:
         return words
-    places = stage.stage_index_to_group_rank
-    neighbours = [
-        places[number] if stage.group is None else dist.get_global_rank(stage.group, places[number])
-        for number in (stage.stage_index - 1, stage.stage_index + 1)
-        if number in places
-    ]
+
+    rank_of_part = stage.stage_index_to_group_rank
+    neighbours = []
+    for part in (stage.stage_index - 1, stage.stage_index + 1):
+        if part in rank_of_part:  # the first and the last part have one neighbour
+            rank = rank_of_part[part]
+            if stage.group is not None:
+                rank = dist.get_global_rank(stage.group, rank)
+            neighbours.append(rank)
     return f"{words}: part {stage.stage_index}, whose neighbours are on {in_words(neighbours)}"
 
 
 def _task_in_words(frame: FrameType) -> str:
-    """Return which task of a program waits, in words; `frame` is that of `executor.drive`."""
-    run = frame.f_locals["steps"]
-    inner = getattr(run, "gi_frame", None)
-    request = frame.f_locals.get("request")
-    if inner is None or inner.f_code is not interpret.__code__ or not isinstance(request, Handle):
+    """Return which task of a layer's program waits for a message, in words; empty if none.
+
+    Args:
+        frame: the frame of `executor.drive`, which runs the generator of `executor.interpret`.
+    """
+    generator_frame = getattr(frame.f_locals["steps"], "gi_frame", None)
+    if generator_frame is None or generator_frame.f_code is not interpret.__code__:
         return ""
-    program = inner.f_locals["program"]
-    call = inner.f_locals["call"]
-    number = request.transfer.tag - call.first_tag
+    request = frame.f_locals.get("request")
+    if not isinstance(request, Handle):
+        return ""
+    program = generator_frame.f_locals["program"]
+    call = generator_frame.f_locals["call"]
+    number = request.transfer.tag - call.first_tag  # each task has the tag of its number
     if number >= len(program.tasks):
         return ""
     task = program.tasks[number]
-    chunks = [program.slot(name).layout.chunk for name in (*task.reads, *task.writes)]
-    chunk = next((f", chunk {number}" for number in chunks if isinstance(number, int)), "")
-    return f", task {number} ({task.name}{chunk}) of its program"
+    words = task.name
+    for slot in (*task.reads, *task.writes):
+        chunk = program.slot(slot).layout.chunk
+        if isinstance(chunk, int):
+            words += f", chunk {chunk}"
+            break
+    return f", task {number} ({words}) of its program"
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -492,16 +556,16 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _place_of(innermost: FrameType) -> list[tuple[int, int]]:
-    """Return a value that changes when a thread moves on. Frames inside a wait are left out, since
-    a wait may loop while no message arrives."""
-    frames = list(_outward(innermost))
-    waits = [
-        number
-        for number, frame in enumerate(frames)
-        if frame.f_code.co_name == "wait" and _is_own(frame)
-    ]
-    first = waits[-1] + 1 if waits else 0
-    return [(id(frame.f_code), frame.f_lasti) for frame in frames[first:]]
+    """Return a value that changes when a thread moves on: code and instruction of its frames,
+    innermost first. Frames inside a wait are left out, since a wait may loop while no message
+    arrives."""
+    place: list[tuple[int, int]] = []
+    for frame in _outward(innermost):
+        if frame.f_code.co_name == "wait" and _is_own(frame):
+            place = []
+        else:
+            place.append((id(frame.f_code), frame.f_lasti))
+    return place
 
 
 def _moved_bytes() -> int:
@@ -512,10 +576,9 @@ def _moved_bytes() -> int:
     for path in Path("/proc/self/task").glob("*/io"):
         with suppress(OSError):
             if path.parent.name != own:
-                num_bytes += sum(
-                    int(line.split()[1])
-                    for line in path.read_text(encoding="ascii").splitlines()[:2]
-                )
+                lines = path.read_text(encoding="ascii").splitlines()
+                for line in lines[:2]:  # "rchar: 123", "wchar: 123"
+                    num_bytes += int(line.split()[1])
     return num_bytes
 
 
@@ -531,4 +594,6 @@ def _all_frames(innermost: Sequence[FrameType] | Any) -> Iterator[FrameType]:
 def _locals(innermost: Any, kind: type[Any]) -> Iterator[Any]:
     """Yield local variables of type `kind` from the frames of some threads, innermost first."""
     for frame in _all_frames(innermost):
-        yield from (value for value in list(frame.f_locals.values()) if isinstance(value, kind))
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, kind):
+                yield value
