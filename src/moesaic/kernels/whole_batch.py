@@ -102,7 +102,6 @@ def backward(
         d_x = sum_rows(d_x, work.dispatch)
     elif d_x is not None:
         d_x = _placed(d_x, work.d_x_rows)
-
     if d_gates is not None and work.gates is not None:
         d_gates = of_sent(d_gates, work).to(work.gates.dtype)
     wants = wanted.weights

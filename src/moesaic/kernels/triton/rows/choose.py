@@ -411,8 +411,7 @@ def _choose_kernel(
     scale: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
-    """Choose experts for every `num_programs`-th tile of rows, and store the sums over these
-    tiles."""
+    """Choose experts for every `num_programs`-th tile of rows, and store these tiles' sums."""
     ROWS: tl.constexpr = FORM.rows
     COLUMNS: tl.constexpr = FORM.columns
     SLOTS: tl.constexpr = FORM.slots
@@ -431,8 +430,7 @@ def _choose_kernel(
         place = _ranks(x, gates, inside, bias, num_experts, FORM)
         is_copy, copy = _copies_of(row, num_rows, FORM)
 
-        # choose one expert of each row after the other; registers cannot be indexed, so that the
-        # values of a column or a slot are picked by comparisons
+        # registers cannot be indexed: values of a column or a slot are picked by comparisons
         weighed_by = x if FORM.normalize and not FORM.by_sigmoid else gates
         experts = tl.zeros((ROWS, SLOTS), tl.int32)
         picked = tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
@@ -450,7 +448,6 @@ def _choose_kernel(
             counts += tl.sum((is_chosen & is_valid[:, None]).to(tl.int32), 0)
         weights = scale * _normalized(picked, is_copy, FORM)
         _store_copies(copies, experts, weights, row, copy, is_copy)
-
         is_wrong = is_copy & is_valid[:, None] & (weights - weights != 0.0)  # NaN or infinite
         nonfinite += tl.sum(is_wrong.to(tl.int32), 1)
         num_valid += is_valid.to(tl.int32)
@@ -614,20 +611,16 @@ def _choose_backward_kernel(
     scale: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
-    """Write the gradient of a tile of logits, the sum of what reaches it through the scores (by
-    `d_gates`) and of what does directly."""
+    """Write the gradient of a tile of logits: what passes the scores (`d_gates`), and `direct`."""
     ROWS: tl.constexpr = FORM.rows
     COLUMNS: tl.constexpr = FORM.columns
     column = tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     x, inside, is_valid = _load_rows(logits, valid, row, num_rows, num_experts, COLUMNS)
     probabilities, log_sum = _softmax(x, inside)
-    gates = probabilities
-    if FORM.by_sigmoid:
-        gates = _sigmoid(x, inside)
+    gates = _sigmoid(x, inside) if FORM.by_sigmoid else probabilities
     d_gates = tl.zeros((ROWS, COLUMNS), tl.float32)
     direct = tl.zeros((ROWS, COLUMNS), tl.float32)
-
     if d_balance is not None:
         is_expert = column < num_experts
         if FORM.reduced:
@@ -637,10 +630,8 @@ def _choose_backward_kernel(
             d_probs = tl.load(d_balance + column, mask=is_expert, other=0.0)
         d_gates += tl.where(is_valid[:, None], d_probs[None, :], 0.0)
         if FORM.by_sigmoid:
-            # probabilities are gates divided by their sum
-            total = tl.sum(gates, 1)[:, None]
+            total = tl.sum(gates, 1)[:, None]  # probabilities are gates divided by it
             d_gates = (d_gates - tl.sum(d_gates * gates, 1)[:, None] / total) / total
-
     if d_weight is not None:
         is_copy, copy = _copies_of(row, num_rows, FORM)
         index = tl.load(expert + copy, mask=is_copy, other=0).to(tl.int32)
@@ -654,12 +645,10 @@ def _choose_backward_kernel(
         else:
             d_gates += _spread(grad, index, FORM)
 
-    # the derivatives of the sigmoid and of the softmax
-    if FORM.by_sigmoid:
+    if FORM.by_sigmoid:  # the derivatives of the sigmoid and of the softmax
         direct += d_gates * gates * (1.0 - gates)
     else:
         direct += gates * (d_gates - tl.sum(tl.where(inside, d_gates * gates, 0.0), 1)[:, None])
-
     if d_z is not None:
         factor = 2.0 * tl.load(d_z)
         if FORM.reduced:
