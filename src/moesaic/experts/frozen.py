@@ -502,7 +502,8 @@ class _Run(torch.autograd.Function):
         gates: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        # the same tensors again, as arguments of which autograd knows
+        """Run the experts on a call whose tensors are given again, as arguments that autograd
+        sees: the rows, the gates, and `num_sharded` split weights before the common ones."""
         own = replace(
             call,
             rows=rows,

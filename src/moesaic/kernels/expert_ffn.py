@@ -199,6 +199,7 @@ def expert_backward(*arguments: Any) -> list[Tensor]:
 
 @torch.library.register_fake(expert_backward.overload)
 def _(*arguments: Any) -> list[Tensor]:
+    """Return empty tensors of the shapes that `expert_backward` returns."""
     *call, _pre, _dy, wants_x, wants_gates, wants_weights = arguments
     work = _unflatten(*call)
     x = work.x

@@ -690,7 +690,7 @@ def _loss_values(
 
 def _weighted_sum(losses: Sequence[AbstractLoss], values: Sequence[Tensor]) -> Tensor | None:
     """Return the sum of the losses' values times their coefficients; None without losses."""
-    total = None
+    total: Tensor | None = None
     for loss, value in zip(losses, values):
         weighted = loss.coefficient * value
         total = weighted if total is None else total + weighted
