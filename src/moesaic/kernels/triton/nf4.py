@@ -117,12 +117,9 @@ def _nf4_kernel(
             total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
 
         column = start + tl.arange(0, BLOCK)
+        inside = rows.is_row[:, None] & (column < columns)[None, :]
         pointers = out + rows.row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(
-            pointers,
-            total.to(out.dtype.element_ty),
-            mask=rows.is_row[:, None] & (column < columns)[None, :],
-        )
+        tl.store(pointers, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -146,8 +143,9 @@ def matrix_tile(
     inside = matrix_row < height
     stored_row = expert.to(tl.int64) * height + matrix_row  # among those of all experts
     byte = column // 2 + tl.arange(0, BLOCK // 2)
-    to_codes = codes + stored_row[:, None] * (width // 2) + byte[None, :]
-    packed = tl.load(to_codes, mask=inside[:, None], other=0).to(tl.int32)
+    packed = tl.load(
+        codes + stored_row[:, None] * (width // 2) + byte[None, :], mask=inside[:, None], other=0
+    ).to(tl.int32)
     # the values of a byte's upper and lower half become neighbours
     pairs = tl.join(tl.load(values + (packed >> 4)), tl.load(values + (packed & 15)))
     to_scales = scales + stored_row * (width // BLOCK) + column // BLOCK

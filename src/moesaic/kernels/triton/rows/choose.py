@@ -490,10 +490,12 @@ def _sums_of(
         is_program = program < end
         to_floats = floats + program * (COLUMNS + 1)
         to_ints = ints + program * (COLUMNS + 2)
-        to_probs = to_floats[:, None] + column[None, :]
-        probs += tl.sum(tl.load(to_probs, mask=is_program[:, None], other=0.0), 0)
-        to_copies = to_ints[:, None] + column[None, :]
-        copies += tl.sum(tl.load(to_copies, mask=is_program[:, None], other=0), 0)
+        probs += tl.sum(
+            tl.load(to_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0
+        )
+        copies += tl.sum(
+            tl.load(to_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0
+        )
         squares += tl.load(to_floats + COLUMNS, mask=is_program, other=0.0)
         nonfinite += tl.load(to_ints + COLUMNS, mask=is_program, other=0)
         num_valid += tl.load(to_ints + COLUMNS + 1, mask=is_program, other=0)

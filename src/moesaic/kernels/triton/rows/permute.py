@@ -131,8 +131,8 @@ def weighted_row(
     """Load columns of row `by_token[place]` in float32, times the row's weight; zeros for row
     -1."""
     source = tl.load(by_token + place).to(tl.int64)
-    pointers = rows + source * dim + column
     inside = (source >= 0) & (column < dim)
+    pointers = rows + source * dim + column
     values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     if WEIGHTED:
         values *= tl.load(weights + source, mask=source >= 0, other=0.0).to(tl.float32)

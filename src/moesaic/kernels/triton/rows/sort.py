@@ -104,8 +104,7 @@ def _scan_kernel(
     for first in range(0, blocks, SCANNED):
         block = first + tl.arange(0, SCANNED)
         count = tl.load(to_counts + block, mask=block < blocks, other=0)
-        earlier = tl.cumsum(count, 0) - count + total
-        tl.store(to_counts + block, earlier, mask=block < blocks)
+        tl.store(to_counts + block, tl.cumsum(count, 0) - count + total, mask=block < blocks)
         total += tl.sum(count, 0)
     tl.store(totals + tl.program_id(0), total)
 
