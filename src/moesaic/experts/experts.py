@@ -1,6 +1,12 @@
 """The interface of a layer's experts, and the built-in experts. Their weights are stacked: one
 grouped product computes all experts, and one tensor is sharded over them.
 
+A row is the copy of a token for one of its experts; a call's R rows lie sorted by expert, and its
+gates are their routing weights. Experts are spread once each rank of a mesh holds only its part of
+them. Shards divide the hidden units of an expert: split (or sharded) parameters are cut by them,
+and common ones are whole in every shard. A mark is a function that sets an attribute or hook of a
+parameter.
+
 Gated experts store gate and up in one parameter, (experts, 2, hidden, dim), with the same bytes as
 Hugging Face's `gate_up_proj`; gate and up are views of it. Ranks and messages split the hidden
 width, which is the third dimension.
@@ -193,11 +199,13 @@ class AbstractExperts(nn.Module, ABC):
 
     def mark_all(self) -> None:
         """Mark the parameters that took the place of marked ones, such as those of FSDP2."""
-        if self._marks:
-            for parameter in self.parameters():
-                for mark in self._marks[getattr(parameter, _NUM_MARKS, 0) :]:
-                    mark(parameter)
-                setattr(parameter, _NUM_MARKS, len(self._marks))
+        if not self._marks:
+            return
+        for parameter in self.parameters():
+            num_marks = getattr(parameter, _NUM_MARKS, 0)
+            for mark in self._marks[num_marks:]:
+                mark(parameter)
+            setattr(parameter, _NUM_MARKS, len(self._marks))
 
     @abstractmethod
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
@@ -264,17 +272,18 @@ class AbstractExperts(nn.Module, ABC):
         )
 
     def _saved_per_row(self, sharded: Weights) -> int:
-        """Return how many numbers per row autograd saves for one expert, not counting
-        parameters."""
+        """Return how many numbers per row autograd saves for one expert, not counting parameters;
+        measured on two rows."""
         weights = tuple(weight.detach().requires_grad_() for weight in self.first(sharded, 1))
-        weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
-        saved_numbers = dict[int, int]()
+        weight_addresses = {weight.untyped_storage().data_ptr() for weight in weights}
+        numbers_by_address = dict[int, int]()
 
         def note(value: Tensor) -> Tensor:
             """Count what autograd saves, each storage once and no weights."""
             storage = value.untyped_storage()
-            if storage.data_ptr() not in weight_storages:
-                saved_numbers[storage.data_ptr()] = storage.nbytes() // value.element_size()
+            address = storage.data_ptr()
+            if address not in weight_addresses:
+                numbers_by_address[address] = storage.nbytes() // value.element_size()
             return value
 
         rows = weights[0].new_zeros(2, self.dim).requires_grad_()
@@ -283,7 +292,8 @@ class AbstractExperts(nn.Module, ABC):
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda value: value)
         with torch.enable_grad(), torch.random.fork_rng(devices), hooks:
             self.compute(ExpertCall(weights, common=(), rows=rows, gates=None, ends=ends))
-        return -(-sum(saved_numbers.values()) // len(rows))
+        saved_numbers = sum(numbers_by_address.values())
+        return math.ceil(saved_numbers / len(rows))
 
     def forward(
         self,
@@ -304,12 +314,11 @@ class AbstractExperts(nn.Module, ABC):
         Returns:
             (R, dim), or what `run` returns.
         """
+        sharded, common = self.weights_in(compute_dtype(rows.dtype, rows.device))
         if run is not None:
-            return run(rows, weight, *self.weights_in(compute_dtype(rows.dtype, rows.device)))
+            return run(rows, weight, sharded, common)
         assert ends is not None
-        return self.compute(
-            ExpertCall(*self.weights_in(compute_dtype(rows.dtype, rows.device)), rows, weight, ends)
-        )
+        return self.compute(ExpertCall(sharded, common, rows, gates=weight, ends=ends))
 
     def weights(self) -> tuple[Weights, Weights]:
         """Return the parameters of `names`; of a DTensor, this rank's part."""
@@ -329,7 +338,7 @@ class AbstractExperts(nn.Module, ABC):
         owner, _, leaf = name.rpartition(".")
         # a plain tensor within `functional_call`
         parameter: Tensor = getattr(self.get_submodule(owner), leaf)
-        # of a DTensor, whose package takes a second to import
+        # only a DTensor has placements; its class would cost a second of imports
         placements = getattr(parameter, "placements", None)
         if placements is None:
             return parameter
@@ -345,9 +354,9 @@ class AbstractExperts(nn.Module, ABC):
         same dropout.
         """
         rows = call.rows
-        states = [torch.get_rng_state()] + (
-            [torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else []
-        )
+        states = [torch.get_rng_state()]
+        if rows.is_cuda:
+            states.append(torch.cuda.get_rng_state(rows.device))
         return self.compute(call), tuple(states)
 
     def gradients(
@@ -368,23 +377,29 @@ class AbstractExperts(nn.Module, ABC):
                 gradients, so that the rows' gradient can be sent first. None: all gradients are
                 complete on return.
         """
-        rows = call.rows
-        first_common = 1 + len(call.sharded)
-        leaves = [leaf.detach().requires_grad_() for leaf in (rows, *call.sharded, *call.common)]
-        gate = None if call.gates is None else call.gates.detach().requires_grad_()
-        with torch.enable_grad(), torch.random.fork_rng([rows.device] if rows.is_cuda else []):
+        rows = call.rows.detach().requires_grad_()
+        sharded = tuple(weight.detach().requires_grad_() for weight in call.sharded)
+        common = tuple(weight.detach().requires_grad_() for weight in call.common)
+        gates = None if call.gates is None else call.gates.detach().requires_grad_()
+
+        devices = [rows.device] if rows.is_cuda else []
+        with torch.enable_grad(), torch.random.fork_rng(devices):
             torch.set_rng_state(kept[0])
             if rows.is_cuda:
                 torch.cuda.set_rng_state(kept[1], rows.device)
-            weights = tuple(leaves[1:first_common]), tuple(leaves[first_common:])
-            out = self.compute(ExpertCall(*weights, leaves[0], gate, call.ends, call.shards))
-        inputs = leaves if gate is None else [*leaves, gate]
-        grads = torch.autograd.grad(out, inputs, dy, materialize_grads=True)
+            again = ExpertCall(sharded, common, rows, gates, ends=call.ends, shards=call.shards)
+            out = self.compute(again)
+
+        inputs = [rows, *sharded, *common]
+        if gates is not None:
+            inputs.append(gates)
+        d_rows, *d_others = torch.autograd.grad(out, inputs, dy, materialize_grads=True)
+        d_gates = None if gates is None else d_others.pop()
         return ExpertGradients(
-            rows=grads[0],
-            gates=None if gate is None else grads[-1],
-            sharded=grads[1:first_common],
-            common=grads[first_common : len(leaves)],
+            d_rows,
+            d_gates,
+            sharded=tuple(d_others[: len(sharded)]),
+            common=tuple(d_others[len(sharded) :]),
         )
 
 
@@ -453,20 +468,20 @@ class StackedExperts(AbstractExperts):
         super().__init__(dim, num_experts)
         self.bias = bias
         self._casts: dict[str, _KeptCast] = {}
-        gate_and_up = () if len(self.ups) == 1 else (len(self.ups),)
+        up_shape = (hidden, dim)
         shapes: dict[str, tuple[int, ...]] = {
-            self._up: (*gate_and_up, hidden, dim),
+            self._up: up_shape if len(self.ups) == 1 else (len(self.ups), *up_shape),
             "w2": (dim, hidden),
         }
+        # a bias has a number for each output, and the last dimension of a matrix is its input
         shapes |= {_bias_of(name): shape[:-1] for name, shape in shapes.items()}
+
         for name, shape in shapes.items():
-            is_left_out = name.startswith("b") and not bias
-            tensor = (
-                None
-                if is_left_out
-                else torch.empty(num_experts, *shape, device=device, dtype=dtype)
-            )
-            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+            if name.startswith("b") and not bias:
+                self.register_parameter(name, None)
+                continue
+            tensor = torch.empty(num_experts, *shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(tensor))
         self.reset_parameters()
 
     @property
@@ -476,12 +491,17 @@ class StackedExperts(AbstractExperts):
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return (self._up, "w2", *((_bias_of(self._up),) if self.bias else ())), (
-            "b2",
-        ) if self.bias else ()
+        if not self.bias:
+            return (self._up, "w2"), ()
+        return (self._up, "w2", _bias_of(self._up)), ("b2",)
 
     def shard_dim(self, name: str) -> int | None:
-        return {"w2": 2, "b2": None}.get(name, len(self.ups))
+        if name == "b2":
+            return None
+        if name == "w2":
+            return 2
+        # the hidden units follow the experts, and gate and up where they are one parameter
+        return len(self.ups)
 
     @property
     def paired(self) -> tuple[str, ...]:
@@ -503,34 +523,34 @@ class StackedExperts(AbstractExperts):
         Parameters that FSDP gathers for a call are not kept, since FSDP frees them between calls
         (`shard_over_data` can gather them in `dtype`).
         """
-        sharded, common = self.names
-        return tuple(self._cast(name, dtype) for name in sharded), tuple(
-            self._cast(name, dtype) for name in common
-        )
+        sharded_names, common_names = self.names
+        sharded = tuple(self._cast(name, dtype) for name in sharded_names)
+        common = tuple(self._cast(name, dtype) for name in common_names)
+        return sharded, common
 
     def _cast(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a parameter in a dtype; in training the cast is kept until the parameter
         changes."""
         parameter = self._local(name)
-        if (
-            parameter.dtype == dtype
-            or torch.compiler.is_compiling()
-            or not (self.training and torch.is_grad_enabled())
-        ):
+        if parameter.dtype == dtype or torch.compiler.is_compiling():
             return parameter.to(dtype)
-        kept_cast = self._casts.get(name)
+        if not self.training or not torch.is_grad_enabled():
+            return parameter.to(dtype)
+
+        kept = self._casts.get(name)
+        # another parameter may have its place, such as one that FSDP gathered for this call
+        if kept is None or kept.parameter is not self._parameters[name]:
+            return parameter.to(dtype)
         # A captured graph must cast the values that the parameter has at each replay.
-        is_captured = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
-        if kept_cast is None or kept_cast.parameter is not self._parameters[name] or is_captured:
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
             return parameter.to(dtype)
-        if (
-            kept_cast.cast is None
-            or kept_cast.version != parameter._version
-            or kept_cast.cast.dtype != dtype
-        ):
-            kept_cast.cast = parameter.detach().to(dtype)
-            kept_cast.version = parameter._version
-        cast: Tensor = _Cast.apply(parameter, kept_cast.cast)
+
+        # torch counts a parameter's changes in `_version`
+        is_changed = kept.version != parameter._version
+        if kept.cast is None or is_changed or kept.cast.dtype != dtype:
+            kept.cast = parameter.detach().to(dtype)
+            kept.version = parameter._version
+        cast: Tensor = _Cast.apply(parameter, kept.cast)
         return cast
 
     def __getstate__(self) -> dict[str, Any]:
@@ -544,28 +564,22 @@ class StackedExperts(AbstractExperts):
             weight = getattr(self, name)
             bias = getattr(self, _bias_of(name))
             bound = 1 / math.sqrt(weight.shape[-1])
-            for parameter in (weight,) if bias is None else (weight, bias):
-                draw_globally(
-                    parameter, partial(nn.init.uniform_, a=-bound, b=bound), by_expert=True
-                )
+            fill = partial(nn.init.uniform_, a=-bound, b=bound)
+            draw_globally(weight, fill, by_expert=True)
+            if bias is not None:
+                draw_globally(bias, fill, by_expert=True)
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         """Draw the weights from normal distributions and set biases to zero."""
-        for name in (self._up, "w2"):
-            weight = getattr(self, name)
+        for name, deviation in ((self._up, std), ("w2", out_std)):
+            draw(getattr(self, name), partial(nn.init.normal_, std=deviation), by_expert=True)
             bias = getattr(self, _bias_of(name))
-            draw(
-                weight,
-                partial(nn.init.normal_, std=out_std if name == "w2" else std),
-                by_expert=True,
-            )
             if bias is not None:
                 nn.init.zeros_(bias)
 
     def compute(self, call: ExpertCall) -> Tensor:
-        return expert_ffn(
-            self.work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call))
-        )
+        dtype = compute_dtype(call.rows.dtype, call.rows.device)
+        return expert_ffn(self.work(_cast_to(dtype, call)))
 
     def compute_tokens(
         self,
@@ -612,18 +626,27 @@ class StackedExperts(AbstractExperts):
         assert grads.down is not None
         if deferred_wgrad is not None and grads.finish is not None:
             deferred_wgrad.append(grads.finish)
-        d_common = () if grads.down_bias is None else (grads.down_bias / call.shards,)
-        up = grads.up.view(call.sharded[0].shape)
-        up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
-        return ExpertGradients(
-            grads.x, grads.gates, sharded=(up, grads.down, *up_bias), common=d_common
-        )
+
+        # the shapes of the parameters, which have no dimension of one matrix without a gate
+        sharded: Weights = (grads.up.view(call.sharded[0].shape), grads.down)
+        if grads.up_bias is not None:
+            sharded += (grads.up_bias.view(call.sharded[2].shape),)
+        # each shard added its part of b2, since the shards' results are summed
+        common = () if grads.down_bias is None else (grads.down_bias / call.shards,)
+        return ExpertGradients(grads.x, grads.gates, sharded=sharded, common=common)
 
     def work(
         self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False
     ) -> ExpertWork:
-        """Return one call in the form that the kernels take."""
+        """Return one call in the form that the kernels take.
+
+        Args:
+            dispatch: where each row's token is, if the call's rows are tokens; None for rows.
+            gates_first: multiply by the gates before the expert rather than after it.
+        """
         up, down, up_bias = self._with_gate_dim(call.sharded)
+        # the results of an expert's shards are summed, so that each adds its part of the bias
+        down_bias = call.common[0] / call.shards if call.common else None
         return ExpertWork(
             x=call.rows,
             dispatch=dispatch,
@@ -633,7 +656,7 @@ class StackedExperts(AbstractExperts):
             up=up,
             up_bias=up_bias,
             down=down,
-            down_bias=call.common[0] / call.shards if call.common else None,
+            down_bias=down_bias,
             activation=self.activation,
             clamp=self.clamp,
             kernel=self.kernel,
@@ -662,29 +685,39 @@ class StackedExperts(AbstractExperts):
         """Return (num_experts * hidden, columns). A row holds one hidden unit's entries of every
         matrix, and its biases."""
         up, down, bias = self._with_gate_dim(sharded)
+        # each (num_experts, hidden, columns), by bringing the hidden units to dimension 1
         columns = [up.transpose(1, 2).flatten(2), down.transpose(1, 2)]
-        columns += [] if bias is None else [bias.transpose(1, 2)]
+        if bias is not None:
+            columns.append(bias.transpose(1, 2))
         return torch.cat(columns, dim=2).flatten(0, 1)
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         """Return the parameters from the rows of `pack`, as views."""
         num_ups = len(self.ups)
-        widths = [num_ups * self.dim, self.dim, *([num_ups] if self.bias else [])]
-        up, down, *biases = rows.view(num_experts, -1, sum(widths)).split(widths, dim=2)
-        up_parameters = (
-            up.unflatten(2, (num_ups, self.dim)).transpose(1, 2),
-            *(bias.transpose(1, 2) for bias in biases),
-        )
-        up, *biases = up_parameters if num_ups > 1 else (each.squeeze(1) for each in up_parameters)
+        widths = [num_ups * self.dim, self.dim]
+        if self.bias:
+            widths.append(num_ups)
+        by_unit = rows.view(num_experts, -1, sum(widths))
+        up, down, *biases = by_unit.split(widths, dim=2)
+
+        # the hidden units go back behind gate and up
+        up = up.unflatten(2, (num_ups, self.dim)).transpose(1, 2)
+        biases = [bias.transpose(1, 2) for bias in biases]
+        if num_ups == 1:
+            up = up.squeeze(1)
+            biases = [bias.squeeze(1) for bias in biases]
         return (up, down.transpose(1, 2), *biases)
 
     def _with_gate_dim(self, sharded: Weights) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return up, (experts, 1 or 2, hidden, dim), down, and the biases of up."""
+        """Return up, (experts, 1 or 2, hidden, dim), down, and the biases of up, (experts, 1 or 2,
+        hidden)."""
         up, down, *biases = sharded
         bias = biases[0] if biases else None
         if len(self.ups) > 1:
             return up, down, bias
-        return up.unsqueeze(1), down, None if bias is None else bias.unsqueeze(1)
+        if bias is not None:
+            bias = bias.unsqueeze(1)
+        return up.unsqueeze(1), down, bias
 
 
 @dataclass
@@ -845,12 +878,9 @@ class BorrowedExperts(StackedExperts):
 
 def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
     """Return a call with rows and parameters cast to a dtype."""
-    sharded, common = (
-        tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common)
-    )
     return ExpertCall(
-        sharded,
-        common,
+        sharded=tuple(weight.to(dtype) for weight in call.sharded),
+        common=tuple(weight.to(dtype) for weight in call.common),
         rows=call.rows.to(dtype),
         gates=call.gates,
         ends=call.ends,

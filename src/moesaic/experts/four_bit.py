@@ -1,5 +1,10 @@
 """Experts in NF4 that a layer of its own holds, under the names and in the bytes of bitsandbytes'
-`Experts4bit`."""
+`Experts4bit`.
+
+NF4 codes are indices into 16 values, two in a byte; `nf4.BLOCK` successive inputs of a matrix share
+a scale ("absmax"). Inner and outer are the two matrices of an adapter (LoRA's A and B). A field is
+one of `FrozenWeights`, whose docstrings give the shapes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from torch import Tensor, nn
 
 from moesaic.errors import InputError
 from moesaic.experts.experts import GatedExperts, PlainExperts, StackedExperts
-from moesaic.experts.frozen import SPLIT, Form, FrozenExperts, FrozenWeights
+from moesaic.experts.frozen import SPLIT, TRAINED, Form, FrozenExperts, FrozenWeights
 from moesaic.initial_values import Draw, draw_globally
 from moesaic.kernels import nf4
 from moesaic.kernels.activation import Clamp
@@ -79,7 +84,7 @@ class FourBitExperts(FrozenExperts):
         super().__init__(
             dim, num_experts, gated=gated, activation=activation, clamp=clamp, form=form
         )
-        parts = 2 if gated else 1
+        parts = 2 if gated else 1  # gate and up, or up alone
         shapes: dict[str, tuple[int, ...]] = {
             "up": (parts, hidden, dim // 2),
             "down": (dim, hidden // 2),
@@ -93,17 +98,16 @@ class FourBitExperts(FrozenExperts):
             "down_outer": (dim, rank),
         }
         for field, shape in shapes.items():
-            if form.has(field):
-                kind = dtype
-                if field in ("up", "down"):
-                    kind = torch.uint8
-                elif "scales" in field:
-                    kind = torch.float32
-                tensor = torch.zeros(num_experts, *shape, device=device, dtype=kind)
-                is_trained = "inner" in field or "outer" in field
-                self.register_parameter(
-                    NAMES[field], nn.Parameter(tensor, requires_grad=is_trained)
-                )
+            if not form.has(field):
+                continue
+            field_dtype = dtype
+            if field in ("up", "down"):
+                field_dtype = torch.uint8
+            elif "scales" in field:
+                field_dtype = torch.float32
+            tensor = torch.zeros(num_experts, *shape, device=device, dtype=field_dtype)
+            parameter = nn.Parameter(tensor, requires_grad=field in TRAINED)
+            self.register_parameter(NAMES[field], parameter)
         self.reset_parameters()
 
     @classmethod
@@ -136,46 +140,58 @@ class FourBitExperts(FrozenExperts):
         reference to them."""
         sharded, common = experts.weights()
         up, down, *up_bias = sharded
-        up = up if len(experts.ups) > 1 else up.unsqueeze(1)
-        made = cls.like(experts, rank=rank)
+        if len(experts.ups) == 1:
+            up = up.unsqueeze(1)  # the dimension of gate and up
+        quantized = cls.like(experts, rank=rank)
+
         for field, weight in (("up", up), ("down", down)):
+            stored_codes = quantized.get_parameter(NAMES[field])
+            stored_scales = quantized.get_parameter(NAMES[f"{field}_scales"])
             # an expert at a time needs little memory besides the results
             for expert in range(experts.num_experts):
                 codes, scales = nf4.quantize(weight[expert])
-                made.get_parameter(NAMES[field])[expert].copy_(codes)
-                made.get_parameter(NAMES[f"{field}_scales"])[expert].copy_(scales)
+                stored_codes[expert].copy_(codes)
+                stored_scales[expert].copy_(scales)
+
+        # both are empty for experts without biases
         for field, biases in (("up_bias", up_bias), ("down_bias", common)):
             if biases:
-                parameter = made.get_parameter(NAMES[field])
+                parameter = quantized.get_parameter(NAMES[field])
                 parameter.copy_(biases[0].view(parameter.shape))
-        return made
+        return quantized
 
     @torch.no_grad()
     def merged(self) -> StackedExperts:
         """Return built-in experts, with what the adapters add to the numbers that the codes stand
         for; on one rank."""
+        split_fields, common_fields = self.fields
         values: dict[str, Tensor] = {
-            field: self.get_parameter(NAMES[field]) for fields in self.fields for field in fields
+            field: self.get_parameter(NAMES[field]) for field in (*split_fields, *common_fields)
         }
         for field in ("up", "down"):
             values[field] = nf4.dequantize(values[field], values[f"{field}_scales"], torch.float32)
         if any(self.form.ranks):
+            # the dimension of 1 multiplies the same inner matrix with gate and up
             values["up"] = values["up"] + values["up_outer"] @ values["up_inner"].unsqueeze(1)
             values["down"] = values["down"] + values["down_outer"] @ values["down_inner"]
+
         make = partial(GatedExperts, clamp=self.clamp) if self.gated else PlainExperts
-        sizes = (self.dim, values["down"].shape[2], self.num_experts)
-        made = make(
-            *sizes,
+        merged = make(
+            dim=self.dim,
+            hidden=values["down"].shape[2],
+            num_experts=self.num_experts,
             activation=self.activation,
             bias=self.bias,
             device=values["up"].device,
             dtype=torch.float32,
         )
-        names = (name for names in made.names for name in names)
+        split_names, common_names = merged.names
+        names = (*split_names, *common_names)
+        # without biases there are two names
         for name, field in zip(names, ("up", "down", "up_bias", "down_bias")):
-            parameter = made.get_parameter(name)
+            parameter = merged.get_parameter(name)
             parameter.copy_(values[field].view(parameter.shape))
-        return made
+        return merged
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -183,12 +199,15 @@ class FourBitExperts(FrozenExperts):
         return tuple(NAMES[field] for field in sharded), tuple(NAMES[field] for field in common)
 
     def shard_dim(self, name: str) -> int | None:
-        return next((dim for field, dim in SPLIT.items() if NAMES[field] == name), None)
+        for field, dim in SPLIT.items():
+            if NAMES[field] == name:
+                return dim
+        return None
 
     def frozen_weights(self) -> FrozenWeights:
         """Return the parameters; of a DTensor, this rank's part."""
-        fields = [field for fields in self.fields for field in fields]
-        return FrozenWeights(**{field: self._local(NAMES[field]) for field in fields})
+        split, common = self.fields
+        return FrozenWeights(**{name: self._local(NAMES[name]) for name in (*split, *common)})
 
     def reset_parameters(self, draw: Draw = draw_globally) -> None:
         """Initialise the adapters: A uniformly as `nn.Linear` is, B to zero. Frozen tensors come
@@ -206,38 +225,39 @@ class FourBitExperts(FrozenExperts):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or convert the parameters; scales stay float32."""
-        kept = {
-            NAMES[field]: self.get_parameter(NAMES[field]).detach()
-            for field in ("up_scales", "down_scales")
-        }
+        names = [NAMES["up_scales"], NAMES["down_scales"]]
+        scales_before = [self.get_parameter(name).detach() for name in names]
         super()._apply(fn, recurse)
-        for name, scales in kept.items():
-            device = self.get_parameter(name).device
-            dtype = self.get_parameter(name).dtype
-            if dtype != torch.float32:
-                setattr(self, name, nn.Parameter(scales.to(device), requires_grad=False))
+        for name, scales in zip(names, scales_before):
+            applied = self.get_parameter(name)
+            if applied.dtype != torch.float32:
+                exact = nn.Parameter(scales.to(applied.device), requires_grad=False)
+                setattr(self, name, exact)
         return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Save codes and scales flat, as other software stores them."""
+        """Save codes and scales flat, as other software stores them; DTensors as they are."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in (prefix + NAMES[field] for field in STORED_FLAT):
-            if not hasattr(destination[name], "placements"):
+        for field in STORED_FLAT:
+            name = prefix + NAMES[field]
+            is_dtensor = hasattr(destination[name], "placements")
+            if not is_dtensor:
                 destination[name] = destination[name].flatten(1)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load weights that are stored flat in the shape of the module's own."""
+        """Load weights that are stored flat in the shape of the module's own; DTensors as they
+        are."""
         for field in STORED_FLAT:
             stored = state_dict.get(prefix + NAMES[field])
             own = self.get_parameter(NAMES[field])
-            if (
-                isinstance(stored, Tensor)
-                and not hasattr(own, "placements")
-                and stored.numel() == own.numel()
-            ):
+            is_dtensor = hasattr(own, "placements")
+            if is_dtensor or not isinstance(stored, Tensor):
+                continue
+            # another size stays as it is, so that torch names it in its error
+            if stored.numel() == own.numel():
                 state_dict[prefix + NAMES[field]] = stored.reshape(own.shape)
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -6,10 +6,15 @@ r). Neither the adapters' product nor a dequantized matrix is ever formed: backw
 again, by the block or the tile. It saves the rows and the pre-activations, and computes no gradient
 of a frozen matrix. On a mesh frozen tensors move like trained ones, as their bytes; of gradients
 only those of the adapters move. Source: Hu et al., "LoRA" (2021); Dettmers et al., "QLoRA" (2023).
+
+A unit is the part of an expert that one sent row holds: one hidden unit, or in NF4 the 64 of a
+block, which share a scale. Shards of an expert divide its units: split tensors are cut by them,
+common ones are whole in every shard. `ends` is one past the last of each expert's rows.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -64,13 +69,12 @@ class FrozenWeights:
     @property
     def form(self) -> Form:
         """Which of the tensors there are."""
-        ranks = [
-            0 if inner is None else inner.shape[1] for inner in (self.up_inner, self.down_inner)
-        ]
+        up_rank = 0 if self.up_inner is None else self.up_inner.shape[1]
+        down_rank = 0 if self.down_inner is None else self.down_inner.shape[1]
         return Form(
             four_bit=self.up_scales is not None,
             bias=self.up_bias is not None,
-            ranks=(ranks[0], ranks[1]),
+            ranks=(up_rank, down_rank),
         )
 
 
@@ -106,9 +110,16 @@ class Form:
 
     def has(self, name: str) -> bool:
         """Return whether experts of this form have a field of `FrozenWeights`."""
-        by_name = {"scales": self.four_bit, "bias": self.bias}
-        kind, _, part = name.partition("_")
-        return by_name.get(part, bool(self.ranks[kind == "down"])) if part else True
+        matrix, _, part = name.partition("_")
+        if not part:
+            return True
+        if part == "scales":
+            return self.four_bit
+        if part == "bias":
+            return self.bias
+        up_rank, down_rank = self.ranks
+        rank = down_rank if matrix == "down" else up_rank
+        return rank > 0
 
 
 class Product(NamedTuple):
@@ -132,9 +143,8 @@ class Product(NamedTuple):
         """Return (R, in), the gradient of the rows, from (R, out), that of the result."""
         d_x = self._frozen(dy, ends, transposed=False)
         if self.inner is not None and self.outer is not None:
-            d_x += grouped_matmul.rows_times(
-                grouped_matmul.rows_times(dy, self.outer, ends), self.inner, ends
-            )
+            d_low = grouped_matmul.rows_times(dy, self.outer, ends)
+            d_x += grouped_matmul.rows_times(d_low, self.inner, ends)
         return d_x
 
     def gradients(self, x: Tensor, dy: Tensor, ends: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -143,16 +153,17 @@ class Product(NamedTuple):
             return None, None
         low = grouped_matmul.rows_times(x, self.inner.transpose(1, 2), ends)
         d_low = grouped_matmul.rows_times(dy, self.outer, ends)
-        return grouped_matmul.outer_products(d_low, x, ends), grouped_matmul.outer_products(
-            dy, low, ends
-        )
+        d_inner = grouped_matmul.outer_products(d_low, x, ends)
+        d_outer = grouped_matmul.outer_products(dy, low, ends)
+        return d_inner, d_outer
 
     def _frozen(self, rows: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
+        """Return the product of rows with the frozen matrix: (R, in) with its transpose, (R, out)
+        with itself."""
         if self.scales is not None:
             return nf4.rows_times(rows, self.weight, self.scales, ends, transposed)
-        return grouped_matmul.rows_times(
-            rows, self.weight.transpose(1, 2) if transposed else self.weight, ends
-        )
+        weight = self.weight.transpose(1, 2) if transposed else self.weight
+        return grouped_matmul.rows_times(rows, weight, ends)
 
 
 class FrozenExperts(AbstractExperts):
@@ -206,39 +217,44 @@ class FrozenExperts(AbstractExperts):
         return SPLIT.get(name)
 
     def weights(self) -> tuple[Weights, Weights]:
-        """Return the tensors as a call has them: scales as bytes, and one tensor of all that shards
-        have in common."""
+        """Return the tensors as a call has them: scales as bytes, which no cast changes, and one
+        tensor of all that shards have in common."""
         whole = self.frozen_weights()
-        sharded, common = ([getattr(whole, name) for name in names] for names in self.fields)
-        joined = (torch.cat([each.flatten(1) for each in common], 1),) if common else ()
-        in_bytes = (
-            each.view(torch.uint8) if "scales" in name else each
-            for name, each in zip(self.fields[0], sharded)
-        )
-        return tuple(in_bytes), joined
+        split_fields, common_fields = self.fields
+
+        sharded = []
+        for name in split_fields:
+            tensor: Tensor = getattr(whole, name)
+            sharded.append(tensor.view(torch.uint8) if "scales" in name else tensor)
+
+        if not common_fields:
+            return tuple(sharded), ()
+        flat = [getattr(whole, name).flatten(1) for name in common_fields]
+        return tuple(sharded), (torch.cat(flat, 1),)
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
         sharded, common = self.weights()
         return _in_dtype(sharded, dtype), _in_dtype(common, dtype)
 
     def of_call(self, call: ExpertCall) -> FrozenWeights:
-        """Return the tensors of a call."""
-        tensors = dict(zip(self.fields[0], call.sharded))
+        """Return the tensors of a call; the inverse of `weights`."""
+        split_fields, common_fields = self.fields
+        tensors = dict(zip(split_fields, call.sharded))
         if self.form.four_bit:
             for name in ("up_scales", "down_scales"):
                 tensors[name] = tensors[name].contiguous().view(torch.float32)
+
         if call.common:
-            up_rank, down_rank = self.form.ranks
             joined = call.common[0]
-            sizes = {
+            up_rank, down_rank = self.form.ranks
+            shapes: dict[str, tuple[int, ...]] = {
                 "up_inner": (up_rank, self.dim),
                 "down_outer": (self.dim, down_rank),
                 "down_bias": (self.dim,),
             }
-            sizes = {name: sizes[name] for name in self.fields[1]}
-            widths = [torch.Size(size).numel() for size in sizes.values()]
-            parts = zip(sizes.items(), joined.split(widths, 1))
-            tensors |= {name: part.reshape(len(joined), *size) for (name, size), part in parts}
+            widths = [math.prod(shapes[name]) for name in common_fields]
+            for name, part in zip(common_fields, joined.split(widths, 1)):
+                tensors[name] = part.reshape(len(joined), *shapes[name])
         return FrozenWeights(**tensors)
 
     def compute(self, call: ExpertCall) -> Tensor:
@@ -257,13 +273,16 @@ class FrozenExperts(AbstractExperts):
         weights = self.of_call(call)
         ends = call.ends
         up, down = _products(weights)
+        # the experts have both biases or none
+        expert_of_row = None if weights.up_bias is None else expert_of_rows(ends, len(call.rows))
+
         pre = up.rows(call.rows, ends)
-        expert = None if weights.up_bias is None else expert_of_rows(ends, len(pre))
         if weights.up_bias is not None:
-            pre += weights.up_bias.flatten(1)[expert]
+            pre += weights.up_bias.flatten(1)[expert_of_row]
         out = down.rows(hidden_rows(self._parts(pre), self.activation, self.clamp), ends)
         if weights.down_bias is not None:
-            out += weights.down_bias[expert] / call.shards
+            # the results of an expert's shards are summed, so that each adds its part of the bias
+            out += weights.down_bias[expert_of_row] / call.shards
         if call.gates is not None:
             out *= call.gates.to(out.dtype).unsqueeze(1)
         return out, (pre,)
@@ -283,13 +302,20 @@ class FrozenExperts(AbstractExperts):
         (pre,) = kept
         up, down = _products(weights)
         parts = self._parts(pre)
+        # views of d_pre's columns: the gradients of up, or of gate and up
         d_pre = torch.empty_like(pre)
-        d_first, *gate = self._parts(d_pre)
+        d_parts = self._parts(d_pre)
+        d_first = d_parts[0]
+        d_second = d_parts[1] if self.gated else None
+
+        # d_second keeps what the activation's gradient needs until its own takes the place
         hidden = pre.new_empty(d_first.shape)
-        hidden_rows_into(parts, self.activation, hidden, gate[0] if gate else None, self.clamp)
+        hidden_rows_into(parts, self.activation, hidden, d_second, self.clamp)
         d_hidden = down.rows_gradient(dy, ends)  # still without the gates
+
         d_gates = None
         if call.gates is not None:
+            # a gate multiplies its row's result, hidden @ down.T + bias
             d_gates = (d_hidden * hidden).sum(1)
             if weights.down_bias is not None:
                 bias_of_rows = weights.down_bias[expert_of_rows(ends, len(dy))]
@@ -298,49 +324,78 @@ class FrozenExperts(AbstractExperts):
             gates = call.gates.to(dy.dtype).unsqueeze(1)
             dy = dy * gates
             d_hidden = d_hidden * gates
-        d_first.copy_(d_hidden)
-        hidden_gradient_into(parts, self.activation, d_first, gate[0] if gate else None, self.clamp)
-        trained = (*up.gradients(call.rows, d_pre, ends), *down.gradients(hidden, dy, ends))
-        d_weights = dict(zip(TRAINED, trained))
-        if d_weights["up_outer"] is not None and weights.up_outer is not None:
-            d_weights["up_outer"] = d_weights["up_outer"].view(weights.up_outer.shape)
-        sharded, common = self._gradients(call, d_weights)
-        return ExpertGradients(
-            up.rows_gradient(d_pre, ends), gates=d_gates, sharded=sharded, common=common
-        )
 
-    def _gradients(
-        self, call: ExpertCall, by_name: dict[str, Tensor | None]
+        # in place: the gradient of `hidden` becomes that of the pre-activations
+        d_first.copy_(d_hidden)
+        hidden_gradient_into(parts, self.activation, d_first, d_second, self.clamp)
+
+        d_up_inner, d_up_outer = up.gradients(call.rows, d_pre, ends)
+        d_down_inner, d_down_outer = down.gradients(hidden, dy, ends)
+        if d_up_outer is not None and weights.up_outer is not None:
+            d_up_outer = d_up_outer.view(weights.up_outer.shape)
+        d_adapters = {
+            "up_inner": d_up_inner,
+            "up_outer": d_up_outer,
+            "down_inner": d_down_inner,
+            "down_outer": d_down_outer,
+        }
+        sharded, common = self._gradients_of_call(call, d_adapters)
+        d_rows = up.rows_gradient(d_pre, ends)
+        return ExpertGradients(d_rows, d_gates, sharded=sharded, common=common)
+
+    def _gradients_of_call(
+        self, call: ExpertCall, d_adapters: dict[str, Tensor | None]
     ) -> tuple[Weights, Weights]:
-        """Return the gradients of a call's tensors."""
-        nothing = call.rows.new_empty(len(call.sharded[0]), self.num_units(call.sharded), 0)
-        sharded = [by_name.get(name) for name in self.fields[0]]
-        common = [each.flatten(1) for each in map(by_name.get, self.fields[1]) if each is not None]
+        """Return the gradients of a call's split and common tensors: those of adapters, and for a
+        frozen split tensor one without elements."""
+        nothing = self._no_gradient(call.rows, call.sharded)
+        split_fields, common_fields = self.fields
+
+        sharded = []
+        for name in split_fields:
+            gradient = d_adapters.get(name)
+            sharded.append(nothing if gradient is None else gradient)
+
+        common = []
+        for name in common_fields:
+            gradient = d_adapters.get(name)
+            if gradient is not None:
+                common.append(gradient.flatten(1))
         if self.form.bias:
+            # the frozen bias is a part of the one common tensor, whose gradient is whole
             common.append(call.common[0].new_zeros(len(call.common[0]), self.dim))
         joined = (torch.cat(common, 1),) if common else ()
-        return tuple(nothing if each is None else each for each in sharded), joined
+        return tuple(sharded), joined
+
+    def _no_gradient(self, like: Tensor, sharded: Weights) -> Tensor:
+        """Return what stands for a frozen tensor's gradient: (experts, units, 0)."""
+        return like.new_empty(len(sharded[0]), self.num_units(sharded), 0)
 
     def _parts(self, pre: Tensor) -> tuple[Tensor, ...]:
+        """Return the columns of each matrix that reads the token, as views: (gate, up) or (up,)."""
         return pre.chunk(2 if self.gated else 1, 1)
 
     def num_units(self, sharded: Weights) -> int:
         """Return the hidden width of (a shard of) an expert in units that are sent together."""
         down = sharded[1]
-        if down.dim() == 3 and not down.shape[2]:  # the gradient of a frozen tensor
+        is_nothing = down.dim() == 3 and down.shape[2] == 0
+        if is_nothing:  # see `_no_gradient`
             return down.shape[1]
-        return down.shape[2] * (2 if self.form.four_bit else 1) // self.form.unit
+        inputs_per_number = 2 if self.form.four_bit else 1
+        return down.shape[2] * inputs_per_number // self.form.unit
 
     def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
         """See `ExpertSizes.stacked`."""
         hidden = self.num_units(sharded) * self.form.unit
         matrices = 3 if self.gated else 2
-        of_rows = ExpertSizes.stacked(
+        unfrozen = ExpertSizes.stacked(
             self.dim, hidden, matrices, dtype.itemsize, kernel=kind_of(sharded[0].device)
         )
+        # what the weights take is measured: one expert is packed
         packed = self.pack(_in_dtype(self.first(sharded, 1), dtype))
-        numbers = -(-packed.shape[1] * packed.element_size() // dtype.itemsize)
-        return replace(of_rows, units=len(packed), unit_numbers=numbers)
+        unit_bytes = packed.shape[1] * packed.element_size()
+        unit_numbers = math.ceil(unit_bytes / dtype.itemsize)
+        return replace(unfrozen, units=len(packed), unit_numbers=unit_numbers)
 
     def pack(self, sharded: Weights) -> Tensor:
         """Return (num_experts * units, numbers): all tensors' entries of a unit, or those of
@@ -350,33 +405,49 @@ class FrozenExperts(AbstractExperts):
         bytes.
         """
         units = self.num_units(sharded)
-        columns = [
-            each.unflatten(2, (units, -1)).movedim(2, 1).flatten(2)
-            for each in sharded
-            if each.numel()
-        ]
+        columns = []
+        for tensor in sharded:
+            if tensor.numel():
+                # (experts, units, numbers), from hidden units or their bytes in dimension 2
+                by_unit = tensor.unflatten(2, (units, -1)).movedim(2, 1)
+                columns.append(by_unit.flatten(2))
         if not columns:  # gradients of experts without adapters
             return sharded[0].new_zeros(len(sharded[0]) * units, 1)
-        dtype = next((each.dtype for each in columns if each.is_floating_point()), torch.uint8)
-        return torch.cat([each.contiguous().view(dtype) for each in columns], 2).flatten(0, 1)
+
+        dtype = torch.uint8
+        for column in columns:
+            if column.is_floating_point():
+                dtype = column.dtype
+                break
+        as_numbers = [column.contiguous().view(dtype) for column in columns]
+        return torch.cat(as_numbers, 2).flatten(0, 1)
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
-        """Return the tensors from the rows of `pack`; rows of gradients are narrower."""
+        """Return the tensors from the rows of `pack`; rows of gradients are narrower, since they
+        have the columns of adapters alone."""
         shapes = self._unit_shapes()
-        per_number = rows.element_size()
-        widths = {
-            name: size.numel() // (per_number if is_bytes else 1)
-            for name, (size, is_bytes) in shapes.items()
-        }
-        whole = rows.view(num_experts, -1, rows.shape[1])
+        # columns of each tensor in the rows, whose numbers hold several bytes each
+        widths = {}
+        for name, (shape, is_bytes) in shapes.items():
+            widths[name] = shape.numel() // (rows.element_size() if is_bytes else 1)
         if rows.shape[1] < sum(widths.values()):
             widths = {name: width for name, width in widths.items() if name in TRAINED}
-        parts = dict(zip(widths, whole.split(list(widths.values()), 2))) if widths else {}
-        nothing = rows.new_empty(num_experts, whole.shape[1], 0)
-        return tuple(
-            _of_units(parts[name], *shapes[name]) if name in parts else nothing
-            for name in self.fields[0]
-        )
+
+        by_unit = rows.view(num_experts, -1, rows.shape[1])
+        parts: dict[str, Tensor] = {}
+        if widths:
+            parts = dict(zip(widths, by_unit.split(list(widths.values()), 2)))
+        nothing = rows.new_empty(num_experts, by_unit.shape[1], 0)
+
+        tensors = []
+        split_fields, _ = self.fields
+        for name in split_fields:
+            if name in parts:
+                shape, is_bytes = shapes[name]
+                tensors.append(_without_units(parts[name], shape, is_bytes))
+            else:
+                tensors.append(nothing)
+        return tuple(tensors)
 
     def _unit_shapes(self) -> dict[str, tuple[torch.Size, bool]]:
         """Return the shape of a unit's part of each split tensor, and whether it is sent as
@@ -385,26 +456,29 @@ class FrozenExperts(AbstractExperts):
         unit = self.form.unit
         four_bit = self.form.four_bit
         up_rank, down_rank = self.form.ranks
-        halves = 2 if four_bit else 1
+        inputs_per_number = 2 if four_bit else 1
+        scale_bytes = torch.float32.itemsize
         shapes: dict[str, tuple[tuple[int, ...], bool]] = {
-            "up": ((parts, unit, self.dim // halves), four_bit),
-            "down": ((self.dim, unit // halves), four_bit),
-            "up_scales": ((parts, unit, self.dim // nf4.BLOCK * torch.float32.itemsize), True),
-            "down_scales": ((self.dim, torch.float32.itemsize), True),
+            "up": ((parts, unit, self.dim // inputs_per_number), four_bit),
+            "down": ((self.dim, unit // inputs_per_number), four_bit),
+            "up_scales": ((parts, unit, self.dim // nf4.BLOCK * scale_bytes), True),
+            # the unit is one block, with one scale for each output
+            "down_scales": ((self.dim, scale_bytes), True),
             "up_bias": ((parts, unit), False),
             "up_outer": ((parts, unit, up_rank), False),
             "down_inner": ((down_rank, unit), False),
         }
-        found = {}
+        present = {}
         for name in self.fields[0]:
-            shape, is_trained = shapes[name]
-            found[name] = (torch.Size(shape), is_trained)
-        return found
+            shape, is_bytes = shapes[name]
+            present[name] = (torch.Size(shape), is_bytes)
+        return present
 
     def trained(self, sharded: Weights) -> Weights:
-        nothing = sharded[0].new_empty(len(sharded[0]), self.num_units(sharded), 0)
+        nothing = self._no_gradient(sharded[0], sharded)
+        split_fields, _ = self.fields
         return tuple(
-            each if name in TRAINED else nothing for name, each in zip(self.fields[0], sharded)
+            tensor if name in TRAINED else nothing for name, tensor in zip(split_fields, sharded)
         )
 
     def reset_parameters(self) -> None:
@@ -428,6 +502,8 @@ class _Run(torch.autograd.Function):
         gates: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
+        """Run the experts on a call whose tensors are given again, as arguments that autograd
+        sees: the rows, the gates, and `num_sharded` split weights before the common ones."""
         own = replace(
             call,
             rows=rows,
@@ -450,12 +526,14 @@ class _Run(torch.autograd.Function):
         sharded = tuple(weights[: ctx.num_sharded])
         common = tuple(weights[ctx.num_sharded :])
         call = ExpertCall(sharded, common, rows, gates, ends, ctx.shards)
-        d_rows, d_gates, *d_weights = ctx.experts.gradients(call, (pre,), dy.contiguous())
-        d_tensors = [each for group in d_weights for each in group]
-        wanted = [
-            each if needs else None for each, needs in zip(d_tensors, ctx.needs_input_grad[5:])
+        grads: ExpertGradients = ctx.experts.gradients(call, (pre,), dy.contiguous())
+        # experts, call, num_sharded, rows and gates come before the weights
+        needs_weights = ctx.needs_input_grad[5:]
+        d_weights = [
+            gradient if is_needed else None
+            for gradient, is_needed in zip((*grads.sharded, *grads.common), needs_weights)
         ]
-        return None, None, None, d_rows, d_gates, *wanted
+        return None, None, None, grads.rows, grads.gates, *d_weights
 
 
 def _in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
@@ -463,20 +541,24 @@ def _in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
     return tuple(in_dtype(each, dtype) for each in weights)
 
 
-def _of_units(rows: Tensor, size: torch.Size, is_bytes: bool) -> Tensor:
-    """Return a split tensor from its columns in the rows of units, (E, units, numbers)."""
-    numbers = rows.contiguous().view(torch.uint8) if is_bytes else rows
-    return numbers.unflatten(2, size).movedim(1, 2).flatten(2, 3)
+def _without_units(columns: Tensor, unit_shape: torch.Size, is_bytes: bool) -> Tensor:
+    """Return a split tensor from its columns in the packed rows, (E, units, numbers)."""
+    numbers = columns.contiguous().view(torch.uint8) if is_bytes else columns
+    # units go next to the hidden units of one, dimension 1 of its shape, and join them
+    return numbers.unflatten(2, unit_shape).movedim(1, 2).flatten(2, 3)
 
 
 def _products(weights: FrozenWeights) -> tuple[Product, Product]:
-    """Return the products with up, whose C matrices are one, and with down."""
-    flat = [
-        None if each is None else each.flatten(1, 2)
-        for each in (weights.up, weights.up_scales, weights.up_outer)
-    ]
-    assert flat[0] is not None
-    up = Product(flat[0], scales=flat[1], inner=weights.up_inner, outer=flat[2])
-    return up, Product(
+    """Return the products with up, whose gate and up become one matrix, and with down."""
+    up_scales = weights.up_scales
+    up_outer = weights.up_outer
+    up = Product(
+        weights.up.flatten(1, 2),
+        scales=None if up_scales is None else up_scales.flatten(1, 2),
+        inner=weights.up_inner,
+        outer=None if up_outer is None else up_outer.flatten(1, 2),
+    )
+    down = Product(
         weights.down, scales=weights.down_scales, inner=weights.down_inner, outer=weights.down_outer
     )
+    return up, down

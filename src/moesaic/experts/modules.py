@@ -34,8 +34,8 @@ class ModuleExperts(AbstractExperts):
         self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(
             factory() for _ in range(num_experts)
         )
-        first, *others = (_shapes(module) for module in self.experts.children())
-        if any(shapes != first for shapes in others):
+        shapes = [_shapes(module) for module in self.experts.children()]
+        if any(of_module != shapes[0] for of_module in shapes):
             raise InputError(
                 "user-defined experts must have parameters of the same names and shapes: "
                 "create all in the same way"
@@ -54,49 +54,56 @@ class ModuleExperts(AbstractExperts):
             super().reset_parameters()
             return
         seed = torch.randint(2**62, (), device="cpu").item()
-        with torch.random.fork_rng(
-            {parameter.device for parameter in self.parameters() if parameter.is_cuda}
-        ):
-            for number, module in self.experts.named_children():
-                torch.manual_seed(key_of(seed, number))
+        devices = {parameter.device for parameter in self.parameters() if parameter.is_cuda}
+        with torch.random.fork_rng(devices):
+            for expert, module in self.experts.named_children():
+                torch.manual_seed(key_of(seed, expert))
                 reset_all(module)
 
     def compute(self, call: ExpertCall) -> Tensor:
         """Run the experts on their rows, each with its own of the weights that the call brings;
         those of other ranks run in the modules that this rank has."""
         ends = call.ends.tolist()
+        starts = [0, *ends[:-1]]
         modules = list(self.experts.children())
         per_module = len(call.sharded) // max(len(ends), 1)
-        parts = []
-        for number, (start, end) in enumerate(zip([0, *ends], ends)):
-            module = modules[number % len(modules)]
+        results = []
+        for index, (start, end) in enumerate(zip(starts, ends)):
+            # a call may bring more experts than there are modules, which differ only in weights
+            module = modules[index % len(modules)]
             names = [name for name, _ in module.named_parameters()]
-            own = call.sharded[number * per_module : (number + 1) * per_module]
-            parameters = dict(zip(names, own))
-            parts.append(functional_call(module, parameters, (call.rows[start:end],)))
-        out = torch.cat(parts)
+            weights = call.sharded[index * per_module : (index + 1) * per_module]
+            parameters = dict(zip(names, weights))
+            results.append(functional_call(module, parameters, (call.rows[start:end],)))
+        out = torch.cat(results)
         if out.shape != call.rows.shape:
             raise InputError(
                 f"a user-defined expert must map (rows, {self.dim}) to the same shape, got "
                 f"{tuple(out.shape)}"
             )
-        return out if call.gates is None else out * call.gates.to(out.dtype).unsqueeze(1)
+        if call.gates is None:
+            return out
+        return out * call.gates.to(out.dtype).unsqueeze(1)
 
     def keep_only(self, experts: range, copies: int) -> None:
         """Drop the modules of experts that live on other ranks. The others keep their names.
 
         Args:
+            experts: indices of the experts to keep.
             copies: number of ranks that keep the same experts; `copies_of` returns it for each
                 parameter.
         """
-        named = dict(self.experts.named_children())
-        self.experts = nn.ModuleDict({str(e): named[str(e)] for e in experts})
+        by_name = dict(self.experts.named_children())
+        kept_names = [str(expert) for expert in experts]
+        self.experts = nn.ModuleDict({name: by_name[name] for name in kept_names})
         self.mark(lambda parameter: setattr(parameter, _MARK, copies))
 
     def first(self, sharded: Weights, num_experts: int) -> Weights:
         """Return the parameters of the first experts. `sharded` has the parameters of one module
         after those of another."""
-        return sharded[: num_experts * sum(1 for _ in next(self.experts.children()).parameters())]
+        module = next(self.experts.children())
+        per_module = len(list(module.parameters()))
+        return sharded[: num_experts * per_module]
 
     def num_units(self, sharded: Weights) -> int:
         """Return 1: an expert is sent as one row."""
@@ -110,24 +117,27 @@ class ModuleExperts(AbstractExperts):
             InputError: if the modules have no parameters, or have buffers, which would not be sent.
         """
         module = next(self.experts.children())
-        per_module = sum(1 for _ in module.parameters())
-        if not per_module or any(True for _ in module.buffers()):
+        per_module = len(list(module.parameters()))
+        if not per_module or list(module.buffers()):
             raise InputError(
                 f"plan.gather_weights: experts like {type(module).__name__} cannot be sent, since "
                 "they have buffers, or no parameters: leave plan.gather_weights at none"
             )
-        rows = [sharded[first : first + per_module] for first in range(0, len(sharded), per_module)]
-        return torch.stack(
-            [torch.cat([parameter.reshape(-1) for parameter in row]) for row in rows]
-        )
+        rows = []
+        for first in range(0, len(sharded), per_module):
+            parameters = sharded[first : first + per_module]
+            rows.append(torch.cat([parameter.reshape(-1) for parameter in parameters]))
+        return torch.stack(rows)
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         """Return the parameters from the rows of `pack`, as views."""
         shapes = [parameter.shape for parameter in next(self.experts.children()).parameters()]
         sizes = [shape.numel() for shape in shapes]
-        return tuple(
-            part.view(shape) for row in rows for part, shape in zip(row.split(sizes), shapes)
-        )
+        parameters = []
+        for row in rows:
+            for part, shape in zip(row.split(sizes), shapes):
+                parameters.append(part.view(shape))
+        return tuple(parameters)
 
 
 def copies_of(parameter: nn.Parameter) -> int | None:

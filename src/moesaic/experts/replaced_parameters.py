@@ -8,6 +8,9 @@ Such an optimizer is therefore refused, in the next forward pass for training at
 another optimizer holds the new parameters. An optimizer is any object with a method `step` that
 holds parameters in lists and dicts of its own, of torch or not; a function that steps parameters by
 itself is not found. Hooks of a parameter move to the one that took its place.
+
+A succession is one such replacement. It is stale if an optimizer holds the old parameter and none
+holds the new one.
 """
 
 from __future__ import annotations
@@ -70,18 +73,20 @@ class ReplacedParameters:
     none."""
 
     def __init__(self) -> None:
-        self._held: list[Succession] = []
+        self._successions: list[Succession] = []
         self._references: list[tuple[int, bool]] = []
+        """At the last look, for each succession: how many references the old parameter had, and
+        whether the new one trained."""
 
     def note(self, old: OwnedParameter, new: nn.Parameter) -> None:
         """Note that `new` took the place of `old`, and of those whose place that had taken. It gets
         the hooks."""
         _move_hooks(old.parameter(), new)
-        earlier = [
-            replace(each, new=id(new)) if each.new == old.number else each for each in self._held
-        ]
+        for index, succession in enumerate(self._successions):
+            if succession.new == old.number:
+                self._successions[index] = replace(succession, new=id(new))
         owner = weakref.ref(old.owner)
-        self._held = [*earlier, Succession(old.name, old=old.parameter, new=id(new), owner=owner)]
+        self._successions.append(Succession(old.name, old=old.parameter, new=id(new), owner=owner))
 
     def check(self) -> None:
         """Look for optimizers that hold replaced parameters, if any were made or ended since the
@@ -90,11 +95,11 @@ class ReplacedParameters:
         Raises:
             InputError: if one does, and none holds what took their places.
         """
-        if not self._held:
+        if not self._successions:
             return
-        self._held = [each for each in self._held if each.old() is not None]
+        self._successions = [each for each in self._successions if each.old() is not None]
         # an optimizer that is made or ends changes how many hold its parameters
-        references = [(sys.getrefcount(each.old()), each.trains) for each in self._held]
+        references = [(sys.getrefcount(each.old()), each.trains) for each in self._successions]
         if not references or references == self._references:
             return
         if self._stale(_optimizers()):
@@ -109,22 +114,28 @@ class ReplacedParameters:
         stale = self._stale(optimizers)
         if not stale:
             return
-        held = {id(each.old()) for each in stale}
-        kind = next(type(each).__name__ for each in optimizers if held & _ids(each))
+        stale_ids = {id(succession.old()) for succession in stale}
+        holders = [optimizer for optimizer in optimizers if stale_ids & _ids(optimizer)]
         raise InputError(
-            f"{kind} was made before the model was spread over ranks: it holds {len(stale)} "
-            f"parameters that are no longer in the model, such as {stale[0].name}, and would not "
-            "train them: make the optimizer after parallelize"
+            f"{type(holders[0]).__name__} was made before the model was spread over ranks: it "
+            f"holds {len(stale)} parameters that are no longer in the model, such as "
+            f"{stale[0].name}, and would not train them: make the optimizer after parallelize"
         )
 
     def _stale(self, optimizers: Iterable[object]) -> list[Succession]:
-        """Return the replaced parameters that optimizers hold, and none what took their place."""
-        stepped = set[int]().union(*map(_ids, optimizers))
-        return [
-            each
-            for each in self._held
-            if each.trains and id(each.old()) in stepped and each.new not in stepped
-        ]
+        """Return the successions whose old parameter is held by one of the optimizers, and whose
+        new one by none."""
+        held_ids = set[int]()
+        for optimizer in optimizers:
+            held_ids |= _ids(optimizer)
+
+        stale = []
+        for succession in self._successions:
+            holds_old = id(succession.old()) in held_ids
+            holds_new = succession.new in held_ids
+            if succession.trains and holds_old and not holds_new:
+                stale.append(succession)
+        return stale
 
     def __deepcopy__(self, memo: dict[int, object]) -> ReplacedParameters:
         return ReplacedParameters()
@@ -142,14 +153,15 @@ _NO_OPTIMIZERS = (nn.Module, type, ModuleType, FunctionType)
 
 def _optimizers() -> list[object]:
     """Return all objects of this process that have a method `step` and are no modules."""
-    kinds: dict[type, bool] = {}
+    is_optimizer: dict[type, bool] = {}
     found = []
     for each in gc.get_objects():
         kind = type(each)
-        if kind not in kinds:
-            steps = any(callable(vars(base).get("step")) for base in kind.__mro__)
-            kinds[kind] = steps and not issubclass(kind, _NO_OPTIMIZERS)
-        if kinds[kind]:
+        if kind not in is_optimizer:
+            # read from the classes' dicts: `hasattr` could run code of strange classes
+            has_step = any(callable(vars(base).get("step")) for base in kind.__mro__)
+            is_optimizer[kind] = has_step and not issubclass(kind, _NO_OPTIMIZERS)
+        if is_optimizer[kind]:
             found.append(each)
     return found
 
@@ -157,11 +169,11 @@ def _optimizers() -> list[object]:
 def _ids(optimizer: object) -> set[int]:
     """Return the `id`s of what an optimizer holds, itself or in its containers: parameters too."""
     found: set[int] = set()
-    level = [optimizer]
+    containers = [optimizer]
     for _ in range(DEPTH):
-        held = [each for each in gc.get_referents(*level) if id(each) not in found]
-        found.update(map(id, held))
-        level = [each for each in held if issubclass(type(each), _CONTAINERS)]
+        referents = [each for each in gc.get_referents(*containers) if id(each) not in found]
+        found.update(id(each) for each in referents)
+        containers = [each for each in referents if issubclass(type(each), _CONTAINERS)]
     return found
 
 

@@ -1,5 +1,7 @@
 """The activations between an expert's products, and their gradients.
 
+`pre` are the pre-activations, the outputs of the one or two up matrices, for R rows of hidden width
+H. Of two the first is the gate. The hidden rows, (R, H), are what the down matrix reads.
 Functions that end in `_into` write to tensors of the caller. Called for one expert at a time, they
 work in the processor's cache.
 """
@@ -59,8 +61,8 @@ def hidden_rows(pre: Sequence[Tensor], activation: str, clamp: Clamp | None = No
     """Return the hidden rows, (R, H) in the dtype of `pre`, differentiable.
 
     Args:
-        pre: the outputs of the one or two up matrices, (R, H) each. Of two the first gates the
-            second; with silu that is SwiGLU (Shazeer, "GLU Variants", 2020).
+        pre: one or two tensors, (R, H) each. Of two the first gates the second; with silu that is
+            SwiGLU (Shazeer, "GLU Variants", 2020).
         activation: a key of `ACTIVATIONS`.
         clamp: the constants of clamped SwiGLU; None for no clamping.
     """
@@ -92,21 +94,24 @@ def hidden_rows_into(
     if len(pre) == 1:
         _activation_into(pre[0], activation, hidden)
         return
+    gate_pre, up_pre = pre
     if gate is not None and clamp is None and activation in BY_ONEDNN:
-        _activation_into(pre[0], activation, hidden)
+        # `gate` may not be contiguous, which oneDNN needs; `hidden` is
+        _activation_into(gate_pre, activation, hidden)
         gate.copy_(hidden)
-        hidden.mul_(pre[1])
+        hidden.mul_(up_pre)
         return
     active = hidden if gate is None else gate
     if clamp is None:
-        _activation_into(pre[0], activation, active)
-        torch.mul(active, pre[1], out=hidden)
+        _activation_into(gate_pre, activation, active)
+        torch.mul(active, up_pre, out=hidden)
         return
-    torch.clamp_max(pre[0], clamp.limit, out=active).mul_(clamp.alpha)
+    # g * sigmoid(alpha * g) = silu(alpha * g) / alpha
+    torch.clamp_max(gate_pre, clamp.limit, out=active).mul_(clamp.alpha)
     torch.ops.aten.silu.out(active, out=active)
     active.div_(clamp.alpha)
-    passed = pre[1].clamp(-clamp.limit, clamp.limit).add_(clamp.offset)
-    torch.mul(active, passed, out=hidden)
+    gated = up_pre.clamp(-clamp.limit, clamp.limit).add_(clamp.offset)
+    torch.mul(active, gated, out=hidden)
 
 
 def hidden_gradient_into(
@@ -127,29 +132,32 @@ def hidden_gradient_into(
     if gate is None:
         _gradient_into(pre[0], activation, grad)
         return
+    gate_pre, up_pre = pre
     gate.mul_(grad)
     if clamp is None:
-        grad.mul_(pre[1])
-        _gradient_into(pre[0], activation, grad)
+        grad.mul_(up_pre)
+        _gradient_into(gate_pre, activation, grad)
         return
-    gate.mul_(pre[1].abs() <= clamp.limit)
-    grad.mul_(pre[1].clamp(-clamp.limit, clamp.limit).add_(clamp.offset))
-    _gradient_into(pre[0].clamp(max=clamp.limit).mul_(clamp.alpha), "silu", grad)
-    grad.mul_(pre[0] <= clamp.limit)
+    # the gradient of a clamp is 1 within its limits and 0 outside
+    gate.mul_(up_pre.abs() <= clamp.limit)
+    grad.mul_(up_pre.clamp(-clamp.limit, clamp.limit).add_(clamp.offset))
+    # that of silu(alpha * g) / alpha is silu'(alpha * g): alpha cancels
+    silu_argument = gate_pre.clamp(max=clamp.limit).mul_(clamp.alpha)
+    _gradient_into(silu_argument, "silu", grad)
+    grad.mul_(gate_pre <= clamp.limit)
 
 
 def _activation_into(x: Tensor, activation: str, out: Tensor) -> None:
     """Write the activation of `x` into `out`."""
-    assert out.is_contiguous() or activation not in BY_ONEDNN, (
-        "oneDNN writes to contiguous results only"
-    )
+    may_write = out.is_contiguous() or activation not in BY_ONEDNN
+    assert may_write, "oneDNN writes to contiguous results only"
     if activation == "gelu":
         torch.ops.aten.gelu.out(x, out=out)
     elif activation == "gelu_tanh":
         torch.ops.aten.gelu.out(x, approximate="tanh", out=out)
     elif activation == "silu":
         torch.ops.aten.silu.out(x, out=out)
-    else:
+    else:  # relu, or its square
         torch.clamp_min(x, 0, out=out)
         if activation == "relu2":
             out.mul_(out)
@@ -165,5 +173,5 @@ def _gradient_into(x: Tensor, activation: str, grad: Tensor) -> None:
         torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
     elif activation == "relu2":
         grad.mul_(x.clamp(min=0)).mul_(2)
-    else:
+    else:  # relu
         torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad)

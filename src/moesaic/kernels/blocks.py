@@ -1,6 +1,9 @@
 """Blocks of rows that fit the processor's cache: several small experts, one expert, or part of a
 large one.
 
+A call's R rows lie in expert order. A block is a run of them that is processed at a time, and a
+segment is the part of a block that belongs to one expert.
+
 `Results` collects the blocks' results, rows of width D, and sums them into tokens. If they are
 small, all rows are kept and summed at the end. If they are large, such a buffer would cost page
 faults, so each block is added to the tokens while it is in the cache.
@@ -49,18 +52,14 @@ class RowBlock:
 
     @property
     def behind(self) -> Iterator[int]:
-        """The number of rows behind each segment."""
+        """The number of the block's rows that come after each segment."""
         return (self.rows - end for end in itertools.accumulate(self.sizes))
 
     def products(self, rows: BlockRows, out: BlockRows) -> Iterator[SegmentProduct]:
         """Yield what the product of each segment's rows reads and where it is written."""
-        return map(
-            SegmentProduct,
-            (segment.expert for segment in self.segments),
-            rows.segments,
-            out.segments,
-            self.behind,
-        )
+        parts = zip(self.segments, rows.segments, out.segments, self.behind)
+        for segment, segment_rows, segment_out, behind in parts:
+            yield SegmentProduct(segment.expert, segment_rows, segment_out, behind)
 
 
 class Blocks:
@@ -72,25 +71,29 @@ class Blocks:
     """
 
     def __init__(self, work: ExpertWork, hidden_buffers: int, dim_buffers: int) -> None:
-        row_bytes = (
-            hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
-        ) * work.x.element_size()
-        max_rows = block_limit(row_bytes)
+        row_numbers = hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
+        max_rows = block_limit(row_numbers * work.x.element_size())
         self.all: list[RowBlock] = []
         self.sizes: list[int] = []
+        """The number of rows of each segment of `all`."""
+        self.counts = counts(work.ends)
+        """The number of rows of each expert."""
+
+        # the segments of the block that is being filled, and their numbers of rows
         segments: list[Segment] = []
         sizes: list[int] = []
-        self.counts = counts(work.ends)
-        for expert, rows in enumerate(self.counts):
-            for start in range(0, rows, max_rows):
-                size = min(max_rows, rows - start)
+        for expert, expert_rows in enumerate(self.counts):
+            for start in range(0, expert_rows, max_rows):
+                size = min(max_rows, expert_rows - start)
                 if sum(sizes) + size > max_rows:
                     self._close(segments, sizes)
                     segments = []
                     sizes = []
-                segments.append(Segment(expert, len(self.sizes) + len(sizes), start == 0))
+                index = len(self.sizes) + len(sizes)
+                segments.append(Segment(expert, index, is_first=start == 0))
                 sizes.append(size)
         self._close(segments, sizes)
+
         self._rows = [block.rows for block in self.all]
         self.most_rows = max(self._rows, default=0)
         self.row_numbers = torch.arange(self.most_rows, device=work.x.device)
@@ -105,13 +108,12 @@ class Blocks:
         return torch.split_with_sizes(rows, self.sizes)
 
     def _close(self, segments: list[Segment], sizes: list[int]) -> None:
-        """Make a block of these segments."""
+        """Make a block of these segments, with these numbers of rows, if there are any."""
         if segments:
-            self.all.append(
-                RowBlock(
-                    len(self.all), rows=sum(sizes), segments=tuple(segments), sizes=tuple(sizes)
-                )
+            block = RowBlock(
+                len(self.all), rows=sum(sizes), segments=tuple(segments), sizes=tuple(sizes)
             )
+            self.all.append(block)
             self.sizes += sizes
 
 
@@ -159,21 +161,23 @@ class Scratch:
         self._width = width
         self._like = like
         self._memory: Tensor | None = None
-        self._cuts: dict[Sequence[int], BlockRows] = {}
+        self._views: dict[Sequence[int], BlockRows] = {}
+        """The memory as rows of a block, by the sizes of its segments."""
 
     def of(self, block: RowBlock) -> BlockRows:
         """Return the memory for the rows of a block."""
-        part = self._cuts.get(block.sizes)
-        if part is None:
+        views = self._views.get(block.sizes)
+        if views is None:
             if self._memory is None:
                 self._memory = self._like.new_empty(self._rows, self._width)
-            part = self._cuts[block.sizes] = BlockRows.of(self._memory[: block.rows], block)
-        return part
+            views = BlockRows.of(self._memory[: block.rows], block)
+            self._views[block.sizes] = views
+        return views
 
     def free(self) -> None:
         """Free the memory. Tensors that `of` returned must not be used afterwards."""
         self._memory = None
-        self._cuts.clear()
+        self._views.clear()
 
 
 class Source:
@@ -187,8 +191,8 @@ class Source:
 
     def __init__(self, x: Tensor, index: Tensor | None, blocks: Blocks) -> None:
         self._x = x
-        self._token = None if index is None else blocks.cut(index)
-        self._rows = blocks.cut(x) if index is None else ()
+        self._index_blocks = None if index is None else blocks.cut(index)
+        self._row_blocks = blocks.cut(x) if index is None else ()
         self._row_numbers = blocks.row_numbers
 
     def take(self, block: RowBlock, scratch: Scratch, weight: Tensor | None = None) -> BlockRows:
@@ -200,21 +204,25 @@ class Source:
             weight: (rows,) factors of the rows, in their dtype; None for 1. Weighting costs nothing
                 in a gather: each row is an `embedding_bag` of one weighted token.
         """
-        if self._token is None:
+        if self._index_blocks is None:
             if weight is None:
-                return BlockRows.of(self._rows[block.index], block)
+                return BlockRows.of(self._row_blocks[block.index], block)
             out = scratch.of(block)
-            torch.mul(self._rows[block.index], weight.unsqueeze(1), out=out.rows)
+            torch.mul(self._row_blocks[block.index], weight.unsqueeze(1), out=out.rows)
             return out
-        token = self._token[block.index]
+
+        index = self._index_blocks[block.index]
         if weight is None:
             out = scratch.of(block)
-            torch.index_select(self._x, 0, token, out=out.rows)
+            torch.index_select(self._x, 0, index, out=out.rows)
             return out
-        bags = torch.ops.aten._embedding_bag_forward_only(
-            self._x, token, self._row_numbers[: block.rows], False, 0, False, weight
+
+        starts = self._row_numbers[: block.rows]  # bags of one row each
+        # the arguments are (..., scale_grad_by_freq, mode, sparse, ...), and mode 0 is a sum
+        weighted, *_ = torch.ops.aten._embedding_bag_forward_only(
+            self._x, index, starts, False, 0, False, weight
         )
-        return BlockRows.of(bags[0], block)
+        return BlockRows.of(weighted, block)
 
 
 SIDE_BY_SIDE_BYTES = 2**25
@@ -224,6 +232,10 @@ docs/kernels.md."""
 
 class Results:
     """Collects the results of all blocks and sums them into tokens.
+
+    Small results, and rows that stay in expert order, are kept side by side in `_rows` until the
+    end. Others are written to scratch memory, from which each block goes to its places: it is added
+    to the tokens in `_total`, or copied to rows of `_placed`.
 
     Args:
         work: the call.
@@ -237,50 +249,56 @@ class Results:
         self, work: ExpertWork, blocks: Blocks, weights: Tensor | None, places: Tensor | None
     ) -> None:
         x = work.x
-        dim = work.x.shape[1]
+        num_rows = work.num_rows
+        dim = x.shape[1]
         self._dispatch = work.dispatch
         self._weights = weights
-        self._placed = None if places is None else empty((work.num_rows, dim), x.dtype, x.device)
-        row_bytes = work.num_rows * dim * x.element_size()
-        self._total = self._rows = None
-        if work.dispatch is not None and row_bytes > SIDE_BY_SIDE_BYTES:
+        self._rows: Tensor | None = None
+        self._total: Tensor | None = None
+        self._placed: Tensor | None = None
+
+        all_bytes = num_rows * dim * x.element_size()
+        if places is not None:
+            self._placed = empty((num_rows, dim), x.dtype, x.device)
+        if work.dispatch is not None and all_bytes > SIDE_BY_SIDE_BYTES:
             self._total = x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
             places = work.dispatch.token
+
         if places is not None:
             self._scratch = Scratch(blocks, dim, x)
             self._places = blocks.cut(places)
             self._weight_blocks = None if weights is None else blocks.cut(weights)
         else:
-            self._rows = empty((work.num_rows, dim), x.dtype, x.device)
+            self._rows = empty((num_rows, dim), x.dtype, x.device)
             self._row_blocks = blocks.cut(self._rows)
 
     def of(self, block: RowBlock) -> BlockRows:
         """Return the memory into which the results of a block are to be written."""
-        return (
-            self._scratch.of(block)
-            if self._rows is None
-            else BlockRows.of(self._row_blocks[block.index], block)
-        )
+        if self._rows is None:
+            return self._scratch.of(block)
+        return BlockRows.of(self._row_blocks[block.index], block)
 
     def finish(self, block: RowBlock) -> None:
         """Process the written results of a block; called once per block, in order."""
         if self._rows is not None:
             return
         rows = self._scratch.of(block).rows
+        places = self._places[block.index]
         if self._weight_blocks is not None:
             rows.mul_(self._weight_blocks[block.index].unsqueeze(1))
         if self._placed is not None:
-            self._placed.index_copy_(0, self._places[block.index], rows)
+            self._placed.index_copy_(0, places, rows)
         elif self._total is not None:
-            self._total.index_add_(0, self._places[block.index], rows.to(self._total.dtype))
+            self._total.index_add_(0, places, rows.to(self._total.dtype))
 
     def summed(self, dtype: torch.dtype) -> Tensor:
         """Return the weighted results, (T, D), or (R, D) without dispatch, once all blocks are
         finished."""
-        if self._rows is None:
-            done = self._total if self._placed is None else self._placed
-            assert done is not None
-            return done.to(dtype)
+        if self._placed is not None:
+            return self._placed.to(dtype)
+        if self._total is not None:
+            return self._total.to(dtype)
+        assert self._rows is not None
         if self._dispatch is not None:
             return sum_rows(self._rows, self._dispatch, weights=self._weights, dtype=dtype)
         if self._weights is not None:

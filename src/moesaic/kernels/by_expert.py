@@ -11,6 +11,10 @@ order.
 
 The wgrad products of the last block may be deferred until the rows' gradient has been sent: their
 operands are in scratch memory that no later block overwrites.
+
+`pre` are the pre-activations, and `behind` counts the rows that follow in memory, which a product
+may overwrite (`products.rows_product`). The rest of the words are those of `blocks.py` and
+`ExpertWork`.
 """
 
 from __future__ import annotations
@@ -34,8 +38,9 @@ from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
     x = work.x
-    blocks = Blocks(work, 1, 1)
-    pre = empty((work.up.shape[1], work.num_rows, work.hidden), x.dtype, x.device)
+    num_ups = work.up.shape[1]
+    blocks = Blocks(work, hidden_buffers=1, dim_buffers=1)
+    pre = empty((num_ups, work.num_rows, work.hidden), x.dtype, x.device)
     projections = _up_projections(work, pre, blocks)
     down = work.down.transpose(1, 2).unbind()
     source = Source(x, work.x_rows, blocks)
@@ -43,21 +48,26 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     results = Results(work, blocks, weights=work.result_weights, places=work.out_rows)
     input_scratch = Scratch(blocks, x.shape[1], x)
     hidden_scratch = Scratch(blocks, work.hidden, x)
+
     for block in blocks.all:
         weight = None if weights is None else weights[block.index]
         inputs = source.take(block, input_scratch, weight)
         for segment, rows, behind in zip(block.segments, inputs.segments, block.behind):
             for projection in projections:
                 projection.run(segment, rows, behind)
+
         hidden = hidden_scratch.of(block)
         pre_of_block = [projection.pre_blocks[block.index] for projection in projections]
         hidden_rows_into(pre_of_block, work.activation, hidden.rows, clamp=work.clamp)
+
         for product in block.products(hidden, results.of(block)):
             rows_product(product.rows, down[product.expert], product.out, product.behind)
             if work.down_bias is not None:
                 product.out.add_(work.down_bias[product.expert])
         results.finish(block)
-    return results.summed(out_dtype), pre.view(work.num_rows, work.up.shape[1] * work.hidden)
+
+    # the memory of each projection is contiguous; `backward` undoes this view
+    return results.summed(out_dtype), pre.view(work.num_rows, num_ups * work.hidden)
 
 
 class _UpProjection(NamedTuple):
@@ -83,15 +93,16 @@ class _UpProjection(NamedTuple):
 
 def _up_projections(work: ExpertWork, pre: Tensor, blocks: Blocks) -> list[_UpProjection]:
     """Return the projections of a call, which write (projections, rows, hidden) pre-activations."""
-    return [
-        _UpProjection(
-            matrices=work.up[:, part].transpose(1, 2).unbind(),
-            biases=None if work.up_bias is None else work.up_bias[:, part].unbind(),
-            pre_blocks=blocks.cut(own),
-            pre_segments=blocks.segments(own),
+    projections = []
+    for index, own_pre in enumerate(pre.unbind()):
+        projection = _UpProjection(
+            matrices=work.up[:, index].transpose(1, 2).unbind(),
+            biases=None if work.up_bias is None else work.up_bias[:, index].unbind(),
+            pre_blocks=blocks.cut(own_pre),
+            pre_segments=blocks.segments(own_pre),
         )
-        for part, own in enumerate(pre.unbind())
-    ]
+        projections.append(projection)
+    return projections
 
 
 SMALLEST_DIVISOR = 1e-10
@@ -113,88 +124,91 @@ class _Backward:
 
     def __init__(self, work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted) -> None:
         x = work.x
+        num_ups = work.up.shape[1]
         self.work = work
         self.wanted = wanted
-        self.blocks = blocks = Blocks(work, 1 + work.up.shape[1], 2)
-        self.pre = [
-            blocks.cut(part)
-            for part in pre.reshape(work.up.shape[1], work.num_rows, work.hidden).unbind()
-        ]
+        # d_pre takes a buffer for each up matrix
+        self.blocks = blocks = Blocks(work, hidden_buffers=1 + num_ups, dim_buffers=2)
+        pre_by_projection = pre.reshape(num_ups, work.num_rows, work.hidden)
+        self.pre = [blocks.cut(part) for part in pre_by_projection.unbind()]
         self.x = Source(x, work.x_rows, blocks)
         self.dy = Source(dy, work.y_rows, blocks)
+        self.up = work.up.unbind()
+        self.down = work.down.unbind()
+
         input_weights = work.input_weights
         result_weights = work.result_weights
         self.input_weights = None if input_weights is None else blocks.cut(input_weights)
         self.result_weights = None if result_weights is None else blocks.cut(result_weights)
-        self.up = work.up.unbind()
-        self.down = work.down.unbind()
-        self.hidden = Scratch(blocks, work.hidden, x)
-        self.d_pre = Scratch(blocks, pre.shape[1], x)
-        self.gathered_dy, self.gathered_x, self.weighted = (
-            Scratch(blocks, x.shape[1], x) for _ in range(3)
-        )
         wants_gates = wanted.gates and work.gates is not None
         self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
         self.d_gate_blocks = None if self.d_gates is None else blocks.cut(self.d_gates)
-        self.weighs_early = result_weights is not None and (
-            not wants_gates or _can_divide_by(result_weights)
-        )
-        reaches_rows = wanted.x or (wants_gates and work.gates_first)
-        self.d_rows = (
-            Results(work, blocks, weights=input_weights, places=work.d_x_rows)
-            if reaches_rows
-            else None
-        )
-        weights = (work.up, work.up_bias, work.down, work.down_bias)
-        self.d_up, self.d_up_bias, self.d_down, self.d_down_bias = (
-            empty(weight.shape, weight.dtype, weight.device)
-            if wanted.weights and weight is not None
-            else None
-            for weight in weights
-        )
+        self.weighs_early = False
+        """Whether result weights are applied in the gather of dy; see `_down_gradients`."""
+        if result_weights is not None:
+            self.weighs_early = not wants_gates or _can_divide_by(result_weights)
+
+        self.d_rows: Results | None = None
+        if wanted.x or (wants_gates and work.gates_first):
+            self.d_rows = Results(work, blocks, weights=input_weights, places=work.d_x_rows)
+        self.d_up = self._new_gradient(work.up)
+        self.d_up_bias = self._new_gradient(work.up_bias)
+        self.d_down = self._new_gradient(work.down)
+        self.d_down_bias = self._new_gradient(work.down_bias)
         self.d_up_by_expert = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
         self.d_down_by_expert = () if self.d_down is None else self.d_down.unbind()
+        self._zero_idle_experts()
+
         may_wait = wanted.deferred_wgrad and work.dispatch is None
-        if not may_wait:  # dy is no longer read when x is gathered
-            self.gathered_x = self.gathered_dy
         self.last = blocks.all[-1] if blocks.all and may_wait else None
         self.deferred: list[_WeightGradients] = []
-        self._zero_idle_experts()
+        self.hidden = Scratch(blocks, work.hidden, x)
+        self.d_pre = Scratch(blocks, pre.shape[1], x)
+        self.weighted = Scratch(blocks, x.shape[1], x)
+        self.gathered_dy = Scratch(blocks, x.shape[1], x)
+        # dy is no longer read when x is gathered, unless a product with it waits
+        self.gathered_x = Scratch(blocks, x.shape[1], x) if may_wait else self.gathered_dy
+
+    def _new_gradient(self, weight: Tensor | None) -> Tensor | None:
+        """Return memory for a parameter's gradient; None if there is none or it is not wanted."""
+        if weight is None or not self.wanted.weights:
+            return None
+        return empty(weight.shape, weight.dtype, weight.device)
 
     def run_block(self, block: RowBlock) -> None:
         """Compute the gradients of one block of rows."""
-        parts = [part[block.index] for part in self.pre]
+        pre = [part[block.index] for part in self.pre]
         hidden = self.hidden.of(block)
         d_pre = self.d_pre.of(block)
         d_first = d_pre
-        gate = None
-        if len(parts) > 1:
-            first_rows, gate = self.work.halves(d_pre.rows)
+        d_second = None
+        if len(pre) > 1:
+            first_rows, d_second = self.work.halves(d_pre.rows)
             d_first = BlockRows.of(first_rows, block)
-        hidden_rows_into(parts, self.work.activation, hidden.rows, gate, self.work.clamp)
+
+        # d_first holds the gradient of `hidden`, and d_second the activated gate, until
+        # `hidden_gradient_into` replaces both by the gradients of the pre-activations
+        hidden_rows_into(pre, self.work.activation, hidden.rows, d_second, self.work.clamp)
         self._down_gradients(block, hidden, d_first)
-        hidden_gradient_into(parts, self.work.activation, d_first.rows, gate, self.work.clamp)
+        hidden_gradient_into(pre, self.work.activation, d_first.rows, d_second, self.work.clamp)
         self._up_gradients(block, d_pre)
 
     def gradients(self) -> Gradients:
         """Return the gradients, once all blocks are done."""
         work = self.work
         if not self.deferred:  # free the scratch memory before the tokens' gradients are allocated
-            for scratch in (
-                self.hidden,
-                self.d_pre,
-                self.gathered_dy,
-                self.gathered_x,
-                self.weighted,
-            ):
+            buffers = (self.hidden, self.d_pre, self.gathered_dy, self.gathered_x, self.weighted)
+            for scratch in buffers:
                 scratch.free()
+        d_x = None
+        if self.d_rows is not None and self.wanted.x:
+            d_x = self.d_rows.summed(work.x.dtype)
+        d_gates = None
+        if self.d_gates is not None and work.gates is not None:
+            d_gates = self.d_gates.to(work.gates.dtype)
         return Gradients(
-            x=self.d_rows.summed(work.x.dtype)
-            if self.d_rows is not None and self.wanted.x
-            else None,
-            gates=None
-            if self.d_gates is None or work.gates is None
-            else self.d_gates.to(work.gates.dtype),
+            x=d_x,
+            gates=d_gates,
             up=self.d_up,
             up_bias=self.d_up_bias,
             down=self.d_down,
@@ -226,6 +240,7 @@ class _Backward:
         dy = self.dy.take(block, self.gathered_dy, gather_weight)
         for product in block.products(dy, grad):
             rows_product(product.rows, self.down[product.expert], product.out, product.behind)
+
         if weight is not None and self.d_gate_blocks is not None:
             dots = self._dots_with_results(block, dy, hidden, grad)
             d_gates = self.d_gate_blocks[block.index]
@@ -233,12 +248,14 @@ class _Backward:
                 d_gates.copy_(dots)
             else:
                 torch.div(dots, gather_weight, out=d_gates)
+
         if weight is not None and gather_weight is None:
             column = weight.unsqueeze(1)
             weighted = self.weighted.of(block)
             grad.rows.mul_(column)
             torch.mul(dy.rows, column, out=weighted.rows)
             dy = weighted
+
         if self.d_down is not None:
             self._write_wgrad(dy, hidden, self.d_down_by_expert, block)
         if self.d_down_bias is not None:
@@ -247,7 +264,11 @@ class _Backward:
     def _dots_with_results(
         self, block: RowBlock, dy: BlockRows, hidden: BlockRows, grad: BlockRows
     ) -> Tensor:
-        """Return the dot product of each row of dy with the expert's unweighted result: (rows,)."""
+        """Return the dot product of each row of dy with the expert's unweighted result: (rows,).
+
+        The result is `hidden @ down.T + bias`, so its product with dy is that of `hidden` with
+        `grad = dy @ down`, which is at hand, plus that of the bias with dy.
+        """
         dots = dot_rows(grad.rows, hidden.rows, self.blocks.row_numbers[: block.rows])
         if self.work.down_bias is not None:
             for segment, rows, out in zip(block.segments, dy.segments, dots.split(block.sizes)):
@@ -266,13 +287,15 @@ class _Backward:
                 matrix = self.up[product.expert].flatten(0, 1)
                 rows_product(product.rows, matrix, product.out, product.behind)
             if self.input_weights is not None and self.d_gate_blocks is not None:
-                self.d_gate_blocks[block.index].copy_(
-                    dot_rows(d_rows.rows, inputs.rows, self.blocks.row_numbers[: block.rows])
-                )
+                row_numbers = self.blocks.row_numbers[: block.rows]
+                dots = dot_rows(d_rows.rows, inputs.rows, row_numbers)
+                self.d_gate_blocks[block.index].copy_(dots)
             self.d_rows.finish(block)
+
         if self.input_weights is not None:
+            column = self.input_weights[block.index].unsqueeze(1)
             weighted = self.weighted.of(block)
-            torch.mul(inputs.rows, self.input_weights[block.index].unsqueeze(1), out=weighted.rows)
+            torch.mul(inputs.rows, column, out=weighted.rows)
             inputs = weighted
         if self.d_up is not None:
             self._write_wgrad(d_pre, inputs, self.d_up_by_expert, block)
@@ -281,13 +304,12 @@ class _Backward:
 
     def _zero_idle_experts(self) -> None:
         """Set the gradients of experts without rows to zero."""
-        gradients = [self.d_up, self.d_up_bias, self.d_down, self.d_down_bias]
-        idle = [expert for expert, rows in enumerate(self.blocks.counts) if not rows]
-        if idle:
-            for gradient in gradients:
-                if gradient is not None:
-                    for expert in idle:
-                        gradient[expert].zero_()
+        idle = [expert for expert, num_rows in enumerate(self.blocks.counts) if num_rows == 0]
+        for gradient in (self.d_up, self.d_up_bias, self.d_down, self.d_down_bias):
+            if gradient is None:
+                continue
+            for expert in idle:
+                gradient[expert].zero_()
 
 
 class _WeightGradients(NamedTuple):

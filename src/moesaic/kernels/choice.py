@@ -5,6 +5,11 @@ The logits are the only (T, E) matrix that is saved for backward, which computes
 Both passes are custom ops with fake implementations: `torch.compile` and export see one node each.
 GPUs run two Triton kernels forward and one backward, other devices the torch functions of this
 file. Nothing waits for a device, and every sum has a fixed order.
+
+T tokens choose K of E experts each, which makes N = T K copies. Gates are the scores of all
+experts, (T, E); a chosen one, perhaps normalized and scaled, is the routing weight of a copy. The
+balance loss is `E sum_e f_e P_e`, with the share f_e of copies and the mean probability P_e; the z
+loss is the mean square of the logits' logsumexp.
 """
 
 from __future__ import annotations
@@ -57,19 +62,28 @@ SETTINGS = (
 
 
 def _settings(values: tuple[Any, ...]) -> tuple[ChoiceRule, WantedSums]:
-    return ChoiceRule(*values[:-3]), WantedSums(*values[-3:])
+    """Return the rule and the wanted sums from an operator's arguments, in the order of
+    `SETTINGS`."""
+    num_sums = len(WantedSums._fields)
+    return ChoiceRule(*values[:-num_sums]), WantedSums(*values[-num_sums:])
 
 
 def _by_triton(logits: Tensor, rule: ChoiceRule) -> bool:
     """Return whether the Triton kernels run: for float32, rows that fit a tile, and groups that are
     powers of two, as tiles."""
-    sizes = (logits.shape[1], rule.num_groups) if rule.num_groups > 1 else ()
-    fits = (
-        logits.shape[1] <= MOST_COLUMNS
-        and rule.top_k <= MOST_CHOICES
-        and not any(n & (n - 1) for n in sizes)
-    )
-    return fits and logits.dtype == torch.float32 and kind_of(logits.device) == "triton"
+    if kind_of(logits.device) != "triton" or logits.dtype != torch.float32:
+        return False
+    num_experts = logits.shape[1]
+    if num_experts > MOST_COLUMNS or rule.top_k > MOST_CHOICES:
+        return False
+    if rule.num_groups == 1:
+        return True
+    return _is_power_of_two(num_experts) and _is_power_of_two(rule.num_groups)
+
+
+def _is_power_of_two(number: int) -> bool:
+    """Return whether a positive number is a power of two."""
+    return number.bit_count() == 1
 
 
 @operator(
@@ -80,7 +94,13 @@ def _by_triton(logits: Tensor, rule: ChoiceRule) -> bool:
 def choose_forward(
     logits: Tensor, bias: Tensor | None, valid: Tensor | None, expert: Tensor | None, *settings: Any
 ) -> tuple[Tensor, ...]:
-    """Return the fields of `ChoiceResult`."""
+    """Return the fields of `ChoiceResult`.
+
+    Args:
+        logits: (T, E).
+        bias, valid, expert: as for `choose`.
+        settings: the fields of a `ChoiceRule` and of `WantedSums`.
+    """
     rule, wanted = _settings(settings)
     if _by_triton(logits, rule):
         from moesaic.kernels.triton.rows.choose import choose_by_triton
@@ -92,25 +112,27 @@ def choose_forward(
         return tuple(chosen)
     num_tokens, num_experts = logits.shape
     gates = _gates(logits, rule, wanted)
-    expert_TK = (
-        _ranked(logits, gates, bias, rule)
-        if expert is None
-        else expert.view(-1, rule.top_k).clone()
-    )
-    weight = _weights(logits, gates, expert_TK, rule).view(-1)
+    if expert is None:
+        expert_TK = _ranked(logits, gates, bias, rule)
+    else:
+        expert_TK = expert.view(-1, rule.top_k).clone()
     expert = expert_TK.view(-1)
-    weight = weight if rule.scale == 1 else weight * rule.scale
-    zero_if_finite = weight - weight
-    counted = expert
+    weight = _weights(logits, gates, expert_TK, rule).view(-1)
+    if rule.scale != 1:
+        weight = weight * rule.scale
+
+    zero_if_finite = weight - weight  # NaN for NaN and infinity
     if valid is None:
         num_valid = torch.full((), num_tokens, device=logits.device)
         counts = _counts(expert, num_experts)
     else:
         is_padding = ~valid.repeat_interleave(rule.top_k, output_size=len(expert))
         zero_if_finite = zero_if_finite.masked_fill(is_padding, 0.0)
-        counted = expert.masked_fill(is_padding, num_experts)
         num_valid = valid.sum()
+        # copies of padding are counted as those of one more expert
+        counted = expert.masked_fill(is_padding, num_experts)
         counts = _counts(counted, num_experts + 1)[:num_experts].clone()
+
     balance, z = _sums(
         logits, gates, valid=valid, counts=counts, num_valid=num_valid, rule=rule, wanted=wanted
     )
@@ -134,14 +156,15 @@ def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> Choice
     """Return a result with undefined values."""
     num_tokens, num_experts = logits.shape
     num_copies = num_tokens * rule.top_k
-    balance: tuple[int, ...] = (0,)
+    balance_shape: tuple[int, ...] = (0,)
     if wanted.balance:
-        balance = () if wanted.reduced else (1, num_experts)
+        balance_shape = () if wanted.reduced else (1, num_experts)
+    z_shape = () if wanted.z else (0,)
     new_ints = logits.new_empty(0, dtype=torch.int64).new_empty
     return ChoiceResult(
         weight=logits.new_empty(num_copies),
-        balance=logits.new_empty(balance),
-        z=logits.new_empty(() if wanted.z else 0),
+        balance=logits.new_empty(balance_shape),
+        z=logits.new_empty(z_shape),
         expert=new_ints(num_copies),
         token=new_ints(num_copies),
         slot=new_ints(num_copies),
@@ -163,9 +186,11 @@ def _(logits: Tensor, bias: Any, valid: Any, expert: Any, *settings: Any) -> tup
     refuses_gradient=True,
 )
 def choose_backward(*arguments: Any) -> Tensor:
-    """Return the gradient of the logits, (T, E)."""
-    call = ChoiceGradients(*arguments[:8])
-    rule, wanted = _settings(arguments[8:])
+    """Return the gradient of the logits, (T, E), from the fields of `ChoiceGradients` and the
+    settings."""
+    num_tensors = len(ChoiceGradients._fields)
+    call = ChoiceGradients(*arguments[:num_tensors])
+    rule, wanted = _settings(arguments[num_tensors:])
     if _by_triton(call.logits, rule):
         from moesaic.kernels.triton.rows.choose import choose_backward_by_triton
 
@@ -198,10 +223,17 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits, from those of the first three results."""
         d_weight, d_balance, d_z = gradients[:3]
         _, wanted = _settings(ctx.settings)
-        sums = d_balance if wanted.balance else None, d_z if wanted.z else None
-        d_logits: Tensor = choose_backward(*ctx.saved_tensors, d_weight, *sums, *ctx.settings)
+        # a result that was not wanted is empty, and so is its gradient
+        if not wanted.balance:
+            d_balance = None
+        if not wanted.z:
+            d_z = None
+        d_logits: Tensor = choose_backward(
+            *ctx.saved_tensors, d_weight, d_balance, d_z, *ctx.settings
+        )
         return d_logits, None, None, None, None
 
 
@@ -209,7 +241,9 @@ def _gates(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> Tensor | Non
     """Return the scores of all experts, (T, E); None if nothing reads them."""
     if rule.by_sigmoid:
         return logits.sigmoid()
-    return softmax_rows(logits) if wanted.balance or not rule.normalize else None
+    if wanted.balance or not rule.normalize:
+        return softmax_rows(logits)
+    return None  # normalized softmax weights come from the chosen logits
 
 
 def _ranked(logits: Tensor, gates: Tensor | None, bias: Tensor | None, rule: ChoiceRule) -> Tensor:
@@ -227,8 +261,10 @@ def _ranked(logits: Tensor, gates: Tensor | None, bias: Tensor | None, rule: Cho
 def _weights(logits: Tensor, gates: Tensor | None, expert_TK: Tensor, rule: ChoiceRule) -> Tensor:
     """Return the weights before scaling, (T, K) or (N,)."""
     if gates is None or (rule.normalize and not rule.by_sigmoid):
+        # the normalized softmax of all logits is the softmax of the chosen ones
         return logits.gather(1, expert_TK).softmax(1)
-    return normalized(gates.gather(1, expert_TK)) if rule.normalize else gates.gather(1, expert_TK)
+    chosen_gates = gates.gather(1, expert_TK)
+    return normalized(chosen_gates) if rule.normalize else chosen_gates
 
 
 def _counts(expert: Tensor, num_experts: int) -> Tensor:
@@ -249,29 +285,38 @@ def _sums(
     wanted: WantedSums,
 ) -> tuple[Tensor, Tensor]:
     """Return the fields `balance` and `z` of `ChoiceResult`."""
-    balance = z = None
+    balance = logits.new_empty(0)
     if wanted.balance and gates is not None:
         probs = gates / gates.sum(1, keepdim=True) if rule.by_sigmoid else gates
-        sums = probs.sum(0) if valid is None else (probs * valid.unsqueeze(1)).sum(0)
+        if valid is not None:
+            probs = probs * valid.unsqueeze(1)
+        sums = probs.sum(0)
         if wanted.reduced:
+            # the loss is linear in the sums
             num_tokens = len(logits) if valid is None else None
-            balance = sums.dot(balance_slope(counts, num_valid, rule.top_k, num_tokens, sums.dtype))
+            slope = balance_slope(counts, num_valid, rule.top_k, num_tokens, sums.dtype)
+            balance = sums.dot(slope)
         else:
             balance = sums.unsqueeze(0)
+
+    z = logits.new_empty(0)
     if wanted.z:
         squares = logits.logsumexp(1).square()
-        z = (squares if valid is None else squares * valid).sum()
+        if valid is not None:
+            squares = squares * valid
+        z = squares.sum()
         if wanted.reduced:
             z = z / num_valid.clamp_min(1)
-    return logits.new_empty(0) if balance is None else balance, logits.new_empty(
-        0
-    ) if z is None else z
+    return balance, z
 
 
 def balance_slope(
     counts: Tensor, num_valid: Tensor, top_k: int, num_tokens: int | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the gradient of the load-balance loss in the summed probabilities, (E,).
+
+    With T tokens, f_e = copies_e / (K T) and P_e = sums_e / T, so that the gradient of
+    `E sum_e f_e P_e` is `E copies_e / (K T**2)`.
 
     Args:
         counts: (E,) int64, copies per expert, `top_k` of each token that is not padding.
@@ -292,30 +337,44 @@ def _logits_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums
     logits = call.logits
     expert_TK = call.expert.view(-1, rule.top_k)
     d_weight = call.d_weight
-    d_probs = call.d_balance
-    if d_probs is not None:  # (E,) or (1, E), or (T, E) with padding
-        if wanted.reduced:
-            num_tokens = len(logits) if call.valid is None else None
-            d_probs = d_probs * balance_slope(
-                call.counts, call.num_valid, rule.top_k, num_tokens, logits.dtype
-            )
-        if call.valid is not None:
-            d_probs = d_probs * call.valid.unsqueeze(1)
     if d_weight is not None:
         d_weight = d_weight.reshape(expert_TK.shape)
-        d_weight = d_weight if rule.scale == 1 else d_weight * rule.scale
+        if rule.scale != 1:
+            d_weight = d_weight * rule.scale
+
+    d_probs = _probs_gradient(call, rule, wanted)
     if rule.by_sigmoid:
         d_logits = _through_sigmoid(logits, expert_TK, d_weight, d_probs, rule)
     else:
         d_logits = _through_softmax(logits, expert_TK, d_weight, d_probs, rule)
+
     if call.d_z is not None:
         log_sums = logits.logsumexp(1, keepdim=True)
-        factor = 2 * call.d_z / call.num_valid.clamp_min(1) if wanted.reduced else 2 * call.d_z
-        d_squares = (
-            factor * log_sums if call.valid is None else factor * log_sums * call.valid.unsqueeze(1)
-        )
-        d_logits = d_logits + d_squares * (logits - log_sums).exp()
+        factor = 2 * call.d_z
+        if wanted.reduced:
+            factor = factor / call.num_valid.clamp_min(1)
+        d_log_sums = factor * log_sums
+        if call.valid is not None:
+            d_log_sums = d_log_sums * call.valid.unsqueeze(1)
+        # the gradient of a logsumexp is the softmax
+        d_logits = d_logits + d_log_sums * (logits - log_sums).exp()
     return d_logits.contiguous()
+
+
+def _probs_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums) -> Tensor | None:
+    """Return the gradient of the probabilities: (E,) or (1, E) for all tokens alike, (T, E) with
+    padding; None if nothing reads them."""
+    d_probs = call.d_balance
+    if d_probs is None:
+        return None
+    if wanted.reduced:
+        num_tokens = len(call.logits) if call.valid is None else None
+        d_probs = d_probs * balance_slope(
+            call.counts, call.num_valid, rule.top_k, num_tokens, call.logits.dtype
+        )
+    if call.valid is not None:
+        d_probs = d_probs * call.valid.unsqueeze(1)
+    return d_probs
 
 
 def _through_softmax(
@@ -326,20 +385,22 @@ def _through_softmax(
     rule: ChoiceRule,
 ) -> Tensor:
     """Return the gradient of the logits, given those of softmax weights and probabilities."""
+    # the gates are the probabilities, and weights that are not normalized are chosen gates
     d_gates = None if d_probs is None else d_probs.expand_as(logits)
     if d_weight is not None and not rule.normalize:
         d_gates = torch.zeros_like(logits) if d_gates is None else d_gates.contiguous()
         d_gates = d_gates.scatter_add(1, expert_TK, d_weight)
-        d_weight = None
-    d_logits = (
-        torch.zeros_like(logits)
-        if d_gates is None
-        else _softmax_gradient(d_gates, softmax_rows(logits))
-    )
-    if d_weight is None:
-        return d_logits
-    weights_TK = logits.gather(1, expert_TK).softmax(1)
-    return d_logits.scatter_add(1, expert_TK, _softmax_gradient(d_weight, weights_TK))
+
+    if d_gates is None:
+        d_logits = torch.zeros_like(logits)
+    else:
+        d_logits = _softmax_gradient(d_gates, softmax_rows(logits))
+
+    if d_weight is not None and rule.normalize:
+        weights_TK = logits.gather(1, expert_TK).softmax(1)
+        d_chosen_logits = _softmax_gradient(d_weight, weights_TK)
+        d_logits = d_logits.scatter_add(1, expert_TK, d_chosen_logits)
+    return d_logits
 
 
 def _through_sigmoid(
@@ -353,14 +414,15 @@ def _through_sigmoid(
     gates = logits.sigmoid()
     d_gates = torch.zeros_like(logits)
     if d_probs is not None:
+        # probabilities are gates divided by the sum of a token's gates
         d_gates = _quotient_gradient(d_probs, gates, 0.0)
     if d_weight is not None:
         if rule.normalize:
-            d_weight = _quotient_gradient(
-                d_weight, gates.gather(1, expert_TK), torch.finfo(gates.dtype).tiny
-            )
+            chosen_gates = gates.gather(1, expert_TK)
+            smallest = torch.finfo(gates.dtype).tiny
+            d_weight = _quotient_gradient(d_weight, chosen_gates, smallest)
         d_gates = d_gates.scatter_add(1, expert_TK, d_weight)
-    return d_gates * gates * (1 - gates)
+    return d_gates * gates * (1 - gates)  # the derivative of the sigmoid
 
 
 def _softmax_gradient(grad: Tensor, result: Tensor) -> Tensor:
@@ -401,4 +463,5 @@ def normalized(gates_TK: Tensor) -> Tensor:
         (tokens * top_k,): one weight per copy.
     """
     total = gates_TK.sum(-1, keepdim=True)
-    return (gates_TK / total.clamp_min(torch.finfo(total.dtype).tiny)).reshape(-1)
+    divisor = total.clamp_min(torch.finfo(total.dtype).tiny)
+    return (gates_TK / divisor).reshape(-1)

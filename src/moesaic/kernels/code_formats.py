@@ -60,9 +60,8 @@ def with_cast(rows: Tensor, error: Tensor) -> Tensor:
         (R, D) float64. Not `cast_error(|rows| + error)`, which overflows for the largest float64
         rows.
     """
-    return error * (1 + torch.finfo(rows.dtype).eps / 2) + cast_error(
-        rows.double().abs(), rows.dtype
-    )
+    half_ulp = torch.finfo(rows.dtype).eps / 2
+    return error * (1 + half_ulp) + cast_error(rows.double().abs(), rows.dtype)
 
 
 def multiply_by_power(values: Tensor, exponent: Tensor) -> Tensor:
@@ -76,11 +75,14 @@ def multiply_by_power(values: Tensor, exponent: Tensor) -> Tensor:
         exponent: int32, broadcast against `values`; at most 252 in magnitude for float32, 2044 for
             float64.
     """
-    half = exponent >> 1
-    return values * _power_of_two(half, values.dtype) * _power_of_two(exponent - half, values.dtype)
+    first = exponent >> 1
+    second = exponent - first
+    return values * _power_of_two(first, values.dtype) * _power_of_two(second, values.dtype)
 
 
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 2**exponent in float64 or float32: the biased exponent above the bits of the
+    mantissa."""
     if dtype == torch.float64:
         return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)

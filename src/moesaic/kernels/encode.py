@@ -53,36 +53,42 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
             f"encoding: expert_TK of shape {tuple(expert_TK.shape)}, capacity={capacity}: "
             "give (tokens, top_k) and at least 0"
         )
-    tokens, top_k = expert_TK.shape
+    num_tokens, top_k = expert_TK.shape
     device = expert_TK.device
-    places = num_experts * capacity
-    expert = expert_TK.t().reshape(-1)  # first choices first
+    num_places = num_experts * capacity
+    expert = expert_TK.t().reshape(-1)  # copies with first choices first
+    copy = torch.arange(len(expert), device=device)
+
+    # a copy's rank is how many copies of its expert come before it
     order = expert.argsort(stable=True)
-    ones = torch.ones_like(expert)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(
-        0, expert, ones
-    )
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert))
+    first_of_expert = counts.cumsum(0) - counts
     rank = torch.empty_like(expert)
-    rank[order] = (
-        torch.arange(len(expert), device=device) - (counts.cumsum(0) - counts)[expert[order]]
-    )
-    place = torch.where(rank < capacity, expert * capacity + rank, places)
+    rank[order] = copy - first_of_expert[expert[order]]
+    place = torch.where(rank < capacity, expert * capacity + rank, num_places)
+
+    # the rows of a place, in the sense of `Dispatch`, are the tokens of its copies: at most one
     sorted_place, by_place = place.sort(stable=True)
-    token = (torch.arange(len(expert), device=device) % max(tokens, 1))[by_place]
-    starts = torch.searchsorted(sorted_place, torch.arange(places + 1, device=device))
-    place_TK = place.view(top_k, tokens).t().contiguous()
-    is_kept = place_TK < places
-    sorted_place_TK = place_TK.sort(1).values
-    lengths = is_kept.sum(1)
-    to_tokens = Dispatch(
+    token_of_copy = copy % max(num_tokens, 1)
+    starts = torch.searchsorted(sorted_place, torch.arange(num_places + 1, device=device))
+    num_kept = sorted_place[sorted_place < num_places].shape[0]
+    place_TK = place.view(top_k, num_tokens).t().contiguous()
+    to_places = Dispatch(
         token=place_TK,
-        by_token=sorted_place_TK[sorted_place_TK < places],
-        starts=lengths.cumsum(0) - lengths,
+        by_token=token_of_copy[by_place][:num_kept],
+        starts=starts[:-1],
         per_token=None,
     )
-    num_kept = sorted_place[sorted_place < places].shape[0]
-    to_places = Dispatch(
-        token=place_TK, by_token=token[:num_kept], starts=starts[:-1], per_token=None
+
+    # the rows of a token are the places of its copies that were kept
+    sorted_place_TK = place_TK.sort(1).values
+    lengths = (place_TK < num_places).sum(1)
+    to_tokens = Dispatch(
+        token=place_TK,
+        by_token=sorted_place_TK[sorted_place_TK < num_places],
+        starts=lengths.cumsum(0) - lengths,
+        per_token=None,
     )
     return Encoding(num_experts, capacity, place=place_TK, to_places=to_places, to_tokens=to_tokens)
 
@@ -106,8 +112,9 @@ def fast_decode(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
 
 def _weights(gates: Tensor, form: Encoding) -> Tensor:
     """Return each place's weight, (E * C,); 0 for an empty place."""
-    flat = gates.new_zeros(form.num_experts * form.capacity + 1)
-    return flat.scatter(0, form.place.reshape(-1), gates.reshape(-1))[:-1]
+    # dropped copies have the place behind the last one
+    weights = gates.new_zeros(form.num_experts * form.capacity + 1)
+    return weights.scatter(0, form.place.reshape(-1), gates.reshape(-1))[:-1]
 
 
 class _Encode(torch.autograd.Function):
@@ -132,15 +139,12 @@ class _Decode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Return the gradients of the rows and of the gates."""
         rows, gates = ctx.saved_tensors
+        # the gradient of each place's token, still without the gates
         d_places = sum_rows(grad.contiguous(), ctx.form.to_places)
         d_gates = None
         if ctx.needs_input_grad[1]:
-            dots = torch.cat(
-                [dot_rows(d_places, rows.contiguous()).to(gates.dtype), gates.new_zeros(1)]
-            )
-            d_gates = dots[ctx.form.place]
-        return (
-            d_places.mul_(_weights(gates, ctx.form).to(d_places.dtype).unsqueeze(1)),
-            d_gates,
-            None,
-        )
+            dots = dot_rows(d_places, rows.contiguous()).to(gates.dtype)
+            # dropped copies, whose place is behind the last one, get zero
+            d_gates = torch.cat([dots, gates.new_zeros(1)])[ctx.form.place]
+        weights = _weights(gates, ctx.form).to(d_places.dtype)
+        return d_places.mul_(weights.unsqueeze(1)), d_gates, None

@@ -5,6 +5,10 @@ Saved for backward are the input, the routing, the weights and the pre-activatio
 per up matrix. Backward gathers the rows and computes the activations again (docs/kernels.md counts
 the bytes). Both passes are custom ops with fake implementations: `torch.compile` and export see one
 node each, whichever implementation `pick.py` chooses.
+
+An op takes tensors and plain values only, so a call (`ExpertWork`, which explains the letters of
+the shapes) is flattened into its tensors and its settings. "Up" and "down" are the matrices that
+read the token and that write the result; `pre` are the pre-activations, the outputs of up.
 """
 
 from __future__ import annotations
@@ -33,9 +37,8 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
         (T, D), or (R, D) without `work.dispatch`.
     """
     tensors, settings = _flatten(work)
-    y: Tensor = _ExpertFfn.apply(
-        settings, work.x.dtype if out_dtype is None else out_dtype, *tensors
-    )
+    dtype = work.x.dtype if out_dtype is None else out_dtype
+    y: Tensor = _ExpertFfn.apply(settings, dtype, *tensors)
     return y
 
 
@@ -78,9 +81,13 @@ number of rows per token varies; `clamp` is empty for None."""
 def _flatten(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     """Flatten a call into its tensors and its settings, both in the order of `CALL_SCHEMA`."""
     dispatch = work.dispatch
-    indices = (
-        [None] * 3 if dispatch is None else [dispatch.token, dispatch.by_token, dispatch.starts]
-    )
+    indices: list[Tensor | None] = [None, None, None]
+    per_token = 0
+    has_unsent = False
+    if dispatch is not None:
+        indices = [dispatch.token, dispatch.by_token, dispatch.starts]
+        per_token = dispatch.per_token or 0
+        has_unsent = dispatch.has_unsent
     tensors = [
         work.x,
         work.gates,
@@ -91,11 +98,9 @@ def _flatten(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
         work.down,
         work.down_bias,
     ]
-    dispatch_settings = (
-        (0, False) if dispatch is None else (dispatch.per_token or 0, dispatch.has_unsent)
-    )
     clamp = [] if work.clamp is None else work.clamp.numbers
-    return tensors, (*dispatch_settings, work.activation, clamp, work.gates_first, work.kernel)
+    settings = (per_token, has_unsent, work.activation, clamp, work.gates_first, work.kernel)
+    return tensors, settings
 
 
 def _unflatten(
@@ -164,7 +169,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @register_flop_formula(torch.ops.moesaic.expert_forward)
 def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *_, **__) -> int:  # type: ignore[no-untyped-def]
     """Count one product of all rows per matrix; the arguments are shapes."""
-    return (up[1] + 1) * _product_flops(x, token, down)
+    num_ups = up[1]
+    return (num_ups + 1) * _product_flops(x, token, down)
 
 
 @operator(
@@ -184,26 +190,30 @@ def expert_backward(*arguments: Any) -> list[Tensor]:
     *call, pre, dy, wants_x, wants_gates, wants_weights = arguments
     work = _unflatten(*call)
     wanted = Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
-    gradients = expert_kernel(work.x.device, work.kernel).backward(
-        work, pre, dy.to(work.x.dtype).contiguous(), wanted
-    )
-    d_x, d_gates = (
-        work.x.new_empty(0) if gradient is None else gradient
-        for gradient in (gradients.x, gradients.gates)
-    )
+    kernel = expert_kernel(work.x.device, work.kernel)
+    gradients = kernel.backward(work, pre, dy.to(work.x.dtype).contiguous(), wanted)
+    d_x = work.x.new_empty(0) if gradients.x is None else gradients.x
+    d_gates = work.x.new_empty(0) if gradients.gates is None else gradients.gates
     return [d_x, d_gates, *gradients.weights]
 
 
 @torch.library.register_fake(expert_backward.overload)
 def _(*arguments: Any) -> list[Tensor]:
+    """Return empty tensors of the shapes that `expert_backward` returns."""
     *call, _pre, _dy, wants_x, wants_gates, wants_weights = arguments
     work = _unflatten(*call)
     x = work.x
     gates = work.gates
-    d_x = x.new_empty(x.shape if wants_x else (0,))
-    d_gates = gates.new_empty(gates.shape) if gates is not None and wants_gates else x.new_empty(0)
-    weights = (work.up, work.up_bias, work.down, work.down_bias) if wants_weights else ()
-    return [d_x, d_gates, *(each.new_empty(each.shape) for each in weights if each is not None)]
+    gradients = [x.new_empty(x.shape if wants_x else (0,))]
+    if gates is not None and wants_gates:
+        gradients.append(gates.new_empty(gates.shape))
+    else:
+        gradients.append(x.new_empty(0))
+    if wants_weights:
+        for weight in (work.up, work.up_bias, work.down, work.down_bias):
+            if weight is not None:
+                gradients.append(weight.new_empty(weight.shape))
+    return gradients
 
 
 @register_flop_formula(torch.ops.moesaic.expert_backward)
@@ -214,9 +224,14 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__)
     part of the rows' gradient.
     """
     *_, gates_first, _kernel, _pre, _dy, wants_x, wants_gates, wants_weights = others
-    reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
-    products = 1 + wants_weights * (up[1] + 1) + reaches_rows * up[1]
-    return int(products * _product_flops(x, token, down))
+    num_ups = up[1]
+    products = 1
+    if wants_weights:
+        products += num_ups + 1
+    # gates that multiply the rows need the rows' gradient for their own
+    if wants_x or (wants_gates and gates is not None and gates_first):
+        products += num_ups
+    return products * _product_flops(x, token, down)
 
 
 def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence[int]) -> int:
@@ -241,22 +256,22 @@ class _ExpertFfn(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `forward`'s arguments that are wanted."""
         *tensors, pre = ctx.saved_tensors
-        wants_x, wants_gates, *_, up, up_bias, down, down_bias = ctx.needs_input_grad[2:]
-        wants_weights = any((up, up_bias, down, down_bias))
-        gradients = expert_backward(
+        parameters = tensors[-4:]  # up, up_bias, down, down_bias; None for absent biases
+        wants_x, wants_gates = ctx.needs_input_grad[2:4]
+        wants_weights = any(ctx.needs_input_grad[-4:])
+        d_x, d_gates, *d_weights = expert_backward(
             *tensors, *ctx.settings, pre, dy, wants_x, wants_gates, wants_weights
         )
-        d_x, d_gates, *d_weights = gradients
-        weights = iter(d_weights)
-        d_parameters = [
-            next(weights) if wants_weights and is_needed is not None else None
-            for is_needed in tensors[-4:]
-        ]
-        return (
-            None,
-            None,
-            d_x if wants_x else None,
-            d_gates if wants_gates else None,
-            *[None] * 4,
-            *d_parameters,
-        )
+
+        # the computed gradients are those of the parameters that there are, in order
+        computed = iter(d_weights)
+        d_parameters: list[Tensor | None] = [None] * len(parameters)
+        if wants_weights:
+            for index, parameter in enumerate(parameters):
+                if parameter is not None:
+                    d_parameters[index] = next(computed)
+
+        d_x = d_x if wants_x else None
+        d_gates = d_gates if wants_gates else None
+        # settings, out_dtype, x, gates, token, by_token, starts, ends, parameters
+        return None, None, d_x, d_gates, None, None, None, None, *d_parameters

@@ -41,9 +41,9 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Divide each last dimension by a scale; return the e4m3 quotients, (..., K), and the scales,
     (...) float32."""
     scale = powers(exponents(x))
-    return (x / scale.unsqueeze(-1)).to(
-        torch.float8_e4m3fn, memory_format=torch.contiguous_format
-    ), scale
+    quotients = x / scale.unsqueeze(-1)
+    codes = quotients.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    return codes, scale
 
 
 def powers(exponent: Tensor) -> Tensor:
@@ -60,10 +60,11 @@ def exponents(x: Tensor) -> Tensor:
     give the largest number.
     """
     largest = x.abs().amax(-1).float()
+    # quotient = mantissa * 2**exponent with a mantissa from 0.5: at 0.5 half the power suffices
     mantissa, exponent = torch.frexp(largest / LARGEST)
-    return (
-        (exponent - (mantissa == 0.5).int()).clamp(-126, 127).masked_fill(~largest.isfinite(), 128)
-    )
+    is_power = (mantissa == 0.5).int()
+    smallest = (exponent - is_power).clamp(-126, 127)
+    return smallest.masked_fill(~largest.isfinite(), 128)
 
 
-forward, backward = by_products("fp8", (9,), 16, rows_times)
+forward, backward = by_products("fp8", majors=(9,), multiple=16, rows_times=rows_times)

@@ -63,8 +63,8 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return rows
     out = x.new_empty(len(x), w.shape[2])
     start = 0
-    for e, end in enumerate(_on_host(ends, x)):
-        rows_product(x[start:end], w[e], out[start:end], len(x) - end)
+    for expert, end in enumerate(_on_host(ends, x)):
+        rows_product(x[start:end], w[expert], out[start:end], behind=len(x) - end)
         start = end
     return out
 
@@ -86,14 +86,16 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     expert without rows."""
     if len(x) and _is_supported(dy, x):
         gradient: Tensor = F.grouped_mm(_packed(dy).t(), _packed(x), offs=ends)
-        return gradient if dy.device.type == "cpu" else gradient.masked_fill_(has_no_rows(ends), 0)
+        if dy.device.type != "cpu":
+            gradient.masked_fill_(has_no_rows(ends), 0)
+        return gradient
     if _has_kernel(x):
         products: Tensor = triton_products().outer_products_any(dy, x, ends)
         return products
     out = x.new_empty(len(ends), dy.shape[1], x.shape[1])
     start = 0
-    for e, end in enumerate(_on_host(ends, x)):
-        sum_product(dy[start:end], x[start:end], out[e])
+    for expert, end in enumerate(_on_host(ends, x)):
+        sum_product(dy[start:end], x[start:end], out[expert])
         start = end
     return out
 
@@ -115,7 +117,8 @@ def _is_supported(*operands: Tensor) -> bool:
     if not runs_grouped_mm(operands[0].device, dtype):
         return False
     per_16_bytes = 16 // dtype.itemsize
-    return all(size % per_16_bytes == 0 for operand in operands for size in operand.shape[1:])
+    sizes = [size for operand in operands for size in operand.shape[1:]]
+    return all(size % per_16_bytes == 0 for size in sizes)
 
 
 def _on_host(ends: Tensor, rows: Tensor) -> list[int]:
@@ -143,10 +146,9 @@ def _is_aligned(w: Tensor) -> bool:
     Views of gathered weights, cut out of wider rows, may not be aligned.
     """
     per_16_bytes = 16 // w.dtype.itemsize
-    return (
-        all(step == 1 or step % per_16_bytes == 0 for step in w.stride())
-        and w.storage_offset() % per_16_bytes == 0
-    )
+    if w.storage_offset() % per_16_bytes:
+        return False
+    return all(stride == 1 or stride % per_16_bytes == 0 for stride in w.stride())
 
 
 def _packed(rows: Tensor) -> Tensor:
@@ -155,11 +157,9 @@ def _packed(rows: Tensor) -> Tensor:
 
     `contiguous()` is not enough: it keeps the stride of a single row, which is 0 after an `expand`.
     """
-    return (
-        rows
-        if rows.stride() == (rows.shape[1], 1)
-        else rows.clone(memory_format=torch.contiguous_format)
-    )
+    if rows.stride() == (rows.shape[1], 1):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 class _GroupedMatmul(torch.autograd.Function):

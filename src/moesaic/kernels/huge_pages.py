@@ -36,12 +36,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type == "cpu" and num_bytes >= FROM_BYTES:
         advise = _madvise()
         if advise is not None:
-            start = -(-out.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
-            advise(
-                start,
-                (out.data_ptr() + num_bytes - start) // _PAGE_BYTES * _PAGE_BYTES,
-                _MADV_HUGEPAGE,
-            )
+            # madvise takes whole pages: the first that starts in the tensor to the last that ends
+            # in it
+            first_page = (out.data_ptr() + _PAGE_BYTES - 1) // _PAGE_BYTES  # rounded up
+            end_page = (out.data_ptr() + num_bytes) // _PAGE_BYTES
+            length = (end_page - first_page) * _PAGE_BYTES
+            advise(first_page * _PAGE_BYTES, length, _MADV_HUGEPAGE)
     return out
 
 
@@ -57,9 +57,12 @@ def keep_freed_memory() -> bool:
         Whether the allocator supports it (glibc does).
     """
     mallopt = _function("mallopt", ctypes.c_int, ctypes.c_int)
-    return mallopt is not None and all(
-        [mallopt(_M_MMAP_THRESHOLD, 2**30), mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)]
-    )
+    if mallopt is None:
+        return False
+    # each call returns 1 if it took effect
+    keeps_large = mallopt(_M_MMAP_THRESHOLD, 2**30)
+    keeps_free = mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    return bool(keeps_large and keeps_free)
 
 
 @functools.cache
@@ -86,8 +89,7 @@ def _function(name: str, *argtypes: type) -> Callable[..., int] | None:
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Copy numbers from the host to a device, without waiting for a GPU."""
     tensor = torch.from_numpy(numbers)
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type != "cuda":
+        return tensor.to(device)
+    # only a copy from pinned memory runs beside the host
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -51,10 +51,10 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     exponents, (..., K / 32)."""
     blocks = x.unflatten(-1, (-1, BLOCK))
     exponent = exponents(blocks)
-    values = (blocks / powers(exponent).unsqueeze(-1)).flatten(-2)
-    return values.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format), (
-        exponent + 127
-    ).to(torch.uint8)
+    quotients = (blocks / powers(exponent).unsqueeze(-1)).flatten(-2)
+    codes = quotients.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    biased_exponent = (exponent + 127).to(torch.uint8)
+    return codes, biased_exponent
 
 
 def swizzled(scales: Tensor) -> Tensor:
@@ -62,21 +62,25 @@ def swizzled(scales: Tensor) -> Tensor:
     to whole tiles."""
     rows, columns = scales.shape[-2:]
     padded = F.pad(scales, (0, -columns % 4, 0, -rows % TILE))
-    # (..., tile row, 4, 32, tile column, 4)
+    # (..., tile row, 4, 32, tile column, 4): a tile's 128 rows are 4 groups of 32
     tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))
-    order = tiles.permute(*range(tiles.dim() - 5), -5, -2, -3, -4, -1)
-    return order.reshape(padded.shape).view(torch.float8_e8m0fnu)
+    # tile by tile (-5, -2); in a tile the four groups of a row (-3) lie side by side (-4)
+    leading = range(tiles.dim() - 5)
+    by_tile = tiles.permute(*leading, -5, -2, -3, -4, -1)
+    return by_tile.reshape(padded.shape).view(torch.float8_e8m0fnu)
 
 
 def _tiled_rows(ends: Tensor, num_rows: int) -> Tensor:
     """Return the row of the tiled scales that each row's scales occupy, (R,); each expert starts a
     new tile."""
     sizes = ends.diff(prepend=ends.new_zeros(1))
-    tiles = (sizes + TILE - 1) // TILE * TILE
-    shift = (tiles.cumsum(0) - tiles) - (ends - sizes)
+    starts = ends - sizes
+    tiled_sizes = (sizes + TILE - 1) // TILE * TILE  # rounded up to whole tiles
+    tiled_starts = tiled_sizes.cumsum(0) - tiled_sizes
+    shift = tiled_starts - starts
     row = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
     expert = torch.searchsorted(ends, row, right=True).clamp_max(len(ends) - 1)
     return row + shift.index_select(0, expert)
 
 
-forward, backward = by_products("mxfp8", (10,), BLOCK, rows_times)
+forward, backward = by_products("mxfp8", majors=(10,), multiple=BLOCK, rows_times=rows_times)

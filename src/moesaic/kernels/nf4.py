@@ -1,6 +1,9 @@
 """Frozen matrices in NF4, and grouped products with them: four bits for each number, a float32
 scale for each 64 of a row.
 
+A matrix (N, K) of numbers is stored as codes, indices into the 16 `VALUES`, in (N, K / 2) bytes,
+and (N, K / 64) scales, one for each block of 64 neighbours in a row.
+
 A byte holds two neighbours of a row, the first in its upper half. Codes and scales are bit for bit
 those of bitsandbytes. A number is its code's value times the scale of its block, rounded once, from
 float32. Scales may be stored in eight bits (double quantization); products need them in float32.
@@ -63,7 +66,8 @@ def code_values(device: torch.device) -> Tensor:
 def _pairs(device: torch.device) -> Tensor:
     """Return the two values of each byte, (256, 2) float32."""
     byte = torch.arange(256, device=device)
-    return code_values(device)[torch.stack([byte >> 4, byte & 15], 1)]
+    codes = torch.stack([byte >> 4, byte & 15], 1)
+    return code_values(device)[codes]
 
 
 @torch.no_grad()
@@ -87,13 +91,18 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     values = code_values(weight.device)
     blocks = weight.float().contiguous().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
-    scaled = (blocks * (1.0 / scales.clamp(min=SMALLEST)).unsqueeze(-1)).clamp_(-1, 1)
-    codes = (
-        torch.bucketize(scaled, (values[:-1] + values[1:]) / 2, out_int32=True)
-        .to(torch.uint8)
-        .flatten(-2)
-    )
-    return codes[..., ::2] << 4 | codes[..., 1::2], scales
+    reciprocals = 1.0 / scales.clamp(min=SMALLEST)
+    scaled = (blocks * reciprocals.unsqueeze(-1)).clamp_(-1, 1)
+    codes = _nearest(scaled, values).flatten(-2)
+    first = codes[..., ::2]
+    second = codes[..., 1::2]
+    return first << 4 | second, scales
+
+
+def _nearest(numbers: Tensor, values: Tensor) -> Tensor:
+    """Return the index of the value nearest to each number, uint8; values are in rising order."""
+    between = (values[:-1] + values[1:]) / 2
+    return torch.bucketize(numbers, between, out_int32=True).to(torch.uint8)
 
 
 def requantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,39 +113,42 @@ def requantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
     quantized as `quantize` does.
     """
     codes, scales = quantize(numbers)
-    is_right = dequantize(codes, scales, numbers.dtype) == numbers
-    mirrored = quantize(-numbers)[0]
-    turned = (
-        (dequantize(mirrored, -scales, numbers.dtype) == numbers).unflatten(-1, (-1, BLOCK)).all(-1)
-    )
-    turned &= ~is_right.unflatten(-1, (-1, BLOCK)).all(-1)
-    codes = torch.where(turned.repeat_interleave(BLOCK // 2, -1), mirrored, codes)
-    return codes, torch.where(turned, -scales, scales)
+    negated_codes, _ = quantize(-numbers)
+    is_negated = _restores(negated_codes, -scales, numbers) & ~_restores(codes, scales, numbers)
+    is_negated_byte = is_negated.repeat_interleave(BLOCK // 2, -1)
+    codes = torch.where(is_negated_byte, negated_codes, codes)
+    return codes, torch.where(is_negated, -scales, scales)
+
+
+def _restores(codes: Tensor, scales: Tensor, numbers: Tensor) -> Tensor:
+    """Return whether each block is dequantized to its numbers exactly, (..., K / 64) bool."""
+    is_equal = dequantize(codes, scales, numbers.dtype) == numbers
+    return is_equal.unflatten(-1, (-1, BLOCK)).all(-1)
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers, (..., K), of codes, (..., K / 2), and scales, (..., K / 64)."""
     pairs = _pairs(codes.device).index_select(0, codes.reshape(-1).int())
-    return (
-        (pairs.view(-1, BLOCK) * scales.reshape(-1, 1))
-        .to(dtype)
-        .view(*codes.shape[:-1], 2 * codes.shape[-1])
-    )
+    blocks = pairs.view(-1, BLOCK) * scales.reshape(-1, 1)
+    return blocks.to(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 @cache
 def scale_values(device: torch.device) -> Tensor:
     """Return the values of scales in eight bits, (256,) float32: bitsandbytes' dynamic map
-    (Dettmers 2015, section 2.2)."""
-    edges = (
-        torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
-        for power in range(7)
-    )
-    means = torch.cat(
-        [(each[:-1] + each[1:]) / 2 * 10.0 ** (power - 6) for power, each in enumerate(edges)]
-    )
-    ends = torch.tensor([0.0, 1.0], device="cpu")
-    values = torch.cat([-means, means, ends]).sort().values
+    (Dettmers 2015, section 2.2).
+
+    There are 1, 2, 4, ... and 64 values in the decades up to 1e-6, 1e-5, ... and 1, in the middle
+    of equal intervals, each with both signs, and 0 and 1.
+    """
+    decades = []
+    for power in range(7):
+        edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
+        middles = (edges[:-1] + edges[1:]) / 2
+        decades.append(middles * 10.0 ** (power - 6))
+    positive = torch.cat(decades)
+    zero_and_one = torch.tensor([0.0, 1.0], device="cpu")
+    values = torch.cat([-positive, positive, zero_and_one]).sort().values
     return values.to(device)
 
 
@@ -153,21 +165,22 @@ def compress(scales: Tensor) -> tuple[Tensor, Tensor]:
     """
     values = scale_values(scales.device)
     mean = scales.mean()
-    groups = F.pad((scales - mean).flatten(), (0, -scales.numel() % GROUP)).view(-1, GROUP)
+    num_scales = scales.numel()
+    groups = F.pad((scales - mean).flatten(), (0, -num_scales % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(1)
-    scaled = (groups * (1.0 / largest.clamp(min=SMALLEST)).unsqueeze(1)).clamp_(-1, 1)
-    between = (values[:-1] + values[1:]) / 2
-    codes = torch.bucketize(scaled, between, out_int32=True).to(torch.uint8)
-    own_codes = codes.flatten()[: scales.numel()]
-    return own_codes.view(scales.shape), torch.cat([mean.view(1), largest])
+    reciprocals = 1.0 / largest.clamp(min=SMALLEST)
+    scaled = (groups * reciprocals.unsqueeze(1)).clamp_(-1, 1)
+    codes = _nearest(scaled, values).flatten()[:num_scales]  # without the padding's
+    return codes.view(scales.shape), torch.cat([mean.view(1), largest])
 
 
 def expand(codes: Tensor, groups: Tensor) -> Tensor:
     """Return the scales of matrices, (E, ...) float32, from `compress`: codes, (E, ...), and (E,
     1 + groups)."""
-    found = scale_values(codes.device)[codes.flatten(1).int()]
-    of_each = groups[:, 1:].repeat_interleave(GROUP, 1)[:, : found.shape[1]]
-    return found.mul_(of_each).add_(groups[:, :1]).view(codes.shape)
+    differences = scale_values(codes.device)[codes.flatten(1).int()]
+    mean = groups[:, :1]
+    largest = groups[:, 1:].repeat_interleave(GROUP, 1)[:, : differences.shape[1]]
+    return differences.mul_(largest).add_(mean).view(codes.shape)
 
 
 @operator("nf4_rows_times")
@@ -195,9 +208,9 @@ def rows_times(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transpose
         )
     if kind != "cpu":
         matrices = dequantize(codes, scales, x.dtype)
-        return grouped_matmul.rows_times(
-            x, matrices.transpose(1, 2) if transposed else matrices, ends
-        )
+        if transposed:
+            matrices = matrices.transpose(1, 2)
+        return grouped_matmul.rows_times(x, matrices, ends)
     return _by_blocks(x, codes, scales, ends, transposed=transposed)
 
 
@@ -215,26 +228,36 @@ def _(x, codes, scales, ends, transposed, **_) -> int:  # type: ignore[no-untype
 def _by_blocks(
     x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, *, transposed: bool
 ) -> Tensor:
-    """Return `rows_times` on a CPU: expert by expert, each in blocks of columns of the result."""
+    """Return `rows_times` on a CPU: expert by expert, each in blocks of columns of the result.
+
+    Such a block needs rows of the stored matrix if `transposed`, else columns of it.
+    """
     height = codes.shape[1]
     width = 2 * codes.shape[2]
-    out = x.new_empty(len(x), height if transposed else width)
-    columns = max(1, SCRATCH // width) if transposed else max(1, SCRATCH // height // BLOCK) * BLOCK
+    if transposed:
+        num_columns = height
+        per_block = max(1, SCRATCH // width)
+    else:
+        num_columns = width
+        per_block = max(1, SCRATCH // height // BLOCK) * BLOCK  # whole scales
+
+    out = x.new_empty(len(x), num_columns)
     start = 0
     for expert, end in enumerate(ends.tolist()):
-        if end > start:
-            for first in range(0, out.shape[1], columns):
-                last = min(first + columns, out.shape[1])
-                if transposed:
-                    matrix = dequantize(
-                        codes[expert, first:last], scales[expert, first:last], x.dtype
-                    ).t()
-                else:
-                    of_codes = slice(first // 2, last // 2)
-                    of_scales = slice(first // BLOCK, last // BLOCK)
-                    matrix = dequantize(
-                        codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype
-                    )
-                rows_product(x[start:end], matrix, out[start:end, first:last], len(x) - end)
+        rows = x[start:end]
+        if end == start:
+            continue
+        for first in range(0, num_columns, per_block):
+            last = min(first + per_block, num_columns)
+            if transposed:
+                part = slice(first, last)
+                matrix = dequantize(codes[expert, part], scales[expert, part], x.dtype).t()
+            else:
+                code_part = slice(first // 2, last // 2)
+                scale_part = slice(first // BLOCK, last // BLOCK)
+                matrix = dequantize(
+                    codes[expert, :, code_part], scales[expert, :, scale_part], x.dtype
+                )
+            rows_product(rows, matrix, out[start:end, first:last], behind=len(x) - end)
         start = end
     return out

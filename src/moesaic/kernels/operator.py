@@ -48,8 +48,8 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a function an operator for every device.
 
-    The decorated function calls the operator, its `overload`, or in eager mode the function, which
-    is `overload.function`.
+    The decorated function calls the operator, its attribute `overload`, or in eager mode the
+    function itself, which is `overload.function`.
 
     Args:
         name: without namespace.
@@ -79,13 +79,13 @@ def operator(
         def call(*arguments: Any) -> Any:
             """Call the function directly where the dispatcher would have nothing to do, else the
             operator."""
-            needs_dispatcher = (
-                torch.compiler.is_compiling()
-                or torch._C._len_torch_dispatch_stack()
-                or type(arguments[0]) is not Tensor
-                or (refuses_gradient and torch.is_grad_enabled())
-            )
-            return overload(*arguments) if needs_dispatcher else guarded(*arguments)
+            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+                return overload(*arguments)
+            if type(arguments[0]) is not Tensor:  # a subclass
+                return overload(*arguments)
+            if refuses_gradient and torch.is_grad_enabled():
+                return overload(*arguments)
+            return guarded(*arguments)
 
         call.overload = overload  # type: ignore[attr-defined]
         return call

@@ -3,6 +3,10 @@
 The two are each other's transpose, so each is the other's backward. Both are deterministic (no
 atomics) and sum in float32. Only indices are saved for backward. `dot_rows` computes the gradients
 of routing weights.
+
+A routing makes R copies of T tokens, one for each token and expert, and lists them in its own
+order, usually by token. A row is a copy in expert order. Copies that are not sent, such as those of
+padding, have the expert number E; their rows come last.
 """
 
 from __future__ import annotations
@@ -72,19 +76,23 @@ def sort_by_expert(
     else:
         order, row_of_copy, ends = sort_copies(expert, len(counts))
     if rows_per_token is not None and order.dtype == torch.int32:
-        row_tokens = order // rows_per_token
+        row_tokens = order // rows_per_token  # stays int32
     else:
         row_tokens = token.index_select(0, order)
+
     if rows_per_token is None:
         by_token = row_tokens.argsort(stable=True)
+        if has_unsent:
+            by_token = by_token.masked_fill(by_token >= ends[-1], -1)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=token.device)
-        starts = zeros.scatter_add_(0, token, torch.ones_like(token)).cumsum(0)
-        starts = starts.roll(1).index_fill(0, starts.new_zeros(min(num_tokens, 1)), 0)
+        stops = zeros.scatter_add_(0, token, torch.ones_like(token)).cumsum(0)
+        # each token starts where the one before it stops, and token 0, if there is one, at 0
+        first_token = stops.new_zeros(min(num_tokens, 1))
+        starts = stops.roll(1).index_fill(0, first_token, 0)
     else:
+        # the copies are listed by token
         by_token = row_of_copy
         starts = torch.arange(0, num_tokens * rows_per_token, rows_per_token, device=order.device)
-    if has_unsent and rows_per_token is None:
-        by_token = by_token.masked_fill(by_token >= ends[-1], -1)
     dispatch = Dispatch(
         token=row_tokens,
         by_token=by_token,
@@ -111,32 +119,36 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         ends: (E,) int32, one past the last row of each expert.
     """
     if expert.device.type == "cpu":
-        numbers = expert.numpy()
-        if num_experts < 2**16:
-            numbers = numbers.astype(np.uint16)
-        ends = np.bincount(numbers, minlength=num_experts)[:num_experts].cumsum(dtype=np.int32)
-        order = numbers.argsort(kind="stable")
-        row = np.full(len(numbers), -1)
-        num_sent = ends[-1]
-        row[order[:num_sent]] = np.arange(num_sent)
-        return torch.from_numpy(order), torch.from_numpy(row), torch.from_numpy(ends)
+        return _sort_by_numpy(expert, num_experts)
     # sorts in half the time of int64
     narrow = expert
     if num_experts < 2**15:
         narrow = expert.to(torch.int16)
-    sorted_experts, copies = narrow.sort(stable=True)
-    position = torch.arange(len(expert), device=expert.device).masked_fill(
-        sorted_experts == num_experts, -1
-    )
+    sorted_experts, order = narrow.sort(stable=True)
+
+    position = torch.arange(len(expert), device=expert.device)
+    position = position.masked_fill(sorted_experts == num_experts, -1)
+    row = torch.empty_like(order).scatter_(0, order, position)
+
+    # the last of E + 1 counts is that of copies that are not sent
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert.device)
-    ends_and_rest = counts.scatter_add_(0, expert, torch.ones_like(expert)).cumsum(
-        0, dtype=torch.int32
-    )
-    return (
-        copies,
-        torch.empty_like(copies).scatter_(0, copies, position),
-        ends_and_rest[:num_experts].clone(),
-    )
+    counts.scatter_add_(0, expert, torch.ones_like(expert))
+    ends = counts.cumsum(0, dtype=torch.int32)[:num_experts].clone()
+    return order, row, ends
+
+
+def _sort_by_numpy(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `sort_copies` on a CPU."""
+    numbers = expert.numpy()
+    if num_experts < 2**16:
+        numbers = numbers.astype(np.uint16)
+    order = numbers.argsort(kind="stable")
+    counts = np.bincount(numbers, minlength=num_experts)[:num_experts]
+    ends = counts.cumsum(dtype=np.int32)
+    num_sent = ends[-1]
+    row = np.full(len(numbers), -1)
+    row[order[:num_sent]] = np.arange(num_sent)
+    return torch.from_numpy(order), torch.from_numpy(row), torch.from_numpy(ends)
 
 
 @torch.library.register_fake(sort_copies.overload)
@@ -162,7 +174,9 @@ def only_sent(rows: Tensor, permutation: Permutation) -> Tensor:
         return rows
     row = torch.arange(len(rows), device=rows.device)
     is_unsent = row >= permutation.ends[-1]
-    return rows.masked_fill(is_unsent.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+    for _ in range(rows.dim() - 1):
+        is_unsent = is_unsent.unsqueeze(-1)
+    return rows.masked_fill(is_unsent, 0.0)
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:
@@ -185,8 +199,9 @@ def unpermute(
     Returns:
         (T, D).
     """
-    x: Tensor = _Unpermute.apply(rows, permutation.dispatch, rows.dtype if dtype is None else dtype)
-    return x
+    sum_dtype = rows.dtype if dtype is None else dtype
+    tokens: Tensor = _Unpermute.apply(rows, permutation.dispatch, sum_dtype)
+    return tokens
 
 
 def sum_rows(
@@ -246,39 +261,48 @@ def _sum_by_bags(
 def _sum_gathered(rows: Tensor, dispatch: Dispatch, weights: Tensor | None) -> Tensor:
     """Return each token's sum over its rows, gathered in the tokens' order: (T, D), in the dtype of
     the sums."""
-    token_rows = rows.index_select(
-        0, dispatch.by_token.clamp_min(0) if dispatch.has_unsent else dispatch.by_token
-    )
-    token_rows = token_rows.to(accumulate_dtype(rows.dtype))
+    by_token = dispatch.by_token
+    # -1, a copy that is not sent, reads any row, which is set to zero below
+    readable = by_token.clamp_min(0) if dispatch.has_unsent else by_token
+    token_rows = rows.index_select(0, readable).to(accumulate_dtype(rows.dtype))
     if weights is not None:
-        token_rows *= weights.index_select(0, dispatch.by_token.clamp_min(0)).unsqueeze(1)
+        token_rows *= weights.index_select(0, by_token.clamp_min(0)).unsqueeze(1)
     if dispatch.has_unsent:
-        token_rows.masked_fill_(dispatch.by_token.unsqueeze(1) < 0, 0.0)
-    num_tokens = len(dispatch.starts)
+        token_rows.masked_fill_(by_token.unsqueeze(1) < 0, 0.0)
+
+    starts = dispatch.starts
+    num_tokens = len(starts)
     if dispatch.per_token is not None:
         return token_rows.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1)
-    ends = torch.cat(
-        [dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))]
-    )
-    lengths = ends - dispatch.starts  # correct by construction; a check would wait for the device
+    last_end = starts.new_full((min(num_tokens, 1),), len(rows))  # none without tokens
+    ends = torch.cat([starts[1:], last_end])
+    lengths = ends - starts  # correct by construction; a check would wait for the device
     if is_limited(rows.device):
-        return _sum_by_doubling(token_rows, dispatch.starts, lengths)
+        return _sum_by_doubling(token_rows, starts, lengths)
     return torch.segment_reduce(token_rows, "sum", lengths=lengths, unsafe=True, initial=0.0)
 
 
 def _sum_by_doubling(rows: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     """Return the sum of each segment of rows, (segments, D), by log2(rows) sums of pairs; an empty
-    segment gives zeros."""
+    segment gives zeros.
+
+    Args:
+        rows: (R, D), the segments one after the other.
+        starts: (segments,), the first row of each.
+        lengths: (segments,), the rows of each.
+    """
+    if not len(rows):
+        return rows.new_zeros(len(starts), rows.shape[1])
     row = torch.arange(len(rows), dtype=starts.dtype, device=rows.device)
     segment = torch.searchsorted(starts, row, right=True)
     step = 1
     while step < len(rows):
+        # now each row is the sum of the next `step` rows of its segment, itself included
         is_apart = segment[step:] != segment[:-step]
         following = rows[step:].masked_fill(is_apart.unsqueeze(1), 0.0)
         rows = torch.cat([rows[:-step] + following, rows[-step:]])
         step *= 2
-    if not len(rows):
-        return rows.new_zeros(len(starts), rows.shape[1])
+    # an empty segment at the end would start behind the last row
     sums = rows.index_select(0, starts.clamp_max(len(rows) - 1))
     return sums.masked_fill((lengths == 0).unsqueeze(1), 0.0)
 
@@ -303,7 +327,8 @@ class _InExpertOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
+        (row,) = ctx.saved_tensors
+        return grad.index_select(0, row), None, None
 
 
 class _Permute(torch.autograd.Function):

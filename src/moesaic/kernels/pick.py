@@ -58,6 +58,7 @@ _runs_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=64)
 def _can_run_triton(device: torch.device) -> bool:
+    """Return whether Triton is installed and a CUDA device is new enough."""
     return importlib.util.find_spec("triton") is not None and capability_of(device) >= AMPERE
 
 
@@ -74,7 +75,8 @@ def runs_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     over experts."""
     if device.type == "cpu":
         return dtype == torch.float32
-    return dtype == torch.bfloat16 and capability_of(device)[0] in GROUPED_MM
+    major, _ = capability_of(device)
+    return dtype == torch.bfloat16 and major in GROUPED_MM
 
 
 def is_limited(device: torch.device) -> bool:
@@ -149,6 +151,7 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
     """Check that a tier can compute a call.
 
     Args:
+        work: the call.
         name: the tier's key in `TIERS`.
         majors: the major compute capabilities that the tier runs on.
         multiple: the token width and the expert width must be multiples of this number.
@@ -158,8 +161,9 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
     """
     device = work.x.device
     advice = f"; kernel={AUTO!r} runs here"
-    if capability_of(device)[0] not in majors:
-        versions = " or ".join(f"{major}.x" for major in majors)
+    major, _ = capability_of(device)
+    if major not in majors:
+        versions = " or ".join(f"{each}.x" for each in majors)
         raise InputError(
             f"kernel={name!r} needs a GPU of compute capability {versions}, got {device}{advice}"
         )
@@ -182,5 +186,6 @@ def triton_products() -> Any:
 
 @lru_cache(maxsize=8)
 def _expert_kernel(name: str) -> ExpertKernel:
+    """Return the implementation in a module of this package."""
     module = importlib.import_module(f"moesaic.kernels.{name}")
     return ExpertKernel(forward=module.forward, backward=module.backward)

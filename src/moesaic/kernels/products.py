@@ -51,25 +51,36 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int = 0) -> 
         behind: rows behind both `rows` and `out` in memory that may be read and overwritten,
             because their turn comes later.
     """
-    is_short = rows.dtype in SHORT and rows.is_cpu
     num_rows = rows.shape[0]
+    is_short = rows.dtype in SHORT and rows.is_cpu
     if is_short and _is_faster_as_float32(rows.dtype, num_rows, matrix.numel()):
         out.copy_(product_in_dtype(rows.float(), matrix.float()))
-    elif is_short and (missing := missing_rows(num_rows)):
-        if missing > behind:
-            out.copy_(product_in_dtype(_padded(rows, missing), matrix)[:num_rows])
-        else:
-            rows, out = (
-                each.as_strided((num_rows + missing, each.shape[1]), each.stride())
-                for each in (rows, out)
-            )
-            torch.mm(rows, matrix, out=out)
-    elif num_onednn := _num_onednn_rows(rows, matrix.shape, matrix, num_rows):
-        out[:num_onednn].copy_(product_by_onednn(rows[:num_onednn], matrix.t()))
-        if num_onednn < num_rows:
-            torch.mm(rows[num_onednn:], matrix, out=out[num_onednn:])
-    else:
+        return
+    if is_short:
+        _short_product(rows, matrix, out, behind)
+        return
+    num_onednn = _num_onednn_rows(rows, matrix.shape, matrix, num_rows)
+    if not num_onednn:
         torch.mm(rows, matrix, out=out)
+        return
+    out[:num_onednn].copy_(product_by_onednn(rows[:num_onednn], matrix.t()))
+    if num_onednn < num_rows:
+        torch.mm(rows[num_onednn:], matrix, out=out[num_onednn:])
+
+
+def _short_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int) -> None:
+    """Write `rows @ matrix` of 16-bit rows, with a number of rows that comes again: more than
+    there are if need be."""
+    num_rows = rows.shape[0]
+    missing = missing_rows(num_rows)
+    if missing > behind:
+        out.copy_(product_in_dtype(_padded(rows, missing), matrix)[:num_rows])
+        return
+    if missing:
+        # reads and writes the rows behind, too
+        rows = rows.as_strided((num_rows + missing, rows.shape[1]), rows.stride())
+        out = out.as_strided((num_rows + missing, out.shape[1]), out.stride())
+    torch.mm(rows, matrix, out=out)
 
 
 def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
@@ -86,23 +97,34 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
     if is_short and _is_faster_as_float32(a.dtype, num_rows, out.numel()):
         product = product_in_dtype(a.t().float(), b.float())
         out.copy_(product.add_(out) if adds else product)
-    elif num_onednn := _num_onednn_rows(a, out.shape, b, a.shape[1]):
+        return
+
+    num_onednn = _num_onednn_rows(a, out.shape, b, a.shape[1])
+    if num_onednn:
         product = product_by_onednn(a[:num_onednn].t(), b[:num_onednn].t())
-        (out.add_ if adds else out.copy_)(product)
+        if adds:
+            out.add_(product)
+        else:
+            out.copy_(product)
         if num_onednn < num_rows:
             out.addmm_(a[num_onednn:].t(), b[num_onednn:])
-    else:
-        if is_short and (missing := missing_rows(num_rows)):
-            a = _padded(a, missing)
-            b = _padded(b, missing)
-        out.addmm_(a.t(), b, beta=int(adds))
+        return
+
+    missing = missing_rows(num_rows) if is_short else 0
+    if missing:
+        # rows of zeros add nothing
+        a = _padded(a, missing)
+        b = _padded(b, missing)
+    out.addmm_(a.t(), b, beta=int(adds))  # beta: the factor of what `out` has
 
 
 def converts(dtype: torch.dtype) -> Converts:
     """Return what products of a dtype copy on this processor, for the memory of a call."""
     if dtype in SHORT:
         return "small" if multiplies(dtype) else "all"
-    return "packed" if dtype == torch.float32 and onednn_is_faster() else "nothing"
+    if dtype == torch.float32 and onednn_is_faster():
+        return "packed"
+    return "nothing"
 
 
 def product_in_dtype(a: Tensor, b: Tensor) -> Tensor:
@@ -127,15 +149,18 @@ def product_by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
 def multiplies(dtype: torch.dtype) -> bool:
     """Return whether torch's products of this dtype use instructions of this processor; of float16
     they are taken not to."""
-    return dtype.itemsize > 2 or bool(
-        dtype == torch.bfloat16 and torch.backends.mkldnn.enabled and multiplies_bfloat16()
-    )
+    if dtype.itemsize > 2:
+        return True
+    if dtype != torch.bfloat16:
+        return False
+    return bool(torch.backends.mkldnn.enabled) and multiplies_bfloat16()
 
 
 def _is_faster_as_float32(dtype: torch.dtype, num_rows: int, size: int) -> bool:
     """Return whether 16-bit rows and a matrix of `size` numbers are multiplied faster as
     float32."""
-    return (size <= WIDEST and num_rows * size < FEWEST) or not multiplies(dtype)
+    is_small = size <= WIDEST and num_rows * size < FEWEST
+    return is_small or not multiplies(dtype)
 
 
 def _num_onednn_rows(rows: Tensor, matrix: torch.Size, second: Tensor, height: int) -> int:
@@ -147,16 +172,17 @@ def _num_onednn_rows(rows: Tensor, matrix: torch.Size, second: Tensor, height: i
         second: the product's second operand, which oneDNN gets packed.
         height: number of rows of the result.
     """
-    if (
-        not onednn_is_faster()
-        or rows.dtype != torch.float32
-        or not rows.is_cpu
-        or not torch.backends.mkldnn.enabled
-    ):
+    if not onednn_is_faster() or not torch.backends.mkldnn.enabled:
         return 0
-    is_large = rows.shape[0] * matrix.numel() >= FEWEST and min(matrix) >= NARROWEST
-    is_worth_it = is_large and (height >= FEWEST_TO_COPY or _is_packed(second))
-    return rows.shape[0] // STEP * STEP if is_worth_it else 0
+    if rows.dtype != torch.float32 or not rows.is_cpu:
+        return 0
+    num_rows = rows.shape[0]
+    is_large = num_rows * matrix.numel() >= FEWEST and min(matrix) >= NARROWEST
+    if not is_large:
+        return 0
+    if height < FEWEST_TO_COPY and not _is_packed(second):
+        return 0
+    return num_rows // STEP * STEP
 
 
 def _is_packed(matrix: Tensor) -> bool:
@@ -174,8 +200,11 @@ def _padded(rows: Tensor, missing: int) -> Tensor:
 def multiplies_bfloat16() -> bool:
     """Return whether this processor has instructions for bfloat16. Before torch 2.11, only those
     with AVX2 are known not to."""
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(capabilities.get("avx512_bf16", torch.backends.cpu.get_cpu_capability() != "AVX2"))
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        if "avx512_bf16" in capabilities:
+            return bool(capabilities["avx512_bf16"])
+    return torch.backends.cpu.get_cpu_capability() != "AVX2"
 
 
 @functools.cache
@@ -204,11 +233,14 @@ def _is_zen_5(cpuinfo: Path) -> bool:
     """Return whether a file in the format of /proc/cpuinfo describes an AMD processor of Zen 5 or
     later."""
     try:
-        lines = cpuinfo.read_text(encoding="utf-8").split("\n\n", maxsplit=1)[0].splitlines()
+        text = cpuinfo.read_text(encoding="utf-8")
     except OSError:
         return False
-    fields = {
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-    }
+    first_core, *_ = text.split("\n\n", maxsplit=1)
+    fields = {}
+    for line in first_core.splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
     family = fields.get("cpu family", "")
-    return fields.get("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= ZEN_5
+    is_amd = fields.get("vendor_id") == "AuthenticAMD"
+    return is_amd and family.isdecimal() and int(family) >= ZEN_5

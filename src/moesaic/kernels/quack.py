@@ -16,17 +16,20 @@ from moesaic.kernels.whole_batch import by_products
 
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N)."""
-    product: Tensor = gemm(
-        x, w, cu_seqlens_m=F.pad(ends, (1, 0)), tuned=False
-    )  # tuning would time kernels in a training step
+    bounds = F.pad(ends, (1, 0))  # 0, then the ends
+    # tuning would time kernels in a training step
+    product: Tensor = gemm(x, w, cu_seqlens_m=bounds, tuned=False)
     return product
 
 
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an
     expert without rows."""
-    products: Tensor = gemm(dy.t(), x, cu_seqlens_k=F.pad(ends, (1, 0)), tuned=False)
+    bounds = F.pad(ends, (1, 0))
+    products: Tensor = gemm(dy.t(), x, cu_seqlens_k=bounds, tuned=False)
     return products.masked_fill_(has_no_rows(ends), 0)
 
 
-forward, backward = by_products("quack", (9, 10), 8, rows_times, outer_products)
+forward, backward = by_products(
+    "quack", majors=(9, 10), multiple=8, rows_times=rows_times, outer_products=outer_products
+)

@@ -17,6 +17,9 @@ product of the same operands, in units of 2^-24, and bytes beyond operands and r
 
 Other devices convert blocks of `BLOCK` tokens to float32 one after another, which on a CPU is as
 fast as one conversion.
+
+Piece 0 of a matrix is its rounding to 16 bits, piece 1 that of what is left, and so on. An `order`
+lists the pieces that are written, which lie below one another or side by side.
 """
 
 from __future__ import annotations
@@ -59,8 +62,11 @@ def router_forward(x: Tensor, weight: Tensor) -> Tensor:
     pieces, unit = pieces_of(weight, x.dtype, order, side_by_side=False)
     logits = product(x, pieces.t())
     if len(order) > 1:
+        # the columns of one piece's logits follow those of another's
         logits = logits.view(len(x), len(order), len(weight)).sum(1)
-    return logits if unit is None else logits * unit
+    if unit is not None:
+        logits = logits * unit
+    return logits
 
 
 @torch.library.register_fake(router_forward.overload)
@@ -74,30 +80,44 @@ def router_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the matrix, in their dtypes; empty if not wanted."""
     if not _takes_pieces(x.device):
-        d_x = x.new_empty(x.shape if wants_x else 0)  # packed, also if x is transposed
-        matrix = weight.float()
-        grad = grad.contiguous()
-        d_matrix = torch.zeros_like(matrix) if wants_weight else weight.new_empty(0)
-        for block in _blocks(x):
-            if wants_x:
-                d_x[block] = product_in_dtype(grad[block], matrix)
-            if wants_weight:
-                sum_product(grad[block], x[block].float(), d_matrix, adds=block.start > 0)
-        return d_x, d_matrix.to(weight.dtype)
-    # the tokens' gradient reads the first blocks, the matrix's the last ones
+        return _gradients_by_blocks(x, weight, grad, wants_x=wants_x, wants_weight=wants_weight)
+    # Side by side, so that both gradients read neighbours: that of the tokens the first pieces
+    # (0, 1) or (0, 1, 0), that of the matrix the last ones (0, 1) or (1, 0, 2).
     order = (0, 1) if weight.dtype == x.dtype else (0, 1, 0, 2)
-    num_experts = len(weight)
     grads, unit = pieces_of(grad, x.dtype, order, side_by_side=True)
     d_x = _d_tokens(grads, weight, x.dtype, unit) if wants_x else x.new_empty(0)
     if not wants_weight:
         return d_x, weight.new_empty(0)
-    read = min(len(order), 3) * num_experts
-    columns = grads.shape[1]
-    last = grads.as_strided((read, len(grads)), (1, columns), columns - read)  # a view, transposed
-    d_matrix = product(last, x).view(-1, *weight.shape).sum(0)
+
+    num_experts = len(weight)
+    num_columns = grads.shape[1]
+    num_read = min(len(order), 3) * num_experts
+    # the last columns, transposed, as a view
+    last_pieces = grads.as_strided(
+        (num_read, len(grads)), stride=(1, num_columns), storage_offset=num_columns - num_read
+    )
+    d_matrix = product(last_pieces, x).view(-1, *weight.shape).sum(0)
     if unit is not None:
         d_matrix = d_matrix * unit
-    return d_x, d_matrix if weight.dtype == torch.float32 else d_matrix.to(weight.dtype)
+    if weight.dtype != torch.float32:
+        d_matrix = d_matrix.to(weight.dtype)
+    return d_x, d_matrix
+
+
+def _gradients_by_blocks(
+    x: Tensor, weight: Tensor, grad: Tensor, *, wants_x: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `router_backward` by float32 products of some tokens at a time."""
+    d_x = x.new_empty(x.shape if wants_x else 0)  # packed, also if x is transposed
+    matrix = weight.float()
+    grad = grad.contiguous()
+    d_matrix = torch.zeros_like(matrix) if wants_weight else weight.new_empty(0)
+    for block in _blocks(x):
+        if wants_x:
+            d_x[block] = product_in_dtype(grad[block], matrix)
+        if wants_weight:
+            sum_product(grad[block], x[block].float(), d_matrix, adds=block.start > 0)
+    return d_x, d_matrix.to(weight.dtype)
 
 
 def _d_tokens(grads: Tensor, weight: Tensor, dtype: torch.dtype, unit: Tensor | None) -> Tensor:
@@ -112,17 +132,22 @@ def _d_tokens(grads: Tensor, weight: Tensor, dtype: torch.dtype, unit: Tensor | 
         dtype: that of the tokens and of the pieces.
         unit: a power of two; None for 1.
     """
+    # one product sums over the pieces: those of the gradient, (0, 1) or (0, 1, 0), side by side,
+    # meet those of the matrix, (0, 0) or (0, 0, 1), below one another
     matrix_unit = None
     if weight.dtype == dtype:
-        terms = torch.cat([weight, weight])
+        matrix_pieces = torch.cat([weight, weight])
     else:
-        terms, matrix_unit = pieces_of(weight, dtype, (0, 0, 1), side_by_side=False)
-        grads = grads[:, : len(terms)]
-    d_x = product_in_dtype(grads, terms)
+        matrix_pieces, matrix_unit = pieces_of(weight, dtype, (0, 0, 1), side_by_side=False)
+        grads = grads[:, : len(matrix_pieces)]
+    d_x = product_in_dtype(grads, matrix_pieces)
     if unit is None:
         return d_x
+
+    if matrix_unit is not None:
+        unit = unit * matrix_unit
     # a power of four, whose square root a float16 holds
-    root = (unit if matrix_unit is None else unit * matrix_unit).sqrt().to(dtype)
+    root = unit.sqrt().to(dtype)
     return d_x * root * root
 
 
@@ -130,9 +155,9 @@ def _d_tokens(grads: Tensor, weight: Tensor, dtype: torch.dtype, unit: Tensor | 
 def _(
     x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if wants_x else (0,)), weight.new_empty(
-        weight.shape if wants_weight else (0,)
-    )
+    d_x = x.new_empty(x.shape if wants_x else (0,))
+    d_weight = weight.new_empty(weight.shape if wants_weight else (0,))
+    return d_x, d_weight
 
 
 class _RouterLogits(torch.autograd.Function):
@@ -173,23 +198,24 @@ def pieces_of(
         return pieces_by_triton(values, order, side_by_side=side_by_side), unit
     values = values.float()
     if dtype == torch.float16 and values.numel():
-        exponent = torch.frexp(values.abs().amax())[1]
-        unit = torch.exp2((exponent + exponent % 2).float())
+        exponent = torch.frexp(values.abs().amax()).exponent
+        even_exponent = exponent + exponent % 2
+        unit = torch.exp2(even_exponent.float())
         values = values / unit
     pieces = [values.to(dtype)]
     for _ in range(max(order)):
+        # what is left; the difference of infinities is NaN
         values = (values - pieces[-1]).nan_to_num(nan=0.0)
         pieces.append(values.to(dtype))
-    return torch.cat([pieces[number] for number in order], int(side_by_side)), unit
+    dim = 1 if side_by_side else 0
+    return torch.cat([pieces[number] for number in order], dim), unit
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of 16-bit matrices in float32."""
-    return (
-        torch.mm(a, b, out_dtype=torch.float32)
-        if a.is_cuda
-        else product_in_dtype(a.float(), b.float())
-    )
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return product_in_dtype(a.float(), b.float())
 
 
 def _order_of(weight: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
@@ -203,4 +229,5 @@ def _takes_pieces(device: torch.device) -> bool:
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
+    """Yield the tokens that are converted at a time."""
     return (slice(first, first + BLOCK) for first in range(0, len(x), BLOCK))

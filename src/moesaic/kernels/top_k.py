@@ -35,20 +35,32 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     Returns:
         (rows, top_k) int64.
     """
-    if 0 < top_k <= MOST_PASSES or (top_k and is_limited(rank_by.device)):
-        chosen = [rank_by.argmax(1, keepdim=True)]
-        left = rank_by.clamp_min(torch.finfo(rank_by.dtype).min) if top_k > 1 else rank_by
-        for _ in range(top_k - 1):
-            left.scatter_(1, chosen[-1], float("-inf"))
-            chosen.append(left.argmax(1, keepdim=True))
-        return torch.cat(chosen, 1)
+    has_few_passes = top_k <= MOST_PASSES or is_limited(rank_by.device)
+    if top_k > 0 and has_few_passes:
+        return _by_passes(rank_by, top_k)
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
     bits = (rank_by + 0.0).contiguous().view(torch.int32)  # -0.0 becomes 0.0, which it equals
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(rank_by.isnan(), 0x7FFFFFFF)
+    # turning the other bits of a negative number makes larger magnitudes smaller integers
+    magnitude_bits = 0x7FFFFFFF
+    sign = bits >> 31  # all bits, or none
+    ordered = bits ^ (sign & magnitude_bits)
+    ordered.masked_fill_(rank_by.isnan(), magnitude_bits)
     columns = rank_by.shape[-1]
     tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
     return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices
+
+
+def _by_passes(rank_by: Tensor, top_k: int) -> Tensor:
+    """Return `top_k_indices` by one `argmax` for each, at least one."""
+    chosen = [rank_by.argmax(1, keepdim=True)]
+    if top_k == 1:
+        return chosen[0]
+    left = rank_by.clamp_min(torch.finfo(rank_by.dtype).min)  # a copy, in which -inf marks taken
+    for _ in range(top_k - 1):
+        left.scatter_(1, chosen[-1], float("-inf"))
+        chosen.append(left.argmax(1, keepdim=True))
+    return torch.cat(chosen, 1)
 
 
 def top_k_indices_reference(rank_by: Tensor, top_k: int) -> Tensor:
@@ -67,8 +79,8 @@ def in_best_groups(rank_by: Tensor, num_groups: int, top_groups: int, *, best_tw
     """
     per_group = rank_by.shape[1] // num_groups
     grouped = rank_by.unflatten(1, (num_groups, per_group))
-    best = grouped.topk(min(2 if best_two else 1, per_group), dim=-1).values.sum(-1)
-    eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(
-        1, top_k_indices(best, top_groups), True
-    )
-    return grouped.masked_fill(~eligible.unsqueeze(-1), float("-inf")).flatten(1)
+    num_best = min(2 if best_two else 1, per_group)
+    group_values = grouped.topk(num_best, dim=-1).values.sum(-1)
+    groups = top_k_indices(group_values, top_groups)
+    is_eligible = torch.zeros_like(group_values, dtype=torch.bool).scatter_(1, groups, True)
+    return grouped.masked_fill(~is_eligible.unsqueeze(-1), float("-inf")).flatten(1)

@@ -1,8 +1,11 @@
 """The expert stage on any device: torch operations over all rows at once. The host waits only where
 `grouped_matmul` loops over experts, and says so.
 
-The grouped products are arguments. A tier with other products (`pick.TIERS`) is therefore one or
-two functions (`by_products`).
+The grouped products are arguments. A tier, an opt-in implementation with other products
+(`pick.TIERS`), is therefore one or two functions (`by_products`).
+
+`pre` are the pre-activations; the other words and the letters of the shapes are those of
+`ExpertWork`. Input and result weights are the routing weights, one of them None.
 """
 
 from __future__ import annotations
@@ -35,12 +38,15 @@ def forward(
     pre = rows_times(inputs, work.up.flatten(1, 2).transpose(1, 2), work.ends)
     if work.up_bias is not None:
         pre += _bias_per_row(work.up_bias.flatten(1), work)
+
     hidden = hidden_rows(work.halves(pre), work.activation, work.clamp)
     results = rows_times(hidden, work.down.transpose(1, 2), work.ends)
     if work.down_bias is not None:
         results = results + _bias_per_row(work.down_bias, work)
+
     if work.dispatch is not None:
-        return sum_rows(results, work.dispatch, weights=work.result_weights, dtype=out_dtype), pre
+        tokens = sum_rows(results, work.dispatch, weights=work.result_weights, dtype=out_dtype)
+        return tokens, pre
     if work.result_weights is not None:
         results = results * work.result_weights.unsqueeze(1)
     return _placed(results, work.out_rows).to(out_dtype), pre
@@ -57,55 +63,55 @@ def backward(
 ) -> Gradients:
     """Compute the gradients; see `ExpertKernel.backward`."""
     dy_rows = _gathered(dy, work.y_rows).contiguous()
-    hidden = pre.new_empty(len(pre), work.hidden)
-    d_pre = torch.empty_like(pre)
     pre_parts = work.halves(pre)
-    d_first, *gate = work.halves(d_pre)
-    gate_rows = None
-    if gate:
-        gate_rows = gate[0]
-    hidden_rows_into(pre_parts, work.activation, hidden, gate_rows, work.clamp)
-    grad = rows_times(dy_rows, work.down, work.ends)
+    # d_parts first hold the gradient of `hidden` and, of a gated expert, the activated gate;
+    # `hidden_gradient_into` replaces both by the gradients of the pre-activations
+    d_pre = torch.empty_like(pre)
+    d_parts = work.halves(d_pre)
+    d_first = d_parts[0]
+    d_second = d_parts[1] if len(d_parts) > 1 else None
+
+    hidden = pre.new_empty(len(pre), work.hidden)
+    hidden_rows_into(pre_parts, work.activation, hidden, d_second, work.clamp)
+    d_hidden = rows_times(dy_rows, work.down, work.ends)
     d_gates = None
     if work.result_weights is not None:
         if wanted.gates:
-            d_gates = dot_rows(grad, hidden)
+            # dy times the result, which is hidden @ down.T + bias
+            d_gates = dot_rows(d_hidden, hidden)
             if work.down_bias is not None:
                 d_gates = d_gates + (dy_rows * _bias_per_row(work.down_bias, work)).sum(1)
-        torch.mul(grad, work.result_weights.unsqueeze(1), out=d_first)
-        dy_rows = dy_rows * work.result_weights.unsqueeze(1)
+        column = work.result_weights.unsqueeze(1)
+        torch.mul(d_hidden, column, out=d_first)
+        dy_rows = dy_rows * column
     else:
-        d_first.copy_(grad)
-    hidden_gradient_into(pre_parts, work.activation, d_first, gate_rows, work.clamp)
+        d_first.copy_(d_hidden)
+    hidden_gradient_into(pre_parts, work.activation, d_first, d_second, work.clamp)
+
     inputs = _gathered(work.x, work.x_rows)
-    d_rows = None
+    d_x = None  # by rows until they are summed or placed
     if wanted.x or (wanted.gates and work.input_weights is not None):
-        d_rows = rows_times(d_pre, work.up.flatten(1, 2), work.ends)
+        d_x = rows_times(d_pre, work.up.flatten(1, 2), work.ends)
     if work.input_weights is not None:
-        if d_rows is not None:
-            d_gates = dot_rows(d_rows, inputs) if wanted.gates else None
-            d_rows = d_rows * work.input_weights.unsqueeze(1)
-        inputs = inputs * work.input_weights.unsqueeze(1)
-    if d_rows is not None:
-        d_rows = (
-            _placed(d_rows, work.d_x_rows)
-            if work.dispatch is None
-            else sum_rows(d_rows, work.dispatch)
-        )
-    weights = wanted.weights
+        column = work.input_weights.unsqueeze(1)
+        if d_x is not None:
+            d_gates = dot_rows(d_x, inputs) if wanted.gates else None
+            d_x = d_x * column
+        inputs = inputs * column
+    if d_x is not None and work.dispatch is not None:
+        d_x = sum_rows(d_x, work.dispatch)
+    elif d_x is not None:
+        d_x = _placed(d_x, work.d_x_rows)
+    if d_gates is not None and work.gates is not None:
+        d_gates = of_sent(d_gates, work).to(work.gates.dtype)
+    wants = wanted.weights
     return Gradients(
-        x=d_rows if wanted.x else None,
-        gates=None
-        if d_gates is None or work.gates is None
-        else of_sent(d_gates, work).to(work.gates.dtype),
-        up=outer_products(d_pre, inputs, work.ends).view(work.up.shape) if weights else None,
-        up_bias=_sum_per_expert(d_pre, work).view(work.up_bias.shape)
-        if weights and work.up_bias is not None
-        else None,
-        down=outer_products(dy_rows, hidden, work.ends) if weights else None,
-        down_bias=_sum_per_expert(dy_rows, work)
-        if weights and work.down_bias is not None
-        else None,
+        x=d_x if wanted.x else None,
+        gates=d_gates,
+        up=outer_products(d_pre, inputs, work.ends).view(work.up.shape) if wants else None,
+        up_bias=_bias_gradient(work.up_bias, d_pre, work) if wants else None,
+        down=outer_products(dy_rows, hidden, work.ends) if wants else None,
+        down_bias=_bias_gradient(work.down_bias, dy_rows, work) if wants else None,
     )
 
 
@@ -142,6 +148,7 @@ def of_sent(d_gates: Tensor, work: ExpertWork) -> Tensor:
 
 
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
+    """Return the rows of `x` with these indices; None for all in order."""
     return x if index is None else x.index_select(0, index)
 
 
@@ -153,6 +160,11 @@ def _placed(rows: Tensor, places: Tensor | None) -> Tensor:
 def _bias_per_row(biases: Tensor, work: ExpertWork) -> Tensor:
     """Return the bias of each row's expert: (E, width) -> (R, width)."""
     return biases.index_select(0, expert_of_rows(work.ends, work.num_rows))
+
+
+def _bias_gradient(bias: Tensor | None, d_rows: Tensor, work: ExpertWork) -> Tensor | None:
+    """Return the gradient of a bias, given that of the rows it is added to; None for no bias."""
+    return None if bias is None else _sum_per_expert(d_rows, work).view(bias.shape)
 
 
 def _sum_per_expert(rows: Tensor, work: ExpertWork) -> Tensor:

@@ -110,6 +110,7 @@ class ExpertWork:
 
     @property
     def _places(self) -> Places:
+        """The places of the rows, those of expert order by default."""
         return Places() if self.places is None else self.places
 
     @property
@@ -134,6 +135,7 @@ class ExpertWork:
         return None if self.gates_first else self._weights()
 
     def _weights(self) -> Tensor | None:
+        """Return the routing weights in the rows' dtype."""
         return None if self.gates is None else self.gates.to(self.x.dtype)
 
 
@@ -173,7 +175,8 @@ class Gradients:
 def counts(ends: Tensor) -> list[int]:
     """Return the number of rows of each expert, on the host."""
     stops: list[int] = ends.tolist()
-    return [stop - start for start, stop in zip([0, *stops], stops)]
+    starts = [0, *stops[:-1]]
+    return [stop - start for start, stop in zip(starts, stops)]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -4,6 +4,10 @@ more often.
 The rules are written in words: `Dropless()`, `Capacity.fixed(1.25)`, `Capacity.fitted()`,
 `Capacity.fitted(at_most=2.0)`. No number has two meanings; Tutel (section 4.1) encodes the same
 rules as positive, zero and negative factors.
+
+A copy is a token's use of one expert; there are N, and its slot is the rank of the choice among
+those of its token, up to K. Copies of an expert queue for its rows in the order in which they are
+admitted. E is the number of experts.
 """
 
 from __future__ import annotations
@@ -96,14 +100,14 @@ class Capacity(AbstractCapacity):
     and the host never waits for counts. The limit counts padding tokens too."""
 
     def __post_init__(self) -> None:
-        if self.factor is not None and not (
-            isinstance(self.factor, Real) and 0 < self.factor < math.inf
-        ):
-            raise InputError(
-                f"a capacity factor must be a finite number above 0, got {self.factor!r}: write "
-                "Dropless() to drop nothing, or Capacity.fitted() for the smallest capacity "
-                "without drops"
-            )
+        if self.factor is not None:
+            is_number = isinstance(self.factor, Real)
+            if not is_number or not 0 < self.factor < math.inf:
+                raise InputError(
+                    f"a capacity factor must be a finite number above 0, got {self.factor!r}: "
+                    "write Dropless() to drop nothing, or Capacity.fitted() for the smallest "
+                    "capacity without drops"
+                )
         if self.order not in ("position", "score"):
             raise InputError(
                 f'order={self.order!r} is unknown: write order="position" or order="score"'
@@ -167,9 +171,10 @@ class Capacity(AbstractCapacity):
         needed = requested_E.max()
         if self.factor is None:
             return needed
+        # in float64, which limited devices lack, as `fixed_rows` does
         tokens = num_valid.cpu() if is_limited(num_valid.device) else num_valid
-        limit = torch.ceil(tokens.double() * (self.factor * top_k / len(requested_E))).long()
-        limit = limit.to(num_valid.device)
+        rows_per_token = self.factor * top_k / len(requested_E)
+        limit = torch.ceil(tokens.double() * rows_per_token).long().to(num_valid.device)
         return torch.minimum(needed, limit) if self.fit else limit
 
 
@@ -205,6 +210,7 @@ def admit(
     so the host does not wait.
 
     Args:
+        choice: the N copies.
         alive_N: (N,) bool, False for padding and for copies that the router itself held back; None
             if all are alive.
         rows: () int64, rows per expert; None for no limit.
@@ -215,33 +221,46 @@ def admit(
     """
     if rows is None:
         return alive_N
-    token = choice.token
-    expert = choice.expert
-    slot = choice.slot
-    priority = token
+    priority = choice.token
     if best_weight_T is not None:
-        priority = torch.empty_like(best_weight_T, dtype=torch.int64)
         by_score = best_weight_T.argsort(descending=True, stable=True)
-        priority[by_score] = torch.arange(len(by_score), device=by_score.device)
-        priority = priority[token]
-    # Copies that are not alive are in no expert's queue.
-    queued_expert = expert if alive_N is None else expert.masked_fill(~alive_N, num_experts)
+        priority_T = torch.empty_like(best_weight_T, dtype=torch.int64)
+        priority_T[by_score] = torch.arange(len(by_score), device=by_score.device)
+        priority = priority_T[choice.token]
+
+    # Copies that are not alive are in no expert's queue: that of one more expert, which sends none.
+    queued_expert = choice.expert
+    if alive_N is not None:
+        queued_expert = queued_expert.masked_fill(~alive_N, num_experts)
+    # the copies of one expert after those of another, first choices first
     num_turns = choice.token.max() + 1 if len(choice.token) else 1
-    queue = (slot * num_turns + priority).argsort(stable=True)
+    queue = (choice.slot * num_turns + priority).argsort(stable=True)
     queue = queue[queued_expert[queue].argsort(stable=True)]
+    expert_in_queue = queued_expert[queue]
+
     load_E = count(queued_expert, None, num_experts + 1)
     start_E = load_E.cumsum(0) - load_E
-    place = torch.arange(len(queue), device=queue.device) - start_E[queued_expert[queue]]
+    place = torch.arange(len(queue), device=queue.device) - start_E[expert_in_queue]
     if before_KE is not None:
-        cells = before_KE.numel()
-        cell = slot * num_experts + expert
-        if alive_N is not None:
-            cell = cell.masked_fill(~alive_N, cells)
-        load_KE = count(cell, None, cells + 1)[:cells].view_as(before_KE)
-        shift_KE = before_KE - (load_KE.cumsum(0) - load_KE)
-        place = place + shift_KE.flatten()[cell[queue].clamp_max(cells - 1)]
-    is_sent = (place < rows) & (queued_expert[queue] < num_experts)
+        place = place + _shift(choice, alive_N, before_KE)[queue]
+    is_sent = (place < rows) & (expert_in_queue < num_experts)
     return torch.empty_like(is_sent).scatter_(0, queue, is_sent)
+
+
+def _shift(choice: Choice, alive_N: Tensor | None, before_KE: Tensor) -> Tensor:
+    """Return how much further back each copy is in the queue of all ranks than in that of this
+    rank, (N,)."""
+    num_experts = before_KE.shape[1]
+    num_cells = before_KE.numel()
+    cell = choice.slot * num_experts + choice.expert
+    if alive_N is not None:
+        cell = cell.masked_fill(~alive_N, num_cells)
+    load_KE = count(cell, None, num_cells + 1)[:num_cells].view_as(before_KE)
+    # where this rank's copies of each choice start in its own queue
+    own_start_KE = load_KE.cumsum(0) - load_KE
+    shift_KE = before_KE - own_start_KE
+    # copies that are not alive read any cell
+    return shift_KE.flatten()[cell.clamp_max(num_cells - 1)]
 
 
 def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
@@ -251,7 +270,6 @@ def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
         expert_N: (N,) int64, each copy's expert.
         alive_N: (N,) bool, which copies count; None for all.
     """
-    ones = torch.ones_like(expert_N) if alive_N is None else alive_N.to(expert_N.dtype)
-    return torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device).scatter_add_(
-        0, expert_N, ones
-    )
+    increments = torch.ones_like(expert_N) if alive_N is None else alive_N.to(expert_N.dtype)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
+    return counts.scatter_add_(0, expert_N, increments)

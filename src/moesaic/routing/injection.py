@@ -18,6 +18,10 @@ A backward pass through several calls of a layer injects the losses of each with
 pass. That is right for a layer that one forward pass calls several times, since each call is a
 layer of the model. It is too much if the caller averages the losses of several forward passes and
 propagates them together: a warning then asks for `set_loss_scale`.
+
+An optimizer step is what lies between two changes of the parameters. A share is a further factor on
+the gradient of one loss. Parameters are wrapped if a library such as FSDP2 shows the layer others
+within a backward pass than outside. torch numbers backward passes by graph tasks, -1 outside.
 """
 
 from __future__ import annotations
@@ -113,16 +117,17 @@ BESIDE = (
 
 
 def _leads(node: Any, target: Any) -> bool:
-    """Return whether the backward pass goes from one node of a graph to another."""
+    """Return whether the backward pass goes from one node of an autograd graph to another."""
     seen = set[Any]()
-    ahead = [node]
-    while ahead:
-        node = ahead.pop()
-        if node is target:
+    to_visit = [node]
+    while to_visit:
+        current = to_visit.pop()
+        if current is target:
             return True
-        found = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= found
-        ahead += found
+        for following, _ in current.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                to_visit.append(following)
     return False
 
 
@@ -138,14 +143,26 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
     def __init__(self, layer: InjectsLosses) -> None:
         self._layer = weakref.ref(layer)
         self._task = -1
+        """torch's number of the current backward pass."""
         self._passes_of_step = 0
+        """Passes of the current step so far."""
         self._expected_passes = 1
+        """Passes of the previous step."""
         self._pass_parameters: list[nn.Parameter] = []
+        """The layer's parameters within the current pass."""
         self._watched: list[nn.Parameter] = []
+        """Those whose changes and gradients show a new step."""
         self._versions: list[int] = []
-        self._is_wrapped = self._had_gradient = self._has_warned = False
+        """Their versions at the last look."""
+        self._is_wrapped = False
+        """Whether the layer's parameters within a pass were others than after it."""
+        self._had_gradient = False
+        """Whether a watched parameter had a gradient at the end of the last pass."""
+        self._has_warned = False
         self._nodes: list[Any] = []
+        """The nodes that have injected losses in the current pass."""
         self._most_nodes = 1
+        """The most such nodes for which the graph was searched."""
 
     def weight(self, like: Tensor, is_half: bool) -> Tensor:
         """Return the weight of a loss that is injected in this backward pass, () float32 on the
@@ -173,8 +190,10 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if task != self._task:
             self._task = task
             self._begin(_trainable(layer))
-        is_counted = bool(self._pass_parameters) and self._passes_of_step <= self._expected_passes
-        return torch.full((), 1 / self._expected_passes if is_counted else 0.0, device=like.device)
+        weight = 0.0
+        if self._pass_parameters and self._passes_of_step <= self._expected_passes:
+            weight = 1 / self._expected_passes
+        return torch.full((), weight, device=like.device)
 
     def note(self, node: Any) -> None:
         """Note that a node of the graph injects a loss in this backward pass; warn if it does so
@@ -200,21 +219,20 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if not self._is_wrapped and not _are_same(parameters, self._watched):
             self._watched = parameters
         self._versions = _versions(self._watched)
-        self._pass_parameters, self._passes_of_step, self._nodes = (
-            parameters,
-            self._passes_of_step + 1,
-            [],
-        )
+        self._pass_parameters = parameters
+        self._passes_of_step += 1
+        self._nodes = []
         Variable._execution_engine.queue_callback(self._end)
 
     def _is_new_step(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether gradients were cleared or parameters stepped since the last look."""
         if not self._is_wrapped and not _are_same(parameters, self._watched):
             return True
+        if _versions(self._watched) != self._versions:
+            return True
+        # within a pass, wrappers may hold the gradients elsewhere: there must have been some
         is_clear = all(parameter.grad is None for parameter in self._watched)
-        return _versions(self._watched) != self._versions or (
-            is_clear and (self._had_gradient or not self._is_wrapped)
-        )
+        return is_clear and (self._had_gradient or not self._is_wrapped)
 
     def _end(self) -> None:
         """Record the layer's parameters and gradients at the end of a backward pass."""
@@ -224,7 +242,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if not _are_same(parameters, self._pass_parameters):
             self._is_wrapped = True
             if not _are_same(parameters, self._watched):
-                self._watched, self._versions = parameters, _versions(parameters)
+                self._watched = parameters
+                self._versions = _versions(parameters)
         self._had_gradient = any(parameter.grad is not None for parameter in self._watched)
 
 
@@ -294,7 +313,9 @@ class InjectLoss(torch.autograd.Function):
         injection.loss = None
         weight = injection.layer.passes.weight(grad_y, injection.is_half).to(ctx.loss_dtype)
         injection.layer.passes.note(ctx)
-        return grad_y, weight if injection.share == 1 else weight * injection.share, None
+        if injection.share != 1:
+            weight = weight * injection.share
+        return grad_y, weight, None
 
 
 class InjectLossCompiled(torch.autograd.Function):
@@ -310,7 +331,13 @@ class InjectLossCompiled(torch.autograd.Function):
         share: float,
         is_half: bool,
     ) -> Tensor:
-        """Return `y` itself; backward adds the loss's gradient."""
+        """Return `y` itself; backward adds the loss's gradient.
+
+        Args:
+            scale: what `set_loss_scale` set; None for the weight of the pass.
+            passes: counts the layer's backward passes.
+            loss, share, is_half: as for `Injection`.
+        """
         # not saved for backward: the scale may be set again between forward and backward
         ctx.scale = scale
         ctx.passes = passes
@@ -321,10 +348,11 @@ class InjectLossCompiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        weight = (
-            injected_weight(grad_y, ctx.passes, ctx.is_half) if ctx.scale is None else ctx.scale
-        )
-        return grad_y, weight.to(ctx.loss_dtype) * ctx.share, None, None, None, None
+        weight = ctx.scale
+        if weight is None:
+            weight = injected_weight(grad_y, ctx.passes, ctx.is_half)
+        d_loss = weight.to(ctx.loss_dtype) * ctx.share
+        return grad_y, d_loss, None, None, None, None
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -383,6 +411,7 @@ class InjectsLosses(nn.Module):
     def _inject_between_graphs(
         self, y: Tensor, loss: Tensor, share: float, is_half: bool
     ) -> Tensor:
+        """Inject a loss by code that is not compiled, between two compiled graphs."""
         return self._inject_now(y, loss, share, is_half)
 
     if not TAKES_OBJECTS:  # the decorator imports torch's compiler, which takes seconds
@@ -395,14 +424,10 @@ class InjectsLosses(nn.Module):
         self._was_compiled = False
         if injection.turn is not None and not is_half:
             injection.turn.injecting[id(self)] = self
-        # otherwise a checkpoint is recomputing in a backward pass
-        if torch._C._current_graph_task_id() == -1:
-            self._injections = [
-                reference
-                for reference in self._injections
-                if (earlier := reference()) and earlier.loss is not None
-            ]
-            self._injections.append(weakref.ref(injection))
+        is_recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, in backward
+        if not is_recomputed:
+            waiting = [each for each in self._living_injections() if each.loss is not None]
+            self._injections = [weakref.ref(each) for each in (*waiting, injection)]
         injected: Tensor = InjectLoss.apply(y, loss, injection)
         return injected
 
@@ -415,18 +440,28 @@ class InjectsLosses(nn.Module):
                 "layer's forward in torch.compiler.disable"
             )
         turn = TURN.get()
-        injections = [each for reference in self._injections if (each := reference()) is not None]
-        mine = [each for each in injections if turn is None or each.turn is turn]
-        self._injections = [weakref.ref(each) for each in injections if each not in mine]
+        mine = []
+        others = []
+        for injection in self._living_injections():
+            if turn is None or injection.turn is turn:
+                mine.append(injection)
+            else:
+                others.append(injection)
+        self._injections = [weakref.ref(injection) for injection in others]
         losses = [injection.collect() for injection in mine]
         return [loss for loss in losses if loss is not None]
 
+    def _living_injections(self) -> list[Injection]:
+        """Return the injections that a graph still keeps alive."""
+        injections = [reference() for reference in self._injections]
+        return [injection for injection in injections if injection is not None]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("passes", "_injections")
-        }
+        """Leave out what belongs to this module alone: counts and graphs."""
+        state = dict(self.__dict__)
+        del state["passes"]
+        del state["_injections"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -436,16 +471,16 @@ class InjectsLosses(nn.Module):
 
 def _trainable(layer: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a layer that have gradients."""
-    members = (module._parameters.values() for module in layer.modules())
-    return [
-        each
-        for parameters in members
-        for each in parameters
-        if each is not None and each.requires_grad
-    ]
+    found = []
+    for module in layer.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                found.append(parameter)
+    return found
 
 
 def _are_same(some: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
+    """Return whether both lists hold the same objects, in the same order."""
     return len(some) == len(others) and all(one is other for one, other in zip(some, others))
 
 

@@ -5,8 +5,8 @@ Every loss is a mean over tokens or a ratio of means, so the scale of a loss dep
 shape of the batch nor on the number of ranks. A loss reads `RouterStatistics`: sums taken outside
 the router and, on several ranks, reduced over ranks.
 
-T valid tokens, E experts, K top_k, p the router's probabilities, f_e the share of all token copies
-that chose e, before capacity, P_e the mean of p over tokens:
+T valid tokens, N token copies, E experts, K top_k, G sequences, p the router's probabilities, f_e
+the share of all token copies that chose e, before capacity, P_e the mean of p over tokens:
 
     LoadBalance   E * sum_e f_e P_e                    1 when balanced; Switch, GShard 2.2
     Importance    var_e(I_e) / mean_e(I_e)^2, I_e the  Shazeer et al. 2017, section 4
@@ -44,8 +44,11 @@ class Sequences(NamedTuple):
         is only one."""
         if self.number == 1:
             return None
-        length = max(num_tokens // self.number, 1) if self.length is None else self.length
-        return (torch.arange(num_tokens, device=device) + self.first_token) // length
+        length = self.length
+        if length is None:
+            length = max(num_tokens // self.number, 1)
+        position = torch.arange(num_tokens, device=device) + self.first_token
+        return position // length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +92,20 @@ class RouterStatistics:
             alive_N: (N,) bool, False for copies that are padding or held back by the router; None
                 if all are alive.
             valid_T: (T,) bool, False for padding; None if no token is padding.
-            num_sequences: G.
+            sequences: the sequences of the T tokens.
             earlier_counts_E: (E,) int64, copies since the last optimizer step, without this call.
             with_importance: also sum the routing weights.
             with_logsumexp: also sum the squares of the logits' logsumexp.
         """
         num_tokens, num_experts = scores.probs.shape
         dtype = scores.probs.dtype
-        device = scores.probs.device
-        valid = (
-            torch.ones(num_tokens, dtype=dtype, device=device)
-            if valid_T is None
-            else valid_T.to(dtype)
-        )
+        if valid_T is None:
+            valid = torch.ones(num_tokens, dtype=dtype, device=scores.probs.device)
+        else:
+            valid = valid_T.to(dtype)
         copies_N = torch.ones_like(choice.expert) if alive_N is None else alive_N.long()
-        sequence_T = sequences.of_tokens(num_tokens, device)
+
+        sequence_T = sequences.of_tokens(num_tokens, scores.probs.device)
         num_sequences = sequences.number
         counts_GE = _copies_by_sequence(choice, copies_N, sequence_T, num_sequences, num_experts)
         if sequences.length is None:
@@ -111,17 +113,20 @@ class RouterStatistics:
         step_counts_E = counts_GE.sum(0)
         if earlier_counts_E is not None:
             step_counts_E = step_counts_E + earlier_counts_E
-        squares_T = (
-            scores.logits.logsumexp(-1).square() * valid if with_logsumexp else valid.new_zeros(())
-        )
+
+        squares_T = valid.new_zeros(())
+        if with_logsumexp:
+            squares_T = scores.logits.logsumexp(-1).square() * valid
+        importance_E = None
+        if with_importance:
+            counted_weight_N = weight_N * copies_N.to(dtype)
+            importance_E = _importance(choice, counted_weight_N, num_tokens, num_experts)
         probs = scores.probs if valid_T is None else scores.probs * valid.unsqueeze(1)
         return cls(
             counts_GE=counts_GE.to(dtype),
             probs_GE=_sum_by(sequence_T, num_sequences, probs),
             tokens_G=_sum_by(sequence_T, num_sequences, valid.unsqueeze(1)).squeeze(1),
-            importance_E=_importance(choice, weight_N * copies_N.to(dtype), num_tokens, num_experts)
-            if with_importance
-            else None,
+            importance_E=importance_E,
             logsumexp_squared=squares_T.sum(),
             step_counts_E=step_counts_E.to(dtype),
         )
@@ -129,13 +134,11 @@ class RouterStatistics:
     def parts(self) -> list[Tensor]:
         """Return all sums except `step_counts_E`, (n,) each, differentiable; `torch.cat` of them is
         (n,) float."""
-        parts = [
-            self.counts_GE.flatten(),
-            self.probs_GE.flatten(),
-            self.tokens_G,
-            self.importance_E,
-        ]
-        return [each for each in (*parts, self.logsumexp_squared.unsqueeze(0)) if each is not None]
+        parts = [self.counts_GE.flatten(), self.probs_GE.flatten(), self.tokens_G]
+        if self.importance_E is not None:
+            parts.append(self.importance_E)
+        parts.append(self.logsumexp_squared.unsqueeze(0))
+        return parts
 
     def joined(
         self, packed_Pn: Tensor, slices: int, earlier_counts_E: Tensor | None
@@ -149,24 +152,27 @@ class RouterStatistics:
         """
         num_sequences, num_experts = self.counts_GE.shape
         cells = num_sequences * num_experts
-        ranks = len(packed_Pn)
-        widths = [cells, cells, num_sequences, 0 if self.importance_E is None else num_experts, 1]
+        importance_width = 0 if self.importance_E is None else num_experts
+        widths = [cells, cells, num_sequences, importance_width, 1]
         counts, probs, tokens, importance, squares = packed_Pn.split(widths, dim=1)
-        counts_GE = (
-            counts.view(ranks // slices, slices, num_sequences, num_experts).sum(1).flatten(0, 1)
-        )
+
+        # slices of the same sequences are added up
+        batches = len(packed_Pn) // slices
+        by_slice = (batches, slices, num_sequences, num_experts)
+        counts_GE = counts.view(by_slice).sum(1).flatten(0, 1)
+        probs_GE = probs.view(by_slice).sum(1).flatten(0, 1)
+        tokens_G = tokens.view(batches, slices, num_sequences).sum(1).flatten()
+
         step_counts_E = counts_GE.sum(0)
+        if earlier_counts_E is not None:
+            step_counts_E = step_counts_E + earlier_counts_E
         return RouterStatistics(
             counts_GE=counts_GE,
-            probs_GE=probs.view(ranks // slices, slices, num_sequences, num_experts)
-            .sum(1)
-            .flatten(0, 1),
-            tokens_G=tokens.view(ranks // slices, slices, num_sequences).sum(1).flatten(),
+            probs_GE=probs_GE,
+            tokens_G=tokens_G,
             importance_E=None if self.importance_E is None else importance.sum(0),
             logsumexp_squared=squares.sum(),
-            step_counts_E=step_counts_E
-            if earlier_counts_E is None
-            else step_counts_E + earlier_counts_E,
+            step_counts_E=step_counts_E,
         )
 
 
@@ -208,8 +214,9 @@ def _sum_by(sequence_T: Tensor | None, num_sequences: int, values: Tensor) -> Te
     """
     if sequence_T is None:
         return values.view(num_sequences, len(values) // num_sequences, values.shape[1]).sum(1)
-    member = sequence_T == torch.arange(num_sequences, device=values.device).unsqueeze(1)
-    return member.to(values.dtype) @ values
+    # (G, T): 1 where a token belongs to a sequence
+    is_member = sequence_T == torch.arange(num_sequences, device=values.device).unsqueeze(1)
+    return is_member.to(values.dtype) @ values
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,8 @@ class AbstractLoss(ABC):
     """Factor on the loss when its gradient is injected."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.coefficient, Real) or not 0 <= self.coefficient < math.inf:
+        is_number = isinstance(self.coefficient, Real)
+        if not is_number or not 0 <= self.coefficient < math.inf:
             raise InputError(
                 f"{type(self).__name__}: the coefficient must be a finite number of 0 or "
                 f"more, got {self.coefficient!r}"
@@ -300,15 +308,16 @@ class LoadBalance(AbstractLoss):
             counts = statistics.step_counts_E.unsqueeze(0)
         else:
             counts = statistics.counts_GE.sum(0, keepdim=True)
+        num_experts = counts.shape[1]
         share = counts / counts.sum(1, keepdim=True).clamp_min(1)
-        # the loss is linear in the probabilities
-        slope = counts.shape[1] * share / statistics.tokens_G.sum().clamp_min(1)
-        probs = statistics.probs_GE
-        weighed = (
-            _TimesOfFirstPass.apply(probs, slope) if self.level == "global_batch" else probs * slope
-        )
-        total: Tensor = weighed.sum()
-        return total
+        # the loss is linear in the probabilities, summed by sequence, which all have one slope
+        # unless the level is that of sequences
+        slope = num_experts * share / statistics.tokens_G.sum().clamp_min(1)
+        if self.level == "global_batch":
+            weighed: Tensor = _TimesOfFirstPass.apply(statistics.probs_GE, slope)
+        else:
+            weighed = statistics.probs_GE * slope
+        return weighed.sum()
 
 
 class _TimesOfFirstPass(torch.autograd.Function):

@@ -1,5 +1,11 @@
 """The nodes, and the places of ep on them, to which each of a rank's tokens goes: the indices that
-multicast reads."""
+multicast reads.
+
+Under multicast a token is sent once to each node that has some of its experts (a visit), and from
+there once to each place of ep, a rank or ranks with the same experts (a stop). Chunks are the parts
+of each expert's copies that a program sends one after the other. A cell is one element of a table
+(places or nodes, chunks, tokens), numbered in that order.
+"""
 
 from __future__ import annotations
 
@@ -57,37 +63,42 @@ class NodeTokens:
         """(stops, 1) int32, ordered by place of ep, chunk and token: the visit of each stop,
         numbered within its node and chunk. If `visits` is None, the token of each stop."""
         num_places, chunks, tokens = self.stops.shape
-        stop = places_of(self.stops.flatten(), self._num_stops)
+        stop_cell = places_of(self.stops.flatten(), self._num_stops)
         if self.visits is None:
-            return (stop % tokens).int().unsqueeze(1)
-        of_place = chunks * tokens
-        per_node = num_places // len(self.visits)
-        visit = stop // (per_node * of_place) * of_place + stop % of_place
-        return _numbered(self.visits).flatten().index_select(0, visit).int().unsqueeze(1)
+            return (stop_cell % tokens).int().unsqueeze(1)
+        # the cell of the same chunk and token on the place's node
+        cells_of_place = chunks * tokens
+        places_per_node = num_places // len(self.visits)
+        node = stop_cell // (places_per_node * cells_of_place)
+        visit_cell = node * cells_of_place + stop_cell % cells_of_place
+        number_of_visit = _numbered(self.visits).flatten()
+        return number_of_visit.index_select(0, visit_cell).int().unsqueeze(1)
 
     @property
     def indices(self) -> Mapping[str, Tensor]:
         """The INDEX inputs, by name, of a program with multicast."""
-        by_node = (
-            {} if self.node_token_index is None else {"node_token_index": self.node_token_index}
-        )
-        return {**by_node, "rank_token_index": self.rank_token_index, "copy_index": self.copy_index}
+        indices = {}
+        if self.node_token_index is not None:
+            indices["node_token_index"] = self.node_token_index
+        indices["rank_token_index"] = self.rank_token_index
+        indices["copy_index"] = self.copy_index
+        return indices
 
     @property
     def _visit_cells(self) -> Tensor:
-        """Return the positions of this rank's visits among the tokens of nodes."""
+        """The cells of this rank's visits, (visits,) int64."""
         assert self.visits is not None
-        counts = self.of_all
-        return places_of(
-            self.visits.flatten(),
-            None if counts is None else int(counts[self.rank, : len(self.visits)].sum()),
-        )
+        num_visits = None
+        if self.of_all is not None:
+            num_visits = int(self.of_all[self.rank, : len(self.visits)].sum())
+        return places_of(self.visits.flatten(), num_visits)
 
     @property
     def _num_stops(self) -> int | None:
-        return (
-            None if self.of_all is None else int(self.of_all[self.rank, -len(self.stops) :].sum())
-        )
+        """The number of this rank's stops; None if the host does not know it."""
+        if self.of_all is None:
+            return None
+        return int(self.of_all[self.rank, -len(self.stops) :].sum())
 
 
 def find_node_tokens(
@@ -104,25 +115,27 @@ def find_node_tokens(
         grid: the mesh.
     """
     tokens = max(num_tokens, 1)
-    nodes = grid.nodes_per_replica
-    cell = expert // (num_experts // grid.ep) * num_chunks
+    place_of_ep = expert // (num_experts // grid.ep)
+    place_and_chunk = place_of_ep * num_chunks
     if num_chunks > 1:
-        cell = cell + _chunk_of(expert, num_experts, num_chunks)
-    last = grid.ep * num_chunks * tokens
+        place_and_chunk = place_and_chunk + _chunk_of(expert, num_experts, num_chunks)
+    num_cells = grid.ep * num_chunks * tokens
     # unsent copies go to one extra cell, which is cut off
-    place = (cell * tokens + token).clamp_max(last)
-    stops = torch.zeros(last + 1, dtype=torch.bool, device=place.device).index_fill_(
-        0, place, True
-    )[:last]
-    stops = stops.view(grid.ep, num_chunks, tokens)
-    copy_index = (
-        _numbered(stops).flatten().index_select(0, place.clamp_max(last - 1)).int().unsqueeze(1)
-    )
-    counts = stops.sum(2)
+    cell = (place_and_chunk * tokens + token).clamp_max(num_cells)
+    is_stop = torch.zeros(num_cells + 1, dtype=torch.bool, device=cell.device)
+    is_stop.index_fill_(0, cell, True)
+    stops = is_stop[:num_cells].view(grid.ep, num_chunks, tokens)
+
+    number_of_stop = _numbered(stops).flatten()
+    copy_index = number_of_stop.index_select(0, cell.clamp_max(num_cells - 1)).int().unsqueeze(1)
+    stop_counts = stops.sum(2)
     if len(grid.cast_levels) == 1:
-        return NodeTokens(counts, copy_index, stops, visits=None)
+        return NodeTokens(stop_counts, copy_index, stops, visits=None)
+    # a token visits a node if it stops at one of its places
+    nodes = grid.nodes_per_replica
     visits = stops.view(nodes, grid.ep // nodes, num_chunks, tokens).any(1)
-    return NodeTokens(torch.cat([visits.sum(2), counts]), copy_index, stops, visits)
+    counts = torch.cat([visits.sum(2), stop_counts])
+    return NodeTokens(counts, copy_index, stops, visits)
 
 
 def places_of(is_there: Tensor, number: int | None) -> Tensor:
@@ -134,9 +147,10 @@ def places_of(is_there: Tensor, number: int | None) -> Tensor:
     """
     if number is None or is_there.device.type == "cpu":
         return is_there.nonzero().squeeze(1)
-    target = torch.where(is_there, is_there.cumsum(0) - 1, number)
-    place = torch.arange(len(is_there), device=target.device)
-    return target.new_empty(number + 1).scatter_(0, target, place)[:number]
+    # each True index is written to its rank; the False ones go to an extra entry, which is cut off
+    rank = torch.where(is_there, is_there.cumsum(0) - 1, number)
+    index = torch.arange(len(is_there), device=rank.device)
+    return rank.new_empty(number + 1).scatter_(0, rank, index)[:number]
 
 
 def _numbered(table: Tensor) -> Tensor:
@@ -151,7 +165,8 @@ def _chunk_of(expert: Tensor, num_experts: int, num_chunks: int) -> Tensor:
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
     place = torch.arange(len(expert), device=expert.device) - start_E[expert]
-    cuts_EC = (
-        counts_E.unsqueeze(1) * torch.arange(1, num_chunks + 1, device=expert.device) // num_chunks
-    )
-    return (place.unsqueeze(1) >= cuts_EC[expert]).sum(1)
+    # (E + 1, chunks): where each chunk of an expert's copies ends
+    chunk = torch.arange(1, num_chunks + 1, device=expert.device)
+    ends_EC = counts_E.unsqueeze(1) * chunk // num_chunks
+    # a copy's chunk is the number of chunks that end before it
+    return (place.unsqueeze(1) >= ends_EC[expert]).sum(1)

@@ -3,6 +3,11 @@
 From these numbers every rank derives the same limits, drops and losses. They do not depend on how
 the tokens are spread over ranks, and no rank waits for the decision of another. The exchange also
 verifies that all ranks run the same plan and have the same router.
+
+A message has, all as float64: the sizes (valid tokens, tokens, copies with a weight that is not
+finite, a hash of the router's weights), counts by choice and expert (K, E), the sums of the losses,
+the extras (counts of node tokens), and the digest, a hash of the plan and of a call's arguments. P
+peers exchange messages. Copies are alive if they are neither padding nor held back by the router.
 """
 
 from __future__ import annotations
@@ -93,23 +98,22 @@ class Gathered:
             local: statistics of this rank's tokens; None if no loss reads them.
             extras: the further values from `peers.extras`.
         """
+        # valid tokens and all tokens, the same number without padding
         tokens = torch.full((2,), num_tokens, device=counts_KE.device)
         sizes = [tokens] if num_valid is None else [num_valid.view(1), tokens[1:]]
         sums = [] if local is None else local.parts()
-        digest = peers.digest_on(tokens.device)
-        with torch.no_grad():  # `cat` makes all parts float64, as the digest is
-            hashed = peers.weights_hash(tokens.device)
-            message = torch.cat(
-                [
-                    *sizes,
-                    nonfinite.view(1),
-                    hashed,
-                    counts_KE.reshape(-1),
-                    *sums,
-                    extras.to(digest),
-                    digest,
-                ]
-            )
+        digest = peers.digest_on(counts_KE.device)
+        with torch.no_grad():
+            parts = [
+                *sizes,
+                nonfinite.view(1),
+                peers.weights_hash(counts_KE.device),
+                counts_KE.reshape(-1),
+                *sums,
+                extras.to(digest),
+                digest,
+            ]
+            message = torch.cat(parts)  # float64, as the digest is
         return cls(
             peers.gather(message),
             num_slots=counts_KE.shape[0],
@@ -122,10 +126,16 @@ class Gathered:
     def totals(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the sums of all ranks' tokens, one sequence each, in a dtype: probabilities, (E,),
         and squares, (1,)."""
-        start = _SIZES + self.num_slots * self.num_experts
-        sums = self.values[:, start : -_DIGEST - self.num_extras].sum(0).to(dtype)
+        sums = self._sums.sum(0).to(dtype)
+        # counts, probabilities, tokens and squares: `RouterStatistics.parts` of one sequence
         _, probs, _, squares = sums.split([self.num_experts, self.num_experts, 1, 1])
         return probs, squares
+
+    @property
+    def _sums(self) -> Tensor:
+        """(P, n) float64: the joined `RouterStatistics.parts` of each rank."""
+        start = _SIZES + self.num_slots * self.num_experts
+        return self.values[:, start : -_DIGEST - self.num_extras]
 
     @cached_property
     def valid(self) -> Tensor:
@@ -146,11 +156,8 @@ class Gathered:
     def counts(self) -> Tensor:
         """(P, K, E) int64: copies before capacity, by rank, choice and expert."""
         width = self.num_slots * self.num_experts
-        return (
-            self.values[:, _SIZES : _SIZES + width]
-            .long()
-            .view(-1, self.num_slots, self.num_experts)
-        )
+        counts = self.values[:, _SIZES : _SIZES + width].long()
+        return counts.view(-1, self.num_slots, self.num_experts)
 
     @cached_property
     def _all_on_host(self) -> np.ndarray:
@@ -197,10 +204,9 @@ class Gathered:
                 ranks.
         """
         own = torch.cat(local.parts())
-        others = self.values[
-            :, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_extras
-        ].to(own)
-        rows = [own if place == peers.place else others[place] for place in range(peers.number)]
+        # the exchange has cut the gradient, which this rank's own part still has
+        rows = list(self._sums.to(own))
+        rows[peers.place] = own
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
 
 
@@ -226,8 +232,10 @@ def kept_copies(counts_PKE: Tensor, rows: Tensor | None) -> Tensor:
             None for no limit.
     """
     if rows is None:
-        return counts_PKE.sum(1) if counts_PKE.shape[1] > 1 else counts_PKE.squeeze(1)
-    if rows.dim():
+        has_one_slot = counts_PKE.shape[1] == 1
+        return counts_PKE.squeeze(1) if has_one_slot else counts_PKE.sum(1)
+    is_by_rank = rows.dim() == 1
+    if is_by_rank:
         return torch.minimum(counts_PKE.sum(1), rows.unsqueeze(1))
     room = (rows - places_before(counts_PKE)).clamp_min(0)
     return torch.minimum(room, counts_PKE).sum(1)
@@ -277,13 +285,17 @@ class Peers:
         """(4,) float64: a digest of the plan and of the arguments with which this rank calls the
         layer."""
         self._device_digest = (torch.empty(0), torch.empty(0))
+        """A digest and its copy on a device."""
         self._find_node_tokens = find if self.number == transport.world else None
         self._slots_of = slots
         # messages count node tokens too where a plan of this mesh may multicast
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
         self._node_tokens_length = CHUNKS * sum(grid.cast_levels) if casts else 0
         self._node_tokens: tuple[Choice, NodeTokens] | None = None
+        """The node tokens that `extras` found, and the choice that they belong to, until
+        `node_tokens` takes them."""
         self._sorted_experts: tuple[Tensor, Tensor] | None = None
+        """Experts that `extras` sorted, and their order, until `order` takes it."""
         self.all_agree = True
         """Whether all ranks are known to run the same programs; False after a switch of plans."""
         self.length = 2 + len(self.digest)
@@ -298,10 +310,11 @@ class Peers:
 
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
-        hashed = hash_of(self.weights.values()) if self.number > self.slices else None
-        return (
-            torch.zeros(1, dtype=torch.int64, device=device) if hashed is None else hashed.view(1)
-        )
+        is_alone = self.number <= self.slices  # with its tokens, which it routes by slices
+        hashed = None if is_alone else hash_of(self.weights.values())
+        if hashed is None:
+            return torch.zeros(1, dtype=torch.int64, device=device)
+        return hashed.view(1)
 
     def extras(
         self,
@@ -326,14 +339,12 @@ class Peers:
         Returns:
             (m,) float64; m is the same in every call on every rank.
         """
-        node_tokens = torch.zeros(
+        padding = torch.zeros(
             self._node_tokens_length, dtype=torch.float64, device=choice.expert.device
         )
-        if self._find_node_tokens is not None and not may_drop:
-            return self._counts_of_node_tokens(
-                choice, alive_N, num_tokens, num_experts, node_tokens
-            )
-        return node_tokens
+        if self._find_node_tokens is None or may_drop:
+            return padding
+        return self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, padding)
 
     def _counts_of_node_tokens(
         self,
@@ -351,11 +362,12 @@ class Peers:
         assert self._find_node_tokens is not None
         token = choice.token
         expert = self._slots_of(choice.expert)
-        if alive_N is not None and expert.device.type != "cpu":
-            expert = expert.masked_fill(~alive_N, num_experts)
-        elif alive_N is not None:
+        if alive_N is not None and expert.device.type == "cpu":
             token = token[alive_N]
             expert = expert[alive_N]
+        elif alive_N is not None:
+            # a GPU does not remove copies, whose number the host would wait for
+            expert = expert.masked_fill(~alive_N, num_experts)
         order = stable_order(expert)
         self._sorted_experts = (expert, order)
         node_tokens = self._find_node_tokens(
@@ -369,16 +381,22 @@ class Peers:
 
     def digest_on(self, device: torch.device) -> Tensor:
         """Return `digest` on a device. Each digest is copied once."""
-        if self._device_digest[0] is not self.digest:
-            self._device_digest = self.digest, self.digest.to(device)
-        return self._device_digest[1]
+        digest, copy = self._device_digest
+        if digest is not self.digest:
+            copy = self.digest.to(device)
+            self._device_digest = (self.digest, copy)
+        return copy
 
     def order(self, expert: Tensor) -> Tensor:
         """Return the stable order of rows by expert, (rows,) int64. Reuses the order if `extras`
         has sorted the same tensor."""
         cached = self._sorted_experts
         self._sorted_experts = None
-        return cached[1] if cached is not None and cached[0] is expert else stable_order(expert)
+        if cached is not None:
+            sorted_expert, order = cached
+            if sorted_expert is expert:
+                return order
+        return stable_order(expert)
 
     def node_tokens(self, choice: Choice, gathered: Gathered | None) -> NodeTokens | None:
         """Return the node tokens of a call with the counts of all ranks; None if the call's
@@ -392,9 +410,12 @@ class Peers:
         """
         cached = self._node_tokens
         self._node_tokens = None
-        if cached is None or cached[0] is not choice or gathered is None:
+        if cached is None or gathered is None:
             return None
-        own = cached[1]
+        cached_choice, own = cached
+        if cached_choice is not choice:
+            return None
+        # without the padding behind the counts
         of_all = gathered.extras_on_host[:, : own.counts.numel()].astype(np.int64)
         return own.with_counts(of_all.reshape(-1, *own.counts.shape), self.place)
 
@@ -434,7 +455,9 @@ class Peers:
         head[-len(self.digest) :] = self.digest.to(head)
         heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
         self.check(heads[:, -len(self.digest) :], ranks, together=not self.skips_digests)
-        if bool((heads[:, 0] != ANNOUNCES).any() | (heads[:, 1] != len(message)).any()):
+        announces = heads[:, 0] == ANNOUNCES
+        has_same_length = heads[:, 1] == len(message)
+        if not bool((announces & has_same_length).all()):
             settings = ", ".join(
                 f"{name}={as_text(value)}" for name, value in self._settings.items()
             )
@@ -454,12 +477,10 @@ class Peers:
         if settings == self._settings:
             return False
         self._settings = dict(settings)
-        text = json.dumps(
-            {name: as_text(value) for name, value in settings.items()}, sort_keys=True
-        ).encode()
-        self.digest = _as_numbers(
-            hashlib.blake2b(self._plan_digest + text, digest_size=len(self._plan_digest)).digest()
-        )
+        text_by_name = {name: as_text(value) for name, value in settings.items()}
+        text = json.dumps(text_by_name, sort_keys=True).encode()
+        hashed = hashlib.blake2b(self._plan_digest + text, digest_size=len(self._plan_digest))
+        self.digest = _as_numbers(hashed.digest())
         return True
 
     def check(self, digests: Tensor, ranks: tuple[int, ...], *, together: bool = True) -> None:
@@ -474,12 +495,13 @@ class Peers:
         Raises:
             InputError: if the ranks do not run the same.
         """
-        if not bool((digests != digests[0]).any()):
+        differs = (digests != digests[0]).any(1).tolist()
+        if not any(differs):
             return
         if together:
             advice = dict.fromkeys(self._settings, CALLS) | {"call.sequences": SEQUENCES}
             check_same(self._transport, self._settings, peers=ranks, advice=advice)
-        differs = (digests != digests[0]).any(1).tolist()
+        # their settings are the same, so that the plans differ; without a comparison either may
         wrong = [rank for rank, is_other in zip(ranks, differs) if is_other]
         calls = "" if together else f", or call the layer with another {', '.join(self._settings)},"
         raise InputError(
@@ -497,18 +519,20 @@ def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
     """
     total: Tensor | None = None
     for tensor in tensors:
-        matrix = (
-            tensor.detach().reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1).contiguous()
-        )
+        num_rows = tensor.shape[0] if tensor.dim() > 1 else 1
+        matrix = tensor.detach().reshape(num_rows, -1).contiguous()
         words = matrix.view(_WORDS.get(matrix.element_size(), torch.int32))
         height, width = words.shape
         squares = torch.arange(1, 2 * (height + width), 2, device=words.device).square_()
-        hashed = ((words * squares[height:]).sum(1) * squares[:height]).sum()
+        row_factors = squares[:height]
+        column_factors = squares[height:]
+        hashed = ((words * column_factors).sum(1) * row_factors).sum()
         total = hashed if total is None else total * _ODD + hashed
     return None if total is None else total.remainder(_PRIME)
 
 
 def _as_numbers(digest: bytes) -> Tensor:
+    """Return each 4 bytes as a number, float64, which holds it exactly."""
     return torch.from_numpy(np.frombuffer(digest, dtype=np.uint32).astype(np.float64))
 
 

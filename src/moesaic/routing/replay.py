@@ -30,19 +30,19 @@ def encoded(choice: Choice, top_k: int) -> Tensor:
         top_k: experts per token.
     """
     assert choice.per_token == top_k
-    expert = (
-        choice.expert
-        if choice.sent is None
-        else torch.where(choice.sent, choice.expert, -1 - choice.expert)
-    )
+    expert = choice.expert
+    if choice.sent is not None:
+        expert = torch.where(choice.sent, expert, -1 - expert)
     return expert.view(-1, top_k)
 
 
 def decoded(experts_TK: Tensor) -> Choice:
     """Return the choice from which `encoded` made this table."""
-    choice = token_choice(torch.where(experts_TK < 0, -1 - experts_TK, experts_TK))
-    held_back = experts_TK.reshape(-1) < 0
-    return choice._replace(sent=~held_back) if bool(held_back.any()) else choice
+    is_held_back = experts_TK < 0
+    choice = token_choice(torch.where(is_held_back, -1 - experts_TK, experts_TK))
+    if not bool(is_held_back.any()):
+        return choice
+    return choice._replace(sent=~is_held_back.reshape(-1))
 
 
 @contextmanager
@@ -58,8 +58,9 @@ def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]
             int64 as returned by `encoded`; called each time the router chooses.
     """
     try:
-        for place, router in enumerate(routers):
-            router.recorded = recorded = _recorded(router, place, experts)
+        for index, router in enumerate(routers):
+            recorded = _recorded(router, index, experts)
+            router.recorded = recorded
             # a method, to the type checker
             setattr(router, "choose", _chooser(recorded))  # noqa: B010
         yield
@@ -82,29 +83,32 @@ def own_choice(
 
 
 def _chooser(recorded: Recorded) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
+    """Return a function with the signature of `choose` that returns recorded choices."""
+
     def choose(scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
         return recorded(len(scores.logits), top_k, scores.logits.device)
 
     return choose
 
 
-def _recorded(router: AbstractRouter, place: int, experts: Callable[[int], Tensor]) -> Recorded:
-    """Return a function that decodes the choices recorded for the router at `place`; `experts`
+def _recorded(router: AbstractRouter, index: int, experts: Callable[[int], Tensor]) -> Recorded:
+    """Return a function that decodes the choices recorded for the router with this index; `experts`
     returns their tables as `encoded` makes them."""
 
-    def choice(num_tokens: int, top_k: int, device: torch.device) -> Choice:
-        recorded = experts(place).to(device)
-        if recorded.shape != (num_tokens, top_k):
+    def recorded_choice(num_tokens: int, top_k: int, device: torch.device) -> Choice:
+        """Return the next recorded choice, after a check that it fits the call."""
+        table = experts(index).to(device)
+        if table.shape != (num_tokens, top_k):
             raise InputError(
-                f"replay: {tuple(recorded.shape)} recorded choices for {num_tokens} tokens with "
+                f"replay: {tuple(table.shape)} recorded choices for {num_tokens} tokens with "
                 f"top_k={top_k}: replay a trace of the same model and batch"
             )
-        found = decoded(recorded)
-        if recorded.numel() and int(found.expert.max()) >= router.num_experts:
+        choice = decoded(table)
+        if table.numel() and int(choice.expert.max()) >= router.num_experts:
             raise InputError(
                 f"replay: a recorded expert is not among the {router.num_experts}: replay "
                 "another trace"
             )
-        return found
+        return choice
 
-    return choice
+    return recorded_choice

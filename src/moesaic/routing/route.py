@@ -1,13 +1,18 @@
 """The route stage, which turns tokens into a `Routing`. All discrete results go into a
-`RoutingRecord` that can be replayed."""
+`RoutingRecord` that can be replayed.
+
+Shape letters are those of `routing.py`: T tokens, E experts, K per token, N copies, P ranks. Copies
+are alive if they are neither padding nor held back by the router, and sent if the capacity admits
+them too. Peers are the ranks that route the other tokens of a call. Scoring, choosing and weighing
+are one operation (fused) for some routers, and the router's own methods for others. Losses are
+reduced if they follow from this rank's tokens alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from typing import NamedTuple
 
 import torch
@@ -130,6 +135,8 @@ def route(
             instead of new ones.
         peers: the ranks that route the other tokens of the call; None on one rank.
     """
+    num_tokens = len(x_TD)
+    num_experts = router.num_experts
     kind = x_TD.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         scored = _scored(router, x_TD, top_k, losses, batch, replay=replay, reduced=peers is None)
@@ -138,23 +145,21 @@ def route(
             rules = _Rules(
                 top_k,
                 capacity,
-                num_tokens=len(x_TD),
-                num_experts=router.num_experts,
+                num_tokens=num_tokens,
+                num_experts=num_experts,
                 valid_T=batch.valid_T,
                 peers=peers,
             )
-            earlier = scored.earlier
-            record = _decide(rules, scored)
-            record = record._replace(
-                noise=scored.noise, earlier_counts=None if earlier is None else earlier.clone()
-            )
+            # a copy, since the layer adds to the step's counts in place
+            earlier = None if scored.earlier is None else scored.earlier.clone()
+            record = _decide(rules, scored)._replace(noise=scored.noise, earlier_counts=earlier)
         loss_values = _loss_values(losses, scored, record, peers) if losses else []
-        loss = _weighted_sum(losses, loss_values)
+        total_loss = _weighted_sum(losses, loss_values)
     named_values = {loss.name: value.detach() for loss, value in zip(losses, loss_values)}
     routing = _routing(
-        record, scored.weight_N, len(x_TD), router.num_experts, named_values, scored.logits
+        record, scored.weight_N, num_tokens, num_experts, named_values, scored.logits
     )
-    return Routed(routing, record, loss)
+    return Routed(routing, record, total_loss)
 
 
 def _scored(
@@ -170,14 +175,16 @@ def _scored(
     """Choose and weigh the experts of all tokens, in one operation if the router and the losses
     allow it; `reduced` says whether the losses follow from this rank's tokens alone."""
     fused = fused_of(router, top_k, losses)
+    if fused is None:
+        return _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
     given = None
     if replay is not None:
         given = replay.choice
-    if fused is not None and given is None and router.recorded is not None:
+    elif router.recorded is not None:
         given = router.recorded(len(x_TD), top_k, x_TD.device)
-    if fused is not None and (given is None or given.sent is None):
-        return choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=reduced)
-    return _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
+    if given is not None and given.sent is not None:  # the operation holds no copy back
+        return _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
+    return choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=reduced)
 
 
 def route_chosen(
@@ -192,28 +199,32 @@ def route_chosen(
         peers: as for `route`.
     """
     num_tokens, top_k = expert_TK.shape
-    index = torch.arange(num_tokens * top_k, device=expert_TK.device)
+    copy = torch.arange(num_tokens * top_k, device=expert_TK.device)
+    per_token = max(top_k, 1)
     choice = Choice(
-        index // max(top_k, 1), expert_TK.reshape(-1), index % max(top_k, 1), per_token=top_k
+        token=copy // per_token,
+        expert=expert_TK.reshape(-1),
+        slot=copy % per_token,
+        per_token=top_k,
     )
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
+
     detached = weight_N.detach()
     counted = _Counted.of(choice, detached, None, None, num_tokens, num_experts)
     scored = _Scored(
         choice, weight_N=detached, alive_N=None, counted=counted, sums=None, logits=None
     )
-    record = _decide(
-        _Rules(
-            top_k,
-            capacity=Dropless(),
-            num_tokens=num_tokens,
-            num_experts=num_experts,
-            valid_T=None,
-            peers=peers,
-        ),
-        scored,
+    rules = _Rules(
+        top_k,
+        capacity=Dropless(),
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        valid_T=None,
+        peers=peers,
     )
-    return Routed(_routing(record, weight_N, num_tokens, num_experts, {}, None), record, None)
+    record = _decide(rules, scored)
+    routing = _routing(record, weight_N, num_tokens, num_experts, losses={}, logits=None)
+    return Routed(routing, record, None)
 
 
 def _without_padding(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
@@ -229,12 +240,14 @@ def _scores(
     if x_TD.dtype.itemsize >= 4:
         return router.scores(x_TD, noise, token_ids)
 
-    def of_copy(x_TD: Tensor) -> Scores:
+    def scores_in_float32(x_TD: Tensor) -> Scores:
         return router.scores(x_TD.float(), noise, token_ids)
 
     if not torch.is_grad_enabled():
-        return of_copy(x_TD)
-    scores: Scores = checkpoint(of_copy, x_TD, use_reentrant=False, preserve_rng_state=False)
+        return scores_in_float32(x_TD)
+    scores: Scores = checkpoint(
+        scores_in_float32, x_TD, use_reentrant=False, preserve_rng_state=False
+    )
     return scores
 
 
@@ -260,13 +273,15 @@ class _Counted(NamedTuple):
     ) -> _Counted:
         """Count the copies of each expert, weights that are not finite, and valid tokens."""
         is_wrong = ~weight_N.isfinite()
-        return cls(
-            count(choice.expert, alive_N, num_experts),
-            (is_wrong if alive_N is None else is_wrong & alive_N).sum(),
-            torch.full((), num_tokens, device=weight_N.device)
-            if valid_T is None
-            else valid_T.sum(),
-        )
+        requested = count(choice.expert, alive_N, num_experts)
+        if alive_N is not None:
+            is_wrong = is_wrong & alive_N
+        nonfinite = is_wrong.sum()
+        if valid_T is None:
+            num_valid = torch.full((), num_tokens, device=weight_N.device)
+        else:
+            num_valid = valid_T.sum()
+        return cls(requested, nonfinite, num_valid)
 
 
 class _Scored(NamedTuple):
@@ -298,14 +313,19 @@ def _fused_sum(loss: AbstractLoss) -> str | None:
     statistics."""
     if type(loss) is LoadBalance and loss.level == "micro_batch":
         return "balance"
-    return "z" if type(loss) is ZLoss else None
+    if type(loss) is ZLoss:
+        return "z"
+    return None
 
 
 def fused_of(
     router: AbstractRouter, top_k: int, losses: Sequence[AbstractLoss]
 ) -> FusedChoice | None:
-    """Return a router as one operation, if it is one and the losses read nothing else."""
-    return router.fused(top_k) if all(map(_fused_sum, losses)) else None
+    """Return a router as one operation, if it is one and the losses read nothing else; else
+    None."""
+    if any(_fused_sum(loss) is None for loss in losses):
+        return None
+    return router.fused(top_k)
 
 
 def choose_at_once(
@@ -317,25 +337,32 @@ def choose_at_once(
     *,
     reduced: bool,
 ) -> _Scored:
-    """Score, choose and weigh in one operation; `reduced` says whether the losses follow from this
-    rank's tokens alone."""
+    """Score, choose and weigh in one operation.
+
+    Args:
+        fused: the router.
+        x_TD: (tokens, dim).
+        losses: those that `_fused_sum` knows.
+        valid_T: as in `TokenInfo`.
+        given: an earlier choice to use again; None to choose.
+        reduced: whether the losses follow from this rank's tokens alone.
+    """
     logits = fused.logits(_without_padding(x_TD, valid_T))
     fields = [_fused_sum(loss) for loss in losses]
-    wanted = WantedSums(
-        "balance" in fields or (bool(losses) and not reduced), "z" in fields, reduced
-    )
-    expert = None
-    if given is not None:
-        expert = given.expert
+    # statistics that ranks exchange always have the probabilities
+    exchanges = bool(losses) and not reduced
+    wanted = WantedSums(balance="balance" in fields or exchanges, z="z" in fields, reduced=reduced)
+    expert = None if given is None else given.expert
     chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=expert)
-    choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
-    if given is not None:
-        choice = given
+    choice = given
+    if choice is None:
+        choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
+
     values = None
     if reduced:
         values = [getattr(chosen, str(field)) for field in fields]
     sums = None
-    if losses and not reduced:
+    if exchanges:
         sums = RouterStatistics(
             counts_GE=chosen.counts.unsqueeze(0),
             probs_GE=chosen.balance,
@@ -367,19 +394,24 @@ def _choose_in_steps(
 ) -> _Scored:
     """Score, choose and weigh by the router's own methods."""
     x = _without_padding(x_TD, batch.valid_T)
-    noise = batch.noise if replay is None else replay.noise
-    if replay is None and noise is None:
+    if replay is not None:
+        noise = replay.noise
+    elif batch.noise is not None:
+        noise = batch.noise
+    else:
         noise = router.draw(len(x), x.device)
     scores = _scores(router, x, noise, batch.token_ids)
-    choice = router.choose(scores, top_k, batch.valid_T, noise) if replay is None else replay.choice
+    if replay is not None:
+        choice = replay.choice
+    else:
+        choice = router.choose(scores, top_k, batch.valid_T, noise)
     weight_N = router.weigh(scores, choice, top_k)
+
     alive_N = _alive(choice, batch.valid_T)
     counted = _Counted.of(
         choice, weight_N.detach(), alive_N, batch.valid_T, len(x), router.num_experts
     )
-    earlier = batch.earlier_counts if replay is None else replay.earlier_counts
-    if replay is None and earlier is not None and batch.step_total is not None:
-        earlier = batch.step_total(earlier + counted.requested) - counted.requested
+    earlier = _earlier_counts(batch, counted) if replay is None else replay.earlier_counts
     sums = _sums(
         losses,
         scores,
@@ -392,6 +424,16 @@ def _choose_in_steps(
     return _Scored(
         choice, weight_N, alive_N, counted, sums, scores.logits, earlier=earlier, noise=noise
     )
+
+
+def _earlier_counts(batch: TokenInfo, counted: _Counted) -> Tensor | None:
+    """Return the copies per expert of the optimizer step before this call, (E,), over all ranks
+    that train the layer; None if no loss reads them."""
+    earlier = batch.earlier_counts
+    if earlier is None or batch.step_total is None:
+        return earlier
+    # ranks that are no peers route other tokens at the same time, whose copies are earlier here
+    return batch.step_total(earlier + counted.requested) - counted.requested
 
 
 class _Rules(NamedTuple):
@@ -409,46 +451,35 @@ class _Rules(NamedTuple):
 def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     """Exchange the counts of copies with the other ranks and admit copies. The record is not
     differentiable."""
-    top_k, capacity, num_tokens, num_experts, valid, peers = rules
+    capacity = rules.capacity
+    top_k = rules.top_k
     choice = scored.choice
-    alive_N = scored.alive_N
     requested, nonfinite, num_valid = scored.counted
-    gathered = before_KE = rows = None
-    if peers is None:
+    gathered = None
+    before_KE = None
+    rows = None
+    by_rank = None
+    if rules.peers is None:
         rows = capacity.rows(requested, num_valid, top_k)
     else:
-        counts_KE = requested.unsqueeze(0)
-        if capacity.spans_mesh and top_k > 1:
-            cell = choice.slot * num_experts + choice.expert
-            counts_KE = count(cell, alive_N, top_k * num_experts).view(top_k, -1)
-        extras = peers.extras(
-            choice, alive_N, num_tokens, num_experts, may_drop=not capacity.never_drops
-        )
-        gathered = Gathered.exchange(
-            peers,
-            counts_KE,
-            num_valid=None if valid is None else num_valid,
-            num_tokens=num_tokens,
-            nonfinite=nonfinite,
-            local=scored.sums,
-            extras=extras,
-        )
+        gathered = _exchanged(rules, scored, rules.peers)
+        place = rules.peers.place
+        own_requested = requested
         requested = gathered.counts.sum((0, 1))
         num_valid = gathered.valid.sum()
         nonfinite = gathered.nonfinite.sum()
         if capacity.spans_mesh:
             rows = capacity.rows(requested, num_valid, top_k)
-            before_KE = places_before(gathered.counts)[peers.place]
+            before_KE = places_before(gathered.counts)[place]
         elif not capacity.never_drops:
-            limited = gathered.tokens if capacity.is_padded else gathered.valid
-            rows = capacity.rows(counts_KE.sum(0), limited[peers.place], top_k)
+            rows = capacity.rows(own_requested, _limiting_tokens(gathered, capacity)[place], top_k)
+        by_rank = _by_rank(gathered, capacity, top_k)
+        gathered.sent = by_rank
+
     best_T = None
     if capacity.admits_by_score and rows is not None:
-        best_T = _best_weight(scored.weight_N.detach(), choice, num_tokens)
-    sent = admit(choice, alive_N, rows, best_T, num_experts, before_KE)
-    by_rank = _by_rank(gathered, capacity, top_k)
-    if gathered is not None:
-        gathered.sent = by_rank
+        best_T = _best_weight(scored.weight_N.detach(), choice, rules.num_tokens)
+    sent = admit(choice, scored.alive_N, rows, best_T, rules.num_experts, before_KE)
     return RoutingRecord(
         None,
         choice,
@@ -463,22 +494,53 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     )
 
 
-def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) -> Tensor | None:
-    """Return the copies that each rank sends to each expert, (P, E) int64; None on one rank."""
-    if gathered is None:
-        return None
+def _exchanged(rules: _Rules, scored: _Scored, peers: Peers) -> Gathered:
+    """Exchange the counts and sums of this rank's copies with the peers."""
+    requested, nonfinite, num_valid = scored.counted
+    num_experts = rules.num_experts
+    # only a queue of all ranks' copies depends on the order of choices
+    counts_KE = requested.unsqueeze(0)
+    if rules.capacity.spans_mesh and rules.top_k > 1:
+        cell = scored.choice.slot * num_experts + scored.choice.expert
+        counts = count(cell, scored.alive_N, rules.top_k * num_experts)
+        counts_KE = counts.view(rules.top_k, num_experts)
+    extras = peers.extras(
+        scored.choice,
+        scored.alive_N,
+        rules.num_tokens,
+        num_experts,
+        may_drop=not rules.capacity.never_drops,
+    )
+    return Gathered.exchange(
+        peers,
+        counts_KE,
+        num_valid=None if rules.valid_T is None else num_valid,
+        num_tokens=rules.num_tokens,
+        nonfinite=nonfinite,
+        local=scored.sums,
+        extras=extras,
+    )
+
+
+def _limiting_tokens(gathered: Gathered, capacity: AbstractCapacity) -> Tensor:
+    """Return the tokens of each rank from which a limit of its own follows, (P,) int64."""
+    return gathered.tokens if capacity.is_padded else gathered.valid
+
+
+def _by_rank(gathered: Gathered, capacity: AbstractCapacity, top_k: int) -> Tensor:
+    """Return the copies that each rank sends to each expert, (P, E) int64."""
     counts_PKE = gathered.counts
     if capacity.never_drops:
         return kept_copies(counts_PKE, None)
     if capacity.spans_mesh:
         rows = capacity.rows(counts_PKE.sum((0, 1)), gathered.valid.sum(), top_k)
         return kept_copies(counts_PKE, rows)
-    limited = gathered.tokens if capacity.is_padded else gathered.valid
-    of_ranks = [
-        capacity.rows(counts_E, tokens, top_k)
-        for counts_E, tokens in zip(counts_PKE.sum(1), limited)
-    ]
-    limits = [rows for rows in of_ranks if rows is not None]
+
+    limits = []
+    for counts_E, num_tokens in zip(counts_PKE.sum(1), _limiting_tokens(gathered, capacity)):
+        rows = capacity.rows(counts_E, num_tokens, top_k)
+        if rows is not None:
+            limits.append(rows)
     return kept_copies(counts_PKE, torch.stack(limits) if limits else None)
 
 
@@ -491,7 +553,12 @@ def _routing(
     logits: Tensor | None,
 ) -> Routing:
     """Return the routing that a record and the routing weights describe: the rows that this rank
-    sends."""
+    sends.
+
+    Args:
+        losses: the values of the auxiliary losses by name, detached.
+        logits: the router's, as in `Routing`.
+    """
     choice = record.choice
     sent = record.sent
     token = choice.token
@@ -505,11 +572,13 @@ def _routing(
         token = token[indices]
         expert = expert[indices]
         weight = weight[indices]
+
     if record.capacity is None and (sent is None or record.by_rank is not None):
         counts = record.requested  # nothing is dropped
+    elif record.by_rank is not None:
+        counts = record.by_rank.sum(0)
     else:
-        counts_here = count(expert, None, num_experts + 1)[:num_experts]
-        counts = counts_here if record.by_rank is None else record.by_rank.sum(0)
+        counts = count(expert, None, num_experts + 1)[:num_experts]
     return Routing(
         token=token,
         expert=expert,
@@ -572,12 +641,17 @@ def _sums(
 
 
 def _linear(own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
-    """Return the product of factors and sums over all ranks' tokens, differentiable in this rank's
-    part of the sums, `own`."""
+    """Return the product of factors and sums over all ranks' tokens, (n,) each, differentiable in
+    this rank's part of the sums, `own`."""
     shape = own.shape
-    return with_gradient(
-        own, lambda _: total.dot(factors), lambda grad: (grad * factors).view(shape)
-    )
+
+    def forward(_: Tensor) -> Tensor:
+        return total.dot(factors)
+
+    def backward(grad: Tensor) -> Tensor:
+        return (grad * factors).view(shape)
+
+    return with_gradient(own, forward, backward)
 
 
 def _values_over_ranks(
@@ -585,16 +659,16 @@ def _values_over_ranks(
 ) -> list[Tensor]:
     """Return the losses of all ranks' tokens, which `_fused_sum` knows: each is linear in a sum
     over the tokens."""
-    probs, squares = gathered.totals(own.logsumexp_squared.dtype)
+    dtype = own.logsumexp_squared.dtype
+    probs, squares = gathered.totals(dtype)
+    top_k = record.choice.per_token or 1
     values = list[Tensor]()
     for loss in losses:
         if _fused_sum(loss) == "balance":
-            slope = balance_slope(
-                record.requested, record.num_valid, record.choice.per_token or 1, None, probs.dtype
-            )
+            slope = balance_slope(record.requested, record.num_valid, top_k, None, dtype)
             values.append(_linear(own.probs_GE, probs, slope))
-        else:
-            share = record.num_valid.clamp_min(1).to(probs.dtype).reciprocal().view(1)
+        else:  # the mean of the squares
+            share = record.num_valid.clamp_min(1).to(dtype).reciprocal().view(1)
             values.append(_linear(own.logsumexp_squared, squares, share))
     return values
 
@@ -616,6 +690,8 @@ def _loss_values(
 
 def _weighted_sum(losses: Sequence[AbstractLoss], values: Sequence[Tensor]) -> Tensor | None:
     """Return the sum of the losses' values times their coefficients; None without losses."""
-    if not losses:
-        return None
-    return reduce(add, [loss.coefficient * value for loss, value in zip(losses, values)])
+    total: Tensor | None = None
+    for loss, value in zip(losses, values):
+        weighted = loss.coefficient * value
+        total = weighted if total is None else total + weighted
+    return total

@@ -134,10 +134,15 @@ class AbstractRouter(KeepsFloat32, ABC):
     def is_as_in(self, owner: type[AbstractRouter]) -> bool:
         """Return whether neither a subclass nor the caller has replaced a step of `owner`'s
         routing."""
-        steps = ("scores", "choose", "weigh", "logits")
-        own = all(getattr(type(self), step, None) is getattr(owner, step, None) for step in steps)
-        replaced = vars(self).keys() - ({"choose"} if self.recorded is not None else ())
-        return own and replaced.isdisjoint(steps)
+        kind = type(self)
+        for step in ("scores", "choose", "weigh", "logits"):
+            if getattr(kind, step, None) is not getattr(owner, step, None):
+                return False
+            # `replayed` sets the attribute of a router whose recorded choices the caller replays
+            is_replayed = step == "choose" and self.recorded is not None
+            if step in vars(self) and not is_replayed:
+                return False
+        return True
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         """Return the random numbers of one call, or None if the router uses none. A replay passes
@@ -178,7 +183,8 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Learn on which mesh the experts are; by default a router does not care.
 
         Args:
-            origin: the data-parallel group of this process.
+            grid: the mesh.
+            origin: the index of this process's data-parallel group.
         """
 
     @property
@@ -218,9 +224,10 @@ class LinearRouter(AbstractRouter):
     ) -> None:
         super().__init__(dim, num_experts)
         self.weight = linear_scores(dim, num_experts, device, dtype)
-        self.logit_bias = (
-            nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
-        )
+        self.logit_bias: nn.Parameter | None = None
+        if bias:
+            zeros = torch.zeros(num_experts, device=device, dtype=dtype)
+            self.logit_bias = nn.Parameter(zeros)
         self.scale = check_scale(scale)
 
     @torch.no_grad()
@@ -232,6 +239,7 @@ class LinearRouter(AbstractRouter):
         """Return the logits, (tokens, num_experts), of tokens, (tokens, dim), in float32 or, for
         float64 tokens, in float64."""
         if x_TD.dtype.itemsize < 4:
+            # in float32, without a float32 copy of 16-bit tokens
             logits = router_logits(x_TD, self.weight)
             return logits if self.logit_bias is None else logits + self.logit_bias
         bias = None if self.logit_bias is None else self.logit_bias.to(x_TD.dtype)
@@ -250,6 +258,7 @@ class SoftmaxWeights(AbstractRouter):
     normalize: str
 
     def _set_normalize(self, normalize: str) -> None:
+        """Set how weights are normalized, after a check."""
         if normalize not in ("before", "after"):
             raise InputError(
                 f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"'
@@ -335,7 +344,8 @@ def is_whole(value: object) -> bool:
 
 def check_top_k(top_k: int, num_experts: int) -> None:
     """Raise InputError if `top_k` experts cannot be chosen out of `num_experts`."""
-    if not is_whole(top_k) or not 1 <= top_k <= num_experts:
+    fits = is_whole(top_k) and 1 <= top_k <= num_experts
+    if not fits:
         raise InputError(
             f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= "
             f"{num_experts}"
@@ -357,7 +367,8 @@ def linear_scores(
 ) -> nn.Parameter:
     """Return a router matrix, (num_experts, dim), drawn uniformly from +-1/sqrt(dim) as `nn.Linear`
     does."""
-    return nn.Parameter(draw_linear(torch.empty(num_experts, dim, device=device, dtype=dtype)))
+    matrix = torch.empty(num_experts, dim, device=device, dtype=dtype)
+    return nn.Parameter(draw_linear(matrix))
 
 
 @torch.no_grad()

@@ -21,8 +21,9 @@ def codec_named(name: str) -> AbstractCodec:
         InputError: there is no such codec, or a package that the codec needs is not installed.
     """
     spec = codec_spec(name)
-    file, leaf = spec.implementation.split(".")
-    codec: AbstractCodec = getattr(import_module(f"{__name__}.{file}"), leaf)(**spec.arguments)
+    module_name, class_name = spec.implementation.split(".")
+    module = import_module(f"{__name__}.{module_name}")
+    codec: AbstractCodec = getattr(module, class_name)(**spec.arguments)
     codec.check_available()
     return codec
 

@@ -4,6 +4,9 @@ of decoded rows.
 Sender and receiver derive a message's length from the shape and the dtype of its rows. Only the
 message is sent, and scales are part of it. A codec is a pure function of its rows, is never
 differentiated, and knows neither ranks nor programs.
+
+A message consists of parts (`moesaic.codecs.Part`), such as scales and values; its fields are
+these parts as tensors.
 """
 
 from __future__ import annotations
@@ -65,11 +68,11 @@ class AbstractCodec(ABC):
         rows = rows.detach()
         self._check(rows)
         num_rows, dim = rows.shape
-        message = torch.empty(
-            self.num_bytes(num_rows, dim, rows.dtype), dtype=torch.uint8, device=rows.device
-        )
-        if message.numel():
-            self._write(rows, split(message, self.layout(num_rows, dim, rows.dtype)))
+        num_bytes = self.num_bytes(num_rows, dim, rows.dtype)
+        message = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
+        if num_bytes:
+            fields = split(message, self.layout(num_rows, dim, rows.dtype))
+            self._write(rows, fields)
         return message
 
     def decode(self, message: Tensor, num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -91,7 +94,8 @@ class AbstractCodec(ABC):
         )
         if expected == 0:
             return torch.empty(num_rows, dim, dtype=dtype, device=message.device)
-        return self._read(split(message, self.layout(num_rows, dim, dtype)), num_rows, dim, dtype)
+        fields = split(message, self.layout(num_rows, dim, dtype))
+        return self._read(fields, num_rows, dim, dtype)
 
     def error_bound(self, rows: Tensor) -> Tensor:
         """Return the codec's upper bound of `|decode(encode(rows)) - rows|` for these rows.
@@ -133,6 +137,7 @@ class AbstractCodec(ABC):
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as `moesaic.codecs` has it: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -150,9 +155,11 @@ def split(message: Tensor, layout: tuple[Part, ...]) -> list[Tensor]:
         dtype = getattr(torch, part.dtype)
         end = start + int(part.num_bytes)
         field = message[start:end]
+        # torch views bytes as a dtype only from a multiple of its size on
         if field.storage_offset() % dtype.itemsize or field.data_ptr() % dtype.itemsize:
             field = field.clone()
-        parts.append(field.view(dtype).view(*map(int, part.shape)))
+        shape = [int(size) for size in part.shape]
+        parts.append(field.view(dtype).view(shape))
         start = end
     return parts
 

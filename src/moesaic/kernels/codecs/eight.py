@@ -62,10 +62,10 @@ class Int8(AbstractEightBit):
             return
         scale, integers = fields
         values = rows.to(scale.dtype)
-        scale.copy_(scales(values.abs().amax(1, keepdim=True), INT8_LARGEST))
-        integers.copy_(
-            (values / scale).round_().clamp_(-INT8_LARGEST, INT8_LARGEST).nan_to_num_(0.0)
-        )
+        largest = values.abs().amax(1, keepdim=True)
+        scale.copy_(scales(largest, INT8_LARGEST))
+        rounded = (values / scale).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
+        integers.copy_(rounded.nan_to_num_(0.0))
 
     def _bound(self, rows: Tensor) -> Tensor:
         """Return the largest error of each value."""
@@ -86,7 +86,7 @@ def scales(largest: Tensor, levels: float) -> Tensor:
         levels: the largest number of the 8-bit format.
     """
     smallest = torch.finfo(largest.dtype).smallest_normal
-    # by a number, a GPU multiplies by the rounded reciprocal
+    # a division by a number would be a product with its rounded reciprocal on a GPU
     quotient = largest / torch.full_like(largest, levels)
     return quotient.clamp_(min=smallest).where(largest.isfinite(), torch.nan)
 
@@ -120,20 +120,23 @@ class Fp8(AbstractEightBit):
         """Return the largest error of each value."""
         values = rows.to(compute_dtype(rows.dtype))
         scale = per_value(scales(block_max(values), FP8_LARGEST), rows.shape[1]).double()
-        # The last factor covers the rounding of scale and quotient: at most 4 x 2**-24 of the value
-        # in float32.
-        step = torch.maximum(rows.double().abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-18)
-        return with_cast(rows, step)
+        # e4m3 has 4 significant bits, and subnormal numbers are 2**-9 apart
+        rounding = torch.maximum(rows.double().abs() * 2.0**-4, scale * 2.0**-10)
+        # The factor covers the rounding of scale and quotient: at most 4 x 2**-24 of the value in
+        # float32.
+        return with_cast(rows, rounding * (1 + 2.0**-18))
 
 
 def block_max(values: Tensor) -> Tensor:
     """Return the largest magnitude of each block of `FP8_WIDTH` values: (R, D) -> (R, ceil(D /
     FP8_WIDTH))."""
-    rows, dim = values.shape
+    num_rows, dim = values.shape
     padded = F.pad(values, (0, -dim % FP8_WIDTH))
-    return padded.view(rows, -1, FP8_WIDTH).abs().amax(2)
+    return padded.view(num_rows, -1, FP8_WIDTH).abs().amax(2)
 
 
 def per_value(scale: Tensor, dim: int) -> Tensor:
     """Return each value's scale: (R, ceil(D / FP8_WIDTH)) -> (R, D), or (R, 1) unchanged."""
-    return scale if scale.shape[1] == 1 else scale.repeat_interleave(FP8_WIDTH, dim=1)[:, :dim]
+    if scale.shape[1] == 1:
+        return scale
+    return scale.repeat_interleave(FP8_WIDTH, dim=1)[:, :dim]

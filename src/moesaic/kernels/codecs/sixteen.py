@@ -46,7 +46,10 @@ class AbstractSixteenBit(AbstractCodec):
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
         """Write rows in the 16-bit dtype, multiplied by a power of two where its range is too
-        small."""
+        small.
+
+        The fields are (exponents, values), or (values,) if rows are not scaled.
+        """
         values = rows.to(compute_dtype(rows.dtype))
         if self._is_scaled(rows.dtype):
             shift = self._shift(values)
@@ -55,11 +58,13 @@ class AbstractSixteenBit(AbstractCodec):
         fields[-1].copy_(saturate_finite(values, self.transport))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-        transport = fields[-1]
+        sent = fields[-1]
+        values = sent.to(compute_dtype(dtype))
         if not self._is_scaled(dtype):
-            return saturate_finite(transport.to(compute_dtype(dtype)), dtype)
-        values = multiply_by_power(transport.to(compute_dtype(dtype)), -fields[0].to(torch.int32))
-        return torch.where(transport.isinf(), transport.to(dtype), saturate(values, dtype))
+            return saturate_finite(values, dtype)
+        shift = fields[0].to(torch.int32)
+        unscaled = multiply_by_power(values, -shift)
+        return torch.where(sent.isinf(), sent.to(dtype), saturate(unscaled, dtype))
 
     def _bound(self, rows: Tensor) -> Tensor:
         """Return the largest error of each value: none if the dtype is sent as it is, else that of
@@ -69,12 +74,11 @@ class AbstractSixteenBit(AbstractCodec):
             return torch.zeros_like(values).where(values.isfinite(), torch.inf)
         if self._is_scaled(rows.dtype):
             shift = self._shift(rows.to(compute_dtype(rows.dtype)))
-            on_transport = multiply_by_power(
-                cast_error(multiply_by_power(values.abs(), shift), self.transport), -shift
-            )
+            scaled = multiply_by_power(values.abs(), shift)
+            error = multiply_by_power(cast_error(scaled, self.transport), -shift)
         else:
-            on_transport = cast_error(values.abs(), self.transport)
-        return with_cast(rows, on_transport)
+            error = cast_error(values.abs(), self.transport)
+        return with_cast(rows, error)
 
 
 @final

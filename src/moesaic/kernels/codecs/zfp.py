@@ -28,6 +28,7 @@ block's largest power of two.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, final
@@ -82,40 +83,44 @@ class Zfp(AbstractCodec):
         return codec_spec(f"{self.name}:{self.rate}")
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
-        """Encode rows on the CPU."""
-        values, shift, bad = prepare(rows)
+        """Encode rows on the CPU, into the exponent of a power of two, zfp's stream and a bit per
+        row."""
+        shift_field, stream_field, bits_field = fields
+        values, shift, is_nonfinite = prepare(rows)
         stream = _zfpy().compress_numpy(pad(values).numpy(), rate=self.rate, write_header=False)
-        assert len(stream) == fields[1].numel(), (
-            f"zfp: {len(stream)} bytes written, {fields[1].numel()} expected"
+        assert len(stream) == stream_field.numel(), (
+            f"zfp: {len(stream)} bytes written, {stream_field.numel()} expected"
         )
-        fields[0].copy_(shift)
-        fields[1].copy_(torch.frombuffer(bytearray(stream), dtype=torch.uint8))
-        fields[2].copy_(torch.from_numpy(np.packbits(bad.numpy())))
+        shift_field.copy_(shift)
+        stream_field.copy_(torch.frombuffer(bytearray(stream), dtype=torch.uint8))
+        bits_field.copy_(torch.from_numpy(np.packbits(is_nonfinite.numpy())))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
         """Decode rows on the CPU, and return them on the device of the fields."""
-        shift, stream, flags = (field.cpu() for field in fields)
+        shift, stream, bits = (field.cpu() for field in fields)
         zfpy = _zfpy()
         is_double = compute_dtype(dtype) == torch.float64
-        shape = (num_rows + -num_rows % BLOCK, dim + -dim % BLOCK)
         ztype = zfpy.type_double if is_double else zfpy.type_float
-        decoded = zfpy._decompress(stream.numpy().tobytes(), ztype, shape, rate=self.rate)
-        values = multiply_by_power(
-            torch.from_numpy(decoded)[:num_rows, :dim], -shift.to(torch.int32)
-        )
-        bad = torch.from_numpy(np.unpackbits(flags.numpy(), count=num_rows).astype(bool))
-        return saturate(values.masked_fill(bad[:, None], torch.nan), dtype).to(fields[0].device)
+        padded_shape = (_padded_size(num_rows), _padded_size(dim))
+        decoded = zfpy._decompress(stream.numpy().tobytes(), ztype, padded_shape, rate=self.rate)
+        scaled = torch.from_numpy(decoded)[:num_rows, :dim]
+        values = multiply_by_power(scaled, -shift.to(torch.int32))
+
+        flags = np.unpackbits(bits.numpy(), count=num_rows)
+        is_nonfinite = torch.from_numpy(flags.astype(bool))
+        values = values.masked_fill(is_nonfinite[:, None], torch.nan)
+        return saturate(values, dtype).to(fields[0].device)
 
     def _bound(self, rows: Tensor) -> Tensor:
         """Return the largest error of each value: that of its block; infinity in rows that are not
         finite."""
-        values, shift, bad = prepare(rows)
-        errors = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
-        of_padded = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        values, shift, is_nonfinite = prepare(rows)
+        by_block = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
+        by_padded_value = by_block.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         num_rows, dim = rows.shape
-        of_values = of_padded[:num_rows, :dim]
-        step = multiply_by_power(of_values + FLUSH[values.dtype], -shift)
-        return with_cast(rows.cpu(), step).masked_fill(bad[:, None], torch.inf).to(rows.device)
+        scaled_errors = by_padded_value[:num_rows, :dim] + FLUSH[values.dtype]
+        errors = with_cast(rows.cpu(), multiply_by_power(scaled_errors, -shift))
+        return errors.masked_fill(is_nonfinite[:, None], torch.inf).to(rows.device)
 
 
 def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,21 +135,30 @@ def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         two by which rows were multiplied, (1,) int32. Whether each row is not finite, (R,) bool.
     """
     values = rows.cpu().to(compute_dtype(rows.dtype))
-    bad = ~values.isfinite().all(1)
-    values = values.masked_fill(bad[:, None], 0.0)
+    is_nonfinite = ~values.isfinite().all(1)
+    values = values.masked_fill(is_nonfinite[:, None], 0.0)
     shift = -torch.frexp(values.abs().max()).exponent.view(1)
     values = multiply_by_power(values, shift)
-    return values.masked_fill(values.abs() < FLUSH[values.dtype], 0.0), shift, bad
+    is_tiny = values.abs() < FLUSH[values.dtype]
+    return values.masked_fill(is_tiny, 0.0), shift, is_nonfinite
 
 
 def pad(values: Tensor) -> Tensor:
     """Repeat the last row and column up to multiples of 4: (R, D) -> (4 ceil(R / 4), 4 ceil(D /
     4))."""
-    rows, dim = (torch.arange(size + -size % BLOCK).clamp(max=size - 1) for size in values.shape)
-    return values[rows][:, dim].contiguous()
+    num_rows, dim = values.shape
+    rows = torch.arange(_padded_size(num_rows)).clamp(max=num_rows - 1)
+    columns = torch.arange(_padded_size(dim)).clamp(max=dim - 1)
+    return values[rows][:, columns].contiguous()
+
+
+def _padded_size(size: int) -> int:
+    """Return a number of rows or columns, rounded up to whole blocks."""
+    return math.ceil(size / BLOCK) * BLOCK
 
 
 def _zfpy() -> Any:
+    """Return the package zfpy."""
     try:
         return import_module("zfpy")
     except ImportError as error:
@@ -173,17 +187,22 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     Returns:
         (R / 4, D / 4) float64.
     """
-    rows, dim = values.shape
-    largest = np.abs(values).reshape(rows // BLOCK, BLOCK, dim // BLOCK, BLOCK).max((1, 3))
-    # A block's planes get its bits but for a flag and the exponent.
-    plane_bits = BLOCK * BLOCK * rate - (9 if values.dtype == np.float32 else 12)
-    width = values.dtype.itemsize * 8
+    num_rows, dim = values.shape
+    blocks = values.reshape(num_rows // BLOCK, BLOCK, dim // BLOCK, BLOCK)
+    largest = np.abs(blocks).max((1, 3))
+    _, exponent = np.frexp(largest)
+
+    # A block's planes get its bits but for a flag of 1 bit and the exponent.
+    exponent_bits = 8 if values.dtype == np.float32 else 11
+    plane_bits = BLOCK * BLOCK * rate - 1 - exponent_bits
     planes = (plane_bits - 15) // 16  # p planes take at most 16 p + 15 bits
-    # relative to the block's power of two; the last plane that is sent whole is at place 2 - planes
-    relative = (
-        CUT * 2.0 ** (2 - planes)
-        + LOSSES * 2.0 ** (2 - width)
-        + 2 * float(np.finfo(values.dtype).eps)
-    )
-    errors = np.ldexp(WRAPPED if planes < SAFE_PLANES else relative, np.frexp(largest)[1])
+    if planes < SAFE_PLANES:
+        relative = WRAPPED
+    else:
+        # relative to the block's power of two; the last whole plane is at place 2 - planes
+        cut = CUT * 2.0 ** (2 - planes)
+        width = values.dtype.itemsize * 8
+        losses = LOSSES * 2.0 ** (2 - width)
+        relative = cut + losses + 2 * float(np.finfo(values.dtype).eps)
+    errors = np.ldexp(relative, exponent)
     return np.where(largest == 0, 0.0, errors)  # a block of zeros is sent as such

@@ -85,13 +85,16 @@ def _bias_grad_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
+    """Sum an expert's rows in a tile of columns, and write the tile's part of their dot products
+    with the bias: a program for each expert and tile."""
     expert = tl.program_id(0) // column_tiles
     column_tile = tl.program_id(0) % column_tiles
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < width
-    place = expert.to(tl.int64) * width + column
+    place = expert.to(tl.int64) * width + column  # in (E, N) tensors
+
     own_bias = tl.zeros((BLOCK_N,), tl.float32)
     if BIASED:
         own_bias = tl.load(bias + place, mask=is_column, other=0.0).to(tl.float32)
@@ -103,6 +106,7 @@ def _bias_grad_kernel(
         inside = is_row[:, None] & is_column[None, :]
         pointers = rows + source.to(tl.int64)[:, None] * width + column[None, :]
         values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
         if BIASED:
             dot = tl.sum(values * own_bias[None, :], 1)
             tl.store(dots + row.to(tl.int64) * column_tiles + column_tile, dot, mask=is_row)

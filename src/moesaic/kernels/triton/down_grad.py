@@ -43,6 +43,7 @@ class ActivationGrad(NamedTuple):
     d_pre: tl.tensor
     hidden: tl.tensor
     parts: tl.tensor
+    """The partial sums of the routing weights' gradients, one for each column tile."""
     weight: tl.tensor
 
 
@@ -84,7 +85,7 @@ def down_grad(
     if num_rows == 0 or width == 0:
         return d_pre, hidden, parts.zero_()
     is_gated = pre.shape[1] > width
-    is_long = is_gated or activation.startswith("gelu")
+    is_long = is_gated or activation.startswith("gelu")  # see `num_column_splits`
     run_grouped(
         dy,
         down,
@@ -113,7 +114,12 @@ def activation_grad(
     FORM: tl.constexpr,
 ) -> None:
     """Write a tile of d(pre) and of the weighted hidden rows, and the tile's partial sum of each
-    row's weight gradient."""
+    row's weight gradient.
+
+    Args:
+        d_hidden: the tile of the product, (rows, columns): the gradient of the hidden rows.
+        columns: I, the number of columns of the product.
+    """
     BLOCK_N: tl.constexpr = FORM.block_n
     SPLITS: tl.constexpr = FORM.splits
     factor = weights_of(tensors.weight, rows, FORM)
@@ -135,7 +141,8 @@ def grad_in_splits(
     """Write columns of d(pre) and of the weighted hidden rows; return their part of each row's
     weight gradient.
 
-    This is done in SPLITS parts of the columns: in one part, the operands do not fit the registers.
+    This is done in SPLITS parts of the columns, a power of two, by halving them again and again: in
+    one part, the operands do not fit the registers.
     Parts are read by pairs: no load moves before an earlier store, so each part that is read alone
     waits for memory once more.
     """
@@ -192,6 +199,8 @@ def write_grads(
     factor = part.factor[:, None]
     dtype = tensors.pre.dtype.element_ty
     offset = column[None, :]
+
+    # hidden = active, with a gate times `multiplied`; d_hidden is still without the factor
     pre_first = pre[0].to(tl.float32)
     active = act(pre_first, ACTIVATION, CLAMP)
     d_active = d_hidden * factor
@@ -200,9 +209,9 @@ def write_grads(
         pre_second = pre[1].to(tl.float32)
         d_second = gated_slope(d_active * active, pre_second, CLAMP)
         tl.store(to_pre + offset + part.width, d_second.to(dtype), mask=inside)
-        passed = gated(pre_second, CLAMP)
-        d_first *= passed
-        active *= passed
+        multiplied = gated(pre_second, CLAMP)
+        d_first *= multiplied
+        active *= multiplied
     tl.store(to_pre + offset, d_first.to(dtype), mask=inside)
     tl.store(to_hidden + offset, (active * factor).to(dtype), mask=inside)
     return tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)

@@ -13,6 +13,10 @@ computes the hidden rows again; it does not need the experts' output (SonicMoE, 
 section 4). FLOPs: 6 R D I forward and 12 R D I backward with a gate, 4 and 8 without. Biases are
 the initial sums of `up` and `down`; `bias_grad` sums their gradients. Calls that these kernels do
 not support run in `whole_batch`: routing weights before the expert, and float64.
+
+R token copies, D the width of a token, I the inner width of an expert. A tile is the part of a
+product that one program computes at a time; each product has a tile of its own. `parts` are partial
+sums of the routing weights' gradients, (R, column tiles).
 """
 
 from __future__ import annotations
@@ -58,17 +62,19 @@ def shapes(
     """
     per_expert = max(1, num_rows // max(1, num_experts))
     is_odd = is_odd_width(dim, itemsize) or is_odd_width(hidden, itemsize)
-    parts = 2 if gated else 1
+    num_ups = 2 if gated else 1
+    # the kind of the product, the columns of its result, and the depth of its sums
     sizes = {
         "up": ("up", hidden, dim),
         "down": ("down", dim, hidden),
         "down_grad": ("down_grad", hidden, dim),
-        "rows_grad": ("rows_grad", dim, parts * hidden),
+        "rows_grad": ("rows_grad", dim, num_ups * hidden),
         "weight_grad": ("weight_grad", dim, per_expert),
         "weight_grad_down": ("weight_grad", hidden, per_expert),
     }
-    return {
-        name: Shape(
+    shape_by_name = {}
+    for name, (product, columns, depth) in sizes.items():
+        shape_by_name[name] = Shape(
             product=product,
             rows=num_rows,
             num_experts=num_experts,
@@ -78,8 +84,7 @@ def shapes(
             gated=gated,
             is_odd=is_odd,
         )
-        for name, (product, columns, depth) in sizes.items()
-    }
+    return shape_by_name
 
 
 def default_tiles(work: ExpertWork) -> Mapping[str, Tile]:
@@ -92,8 +97,9 @@ def default_tiles(work: ExpertWork) -> Mapping[str, Tile]:
 def _tiles_of(
     sizes: tuple[int, int, int, int, int], gated: bool, device: TileDevice
 ) -> Mapping[str, Tile]:
-    """Return the tiles for the sizes that `shapes` takes."""
-    return {name: tile_for(shape, device) for name, shape in shapes(*sizes, gated=gated).items()}
+    """Return the tiles for the positional arguments of `shapes`, by the names in `TILES`."""
+    shape_by_name = shapes(*sizes, gated=gated)
+    return {name: tile_for(shape, device) for name, shape in shape_by_name.items()}
 
 
 def supports(work: ExpertWork) -> bool:
@@ -122,14 +128,17 @@ def forward(
     pre, hidden = up(
         work.x, work.up, schedules, tile["up"], **_form(work), bias=work.up_bias, token=token
     )
-    weight = None if work.down_bias is None else work.gates
-    options: dict[str, Any] = {
-        "transposed": True,
-        "bias": work.down_bias,
-        "weight": weight,
-        "places": y_places,
-    }
-    rows = rows_times(hidden, work.down, schedules, tile["down"], **options)
+    # `up` has multiplied the hidden rows by the gates, which only the bias still needs
+    rows = rows_times(
+        hidden,
+        work.down,
+        schedules,
+        tile["down"],
+        transposed=True,
+        bias=work.down_bias,
+        weight=None if work.down_bias is None else work.gates,
+        places=y_places,
+    )
     return _summed(rows, work, out_dtype), pre
 
 
@@ -153,52 +162,67 @@ def backward(
         return whole_batch.backward(work, pre, dy, wanted)
     check_products(work.x.device)
     tile = default_tiles(work) if tiles is None else tiles
-    x_token = _narrow(work.x_rows)
-    token = _narrow(work.y_rows)
+    dy_token = _narrow(work.y_rows)
     ends = work.ends
     schedules = Schedules(ends, work.num_rows)
-    d_gates = None
-    d_x = None
     d_pre, hidden, parts = down_grad(
-        dy, work.down, pre, schedules, tile["down_grad"], **_form(work), token=token
+        dy, work.down, pre, schedules, tile["down_grad"], **_form(work), token=dy_token
     )
-    d_down_bias = d_up_bias = None
+    d_down_bias = None
     if work.down_bias is not None:
-        d_down_bias, more_parts = bias_grad(
-            dy, ends, bias=work.down_bias, weight=work.gates, token=token
+        d_down_bias, bias_parts = bias_grad(
+            dy, ends, bias=work.down_bias, weight=work.gates, token=dy_token
         )
-        parts = torch.cat([parts, more_parts], 1)
-    if wanted.gates and work.gates is not None:
-        d_gates = whole_batch.of_sent(parts.sum(1), work).to(work.gates.dtype)
-    d_down = d_up = None
+        parts = torch.cat([parts, bias_parts], 1)
+    d_gates = _gates_gradient(parts, work, wanted)
+
+    d_up = None
+    d_up_bias = None
+    d_down = None
     if wanted.weights:
         order = longest_first(ends)
         d_down = outer_products(
-            dy, hidden, ends, tile["weight_grad_down"], p_token=token, order=order
+            dy, hidden, ends, tile["weight_grad_down"], p_token=dy_token, order=order
         )
-    del hidden
+    del hidden  # its memory serves the next products
     if wanted.weights:
         d_up = outer_products(
-            d_pre, work.x, ends, tile["weight_grad"], q_token=x_token, order=order
+            d_pre, work.x, ends, tile["weight_grad"], q_token=_narrow(work.x_rows), order=order
         ).view(work.up.shape)
-    if wanted.weights and work.up_bias is not None:
-        d_up_bias = bias_grad(d_pre, ends)[0].view(work.up_bias.shape)
+        if work.up_bias is not None:
+            bias_sums, _ = bias_grad(d_pre, ends)
+            d_up_bias = bias_sums.view(work.up_bias.shape)
+    else:
+        d_down_bias = None
+
+    d_x = None
     if wanted.x:
-        options: dict[str, Any] = {"transposed": False, "places": _narrow(work.d_x_rows)}
-        rows = rows_times(d_pre, work.up.flatten(1, 2), schedules, tile["rows_grad"], **options)
+        rows = _rows_gradient(d_pre, work, schedules, tile["rows_grad"])
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
-    if not wanted.weights:
-        d_down_bias = None
     return Gradients(
         x=d_x, gates=d_gates, up=d_up, up_bias=d_up_bias, down=d_down, down_bias=d_down_bias
     )
 
 
+def _gates_gradient(parts: Tensor, work: ExpertWork, wanted: Wanted) -> Tensor | None:
+    """Return the gradient of the routing weights from its partial sums; None if not wanted."""
+    if not wanted.gates or work.gates is None:
+        return None
+    return whole_batch.of_sent(parts.sum(1), work).to(work.gates.dtype)
+
+
+def _rows_gradient(d_pre: Tensor, work: ExpertWork, schedules: Schedules, tile: Tile) -> Tensor:
+    """Return the gradient of the rows that the experts read, (R, D)."""
+    places = _narrow(work.d_x_rows)
+    matrices = work.up.flatten(1, 2)
+    return rows_times(d_pre, matrices, schedules, tile, transposed=False, places=places)
+
+
 def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix, with a default tile: (R, K) x (E, K, N) -> (R,
     N)."""
-    transposed = w.stride(2) != 1 and w.stride(1) == 1
+    transposed = w.stride(2) != 1 and w.stride(1) == 1  # a view of matrices as `nn.Linear` has them
     shape = Shape(
         product="down",
         rows=len(x),
@@ -209,7 +233,8 @@ def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         is_odd=any(is_odd_width(width, x.itemsize) for width in w.shape[1:]),
     )
     tile = tile_for(shape, device_of(x.device))
-    return rows_times(x, w.transpose(1, 2) if transposed else w, ends, tile, transposed=transposed)
+    stored = w.transpose(1, 2) if transposed else w
+    return rows_times(x, stored, ends, tile, transposed=transposed)
 
 
 def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
@@ -234,6 +259,7 @@ def _form(work: ExpertWork) -> dict[str, Any]:
 
 
 def _narrow(index: Tensor | None) -> Tensor | None:
+    """Return indices in int32, as the kernels read them; None for None."""
     return None if index is None else index.to(torch.int32)
 
 

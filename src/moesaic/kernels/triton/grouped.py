@@ -6,6 +6,10 @@ registers. That of `rows_times` stores it: the forward of the down projection, a
 the up projection's input rows. `up.py` and `down_grad.py` have the others. FLOPs: 2 R K N. Bytes:
 R K + R N + E K N elements at least; tiles of one expert that run at the same time share its matrix
 and its rows in L2. Sums are accumulated in float32, in a fixed order: deterministic.
+
+R rows of depth K, E matrices, N columns of the product. Columns and depth of a product are N and K.
+A schedule lists the tiles of rows (`parts.row_tiles`); a gathered input has one row per token, read
+through the row's token. Constants of a kernel are in capitals.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ class Form(NamedTuple):
     transposed: bool
     """Whether the matrices are (E, N, K), else (E, K, N)."""
     rows_by_descriptor: bool
+    """Whether rows are loaded through a tensor descriptor (TMA on Hopper), else by pointers."""
     matrix_by_descriptor: bool
+    """The same for matrices."""
     precision: str
     """The `input_precision` of `tl.dot`."""
     flatten: bool
@@ -65,6 +71,7 @@ class Stored(NamedTuple):
 
     out: tl.tensor
     places: tl.tensor
+    """See `rows_times`."""
 
 
 def rows_times(
@@ -136,8 +143,10 @@ def run_grouped(
     x = x.contiguous()
     w = unit_stride(w)
     num_rows = len(x if token is None else token)
-    # N and K: the columns of the product, and the depth of its sums
-    columns, depth = w.shape[-2:] if transposed else (w.shape[2], w.shape[1])
+    if transposed:
+        columns, depth = w.shape[-2:]
+    else:
+        depth, columns = w.shape[-2:]
     if num_rows == 0 or columns == 0:
         return
     # The schedule says on the device which expert and rows each tile has, and how many tiles there
@@ -171,12 +180,14 @@ def _operands(
     x: Tensor, w: Tensor, tile: Tile, *, transposed: bool, gathered: bool
 ) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, dict[str, Any]]:
     """Return the rows and the matrices as the kernel loads them, and the constants that say how."""
-    sides = (tile.columns, tile.depth) if transposed else (tile.depth, tile.columns)
     rows, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), None if gathered else tile)
-    matrix, matrix_by_descriptor = as_operand(w, (1, *w.shape[1:-2], *sides), tile)
+    is_stacked = w.ndim == 4
+    # a load fetches a tile of one expert's matrix, or of all matrices side by side
+    matrix_block = (tile.columns, tile.depth) if transposed else (tile.depth, tile.columns)
+    matrix, matrix_by_descriptor = as_operand(w, (1, *w.shape[1:-2], *matrix_block), tile)
     constants = {
-        "parts": w.shape[1] if w.ndim == 4 else 1,
-        "is_stacked": w.ndim == 4,
+        "parts": w.shape[1] if is_stacked else 1,
+        "is_stacked": is_stacked,
         "transposed": transposed,
         "rows_by_descriptor": rows_by_descriptor,
         "matrix_by_descriptor": matrix_by_descriptor,
@@ -208,6 +219,8 @@ def _grouped_kernel(
     EPILOGUE: tl.constexpr,
     FORM: tl.constexpr,
 ) -> None:
+    """Compute tiles of the product and give each to EPILOGUE; see `run_grouped`. A program has one
+    tile, or if persistent every `num_programs`-th."""
     BLOCK_R: tl.constexpr = FORM.block_r
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
@@ -220,7 +233,8 @@ def _grouped_kernel(
     ):
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
         rows = rows_of_tile(schedule, capacity, token, row_tile, BLOCK_R)
-        column = column_tile * BLOCK_N
+        column = column_tile * BLOCK_N  # the tile's first
+
         total = bias_tile(bias, bias_weight, rows, column, columns, FORM)
         for k in tl.range(0, depth, BLOCK_K):
             a = rows_tile(
@@ -268,11 +282,12 @@ def bias_tile(
     total = tl.zeros((BLOCK_R, WIDTH), tl.float32)
     if bias is not None:
         factor = weights_of(weight, rows, FORM)
+        # column n of the tile is column n % block_n of part n // block_n
         n = tl.arange(0, WIDTH)
-        own_column = column + n % FORM.block_n
+        column_of_part = column + n % FORM.block_n
         first = bias + rows.expert.to(tl.int64) * FORM.parts * columns
-        own = first + n // FORM.block_n * columns + own_column
-        values = tl.load(own, mask=own_column < columns, other=0.0).to(tl.float32)
+        pointers = first + n // FORM.block_n * columns + column_of_part
+        values = tl.load(pointers, mask=column_of_part < columns, other=0.0).to(tl.float32)
         total += factor[:, None] * values[None, :]
     return total
 
@@ -330,8 +345,9 @@ def matrix_tile(
     A descriptor checks the bounds itself.
     """
     WIDTH: tl.constexpr = FORM.parts * FORM.block_n
+    # column n of the tile is column n % block_n of part n // block_n
     n = tl.arange(0, WIDTH)
-    own_column = column + (n % FORM.block_n if FORM.is_stacked else n)
+    column_of_part = column + (n % FORM.block_n if FORM.is_stacked else n)
     step = k + tl.arange(0, FORM.block_k)
     if FORM.matrix_by_descriptor:
         if FORM.is_stacked:
@@ -341,15 +357,15 @@ def matrix_tile(
         else:
             tile = w.load([expert, k, column]).reshape(FORM.block_k, WIDTH)
     else:
-        inside = (step < depth)[:, None] & (own_column < columns)[None, :]
-        base = w + expert.to(tl.int64) * stride_expert
+        inside = (step < depth)[:, None] & (column_of_part < columns)[None, :]
+        first = w + expert.to(tl.int64) * stride_expert
         if FORM.is_stacked:
-            of_column = n // FORM.block_n * stride_part + own_column * stride_w
-            pointers = base + of_column[None, :] + step[:, None]
+            column_offset = n // FORM.block_n * stride_part + column_of_part * stride_w
+            pointers = first + column_offset[None, :] + step[:, None]
         elif FORM.transposed:
-            pointers = base + own_column[None, :] * stride_w + step[:, None]
+            pointers = first + column_of_part[None, :] * stride_w + step[:, None]
         else:
-            pointers = base + step[:, None] * stride_w + own_column[None, :]
+            pointers = first + step[:, None] * stride_w + column_of_part[None, :]
         tile = tl.load(pointers, mask=inside, other=0.0)
     return tile
 
@@ -365,10 +381,10 @@ def store_rows(
 ) -> None:
     """Store a tile of the product, each row in its place of the result."""
     column = column_tile * FORM.block_n + tl.arange(0, FORM.block_n)
-    own_place = rows.row
+    out_row = rows.row
     if tensors.places is not None:
-        own_place = tl.load(tensors.places + rows.row, mask=rows.is_row, other=0)
-    pointers = tensors.out + own_place.to(tl.int64)[:, None] * columns + column[None, :]
+        out_row = tl.load(tensors.places + rows.row, mask=rows.is_row, other=0)
+    pointers = tensors.out + out_row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(
         pointers,
         total.to(tensors.out.dtype.element_ty),

@@ -36,12 +36,15 @@ def rows_times_by_triton(
     codes = codes.contiguous()
     scales = scales.contiguous()
     num_rows = len(x)
-    num_experts, height, half = codes.shape
-    columns = height if transposed else 2 * half
+    num_experts, height, row_bytes = codes.shape
+    width = 2 * row_bytes  # two codes in a byte
+    columns = height if transposed else width
     out = x.new_empty(num_rows, columns)
     if num_rows == 0 or columns == 0:
         return out
-    tile_rows = min(MOST_ROWS, max(16, power_of_two(num_rows // max(1, num_experts))))
+
+    rows_per_expert = num_rows // max(1, num_experts)
+    tile_rows = min(MOST_ROWS, max(16, power_of_two(rows_per_expert)))
     capacity = max_tiles(num_rows, num_experts, tile_rows)
     _nf4_kernel[(capacity * triton.cdiv(columns, BLOCK),)](
         x,
@@ -52,7 +55,7 @@ def rows_times_by_triton(
         schedule=row_tiles(ends, num_rows, tile_rows),
         capacity=capacity,
         height=height,
-        width=2 * half,
+        width=width,
         TRANSPOSED=transposed,
         PRECISION=dot_precision(x.dtype),
         BLOCK_R=tile_rows,
@@ -81,6 +84,8 @@ def _nf4_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
+    """Compute a tile of `rows_times_by_triton`. Each program has one tile; those beyond the
+    schedule's have none."""
     columns = height if TRANSPOSED else width
     depth = width if TRANSPOSED else height
     column_tiles = tl.cdiv(columns, BLOCK)
@@ -89,7 +94,8 @@ def _nf4_kernel(
     if index < num_row_tiles * column_tiles:
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
         rows = rows_of_tile(schedule, capacity, None, row_tile, BLOCK_R)
-        start = column_tile * BLOCK
+        start = column_tile * BLOCK  # the tile's first column
+
         total = tl.zeros((BLOCK_R, BLOCK), tl.float32)
         for k in tl.range(0, depth, BLOCK):
             a = rows_tile(
@@ -109,12 +115,11 @@ def _nf4_kernel(
             if TRANSPOSED:
                 b = tl.trans(b)
             total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
+
         column = start + tl.arange(0, BLOCK)
-        tl.store(
-            out + rows.row.to(tl.int64)[:, None] * columns + column[None, :],
-            total.to(out.dtype.element_ty),
-            mask=rows.is_row[:, None] & (column < columns)[None, :],
-        )
+        inside = rows.is_row[:, None] & (column < columns)[None, :]
+        pointers = out + rows.row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(pointers, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -134,13 +139,15 @@ def matrix_tile(
 
     A width is a multiple of BLOCK, so a tile has one scale in each row.
     """
-    r = row + tl.arange(0, BLOCK)
-    inside = r < height
-    own_row = expert.to(tl.int64) * height + r
+    matrix_row = row + tl.arange(0, BLOCK)
+    inside = matrix_row < height
+    stored_row = expert.to(tl.int64) * height + matrix_row  # among those of all experts
     byte = column // 2 + tl.arange(0, BLOCK // 2)
     packed = tl.load(
-        codes + own_row[:, None] * (width // 2) + byte[None, :], mask=inside[:, None], other=0
+        codes + stored_row[:, None] * (width // 2) + byte[None, :], mask=inside[:, None], other=0
     ).to(tl.int32)
+    # the values of a byte's upper and lower half become neighbours
     pairs = tl.join(tl.load(values + (packed >> 4)), tl.load(values + (packed & 15)))
-    scale = tl.load(scales + own_row * (width // BLOCK) + column // BLOCK, mask=inside, other=0.0)
+    to_scales = scales + stored_row * (width // BLOCK) + column // BLOCK
+    scale = tl.load(to_scales, mask=inside, other=0.0)
     return tl.reshape(pairs, (BLOCK, BLOCK)) * scale[:, None]

@@ -74,12 +74,13 @@ def outer_products(
         (E, N, K) in the dtype of `p`, zero for an expert without rows.
     """
     out = p.new_empty(len(ends), p.shape[1], q.shape[1])
-    if out.numel():
-        if order is None:
-            order = longest_first(ends)
-        _launch_outer(
-            p.contiguous(), q.contiguous(), ends, tile, out, order, p_token=p_token, q_token=q_token
-        )
+    if not out.numel():
+        return out
+    if order is None:
+        order = longest_first(ends)
+    _launch_outer(
+        p.contiguous(), q.contiguous(), ends, tile, out, order, p_token=p_token, q_token=q_token
+    )
     return out
 
 
@@ -94,19 +95,21 @@ def _launch_outer(
     p_token: Tensor | None,
     q_token: Tensor | None,
 ) -> None:
-    """Start the kernel that fills the products."""
+    """Start the kernel that fills `out`; the other arguments are those of `outer_products`."""
     height = out.shape[1]
     width = out.shape[2]
-    per_expert = triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)
-    # if so, half of the stages load row numbers ahead of the rows
+    tiles_per_expert = triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)
+    programs = num_programs(tile, len(ends) * tiles_per_expert, p.device)
+    # if gathered, half of the stages load row numbers ahead of the rows
     is_gathered = p_token is not None or q_token is not None
+    num_stages = 2 * tile.stages - 1 if is_gathered else tile.stages
     p_steps, p_by_descriptor = as_operand(
         p, (tile.depth, tile.rows), tile if p_token is None else None
     )
     q_steps, q_by_descriptor = as_operand(
         q, (tile.depth, tile.columns), tile if q_token is None else None
     )
-    _outer_kernel[(num_programs(tile, len(ends) * per_expert, p.device),)](
+    _outer_kernel[(programs,)](
         p,
         q,
         p_steps=p_steps if p_by_descriptor else None,
@@ -128,7 +131,7 @@ def _launch_outer(
             group=tile.group,
         ),
         num_warps=tile.warps,
-        num_stages=2 * tile.stages - 1 if is_gathered else tile.stages,
+        num_stages=num_stages,
     )
 
 
@@ -152,7 +155,8 @@ def _order_kernel(
     RANKED: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
-    """Write each expert to its rank, the number of experts that come before it."""
+    """Write each expert to its rank, the number of experts that come before it: those with more
+    rows, or as many and a smaller number. A program ranks RANKED experts."""
     expert = tl.program_id(0) * RANKED + tl.arange(0, RANKED)
     rows = rows_of(ends, expert, num_experts)
     other = tl.arange(0, EXPERTS)
@@ -188,6 +192,8 @@ def _outer_kernel(
     width: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
+    """Compute tiles of the experts' products `p.T @ q`, (height, width) each. A program has one
+    tile, or if persistent every `num_programs`-th."""
     BLOCK_N: tl.constexpr = FORM.block_n
     BLOCK_K: tl.constexpr = FORM.block_k
     GROUP: tl.constexpr = FORM.group
@@ -201,18 +207,20 @@ def _outer_kernel(
         end = tl.load(ends + expert)
         first_n = height_tile * BLOCK_N
         first_k = width_tile * BLOCK_K
+
         total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        whole = start + (end - start) // FORM.block_r * FORM.block_r
+        whole_steps_end = start + (end - start) // FORM.block_r * FORM.block_r
         left = Side(p, p_steps, p_token, first_n, height)
         right = Side(q, q_steps, q_token, first_k, width)
-        for row in tl.range(start, whole, FORM.block_r):
+        for row in tl.range(start, whole_steps_end, FORM.block_r):
             a = step_tile(left, row, end, FORM, CUT=False, BLOCK=BLOCK_N)
             b = step_tile(right, row, end, FORM, CUT=False, BLOCK=BLOCK_K)
             total = tl.dot(tl.trans(a), b, total, input_precision=FORM.precision)
-        if whole < end:
-            a = step_tile(left, whole, end, FORM, CUT=True, BLOCK=BLOCK_N)
-            b = step_tile(right, whole, end, FORM, CUT=True, BLOCK=BLOCK_K)
+        if whole_steps_end < end:
+            a = step_tile(left, whole_steps_end, end, FORM, CUT=True, BLOCK=BLOCK_N)
+            b = step_tile(right, whole_steps_end, end, FORM, CUT=True, BLOCK=BLOCK_K)
             total = tl.dot(tl.trans(a), b, total, input_precision=FORM.precision)
+
         n = first_n + tl.arange(0, BLOCK_N)
         k = first_k + tl.arange(0, BLOCK_K)
         pointers = (
@@ -251,20 +259,20 @@ def step_tile(
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Load a tile of the rows from `row` on and BLOCK columns; zero beyond the columns and, if CUT,
-    row `end`."""
+    """Load a step's rows from `row` on, and BLOCK columns of them; zero beyond the columns and, if
+    CUT, from row `end` on, where the expert's rows stop within the step."""
     if side.steps is not None and not CUT:
         tile = side.steps.load([row, side.first])
     else:
-        r = row + tl.arange(0, FORM.block_r)
+        step_row = row + tl.arange(0, FORM.block_r)
         column = side.first + tl.arange(0, BLOCK)
         inside = (column < side.columns)[None, :]
         if CUT:
-            inside = (r < end)[:, None] & inside
-        source = r
+            inside = (step_row < end)[:, None] & inside
+        source = step_row
         if side.token is not None:
-            to_token = side.token + r
-            source = tl.load(to_token, mask=r < end, other=0) if CUT else tl.load(to_token)
+            to_token = side.token + step_row
+            source = tl.load(to_token, mask=step_row < end, other=0) if CUT else tl.load(to_token)
         if FORM.is_wide:
             source = source.to(tl.int64)
         pointers = side.x + source[:, None] * side.columns + column[None, :]

@@ -40,7 +40,8 @@ def act(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.tenso
     """Apply a key of `ACTIVATIONS` to float32 values, or with `Clamp.numbers` as CLAMP the gate of
     clamped SwiGLU.
 
-    A NaN remains NaN, which `tl.minimum` and `tl.maximum` would not promise.
+    CLAMP is (limit, alpha, offset). A NaN remains NaN, which `tl.minimum` and `tl.maximum` would
+    not promise. 0.5 * (1 + tanh(u)) of gelu_tanh is sigmoid(2 u).
     """
     if CLAMP is not None:
         gate = tl.where(x > CLAMP[0], CLAMP[0], x)
@@ -61,14 +62,18 @@ def act(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def slope(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.tensor:
-    """Return the derivative of `act`; the derivative of relu at 0 is 0, as in PyTorch."""
+    """Return the derivative of `act`; the derivative of relu at 0 is 0, as in PyTorch.
+
+    The product rule gives that of `x * sigmoid(u(x))`: `s * (1 + x * (1 - s) * u'(x))`, s being
+    `sigmoid(u(x))`.
+    """
     if CLAMP is not None:
         s = sigmoid(CLAMP[1] * x)
         y = tl.where(x > CLAMP[0], 0.0, s * (1.0 + CLAMP[1] * x * (1.0 - s)))
     elif ACTIVATION == "silu":
         s = sigmoid(x)
         y = s * (1.0 + x * (1.0 - s))
-    elif ACTIVATION == "gelu":
+    elif ACTIVATION == "gelu":  # x Phi(x), with the normal distribution Phi
         y = 0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * INV_SQRT_2PI * tl.exp(-0.5 * x * x)
     elif ACTIVATION == "gelu_tanh":
         s = sigmoid(x * TWO_SQRT_2_OVER_PI * (1.0 + x * TANH_CUBIC * x))
@@ -110,16 +115,17 @@ def place(
     """
     per_group = GROUP * num_column_tiles
     first = index // per_group * GROUP
-    height = min(num_row_tiles - first, GROUP)
-    within = index % per_group
-    return first + within % height, within // height
+    height = min(num_row_tiles - first, GROUP)  # the last group may have fewer
+    index_in_group = index % per_group
+    return first + index_in_group % height, index_in_group // height
 
 
 @triton.jit
 def halves(x: tl.tensor) -> tl.tensor:
     """Split a tile into its left and its right half, in registers."""
     HALF: tl.constexpr = x.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
+    sides = tl.reshape(x, (x.shape[0], 2, HALF))
+    return tl.split(tl.permute(sides, (0, 2, 1)))  # splits the last dimension, of two
 
 
 class RowTile(NamedTuple):
@@ -158,6 +164,7 @@ def rows_of_tile(
 ) -> RowTile:
     """Return the `RowTile` of number `row_tile` in a schedule of `row_tiles`; `token` is None if
     the input is not gathered."""
+    # the schedule has the number of tiles, then `capacity` experts, first rows and ends each
     expert = tl.load(schedule + 1 + row_tile)
     first = tl.load(schedule + 1 + capacity + row_tile)
     row = first + tl.arange(0, BLOCK_R)
@@ -175,6 +182,7 @@ WIDTH = 32
 def max_tiles(num_rows: int, num_experts: int, height: int) -> int:
     """Return the most tiles of `height` rows that `num_rows` rows can need, however they are spread
     over experts."""
+    # besides full tiles, each expert with rows may have one that is not full
     return num_rows // height + min(num_experts, num_rows)
 
 
@@ -244,22 +252,25 @@ def _schedule_kernel(
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
+    """Write the entries of WIDTH tiles, and in the first program the number of tiles."""
     expert = tl.arange(0, EXPERTS)
     end = tl.load(ends + expert, mask=expert < num_experts, other=0)
     start = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
     tiles = tl.where(expert < num_experts, (end - start + HEIGHT - 1) // HEIGHT, 0)
     tiles_end = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
+
+    # a tile's expert is the number of experts whose tiles all come before it
     tile = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     owner = tl.sum((tiles_end[None, :] <= tile[:, None]).to(tl.int32), 1)
     is_real = tile < total
-    before = tl.sum(tl.where(expert[None, :] < owner[:, None], tiles[None, :], 0), 1)
-    first = (
-        tl.load(ends + owner - 1, mask=is_real & (owner > 0), other=0) + (tile - before) * HEIGHT
-    )
-    last = tl.load(ends + owner, mask=is_real, other=0)
+    tiles_before_owner = tl.sum(tl.where(expert[None, :] < owner[:, None], tiles[None, :], 0), 1)
+    owner_start = tl.load(ends + owner - 1, mask=is_real & (owner > 0), other=0)
+    first = owner_start + (tile - tiles_before_owner) * HEIGHT
+    owner_end = tl.load(ends + owner, mask=is_real, other=0)
+
     if tl.program_id(0) == 0:
         tl.store(schedule, total)
     tl.store(schedule + 1 + tile, owner, mask=is_real)
     tl.store(schedule + 1 + capacity + tile, first, mask=is_real)
-    tl.store(schedule + 1 + 2 * capacity + tile, last, mask=is_real)
+    tl.store(schedule + 1 + 2 * capacity + tile, owner_end, mask=is_real)

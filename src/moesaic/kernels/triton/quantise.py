@@ -23,6 +23,7 @@ CHUNK = 1024
 BLOCKS = 8
 """The number of float8 blocks that one program encodes."""
 SMALLEST = tl.constexpr(1.1754943508222875e-38)
+"""The smallest normal float32, the least scale."""
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding and subtracting it rounds a float32 below 2**22 to the nearest integer, ties
 to even."""
@@ -91,7 +92,8 @@ def _(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 @triton.jit
 def scale_of(largest: tl.tensor, is_finite: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
     """Return the scale that maps `largest` to LEVELS, like `codecs.eight.scales`."""
-    scale = tl.maximum(tl.div_rn(largest, largest * 0.0 + LEVELS), SMALLEST)
+    levels = largest * 0.0 + LEVELS  # as a tensor, which `div_rn` needs
+    scale = tl.maximum(tl.div_rn(largest, levels), SMALLEST)
     return tl.where(is_finite, scale, float("nan"))
 
 
@@ -101,6 +103,7 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
     even; NaN gives 0."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
+    # e4m3 has 3 of float32's 23 bits of the mantissa, and a bias of 7 instead of 127
     rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
     normal = (rounded >> 20) - (120 << 3)
     # Below 2**-6 the spacing of e4m3 is 2**-9, that of float32 at 2**14: the last bits of the sum
@@ -112,11 +115,12 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def from_e4m3(code: tl.tensor) -> tl.tensor:
-    """Return the float32 values of float8 e4m3 bits."""
+    """Return the float32 values of float8 e4m3 bits: a sign, 4 of the exponent, with a bias of 7
+    instead of float32's 127, and 3 of the mantissa."""
     exponent = (code >> 3) & 15
     mantissa = code & 7
     normal = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
-    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)  # 2**-9
     value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
     return tl.where((code & 0x80) != 0, -value, value)
 
@@ -130,25 +134,27 @@ def _int8_encode_kernel(
     LEVELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
+    """Encode one row, in chunks of its columns: find its scale, then divide by it and round."""
     row = tl.program_id(0).to(tl.int64)
+    # each element of a chunk keeps its own maximum, and whether it met a value that is not finite
     largest = tl.zeros((CHUNK,), tl.float32)
-    bad = tl.zeros((CHUNK,), tl.int32)
+    is_wrong = tl.zeros((CHUNK,), tl.int32)
     for first in tl.range(0, dim, CHUNK):
         column = first + tl.arange(0, CHUNK)
-        size = tl.abs(
-            tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32)
-        )
-        is_finite = size < float("inf")
-        bad = tl.where(is_finite, bad, 1)
-        largest = tl.maximum(largest, tl.where(is_finite, size, 0.0))
-    scale = scale_of(tl.max(largest, 0), tl.max(bad, 0) == 0, LEVELS)
+        value = tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32)
+        magnitude = tl.abs(value)
+        is_finite = magnitude < float("inf")
+        is_wrong = tl.where(is_finite, is_wrong, 1)
+        largest = tl.maximum(largest, tl.where(is_finite, magnitude, 0.0))
+    scale = scale_of(tl.max(largest, 0), tl.max(is_wrong, 0) == 0, LEVELS)
     tl.store(scales + row, scale)
+
     for first in tl.range(0, dim, CHUNK):
         column = first + tl.arange(0, CHUNK)
         value = tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32)
         quotient = tl.div_rn(value, tl.zeros((CHUNK,), tl.float32) + scale)
         level = tl.minimum(tl.maximum((quotient + ROUND) - ROUND, -LEVELS), LEVELS)
-        level = tl.where(quotient == quotient, level, 0.0)
+        level = tl.where(quotient == quotient, level, 0.0)  # NaN, which differs from itself
         tl.store(integers + row * dim + column, level.to(tl.int8), mask=column < dim)
 
 
@@ -163,6 +169,7 @@ def _fp8_encode_kernel(
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
+    """Encode BLOCKS blocks of a row, of WIDTH columns with a scale each."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -172,9 +179,8 @@ def _fp8_encode_kernel(
     scale = scale_of(largest, tl.min(is_finite.to(tl.int32), 1) == 1, LARGEST)
     tl.store(scales + row * blocks + block, scale, mask=block < blocks)
     scaled = tl.div_rn(value, tl.zeros((BLOCKS, WIDTH), tl.float32) + scale[:, None])
-    clamped = tl.where(
-        scaled == scaled, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan")
-    )
+    is_number = scaled == scaled  # NaN differs from itself
+    clamped = tl.where(is_number, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))
     tl.store(codes + row * dim + column, to_e4m3(clamped).to(tl.uint8), mask=column < dim)
 
 

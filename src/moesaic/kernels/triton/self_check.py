@@ -36,7 +36,8 @@ def check_products(device: torch.device) -> None:
     A call inside a graph's capture is not checked: the calls before the capture were.
     """
     described = device_of(device)
-    if described.capability[0] not in CHECKED or torch.cuda.is_current_stream_capturing():
+    major, _ = described.capability
+    if major not in CHECKED or torch.cuda.is_current_stream_capturing():
         return
     error = _error(device, described, triton.__version__)
     if not error < TOLERANCE:
@@ -50,17 +51,22 @@ def check_products(device: torch.device) -> None:
 def _error(device: torch.device, described: TileDevice, version: str) -> float:
     """Return the largest error of the products on a device, for a version of Triton."""
     generator = torch.Generator(device).manual_seed(0)
-    rows, gradients, matrix = (
-        torch.randn(size, WIDTH, device=device, generator=generator).bfloat16()
-        for size in (ROWS, ROWS, WIDTH)
-    )
+
+    def random(size: int) -> Tensor:
+        """Return a random matrix, (size, WIDTH) bfloat16."""
+        return torch.randn(size, WIDTH, device=device, generator=generator).bfloat16()
+
+    rows = random(ROWS)
+    gradients = random(ROWS)
+    matrix = random(WIDTH)
     ends = torch.full((1,), ROWS, dtype=torch.int32, device=device)
     shape = Shape(product="down", rows=ROWS, num_experts=1, columns=WIDTH, depth=WIDTH, itemsize=2)
     tile = default_tile(shape, described)
-    found = rows_times(rows, matrix.unsqueeze(0), ends, tile, transposed=False)
-    summed = outer_products(gradients, rows, ends, tile)[0]
-    pairs = ((found, rows.float() @ matrix.float()), (summed, gradients.float().t() @ rows.float()))
-    return max(_relative(*pair) for pair in pairs)
+    product = rows_times(rows, matrix.unsqueeze(0), ends, tile, transposed=False)
+    (outer_product,) = outer_products(gradients, rows, ends, tile)
+    error = _relative(product, rows.float() @ matrix.float())
+    outer_error = _relative(outer_product, gradients.float().t() @ rows.float())
+    return max(error, outer_error)
 
 
 def _relative(result: Tensor, exact: Tensor) -> float:

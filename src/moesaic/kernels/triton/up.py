@@ -28,7 +28,7 @@ from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
 
 
 class Activated(NamedTuple):
-    """The tensors of the epilogue of `up`."""
+    """The tensors of the epilogue of `up`: both results, and the routing weights or None."""
 
     pre: tl.tensor
     hidden: tl.tensor
@@ -96,15 +96,20 @@ def activate_rows(
     tensors: Activated,
     FORM: tl.constexpr,
 ) -> None:
-    """Write a tile of the pre-activations and of the hidden rows."""
+    """Write a tile of the pre-activations and of the hidden rows.
+
+    Args:
+        total: the tile of the product, of both matrices side by side with a gate.
+        columns: I, the number of columns of each matrix's product.
+    """
     SPLITS: tl.constexpr = FORM.splits
-    first = total
-    second = total
+    pre_first = total
+    pre_second = total  # not read without a gate
     if FORM.is_gated:
-        first, second = halves(total)
+        pre_first, pre_second = halves(total)
     factor = weights_of(tensors.weight, rows, FORM)
     part = Part(rows, factor, column_tile * FORM.block_n, columns)
-    write_in_splits(first, second, part, tensors, FORM, SPLITS)
+    write_in_splits(pre_first, pre_second, part, tensors, FORM, SPLITS)
 
 
 @triton.jit
@@ -116,20 +121,20 @@ def write_in_splits(
     FORM: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Write columns of pre-activations and hidden rows in SPLITS parts: in one part, erf spills
-    registers."""
+    """Write columns of pre-activations and hidden rows in SPLITS parts, a power of two, by halving
+    them again and again: in one part, erf spills registers."""
     if SPLITS == 1:
         write_part(pre_first, pre_second, part, tensors, FORM)
     else:
         REST: tl.constexpr = SPLITS // 2
         next_part = Part(part.rows, part.factor, part.start + pre_first.shape[1] // 2, part.width)
-        left, right = halves(pre_first)
-        other_left = left
-        other_right = right
+        first_left, first_right = halves(pre_first)
+        second_left = first_left
+        second_right = first_right
         if FORM.is_gated:
-            other_left, other_right = halves(pre_second)
-        write_in_splits(left, other_left, part, tensors, FORM, REST)
-        write_in_splits(right, other_right, next_part, tensors, FORM, REST)
+            second_left, second_right = halves(pre_second)
+        write_in_splits(first_left, second_left, part, tensors, FORM, REST)
+        write_in_splits(first_right, second_right, next_part, tensors, FORM, REST)
 
 
 @triton.jit
@@ -145,8 +150,8 @@ def write_part(
     width = part.width
     column = part.start + tl.arange(0, pre_first.shape[1])
     inside = part.rows.is_row[:, None] & (column < width)[None, :]
-    first = part.rows.row.to(tl.int64)[:, None] * width
-    to_pre = pre + first * PARTS + column[None, :]
+    first_element = part.rows.row.to(tl.int64)[:, None] * width
+    to_pre = pre + first_element * PARTS + column[None, :]
     rounded = pre_first.to(pre.dtype.element_ty)
     tl.store(to_pre, rounded, mask=inside)
     active = act(rounded.to(tl.float32), ACTIVATION, CLAMP) * part.factor[:, None]
@@ -154,4 +159,5 @@ def write_part(
         rounded = pre_second.to(pre.dtype.element_ty)
         tl.store(to_pre + width, rounded, mask=inside)
         active *= gated(rounded.to(tl.float32), CLAMP)
-    tl.store(hidden + first + column[None, :], active.to(hidden.dtype.element_ty), mask=inside)
+    to_hidden = hidden + first_element + column[None, :]
+    tl.store(to_hidden, active.to(hidden.dtype.element_ty), mask=inside)

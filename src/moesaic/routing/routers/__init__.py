@@ -36,25 +36,28 @@ RouterFactory = Callable[..., "AbstractRouter"]
 
 
 def _build(place: str, dim: int, num_experts: int, **options: Any) -> AbstractRouter:
-    """Build a router with the factory at `place`, given as `file.name` in this folder."""
-    file, _, name = place.partition(".")
-    router: AbstractRouter = getattr(import_module(f"{__name__}.{file}"), name)(
-        dim, num_experts, **options
-    )
+    """Build a router with the factory at `place`, as for `_factory_at`."""
+    router: AbstractRouter = _factory_at(place)(dim, num_experts, **options)
     return router
+
+
+def _factory_at(place: str) -> Callable[..., Any]:
+    """Return a class or function of this folder, given as `file.name`."""
+    file, _, name = place.partition(".")
+    factory: Callable[..., Any] = getattr(import_module(f"{__name__}.{file}"), name)
+    return factory
 
 
 def options_of(make: RouterFactory) -> dict[str, Any]:
     """Return the options of a router in `ROUTERS` or `ON_MESH`, each with its default."""
-    assert isinstance(make, partial)
-    file, _, name = make.args[0].partition(".")
-    parameters = signature(getattr(import_module(f"{__name__}.{file}"), name)).parameters.values()
-    fixed = {"device", "dtype", *make.keywords}
-    return {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in fixed
-    }
+    assert isinstance(make, partial)  # of `_build`
+    (place,) = make.args
+    no_options = {"device", "dtype", *make.keywords}
+    options = {}
+    for parameter in signature(_factory_at(place)).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in no_options:
+            options[parameter.name] = parameter.default
+    return options
 
 
 ROUTERS: dict[str, RouterFactory] = {

@@ -6,6 +6,8 @@ Lewis et al., "BASE Layers: Simplifying Training of Large, Sparse Models" (2021)
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -52,14 +54,17 @@ class BalancedAssignment(LinearRouter):
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
         """Choose one expert for each token; in training so that all experts get equally many."""
-        best = top_k_indices(scores.rank_by, 1)
+        experts_T1 = top_k_indices(scores.rank_by, 1)
         if self.training:
-            tokens = (
-                torch.arange(len(best)) if valid_T is None else valid_T.nonzero().squeeze(1).cpu()
-            )
-            seats = balanced_assignment(scores.rank_by.double().cpu().numpy()[tokens.numpy()])
-            best[tokens.to(best.device), 0] = torch.from_numpy(seats).to(best.device)
-        return token_choice(best)
+            if valid_T is None:
+                tokens = torch.arange(len(experts_T1))
+            else:
+                tokens = valid_T.nonzero().squeeze(1).cpu()
+            scores_TE = scores.rank_by.double().cpu().numpy()
+            assigned = torch.from_numpy(balanced_assignment(scores_TE[tokens.numpy()]))
+            # padding keeps its best expert
+            experts_T1[tokens.to(experts_T1.device), 0] = assigned.to(experts_T1.device)
+        return token_choice(experts_T1)
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         return self.scale * chosen(scores.gates, choice, top_k).reshape(-1)
@@ -88,11 +93,13 @@ def balanced_assignment(scores: np.ndarray) -> np.ndarray:
     """
     from scipy.optimize import linear_sum_assignment
 
-    rows, experts = scores.shape
-    if rows == 0:
+    num_rows, num_experts = scores.shape
+    if num_rows == 0:
         return np.zeros(0, dtype=np.int64)
-    seats = -(-rows // experts)
+    seats = math.ceil(num_rows / num_experts)
     is_finite = np.isfinite(scores).all(axis=1, keepdims=True)
     scores = np.where(is_finite, scores, 0.0).round(DECIMALS)
-    _, columns = linear_sum_assignment(np.repeat(scores, seats, axis=1), maximize=True)
+    # a column for each seat, those of one expert side by side
+    seat_scores = np.repeat(scores, seats, axis=1)
+    _, columns = linear_sum_assignment(seat_scores, maximize=True)
     return columns.astype(np.int64) // seats

@@ -50,13 +50,14 @@ class CosineTopK(SoftmaxWeights):
             )
         self.projection = linear_scores(dim, projection, device, dtype)
         self.embedding = linear_scores(projection, num_experts, device, dtype)
-        self.log_temperature = nn.Parameter(
-            torch.tensor([math.log(temperature)], device=device, dtype=dtype)
-        )  # FSDP2 takes no scalars
+        # one element, since FSDP2 takes no scalars
+        log_temperature = torch.tensor([math.log(temperature)], device=device, dtype=dtype)
+        self.log_temperature = nn.Parameter(log_temperature)
         self._set_normalize(normalize)
-        self.logit_bias = (
-            nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
-        )
+        self.logit_bias: nn.Parameter | None = None
+        if bias:
+            zeros = torch.zeros(num_experts, device=device, dtype=dtype)
+            self.logit_bias = nn.Parameter(zeros)
         self.temperature = temperature
         self.floor = floor
         self.scale = check_scale(scale)
@@ -69,11 +70,13 @@ class CosineTopK(SoftmaxWeights):
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         """Return the softmax of the cosines between tokens and experts over the temperature."""
-        projected_TP = F.normalize(F.linear(x_TD, self.projection.to(x_TD.dtype)), dim=-1)
-        cosine_TE = F.linear(projected_TP, F.normalize(self.embedding.to(x_TD.dtype), dim=-1))
-        temperature = self.log_temperature.to(x_TD.dtype).exp().clamp_min(self.floor)
+        dtype = x_TD.dtype
+        projected_TP = F.normalize(F.linear(x_TD, self.projection.to(dtype)), dim=-1)
+        embedding_EP = F.normalize(self.embedding.to(dtype), dim=-1)
+        cosine_TE = F.linear(projected_TP, embedding_EP)
+        temperature = self.log_temperature.to(dtype).exp().clamp_min(self.floor)
         logits_TE = cosine_TE / temperature
         if self.logit_bias is not None:
-            logits_TE = logits_TE + self.logit_bias.to(x_TD.dtype)
+            logits_TE = logits_TE + self.logit_bias.to(dtype)
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs=probs_TE, gates=probs_TE, rank_by=logits_TE.detach())

@@ -39,16 +39,18 @@ class ExpertChoice(LinearRouter):
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
         """Let each expert choose its tokens, equally many; padding is chosen by none."""
-        rank_by = (
-            scores.rank_by
-            if valid_T is None
-            else scores.rank_by.masked_fill(~valid_T.unsqueeze(1), float("-inf"))
-        )
-        num_valid = len(rank_by) if valid_T is None else int(valid_T.sum())
-        per_expert = min(num_valid, -(-top_k * num_valid // self.num_experts))
+        rank_by = scores.rank_by
+        num_valid = len(rank_by)
+        if valid_T is not None:
+            rank_by = rank_by.masked_fill(~valid_T.unsqueeze(1), float("-inf"))
+            num_valid = int(valid_T.sum())
+        num_copies = top_k * num_valid
+        mean_load = (num_copies + self.num_experts - 1) // self.num_experts  # rounded up
+        per_expert = min(num_valid, mean_load)
         tokens_EC = top_k_indices(rank_by.t(), per_expert)
         expert = torch.arange(self.num_experts, device=rank_by.device).repeat_interleave(per_expert)
-        return Choice(tokens_EC.reshape(-1), expert, torch.zeros_like(expert))
+        # a token's choices have no order: all are first choices
+        return Choice(tokens_EC.reshape(-1), expert, slot=torch.zeros_like(expert))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         return self.scale * scores.gates[choice.token, choice.expert]

@@ -67,25 +67,28 @@ class GShardTop2(LinearRouter):
         grows with its weight."""
         first = top_k_indices(scores.rank_by, 1)
         rank_by = scores.rank_by
+        numbers = torch.finfo(rank_by.dtype)
         if noise is not None and self.second == "sampled":
-            rank_by = rank_by - torch.log(
-                -torch.log(noise.to(rank_by.dtype).clamp_min(torch.finfo(rank_by.dtype).tiny))
-            )
-        rank_by = rank_by.clamp_min(torch.finfo(rank_by.dtype).min).scatter(
-            1, first, float("-inf")
-        )  # the first is below all others
-        choice = token_choice(torch.cat([first, top_k_indices(rank_by, 1)], dim=1))
+            # the largest of logits plus Gumbel noise, -log(-log(uniform)), is a sample
+            uniform = noise.to(rank_by.dtype).clamp_min(numbers.tiny)
+            rank_by = rank_by - torch.log(-torch.log(uniform))
+        # the first is below all others
+        rank_by = rank_by.clamp_min(numbers.min).scatter(1, first, float("-inf"))
+        second = top_k_indices(rank_by, 1)
+        choice = token_choice(torch.cat([first, second], dim=1))
         if noise is None or self.second == "sampled":
             return choice
-        gates = normalized(chosen(scores.gates.detach(), choice, 2))
-        second_gate = gates.view(-1, 2)[:, 1]
-        sent = torch.ones_like(choice.slot, dtype=torch.bool).view(-1, 2)
-        sent[:, 1] = noise[:, 0] < 2 * second_gate
-        return choice._replace(sent=sent.reshape(-1))
+
+        gates_T2 = normalized(chosen(scores.gates.detach(), choice, 2)).view(-1, 2)
+        second_gate = gates_T2[:, 1]
+        sent_T2 = torch.ones_like(choice.slot, dtype=torch.bool).view(-1, 2)
+        sent_T2[:, 1] = noise[:, 0] < 2 * second_gate
+        return choice._replace(sent=sent_T2.reshape(-1))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         gates_TK = chosen(scores.gates, choice, top_k)
-        return self.scale * (normalized(gates_TK) if self.normalize else gates_TK.reshape(-1))
+        weight_N = normalized(gates_TK) if self.normalize else gates_TK.reshape(-1)
+        return self.scale * weight_N
 
     def check_fits(self, top_k: int) -> None:
         super().check_fits(top_k)

@@ -48,9 +48,8 @@ class Hash(AbstractRouter):
         self.buckets = buckets
         self.seed = seed
         self.scale = check_scale(scale)
-        self.register_buffer(
-            "table", torch.empty(buckets, num_experts, dtype=torch.int32, device=device)
-        )
+        table = torch.empty(buckets, num_experts, dtype=torch.int32, device=device)
+        self.register_buffer("table", table)
         self.reset_state()
 
     @torch.no_grad()
@@ -68,8 +67,9 @@ class Hash(AbstractRouter):
             )
         order_TE = self.table[token_ids % len(self.table)].long()
         rank_by = torch.zeros_like(order_TE, dtype=x_TD.dtype)
-        places = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=x_TD.dtype)
-        rank_by.scatter_(1, order_TE, places.expand_as(rank_by))
+        # the first expert of a row gets E, the second E - 1, and the last 1
+        ranks_E = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=x_TD.dtype)
+        rank_by.scatter_(1, order_TE, ranks_E.expand_as(rank_by))
         uniform = torch.full_like(rank_by, 1 / self.num_experts)
         return Scores(
             torch.zeros_like(rank_by),
@@ -81,7 +81,8 @@ class Hash(AbstractRouter):
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
     ) -> Choice:
-        return token_choice(scores.rank_by.argsort(dim=1, descending=True, stable=True)[:, :top_k])
+        order_TE = scores.rank_by.argsort(dim=1, descending=True, stable=True)
+        return token_choice(order_TE[:, :top_k])
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         return torch.full_like(choice.expert, self.scale / top_k, dtype=scores.gates.dtype)

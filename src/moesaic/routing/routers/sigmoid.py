@@ -69,7 +69,8 @@ class SigmoidTopK(LinearRouter):
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         gates_TK = chosen(scores.gates, choice, top_k)
-        return self.scale * (normalized(gates_TK) if self.normalize else gates_TK.reshape(-1))
+        weight_N = normalized(gates_TK) if self.normalize else gates_TK.reshape(-1)
+        return self.scale * weight_N
 
     def fused(self, top_k: int) -> FusedChoice | None:
         rule = ChoiceRule(top_k, by_sigmoid=True, normalize=self.normalize, scale=self.scale)

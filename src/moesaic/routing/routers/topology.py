@@ -15,13 +15,16 @@ outermost to the innermost:
 A copy that may not leave thus goes to the best expert inside that its token has not chosen yet. The
 gate changes which experts are chosen, and so what the model learns: the paper's model needed 18 %
 more steps to reach its loss. It is off by default, and always off in evaluation.
+
+A level divides the ranks of the mesh into link groups. An origin is a data-parallel group, whose
+tokens start from its link group; experts are inside if they are in the same link group. T tokens, K
+experts of each, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -84,6 +87,7 @@ class TopologyRouter(LimitedRouter):
         # Not a buffer: it follows from the mesh, and deferred initialisation would leave a buffer
         # undefined.
         self.inside = torch.ones(0, 1, inner.num_experts, dtype=torch.bool, device="cpu")
+        """(levels, origins, E) bool: which experts are inside, for the origins of this process."""
         self.is_placed = False
         """Whether the gate knows the mesh."""
         if grid is not None:
@@ -114,16 +118,17 @@ class TopologyRouter(LimitedRouter):
             )
         levels = tuple(self._levels_on(grid))
         table = experts_inside(grid, levels, self.num_experts)
-        for level, (outer, within) in zip(levels[1:], pairwise(table)):
-            if (within & ~outer).any():
+        for level, inside_before, inside in zip(levels[1:], table, table[1:]):
+            if (inside & ~inside_before).any():
                 raise InputError(
                     f"TopologyRouter: level {level.name} has groups across those of the level "
                     "before: nest them"
                 )
-        inside = table if origin is None else table[:, origin : origin + 1]
+        if origin is not None:
+            table = table[:, origin : origin + 1]
         self.levels = levels
         self.is_placed = True
-        self.inside = torch.from_numpy(inside.copy())
+        self.inside = torch.from_numpy(table.copy())
 
     def choose(
         self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
@@ -147,21 +152,27 @@ class TopologyRouter(LimitedRouter):
         """Return the values that rank the experts, (tokens, num_experts); -inf where the limits
         exclude an expert."""
         rank_by = scores.rank_by
-        tokens = len(scores.rank_by)
-        origins = self.inside.shape[1]
-        origin_T = torch.arange(tokens, device=rank_by.device) * origins // max(tokens, 1)
-        routed_T = torch.ones_like(origin_T, dtype=torch.bool) if valid_T is None else valid_T
+        gates = scores.gates.detach()
+        num_tokens = len(rank_by)
+        num_origins = self.inside.shape[1]
+        # the tokens of several origins follow one another, equally many of each
+        token = torch.arange(num_tokens, device=rank_by.device)
+        origin_T = token * num_origins // max(num_tokens, 1)
+        is_routed_T = torch.ones_like(origin_T, dtype=torch.bool) if valid_T is None else valid_T
         self.inside = self.inside.to(rank_by.device)
-        copies = torch.zeros(origins, dtype=torch.int64, device=rank_by.device)
-        copies.scatter_add_(0, origin_T, routed_T.long() * top_k)
+        copies = torch.zeros(num_origins, dtype=torch.int64, device=rank_by.device)
+        copies.scatter_add_(0, origin_T, is_routed_T.long() * top_k)
+
         for level, inside in zip(self.levels, self.inside):
-            inside_TE = inside[origin_T]
+            is_inside_TE = inside[origin_T]
             best_TK = top_k_indices(rank_by, top_k)
-            leaves_TK = ~inside_TE.gather(1, best_TK) & routed_T.unsqueeze(1)
+            leaves_TK = ~is_inside_TE.gather(1, best_TK) & is_routed_T.unsqueeze(1)
+            # 1e-9: a product such as 100 * 0.29 may be just below the whole number
             limit = (copies.double() * level.share + 1e-9).floor().long()
-            goes_TK = highest(scores.gates.detach().gather(1, best_TK), leaves_TK, origin_T, limit)
-            goes_TE = torch.zeros_like(inside_TE).scatter_(1, best_TK, goes_TK)
-            rank_by = rank_by.masked_fill(~(inside_TE | goes_TE), float("-inf"))
+            may_leave_TK = highest(gates.gather(1, best_TK), leaves_TK, origin_T, limit)
+            may_leave_TE = torch.zeros_like(is_inside_TE).scatter_(1, best_TK, may_leave_TK)
+            is_eligible_TE = is_inside_TE | may_leave_TE
+            rank_by = rank_by.masked_fill(~is_eligible_TE, float("-inf"))
         return rank_by
 
 
@@ -177,13 +188,16 @@ def highest(scores_TK: Tensor, among_TK: Tensor, origin_T: Tensor, limit: Tensor
     """
     scores = scores_TK.masked_fill(~among_TK, float("-inf")).flatten()
     origin = origin_T.repeat_interleave(scores_TK.shape[1])
+    # the entries of one origin after those of another, the highest first
     order = scores.argsort(descending=True, stable=True)
     order = order[origin[order].argsort(stable=True)]
-    size = torch.zeros_like(limit).scatter_add_(0, origin, torch.ones_like(origin))
-    first = size.cumsum(0) - size
-    owner = origin[order]
+    sorted_origin = origin[order]
+
+    num_entries = torch.zeros_like(limit).scatter_add_(0, origin, torch.ones_like(origin))
+    first = num_entries.cumsum(0) - num_entries
+    rank = torch.arange(len(order), device=order.device) - first[sorted_origin]
     is_taken = torch.zeros_like(origin, dtype=torch.bool)
-    is_taken[order] = torch.arange(len(order), device=order.device) - first[owner] < limit[owner]
+    is_taken[order] = rank < limit[sorted_origin]
     return is_taken.view_as(among_TK) & among_TK
 
 
@@ -203,8 +217,8 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
         InputError: if a level does not give the group of each rank.
     """
     table = np.zeros((len(levels), grid.dp, num_experts), dtype=bool)
-    place = np.arange(num_experts) // (num_experts // grid.ep)
-    for number, level in enumerate(levels):
+    place_of_expert = np.arange(num_experts) // (num_experts // grid.ep)  # along ep
+    for index, level in enumerate(levels):
         if len(level.group) != grid.world:
             raise InputError(
                 f"topology level {level.name}: gives the group of {len(level.group)} ranks: "
@@ -212,11 +226,10 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
             )
         for origin in range(grid.dp):
             senders = range(origin * grid.tp, (origin + 1) * grid.tp)
-            is_near = [
-                all(_is_inside(grid, level, sender, target) for sender in senders)
-                for target in range(grid.ep)
-            ]
-            table[number, origin] = np.array(is_near)[place]
+            is_inside = np.ones(grid.ep, dtype=bool)
+            for place in range(grid.ep):
+                is_inside[place] = all(_is_inside(grid, level, sender, place) for sender in senders)
+            table[index, origin] = is_inside[place_of_expert]
     return table
 
 
@@ -256,13 +269,14 @@ def node_level(grid: Grid, share: float = NODE_SHARE) -> tuple[LinkLevel, ...]:
         share: share of a rank's copies that may leave its node.
     """
     nodes = tuple(grid.node_of(rank) for rank in range(grid.world))
-    level = LinkLevel(name="node", group=nodes, share=share)
-    return (level,) if len(set(nodes)) > 1 else ()
+    if len(set(nodes)) == 1:
+        return ()
+    return (LinkLevel(name="node", group=nodes, share=share),)
 
 
 def _is_inside(grid: Grid, level: LinkLevel, sender: int, place: int) -> bool:
-    """Return whether all shards that `sender` uses of the experts at a place of ep are in the
-    sender's group."""
+    """Return whether all shards that `sender`, a rank, uses of the experts at a place of ep are in
+    the sender's link group."""
     replica = grid.group(sender, ("ep", "etp"))
     shards = [rank for rank in replica if grid.coordinate(rank, "ep") == place]
-    return {level.group[rank] for rank in shards} == {level.group[sender]}
+    return all(level.group[rank] == level.group[sender] for rank in shards)

@@ -1,6 +1,10 @@
 """The choice of experts in three kernels forward and one backward; `kernels/choice.py` says what
 they compute.
 
+A program holds a tile, some rows of logits, (rows, columns): a row is a token and a column an
+expert. `inside` are the entries of the tile that exist. A copy is a token's use of one expert, and
+its slot the rank among the token's copies. A place is an integer in the order of float values.
+
 Eager: about forty operators, of which a softmax, the top-k and the sums read or write all T E
 scores. Here a program holds rows of logits and reads each once: it ranks, chooses and weighs, and
 adds up its tokens' sums, which two further kernels add over the programs in a fixed order. Backward
@@ -113,6 +117,7 @@ def choose_by_triton(
     form = ChoiceForm.of(rule, wanted, num_experts)
     tiles = triton.cdiv(num_rows, form.rows)
     programs = max(1, min(tiles, PROGRAMS))
+    # a line for each program: its sums of both dtypes, see `_store_sums`
     floats = torch.empty(programs, form.columns + 1, dtype=torch.float32, device=logits.device)
     ints = torch.empty(programs, form.columns + 2, dtype=torch.int32, device=logits.device)
     _choose_kernel[(programs,)](
@@ -135,9 +140,9 @@ def choose_by_triton(
 def _add_up(
     floats: Tensor, ints: Tensor, num_experts: int, wanted: WantedSums, chosen: ChoiceResult
 ) -> None:
-    """Fill the sums of `chosen` from those of each program."""
+    """Fill the sums of `chosen` from those of each program, in `floats` and `ints`."""
     columns = triton.next_power_of_2(num_experts)
-    step = max(1, VALUES // columns)
+    step = max(1, VALUES // columns)  # programs whose sums are added at a time
     programs = len(floats)
     if programs > 2 * GROUP:
         groups = triton.cdiv(programs, GROUP)
@@ -180,9 +185,8 @@ def choose_backward_by_triton(
     num_rows, num_experts = call.logits.shape
     form = ChoiceForm.of(rule, wanted, num_experts)
     d_logits = torch.empty_like(call.logits, memory_format=torch.contiguous_format)
-    d_weight, d_balance = (
-        None if g is None else g.contiguous() for g in (call.d_weight, call.d_balance)
-    )
+    d_weight = None if call.d_weight is None else call.d_weight.contiguous()
+    d_balance = None if call.d_balance is None else call.d_balance.contiguous()
     if num_rows:
         _choose_backward_kernel[(triton.cdiv(num_rows, form.rows),)](
             call.logits.contiguous(),
@@ -204,7 +208,11 @@ def choose_backward_by_triton(
 
 @triton.jit
 def place_of(value: tl.tensor) -> tl.tensor:
-    """Return int32 in the order of float32 values: -0 equals 0, and NaN is above all numbers."""
+    """Return int32 in the order of float32 values: -0 equals 0, and NaN is above all numbers.
+
+    The bits of positive floats are ordered like the floats; those of negative ones, but for the
+    sign, are turned.
+    """
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -217,10 +225,12 @@ def value_at(place: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def first_best(place: tl.tensor, num_columns: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
-    """Return the first column with the largest place of each row of (rows, COLUMNS)."""
+    """Return the first column with the largest place of each row of (rows, COLUMNS), below
+    `num_columns`."""
     is_best = place == tl.max(place, 1)[:, None]
     column = tl.arange(0, COLUMNS)
-    return tl.minimum(tl.min(tl.where(is_best, column[None, :], COLUMNS), 1), num_columns - 1)
+    first = tl.min(tl.where(is_best, column[None, :], COLUMNS), 1)
+    return tl.minimum(first, num_columns - 1)
 
 
 @triton.jit
@@ -237,11 +247,8 @@ def _load_rows(
     column = tl.arange(0, COLUMNS)
     is_row = row < num_rows
     inside = is_row[:, None] & (column < num_experts)[None, :]
-    x = tl.load(
-        logits + row.to(tl.int64)[:, None] * num_experts + column[None, :],
-        mask=inside,
-        other=float("-inf"),
-    )
+    pointers = logits + row.to(tl.int64)[:, None] * num_experts + column[None, :]
+    x = tl.load(pointers, mask=inside, other=float("-inf"))
     is_valid = is_row
     if valid is not None:
         is_valid = tl.load(valid + row, mask=is_row, other=0).to(tl.int1)
@@ -252,10 +259,10 @@ def _load_rows(
 def _softmax(x: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """Return the softmax of each row's entries inside, 0 for the others, and the rows'
     logsumexp."""
-    top = tl.max(tl.where(inside, x, float("-inf")), 1)
-    e = tl.where(inside, tl.exp(x - top[:, None]), 0.0)
-    total = tl.sum(e, 1)
-    return e / total[:, None], top + tl.log(total)
+    largest = tl.max(tl.where(inside, x, float("-inf")), 1)
+    exponentials = tl.where(inside, tl.exp(x - largest[:, None]), 0.0)
+    total = tl.sum(exponentials, 1)
+    return exponentials / total[:, None], largest + tl.log(total)
 
 
 @triton.jit
@@ -291,13 +298,15 @@ def _in_best_groups(place: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     GROUPS: tl.constexpr = FORM.groups
     TOP_GROUPS: tl.constexpr = FORM.top_groups
     SIZE: tl.constexpr = FORM.columns // GROUPS
+    # a group's value is that of its best expert, or the sum of its best two
     grouped = tl.reshape(place, (ROWS * GROUPS, SIZE))
-    best = value_at(tl.max(grouped, 1))
+    group_value = value_at(tl.max(grouped, 1))
     if FORM.by_best_two and SIZE > 1:
         first = first_best(grouped, SIZE, SIZE)
         rest = tl.where(tl.arange(0, SIZE)[None, :] == first[:, None], TAKEN, grouped)
-        best = best + value_at(tl.max(rest, 1))
-    group_place = tl.reshape(place_of(best), (ROWS, GROUPS))
+        group_value = group_value + value_at(tl.max(rest, 1))
+    group_place = tl.reshape(place_of(group_value), (ROWS, GROUPS))
+
     group = tl.arange(0, GROUPS)
     is_eligible = tl.zeros((ROWS, GROUPS), tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
@@ -305,10 +314,10 @@ def _in_best_groups(place: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
         is_taken = group[None, :] == index[:, None]
         is_eligible = tl.where(is_taken, 1, is_eligible)
         group_place = tl.where(is_taken, TAKEN, group_place)
-    kept = tl.reshape(is_eligible, (ROWS * GROUPS, 1)) != 0
-    return tl.reshape(
-        tl.where(kept, grouped, -0x7F800001), (ROWS, FORM.columns)
-    )  # the place of -inf
+
+    is_kept = tl.reshape(is_eligible, (ROWS * GROUPS, 1)) != 0
+    kept = tl.where(is_kept, grouped, -0x7F800001)  # the place of -inf
+    return tl.reshape(kept, (ROWS, FORM.columns))
 
 
 @triton.jit
@@ -337,8 +346,8 @@ def _ranks(
         rank_by = gates
         if bias is not None:
             column = tl.arange(0, FORM.columns)
-            own = tl.load(bias + column, mask=column < num_experts, other=0.0)
-            rank_by = gates + own[None, :]
+            biases = tl.load(bias + column, mask=column < num_experts, other=0.0)
+            rank_by = gates + biases[None, :]
     place = tl.where(inside, place_of(rank_by), TAKEN)
     if FORM.groups > 1:
         place = _in_best_groups(place, FORM)
@@ -373,7 +382,9 @@ def _store_copies(
 
 @triton.jit
 def _store_sums(floats: tl.tensor, ints: tl.tensor, line: tl.tensor, sums: Sums) -> None:
-    """Store sums in a line of both tables, which `_sums_of` reads."""
+    """Store sums in a line of both tables, which `_sums_of` reads: (columns + 1) floats,
+    probabilities and squares, and (columns + 2) ints, copies, copies that are not finite, and
+    tokens."""
     COLUMNS: tl.constexpr = sums.probs.shape[0]
     column = tl.arange(0, COLUMNS)
     to_floats = floats + line * (COLUMNS + 1)
@@ -400,6 +411,7 @@ def _choose_kernel(
     scale: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
+    """Choose experts for every `num_programs`-th tile of rows, and store these tiles' sums."""
     ROWS: tl.constexpr = FORM.rows
     COLUMNS: tl.constexpr = FORM.columns
     SLOTS: tl.constexpr = FORM.slots
@@ -417,24 +429,26 @@ def _choose_kernel(
         gates, probabilities, log_sum = _scores(x, inside, FORM)
         place = _ranks(x, gates, inside, bias, num_experts, FORM)
         is_copy, copy = _copies_of(row, num_rows, FORM)
+
+        # registers cannot be indexed: values of a column or a slot are picked by comparisons
         weighed_by = x if FORM.normalize and not FORM.by_sigmoid else gates
-        best = tl.zeros((ROWS, SLOTS), tl.int32)
+        experts = tl.zeros((ROWS, SLOTS), tl.int32)
         picked = tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
         for k in tl.static_range(TOP_K):
             if given is not None:
-                own = given + row.to(tl.int64) * TOP_K + k
-                index = tl.load(own, mask=row < num_rows, other=0).to(tl.int32)
+                to_given = given + row.to(tl.int64) * TOP_K + k
+                index = tl.load(to_given, mask=row < num_rows, other=0).to(tl.int32)
             else:
                 index = first_best(place, num_experts, COLUMNS)
             is_chosen = column[None, :] == index[:, None]
             place = tl.where(is_chosen, TAKEN, place)
-            best = tl.where(slot[None, :] == k, index[:, None], best)
+            experts = tl.where(slot[None, :] == k, index[:, None], experts)
             value = tl.sum(tl.where(is_chosen, weighed_by, 0.0), 1)
             picked = tl.where(slot[None, :] == k, value[:, None], picked)
             counts += tl.sum((is_chosen & is_valid[:, None]).to(tl.int32), 0)
-        picked = scale * _normalized(picked, is_copy, FORM)
-        _store_copies(copies, best, picked, row, copy, is_copy)
-        is_wrong = is_copy & is_valid[:, None] & (picked - picked != 0.0)
+        weights = scale * _normalized(picked, is_copy, FORM)
+        _store_copies(copies, experts, weights, row, copy, is_copy)
+        is_wrong = is_copy & is_valid[:, None] & (weights - weights != 0.0)  # NaN or infinite
         nonfinite += tl.sum(is_wrong.to(tl.int32), 1)
         num_valid += is_valid.to(tl.int32)
         if FORM.balance:
@@ -447,7 +461,8 @@ def _choose_kernel(
 
 @triton.jit
 def _slope(counts: tl.tensor, num_valid: tl.tensor, num_experts: tl.tensor) -> tl.tensor:
-    """Return the gradient of the load-balance loss in the summed probabilities."""
+    """Return the gradient of the load-balance loss in the summed probabilities, (columns,): `E
+    counts / (copies * tokens)`."""
     copies = tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
     return counts.to(tl.float32) * (
         num_experts / (copies * tl.maximum(num_valid, 1).to(tl.float32))
@@ -463,7 +478,7 @@ def _sums_of(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tl.tensor:
-    """Return the `Sums` of programs `start` to `end`."""
+    """Return the `Sums` of programs from `start` to before `end`, STEP at a time."""
     column = tl.arange(0, COLUMNS)
     probs = tl.zeros((COLUMNS,), tl.float32)
     copies = tl.zeros((COLUMNS,), tl.int32)
@@ -473,17 +488,17 @@ def _sums_of(
     for first in range(start, end, STEP):
         program = first + tl.arange(0, STEP)
         is_program = program < end
-        of_floats = floats + program * (COLUMNS + 1)
-        of_ints = ints + program * (COLUMNS + 2)
+        to_floats = floats + program * (COLUMNS + 1)
+        to_ints = ints + program * (COLUMNS + 2)
         probs += tl.sum(
-            tl.load(of_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0
+            tl.load(to_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0
         )
         copies += tl.sum(
-            tl.load(of_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0
+            tl.load(to_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0
         )
-        squares += tl.load(of_floats + COLUMNS, mask=is_program, other=0.0)
-        nonfinite += tl.load(of_ints + COLUMNS, mask=is_program, other=0)
-        num_valid += tl.load(of_ints + COLUMNS + 1, mask=is_program, other=0)
+        squares += tl.load(to_floats + COLUMNS, mask=is_program, other=0.0)
+        nonfinite += tl.load(to_ints + COLUMNS, mask=is_program, other=0)
+        num_valid += tl.load(to_ints + COLUMNS + 1, mask=is_program, other=0)
     return Sums(probs, copies, squares, nonfinite, num_valid)
 
 
@@ -498,10 +513,12 @@ def _group_kernel(
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
+    """Add up the sums of GROUP programs of `_choose_kernel`."""
     group = tl.program_id(0)
     start = group * GROUP
     end = tl.minimum(programs, start + GROUP)
-    _store_sums(group_floats, group_ints, group, _sums_of(floats, ints, start, end, COLUMNS, STEP))
+    sums = _sums_of(floats, ints, start, end, COLUMNS, STEP)
+    _store_sums(group_floats, group_ints, group, sums)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -521,6 +538,7 @@ def _sum_kernel(
     Z: tl.constexpr,
     REDUCED: tl.constexpr,
 ) -> None:
+    """Add up the sums of all programs, and store them as fields of `ChoiceResult`; one program."""
     column = tl.arange(0, COLUMNS)
     sums = _sums_of(floats, ints, 0, programs, COLUMNS, STEP)
     squares = tl.sum(sums.squares, 0)
@@ -550,10 +568,11 @@ def _d_normalized(
     """Return the gradient of what `_normalized` gets, from that of its result: of scores, or of the
     chosen logits. `picked` are the chosen logits."""
     if FORM.by_sigmoid:
-        picked = _sigmoid(picked, is_copy)
-        total = tl.sum(picked, 1)[:, None]
-        through_total = tl.sum(grad * picked, 1)[:, None] / total
-        grad = (grad - tl.where(total < TINY, 0.0, through_total)) / _divisor(picked)
+        # the gradient of a quotient, as in `_quotient_gradient` of `kernels/choice.py`
+        scores = _sigmoid(picked, is_copy)
+        total = tl.sum(scores, 1)[:, None]
+        through_total = tl.sum(grad * scores, 1)[:, None] / total
+        grad = (grad - tl.where(total < TINY, 0.0, through_total)) / _divisor(scores)
     else:
         shares, _ = _softmax(picked, is_copy)
         grad = shares * (grad - tl.sum(grad * shares, 1)[:, None])
@@ -570,10 +589,11 @@ def _spread(grad: tl.tensor, index: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     slot = tl.arange(0, FORM.slots)
     spread = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in tl.static_range(TOP_K):
-        of_slot = slot[None, :] == k
-        chosen = tl.sum(tl.where(of_slot, index, 0), 1)[:, None]
-        own = tl.sum(tl.where(of_slot, grad, 0.0), 1)[:, None]
-        spread = tl.where(column[None, :] == chosen, own, spread)
+        # sums over one slot pick its value
+        is_slot = slot[None, :] == k
+        slot_expert = tl.sum(tl.where(is_slot, index, 0), 1)[:, None]
+        slot_grad = tl.sum(tl.where(is_slot, grad, 0.0), 1)[:, None]
+        spread = tl.where(column[None, :] == slot_expert, slot_grad, spread)
     return spread
 
 
@@ -593,15 +613,14 @@ def _choose_backward_kernel(
     scale: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
+    """Write the gradient of a tile of logits: what passes the scores (`d_gates`), and `direct`."""
     ROWS: tl.constexpr = FORM.rows
     COLUMNS: tl.constexpr = FORM.columns
     column = tl.arange(0, COLUMNS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     x, inside, is_valid = _load_rows(logits, valid, row, num_rows, num_experts, COLUMNS)
     probabilities, log_sum = _softmax(x, inside)
-    gates = probabilities
-    if FORM.by_sigmoid:
-        gates = _sigmoid(x, inside)
+    gates = _sigmoid(x, inside) if FORM.by_sigmoid else probabilities
     d_gates = tl.zeros((ROWS, COLUMNS), tl.float32)
     direct = tl.zeros((ROWS, COLUMNS), tl.float32)
     if d_balance is not None:
@@ -613,21 +632,22 @@ def _choose_backward_kernel(
             d_probs = tl.load(d_balance + column, mask=is_expert, other=0.0)
         d_gates += tl.where(is_valid[:, None], d_probs[None, :], 0.0)
         if FORM.by_sigmoid:
-            total = tl.sum(gates, 1)[:, None]
+            total = tl.sum(gates, 1)[:, None]  # probabilities are gates divided by it
             d_gates = (d_gates - tl.sum(d_gates * gates, 1)[:, None] / total) / total
     if d_weight is not None:
         is_copy, copy = _copies_of(row, num_rows, FORM)
         index = tl.load(expert + copy, mask=is_copy, other=0).to(tl.int32)
         grad = tl.load(d_weight + copy, mask=is_copy, other=0.0) * scale
         if FORM.normalize:
-            at = row.to(tl.int64)[:, None] * num_experts + index
-            picked = tl.load(logits + at, mask=is_copy, other=0.0)
+            element = row.to(tl.int64)[:, None] * num_experts + index
+            picked = tl.load(logits + element, mask=is_copy, other=0.0)
             grad = _d_normalized(picked, grad, is_copy, FORM)
         if FORM.normalize and not FORM.by_sigmoid:
             direct += _spread(grad, index, FORM)
         else:
             d_gates += _spread(grad, index, FORM)
-    if FORM.by_sigmoid:
+
+    if FORM.by_sigmoid:  # the derivatives of the sigmoid and of the softmax
         direct += d_gates * gates * (1.0 - gates)
     else:
         direct += gates * (d_gates - tl.sum(tl.where(inside, d_gates * gates, 0.0), 1)[:, None])
@@ -636,5 +656,5 @@ def _choose_backward_kernel(
         if FORM.reduced:
             factor = factor / tl.maximum(tl.load(num_valid), 1).to(tl.float32)
         direct += tl.where(is_valid, factor * log_sum, 0.0)[:, None] * probabilities
-    to = d_logits + row.to(tl.int64)[:, None] * num_experts + column[None, :]
-    tl.store(to, direct, mask=inside)
+    to_logits = d_logits + row.to(tl.int64)[:, None] * num_experts + column[None, :]
+    tl.store(to_logits, direct, mask=inside)

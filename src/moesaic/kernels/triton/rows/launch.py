@@ -28,11 +28,9 @@ def num_programs(tile: Tile, num_tiles: int, device: torch.device) -> int:
     A persistent program processes its tiles in one pipelined loop: loads of the next tile start
     before a tile's epilogue.
     """
-    return (
-        min(num_tiles, tile.programs * device_of(device).multiprocessors)
-        if tile.programs
-        else num_tiles
-    )
+    if not tile.programs:
+        return num_tiles
+    return min(num_tiles, tile.programs * device_of(device).multiprocessors)
 
 
 def device_of(device: torch.device) -> TileDevice:
@@ -40,7 +38,8 @@ def device_of(device: torch.device) -> TileDevice:
     is no GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return INTERPRETED
-    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _gpu(index)
 
 
 @lru_cache(maxsize=32)
@@ -93,12 +92,9 @@ def unit_stride(x: Tensor) -> Tensor:
 
 def _is_aligned(x: Tensor) -> bool:
     """Return whether a descriptor can load a tensor."""
-    strides = [stride * x.itemsize for stride in x.stride()[:-1]]
-    return (
-        min(x.shape) > 0
-        and x.data_ptr() % ALIGNMENT == 0
-        and all(stride % ALIGNMENT == 0 for stride in strides)
-    )
+    if min(x.shape) == 0 or x.data_ptr() % ALIGNMENT:
+        return False
+    return all(stride * x.itemsize % ALIGNMENT == 0 for stride in x.stride()[:-1])
 
 
 def dot_precision(dtype: torch.dtype) -> str:

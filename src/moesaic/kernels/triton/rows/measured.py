@@ -6,6 +6,10 @@ per expert and widths that differ least, in powers of two. Larger sizes keep a t
 products gain most from; smaller ones leave too few tiles to share among the multiprocessors. A
 device without a file takes that of its generation. A product that is too small or of odd widths, or
 a generation without a file, takes `default_tile`.
+
+A file maps the key of a bucket, "product-rows-columns-depth-itemsize" and perhaps "-gated", to the
+fields of its `Tile`. A kind is what of a key must be equal: the product, the size of an element,
+and whether there is a gate.
 """
 
 from __future__ import annotations
@@ -14,8 +18,7 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
-from math import log2
-from operator import itemgetter, le
+from math import inf, log2
 
 from moesaic.kernels.triton.rows.tiles import (
     Shape,
@@ -38,27 +41,36 @@ Sizes = tuple[int, int, int]
 def bucket(shape: Shape) -> str:
     """Return the key of a tile in a file: the exact sizes that affect the choice, row counts
     rounded up to powers of two."""
-    # it sums over rows
-    depth = power_of_two(shape.depth) if shape.product == "weight_grad" else shape.depth
+    depth = shape.depth
+    if shape.product == "weight_grad":
+        depth = power_of_two(depth)  # it is a number of rows
     sizes = f"{power_of_two(shape.rows_per_expert)}-{shape.columns}-{depth}-{shape.itemsize}"
     return f"{shape.product}-{sizes}{'-gated' if shape.gated else ''}"
 
 
 def tile_for(shape: Shape, device: TileDevice) -> Tile:
     """Return the tile of a product on a device: the nearest measured one, or the default."""
+    if shape.is_odd:
+        return default_tile(shape, device)
     wanted_kind, wanted_sizes = _parsed(bucket(shape))
-    near = list[tuple[float, Tile]]()
+    nearest = None
+    least_distance = inf
     for (kind, sizes), tile in _tiles(device.name, device.capability).items():
+        if kind != wanted_kind or shared_bytes(tile, shape) > device.shared_bytes:
+            continue
         # by how many powers of two each size is smaller than the measured one; negative if larger
         smaller = [log2(size / wanted) for size, wanted in zip(sizes, wanted_sizes)]
-        fits = shared_bytes(tile, shape) <= device.shared_bytes and not shape.is_odd
-        if fits and kind == wanted_kind and all(map(le, smaller, SMALLER)):
-            near.append((max(map(abs, smaller)), tile))
-    return min(near, key=itemgetter(0))[1] if near else default_tile(shape, device)
+        if any(difference > most for difference, most in zip(smaller, SMALLER)):
+            continue
+        distance = max(abs(difference) for difference in smaller)
+        if distance < least_distance:
+            nearest = tile
+            least_distance = distance
+    return default_tile(shape, device) if nearest is None else nearest
 
 
 def _parsed(key: str) -> tuple[tuple[str, ...], Sizes]:
-    """Return the kind of a bucket's product, and its rows per expert, columns and depth."""
+    """Return the kind of a bucket, and its rows per expert, columns and depth, from its key."""
     product, rows, columns, depth, *kind = key.split("-")
     return (product, *kind), (int(rows), max(1, int(columns)), max(1, int(depth)))
 
@@ -67,9 +79,11 @@ def _parsed(key: str) -> tuple[tuple[str, ...], Sizes]:
 def _tiles(name: str, capability: tuple[int, int]) -> Mapping[tuple[tuple[str, ...], Sizes], Tile]:
     """Return the measured tiles for a device by kind and sizes."""
     names = FILES.get(capability, ())
-    own = name.lower().replace(" ", "_")
     if not names:
         return {}
-    file = files(__package__).joinpath(f"{own if own in names else names[0]}.json")
-    (tiles,) = json.loads(file.read_text(encoding="utf-8")).values()
-    return {_parsed(key): Tile(**tile) for key, tile in tiles.items()}
+    own_name = name.lower().replace(" ", "_")
+    file_name = own_name if own_name in names else names[0]
+    file = files(__package__).joinpath(f"{file_name}.json")
+    # one device in a file
+    (fields_by_key,) = json.loads(file.read_text(encoding="utf-8")).values()
+    return {_parsed(key): Tile(**fields) for key, fields in fields_by_key.items()}

@@ -87,6 +87,7 @@ def _sum_tokens_kernel(
     PER_TOKEN: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
+    """Sum WIDTH columns of one token's rows."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.float32)
@@ -130,9 +131,9 @@ def weighted_row(
     """Load columns of row `by_token[place]` in float32, times the row's weight; zeros for row
     -1."""
     source = tl.load(by_token + place).to(tl.int64)
-    values = tl.load(
-        rows + source * dim + column, mask=(source >= 0) & (column < dim), other=0.0
-    ).to(tl.float32)
+    inside = (source >= 0) & (column < dim)
+    pointers = rows + source * dim + column
+    values = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     if WEIGHTED:
         values *= tl.load(weights + source, mask=source >= 0, other=0.0).to(tl.float32)
     return values

@@ -32,9 +32,11 @@ def pieces_by_triton(values: Tensor, order: tuple[int, ...], *, side_by_side: bo
     """
     values = values.contiguous()
     num_rows, columns = values.shape
-    number = len(order)
-    sizes = (num_rows, number * columns) if side_by_side else (number * num_rows, columns)
-    pieces = torch.empty(sizes, dtype=torch.bfloat16, device=values.device)
+    num_written = len(order)
+    wide = (num_rows, num_written * columns)
+    tall = (num_written * num_rows, columns)
+    shape = wide if side_by_side else tall
+    pieces = torch.empty(shape, dtype=torch.bfloat16, device=values.device)
     if values.numel():
         _pieces_kernel[(triton.cdiv(values.numel(), BLOCK),)](
             values,
@@ -42,7 +44,7 @@ def pieces_by_triton(values: Tensor, order: tuple[int, ...], *, side_by_side: bo
             num_rows=num_rows,
             columns=columns,
             ORDER=order,
-            NUMBER=number,
+            NUMBER=num_written,
             PIECES=max(order) + 1,
             SIDE_BY_SIDE=side_by_side,
             BLOCK=BLOCK,
@@ -62,18 +64,21 @@ def _pieces_kernel(
     SIDE_BY_SIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Cut BLOCK values into PIECES pieces and write each at its positions in ORDER, NUMBER in
+    all."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_rows.to(tl.int64) * columns
     rest = tl.load(values + place, mask=inside, other=0.0)
-    to = place
+    # where the piece at position 0 is written, and how far apart positions are
+    out_place = place
     step = num_rows.to(tl.int64) * columns
     if SIDE_BY_SIDE:
-        to = place // columns * (NUMBER * columns) + place % columns
+        out_place = place // columns * (NUMBER * columns) + place % columns
         step = columns.to(tl.int64)
     for number in tl.static_range(PIECES):
         piece = rest.to(tl.bfloat16)
         for position in tl.static_range(NUMBER):
             if ORDER[position] == number:
-                tl.store(pieces + to + step * position, piece, mask=inside)
+                tl.store(pieces + out_place + step * position, piece, mask=inside)
         rest = rest - piece.to(tl.float32)
         rest = tl.where(rest != rest, 0.0, rest)  # infinite and NaN values are those of the first

@@ -45,9 +45,9 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     row = torch.empty_like(copy)
     if num_copies == 0 or num_experts == 0:
         return copy, row, ends
-    counts = ends.new_empty(num_experts, blocks)
+    counts = ends.new_empty(num_experts, blocks)  # of each expert in each block of copies
     totals = torch.empty_like(ends)
-    experts = triton.next_power_of_2(num_experts)
+    experts = triton.next_power_of_2(num_experts)  # a range in a kernel is a power of two
     _count_kernel[(blocks,)](
         expert, counts, num_copies, num_experts, blocks, BLOCK=BLOCK, EXPERTS=experts
     )
@@ -84,6 +84,7 @@ def _count_kernel(
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
+    """Count each expert's copies in one block."""
     block = tl.program_id(0)
     copy = block * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
@@ -98,14 +99,14 @@ def _scan_kernel(
 ) -> None:
     """Replace an expert's count in each block by the number of its copies in earlier blocks; write
     the expert's total."""
-    line = counts + tl.program_id(0) * blocks
-    carry = 0
+    to_counts = counts + tl.program_id(0) * blocks
+    total = 0
     for first in range(0, blocks, SCANNED):
         block = first + tl.arange(0, SCANNED)
-        count = tl.load(line + block, mask=block < blocks, other=0)
-        tl.store(line + block, tl.cumsum(count, 0) - count + carry, mask=block < blocks)
-        carry += tl.sum(count, 0)
-    tl.store(totals + tl.program_id(0), carry)
+        count = tl.load(to_counts + block, mask=block < blocks, other=0)
+        tl.store(to_counts + block, tl.cumsum(count, 0) - count + total, mask=block < blocks)
+        total += tl.sum(count, 0)
+    tl.store(totals + tl.program_id(0), total)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -122,6 +123,8 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
+    """Place the copies of one block: after those of smaller experts, of earlier blocks, and of
+    earlier places in the block. `before` are the counts that `_scan_kernel` replaced."""
     block = tl.program_id(0)
     number = tl.arange(0, EXPERTS)
     total = tl.load(totals + number, mask=number < num_experts, other=0)
@@ -132,16 +135,14 @@ def _place_kernel(
     copy = block * BLOCK + place
     chosen = tl.load(expert + copy, mask=copy < num_copies, other=-1).to(tl.int32)
     is_sent = (chosen >= 0) & (chosen < num_experts)
+
     # Registers cannot be indexed, so both are sums over comparisons: with experts that come first,
     # with copies that come first.
     start = tl.sum(tl.where(number[None, :] < chosen[:, None], total[None, :], 0), 1)
-    earlier = tl.sum(
-        ((chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])).to(tl.int32), 1
-    )
-    row = (
-        start
-        + earlier
-        + tl.load(before + chosen.to(tl.int64) * blocks + block, mask=is_sent, other=0)
-    )
+    is_earlier = (chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])
+    earlier = tl.sum(is_earlier.to(tl.int32), 1)
+    row = start + earlier
+    to_before = before + chosen.to(tl.int64) * blocks + block
+    row = row + tl.load(to_before, mask=is_sent, other=0)
     tl.store(rows + copy, tl.where(is_sent, row, -1), mask=copy < num_copies)
     tl.store(copies + row, copy, mask=is_sent)

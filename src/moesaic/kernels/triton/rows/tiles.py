@@ -101,10 +101,12 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
     memory of its own.
     """
     columns = tile.columns * (2 if shape.is_doubled else 1)
-    aside = tile.rows * tile.columns * shape.itemsize // 2 if tile.programs else 0
-    return (
-        tile.stages * (tile.rows + columns) * tile.depth * shape.itemsize + aside + RESERVED_BYTES
-    )
+    stage_bytes = (tile.rows + columns) * tile.depth * shape.itemsize
+    result_bytes = 0
+    if tile.programs:
+        # half of the result at a time
+        result_bytes = tile.rows * tile.columns * shape.itemsize // 2
+    return tile.stages * stage_bytes + result_bytes + RESERVED_BYTES
 
 
 def num_column_splits(tile: Tile, *, is_long: bool = False) -> int:
@@ -117,8 +119,10 @@ def num_column_splits(tile: Tile, *, is_long: bool = False) -> int:
             thread, like the epilogues of persistent programs, where addresses for the next tile's
             loads occupy registers.
     """
-    per_thread = tile.rows * tile.columns // (tile.warps * 32)
-    return max(1, min(per_thread // (16 if is_long or tile.programs else 32), tile.columns // 16))
+    num_threads = tile.warps * 32
+    values_per_thread = tile.rows * tile.columns // num_threads
+    most_per_thread = 16 if is_long or tile.programs else 32
+    return max(1, min(values_per_thread // most_per_thread, tile.columns // 16))
 
 
 def default_tile(shape: Shape, device: TileDevice) -> Tile:
@@ -131,24 +135,29 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
     tiles spill kilobytes.
     """
     is_wide = shape.itemsize == 4
-    has_wgmma = device.capability[0] in WGMMA
-    most = 64 if is_wide or shape.is_odd else 128
-    rows = (
-        most
-        if shape.product == "weight_grad"
-        else min(most, max(LOWEST, power_of_two(shape.rows_per_expert)))
-    )
-    columns = min(most // 2 if shape.is_doubled else most, max(16, power_of_two(shape.columns)))
-    least = LOWEST if shape.product == "weight_grad" else 16
-    depth = min(32 if shape.is_odd else deepest(shape), max(least, power_of_two(shape.depth)))
-    is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
+    is_weight_grad = shape.product == "weight_grad"
+    parts = 2 if shape.is_doubled else 1
+    largest = 64 if is_wide or shape.is_odd else 128
+
+    # of a weight gradient the experts' rows are the depth, elsewhere the rows
+    rows = largest
+    if not is_weight_grad:
+        rows = min(largest, max(LOWEST, power_of_two(shape.rows_per_expert)))
+    columns = min(largest // parts, max(16, power_of_two(shape.columns)))
+    least_depth = LOWEST if is_weight_grad else 16
+    most_depth = 32 if shape.is_odd else deepest(shape)
+    depth = min(most_depth, max(least_depth, power_of_two(shape.depth)))
+
+    # without wgmma, operands occupy registers too
+    major, _ = device.capability
+    is_full = rows * columns * parts >= 128 * 128
+    needs_registers = shape.is_odd or (is_full and major not in WGMMA)
     tile = Tile(
         rows=rows,
         columns=columns,
         depth=depth,
         stages=3,
-        # without wgmma, operands occupy registers too
-        warps=8 if shape.is_odd or (is_full and not has_wgmma) else 4,
+        warps=8 if needs_registers else 4,
         descriptors=int(device.capability >= HOPPER and not is_wide),
     )
     while shared_bytes(tile, shape) > device.shared_bytes and tile.stages > 1:
