@@ -151,7 +151,7 @@ def _moments(call: KernelCall, limit: int) -> list[Moment]:
     if not call.weights_late:
         return [(1, 0), (1, down), (for_sums + placed, up)]
     # The weighted gradients take one more buffer, unless rows in place are weighted as they are
-    # gathered. The dot products take float32 values of three buffers.
+    # gathered. The dot products copy both factors to float32, as is their product.
     dots = 12 * most_block_rows(call.rows, limit) * (call.units + 4)
     return [(1 if call.places_x else 2, dots), (2, down), (for_sums + 1 + placed, up)]
 

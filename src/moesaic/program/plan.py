@@ -186,7 +186,7 @@ def plan_in_words(plan: Plan) -> str:
     """Return a plan in words: schedule, all-to-all, and every other choice that is not the
     default."""
     words: list[str] = [plan.schedule, plan.all_to_all]
-    others = (
+    conditional_words = (
         (plan.chunks > 1, f"{plan.chunks} chunks"),
         (plan.fuse, "fused"),
         (plan.gather_weights is not None, f"r = {plan.gather_weights}"),
@@ -198,7 +198,7 @@ def plan_in_words(plan: Plan) -> str:
         (plan.memory_budget is not None, f"at most {plan.memory_budget} bytes"),
         (plan.order != Plan().order, plan.order),
     )
-    words += [word for holds, word in others if holds]
+    words += [word for condition, word in conditional_words if condition]
     return ", ".join(words)
 
 
@@ -221,10 +221,10 @@ def _check_kinds(plan: StaticPlan) -> None:
             fits = isinstance(value, bool)
             expected = "True or False"
         elif field.type in ("int", "int | None"):
-            whole = isinstance(value, Integral) and not isinstance(value, bool)
-            fits = whole or (value is None and field.type != "int")
+            is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+            fits = is_whole or (value is None and field.type != "int")
             expected = "a whole number"
-            if whole:
+            if is_whole:  # the only way to set a field of a frozen dataclass
                 object.__setattr__(plan, field.name, int(value))
         else:
             fits = isinstance(value, str)

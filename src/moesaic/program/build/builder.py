@@ -1,5 +1,11 @@
 """Builds a program task by task, so that the code of a schedule reads like its description in the
-paper."""
+paper.
+
+Each method of `Builder` adds one task and the slot that it writes, a named value, and returns the
+slot's name; the arguments are names of slots too. A slot has a layout, which says which rows it has
+on each rank, and a state per axis, which says how its values on the ranks of the axis relate: S
+sharded, R replicated, P partial, I identical (`task.py`).
+"""
 
 from __future__ import annotations
 
@@ -64,29 +70,26 @@ class Builder:
         over etp."""
         weights = [self.input("w", Kind.WEIGHT, Layout(flow="weights", experts="rank"), {})]
         if self._bias:
-            bias = self.input(
-                "b", Kind.WEIGHT, Layout(flow="bias", experts="rank"), {"etp": State.IDENTICAL}
+            layout = Layout(flow="bias", experts="rank")
+            bias = self.input("b", Kind.WEIGHT, layout, {"etp": State.IDENTICAL})
+            # No rank sends anything; the transpose adds up what the shards contribute.
+            bias_of_shards = self.move(
+                bias,
+                "b_shards",
+                layout,
+                group=("etp",),
+                states={"etp": State.REPLICATED},
+                stage=Stage.DISPATCH,
             )
-            shard_layout = Layout(flow="bias", experts="rank")
-            weights.append(
-                self.move(
-                    bias,
-                    "b_shards",
-                    shard_layout,
-                    ("etp",),
-                    {"etp": State.REPLICATED},
-                    Stage.DISPATCH,
-                )
-            )
+            weights.append(bias_of_shards)
         states = self._states(rows) | {"etp": State.PARTIAL}
         reads = (rows, gates, *weights)
-        layout = self._slots[rows].layout
         return self._task(
             Op.EXPERT,
             reads,
             name=name,
             kind=Kind.ROWS,
-            layout=layout,
+            layout=self._slots[rows].layout,
             states=states,
             stage=Stage.EXPERT,
         )
@@ -100,7 +103,16 @@ class Builder:
         states: States,
         stage: Stage,
     ) -> str:
-        """Move rows to another layout over `group`. `states` are the states that change."""
+        """Move rows to another layout over `group`.
+
+        Args:
+            source: the slot that is read.
+            name: of the slot that is written.
+            layout: of that slot.
+            group: axes over which ranks exchange.
+            states: the states that change.
+            stage: the part of the layer to which the movement belongs.
+        """
         kind = self._slots[source].kind
         merged = self._states(source) | states
         return self._task(
@@ -141,8 +153,8 @@ class Builder:
     def _scale(
         self, source: str, name: str, axis: Axis, state: State, stage: Stage, dual_power: int
     ) -> str:
-        """Add a task that multiplies a slot by a power of the size of `axis`, whose state becomes
-        `state`."""
+        """Add a task that is the identity forward and whose transpose multiplies by the size of
+        `axis`, raised to `dual_power`. The state on `axis` becomes `state`."""
         slot = self._slots[source]
         states = self._states(source) | {axis: state}
         return self._task(

@@ -5,6 +5,13 @@ is S2 with an all-gather and reduce-scatter among the expert shards.
 
 Pan et al., "Parm: Efficient Training of Large Sparsely-Activated Models with Dedicated Schedules"
 (INFOCOM 2024).
+
+A line of a schedule is a task; its result is the name of a slot, a value on every rank. Inputs are
+`x` the tokens, `gates` the routing weights, `index` the token of each copy; `y` is the result, `h`
+and `g` are rows and gates at the experts. A layout says which rows a slot has on a rank: those of
+all ranks over the axes `spread` (the rank itself alone if none), for all experts or those of the
+rank; with `whole_tp`, a tensor-parallel group counts as one origin. A state says how the values on
+the ranks of an axis relate (`State` in `task.py`); axes that are not named are sharded.
 """
 
 from __future__ import annotations

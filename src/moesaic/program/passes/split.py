@@ -1,6 +1,9 @@
 """Splits a stretch of a program into parts: by chunks of every run of copies, or by groups of
 peers.
 
+A stretch is a sequence of tasks. A run is the copies that one rank (the origin) sends to one
+expert. A slot is a named value of the program; its layout says which runs it has, whole or in part.
+
 `split_capacity` pipelines. It cuts every run of copies into n parts, so that the experts of one
 part run while another part is sent (Tutel: Hwang et al., MLSys 2023, section 4.2; ScheMoE: Shi et
 al., EuroSys 2024, section 3). Nothing is padded: each (origin, expert) run is cut into contiguous
@@ -22,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import ONCE, Chunk, Kind, Lane, Layout, Op, Program, Stage, Task
+from moesaic.program.task import ONCE, Chunk, Kind, Lane, Layout, Op, Program, Task
 
 
 @dataclass(frozen=True)
@@ -54,40 +57,57 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
         for task in program.tasks
         if task.name in chosen and kinds[task.writes[0]] is not Kind.WEIGHT
     ]
-    inside = {task.name for task in stretch}
-    before, after = _around(program, inside)
+    before, after = _around(program, {task.name for task in stretch})
+
+    # Slots that enter the stretch, are written in it, and leave it; each once, in order.
     written = list(dict.fromkeys(name for task in stretch for name in task.writes))
-    read_later = {name for task in after for name in task.reads} | set(program.outputs)
+    read = dict.fromkeys(name for task in stretch for name in task.reads)
+    entering = [name for name in read if name not in written and kinds[name] is not Kind.WEIGHT]
+    read_later = {*program.outputs, *(name for task in after for name in task.reads)}
     leaving = [name for name in written if name in read_later]
-    entering = list(
-        dict.fromkeys(name for task in stretch for name in task.reads if name not in written)
-    )
-    entering = [name for name in entering if kinds[name] is not Kind.WEIGHT]
-    cut = set(entering) | set(written)
-    slots = [slot for slot in program.slots if slot.name not in set(written) - set(leaving)]
-    whole = [program.slot(name) for name in (*entering, *written)]
-    slots += [
-        replace(s, name=s.name + part.suffix, layout=part.cut(s.layout))
-        for s in whole
-        for part in parts
-    ]
-    dispatch = stretch[0].stage
-    combine = stretch[-1].stage
-    takes = [
-        _gathered(Op.TAKE, f"take-{name}", (name,), _names(name, parts), dispatch)
-        for name in entering
-    ]
-    joins = [
-        _gathered(Op.JOIN, f"join-{name}", _names(name, parts), (name,), combine)
-        for name in leaving
-    ]
-    pieces = [_part_task(task, part, cut) for part in parts for task in stretch]
-    return replace(program, slots=tuple(slots), tasks=(*before, *takes, *pieces, *joins, *after))
+
+    inner = set(written) - set(leaving)
+    slots = [slot for slot in program.slots if slot.name not in inner]
+    for name in (*entering, *written):
+        slot = program.slot(name)
+        for part in parts:
+            slots.append(replace(slot, name=name + part.suffix, layout=part.cut(slot.layout)))
+
+    tasks = before
+    for name in entering:
+        part_names = tuple(name + part.suffix for part in parts)
+        tasks.append(
+            Task(
+                name=f"take-{name}",
+                op=Op.TAKE,
+                reads=(name,),
+                writes=part_names,
+                stage=stretch[0].stage,
+            )
+        )
+    cut = {*entering, *written}
+    tasks += [_part_task(task, part, cut) for part in parts for task in stretch]
+    for name in leaving:
+        part_names = tuple(name + part.suffix for part in parts)
+        tasks.append(
+            Task(
+                name=f"join-{name}",
+                op=Op.JOIN,
+                reads=part_names,
+                writes=(name,),
+                stage=stretch[-1].stage,
+            )
+        )
+    return replace(program, slots=tuple(slots), tasks=(*tasks, *after))
 
 
 def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
     """Split the other tasks into those that may come before the stretch and those that depend on
-    it."""
+    it, directly or not.
+
+    Args:
+        inside: names of the stretch's tasks.
+    """
     downstream = {name for task in program.tasks if task.name in inside for name in task.writes}
     before: list[Task] = []
     after: list[Task] = []
@@ -110,16 +130,6 @@ def _part_task(task: Task, part: StretchPart, cut: set[str]) -> Task:
         reads=tuple(name + part.suffix if name in cut else name for name in task.reads),
         writes=tuple(name + part.suffix for name in task.writes),
     )
-
-
-def _names(name: str, parts: Sequence[StretchPart]) -> tuple[str, ...]:
-    return tuple(name + part.suffix for part in parts)
-
-
-def _gathered(
-    op: Op, name: str, reads: tuple[str, ...], writes: tuple[str, ...], stage: Stage
-) -> Task:
-    return Task(name=name, op=op, reads=reads, writes=writes, stage=stage)
 
 
 _BETWEEN = {"tp", "ep", "node"}
@@ -159,16 +169,17 @@ def to_experts_and_back(program: Program) -> list[str]:
     An all-gather of tokens over etp and the permutation after it stay outside. If no token is sent
     to an expert, because weights are gathered instead, only the experts are included.
     """
-    moved = [
-        number
-        for number, task in enumerate(program.tasks)
-        if task.op is Op.MOVE
-        and _BETWEEN.intersection(task.group)
-        and program.slot(task.reads[0]).layout.flow in ("copies", *ONCE)
-    ]
-    if not any({"ep", "node"}.intersection(program.tasks[number].group) for number in moved):
-        moved = [number for number, task in enumerate(program.tasks) if task.op is Op.EXPERT]
-    return [task.name for task in program.tasks[moved[0] : moved[-1] + 1]]
+    positions = []
+    sends_to_experts = False
+    for number, task in enumerate(program.tasks):
+        if task.op is not Op.MOVE or not _BETWEEN.intersection(task.group):
+            continue
+        if program.slot(task.reads[0]).layout.flow in ("copies", *ONCE):
+            positions.append(number)
+            sends_to_experts |= bool({"ep", "node"}.intersection(task.group))
+    if not sends_to_experts:
+        positions = [number for number, task in enumerate(program.tasks) if task.op is Op.EXPERT]
+    return [task.name for task in program.tasks[positions[0] : positions[-1] + 1]]
 
 
 def chunk_part(chunk: int) -> StretchPart:
@@ -222,11 +233,10 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
 def groups_inside_nodes(grid: Grid) -> int:
     """Return the fewest groups of peers such that each is inside a node: one per node, if ep is
     spread evenly over nodes."""
-    return next(
-        groups
-        for groups in range(1, grid.ep + 1)
-        if grid.ep % groups == 0 and (groups == grid.ep or _stay_inside(grid, groups, ("ep",)))
-    )
+    for groups in range(1, grid.ep):
+        if grid.ep % groups == 0 and _stay_inside(grid, groups, ("ep",)):
+            return groups
+    return grid.ep
 
 
 def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
@@ -234,11 +244,11 @@ def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
     node."""
     ranks_per_group = grid.ep // groups
     for members in grid.kinds_of_groups(axes):
-        nodes: dict[int, int] = {}
+        node_of_group: dict[int, int] = {}
         for rank in members:
             group = grid.coordinate(rank, "ep") // ranks_per_group
             node = grid.node_of(rank)
-            if nodes.setdefault(group, node) != node:
+            if node_of_group.setdefault(group, node) != node:
                 return False
     return True
 
@@ -246,16 +256,12 @@ def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
 def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:
     """Return a task of step 0 on the lane inside nodes, if that step stays there and other steps do
     not."""
-    is_local = (
-        task.op is Op.MOVE
-        and task.lane is Lane.INTER
-        and program.slot(task.writes[0]).layout.step == (0, groups)
-    )
-    if (
-        not is_local
-        or _stay_inside(grid, 1, task.group)
-        or not _stay_inside(grid, groups, task.group)
-    ):
+    if task.op is not Op.MOVE or task.lane is not Lane.INTER:
+        return task
+    if program.slot(task.writes[0]).layout.step != (0, groups):
+        return task
+    other_steps_stay = _stay_inside(grid, 1, task.group)
+    if other_steps_stay or not _stay_inside(grid, groups, task.group):
         return task
     return replace(task, lane=Lane.INTRA)
 
