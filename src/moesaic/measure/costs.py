@@ -16,9 +16,9 @@ from scipy.optimize import least_squares, minimize_scalar
 
 from moesaic.measure.host import Calibration
 from moesaic.planner.cluster import ClusterSpec, Host
+from moesaic.planner.movement import AbstractVolumes
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.task_times import timed
-from moesaic.planner.movement import AbstractVolumes
 from moesaic.program.task import Program
 
 HELD_OUT = 4

@@ -286,18 +286,12 @@ class Program:
         from moesaic.program.notebook import html_table
 
         heads = ("task", "op", "stage", "lane", "group", "reads", "codec")
-        rows = [
-            (
-                task.name,
-                task.op.value,
-                task.stage.value,
-                task.lane.value,
-                "+".join(task.group),
-                ", ".join(task.reads),
-                task.codec,
-            )
-            for task in self.tasks
-        ]
+        rows = []
+        for task in self.tasks:
+            group = "+".join(task.group)
+            reads = ", ".join(task.reads)
+            values = (task.op.value, task.stage.value, task.lane.value)
+            rows.append((task.name, *values, group, reads, task.codec))
         return html_table(f"program: {self.name}, {len(rows)} tasks", heads, rows)
 
     def slot(self, name: str) -> Slot:

@@ -429,10 +429,15 @@ def _as_they_came(
     they are sent back without another copy; others in the order of the experts, without places.
     """
     if index is None or not isinstance(value, IndexedRows) or value.runs is None:
-        return None, lambda written: written
-    places = call.indices.inverse(value.runs, index.device)
+        return None, _in_order
     runs = value.runs
+    places = call.indices.inverse(runs, index.device)
     return places, lambda written: IndexedRows(written, places, runs)
+
+
+def _in_order(written: Tensor) -> Tensor:
+    """Return rows that were written in the slot's order: themselves."""
+    return written
 
 
 def _expert_grad(

@@ -201,6 +201,7 @@ class Builder:
         return name
 
     def _states(self, name: str) -> States:
+        """Return the states of a slot by axis."""
         return dict(self._slots[name].state)
 
     def _slot(self, name: str, kind: Kind, layout: Layout, states: States) -> str:
@@ -233,24 +234,14 @@ def declare(
 def deliver(build: Builder, rows: str, gates: str) -> str:
     """Send rows and gates to all shards of their experts (S -> R over etp) and run the experts (->
     P)."""
-    layout = Layout(spread=("ep", "etp"), experts="rank")
-    h = build.move(
-        rows,
-        "h",
-        layout,
-        group=("ep", "etp"),
-        states={"etp": State.REPLICATED},
-        stage=Stage.DISPATCH,
+    at_experts = Layout(spread=("ep", "etp"), experts="rank")
+    group: tuple[Axis, ...] = ("ep", "etp")
+    shards: States = {"etp": State.REPLICATED}
+    rows_there = build.move(rows, "h", at_experts, group=group, states=shards, stage=Stage.DISPATCH)
+    gates_there = build.move(
+        gates, "g", at_experts, group=group, states=shards, stage=Stage.DISPATCH
     )
-    g = build.move(
-        gates,
-        "g",
-        layout,
-        group=("ep", "etp"),
-        states={"etp": State.REPLICATED},
-        stage=Stage.DISPATCH,
-    )
-    return build.expert(h, g, "out")
+    return build.expert(rows_there, gates_there, "out")
 
 
 def collect(build: Builder, out: str, layout: Layout) -> str:

@@ -48,9 +48,11 @@ def baseline(bias: bool = False) -> Program:
     )
     rows = build.permute(x_wide, index_wide, "rows", wide)
     at_experts = Layout(spread=("ep", "etp"), experts="rank")
-    h = build.move(rows, "h", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
-    g = build.move(gates_wide, "g", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
-    out = build.expert(h, g, "out")
+    rows_there = build.move(rows, "h", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
+    gates_there = build.move(
+        gates_wide, "g", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH
+    )
+    out = build.expert(rows_there, gates_there, "out")
     summed = build.move(
         out,
         "summed",
@@ -82,12 +84,18 @@ def ted(bias: bool = False) -> Program:
     x, gates, index = declare(build, tokens, copies, {"etp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", copies)
     at_experts = Layout(spread=("ep",), whole_tp=True, experts="rank")
-    h = build.move(rows, "h_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
-    g = build.move(gates, "g_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
+    arrived = build.move(rows, "h_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
+    gates_arrived = build.move(
+        gates, "g_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH
+    )
     shards: States = {"etp": State.REPLICATED}
-    h = build.move(h, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
-    g = build.move(g, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
-    out = build.expert(h, g, "out")
+    rows_there = build.move(
+        arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
+    gates_there = build.move(
+        gates_arrived, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
+    out = build.expert(rows_there, gates_there, "out")
     summed = build.move(
         out,
         "summed",
@@ -118,8 +126,8 @@ def s1(bias: bool = False) -> Program:
     )
     rows = build.permute(x_mine, index, "rows", copies)
     out = deliver(build, rows, gates)
-    z = collect(build, out, copies)
-    y_mine = build.combine(z, index, "y_mine", own)
+    returned = collect(build, out, copies)
+    y_mine = build.combine(returned, index, "y_mine", own)
     build.move(
         y_mine, "y", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
     )
@@ -150,9 +158,14 @@ def s2(bias: bool = False) -> Program:
         stage=Stage.DISPATCH,
     )
     out = deliver(build, mine, gates_mine)
-    z = collect(build, out, share)
+    returned = collect(build, out, share)
     full = build.move(
-        z, "z_full", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
+        returned,
+        "z_full",
+        whole,
+        group=("tp",),
+        states={"tp": State.IDENTICAL},
+        stage=Stage.COMBINE,
     )
     build.combine(full, index, "y", whole_tokens)
     return build.build("y")
@@ -186,11 +199,13 @@ def s3(bias: bool = False) -> Program:
     gates_arrived = build.move(
         gates_mine, "gates_arrived", at_ep_ranks, group=("ep",), states={}, stage=Stage.DISPATCH
     )
-    h = build.move(arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
-    g = build.move(
+    rows_there = build.move(
+        arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
+    gates_there = build.move(
         gates_arrived, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
     )
-    out = build.expert(h, g, "out")
+    out = build.expert(rows_there, gates_there, "out")
     reduced = build.move(
         out,
         "reduced",
@@ -199,9 +214,14 @@ def s3(bias: bool = False) -> Program:
         states={"etp": State.SHARDED},
         stage=Stage.COMBINE,
     )
-    z = build.move(reduced, "z", share, group=("ep",), states={}, stage=Stage.COMBINE)
+    returned = build.move(reduced, "z", share, group=("ep",), states={}, stage=Stage.COMBINE)
     full = build.move(
-        z, "z_full", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
+        returned,
+        "z_full",
+        whole,
+        group=("tp",),
+        states={"tp": State.IDENTICAL},
+        stage=Stage.COMBINE,
     )
     build.combine(full, index, "y", whole_tokens)
     return build.build("y")

@@ -48,7 +48,7 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
         InputError: for another r, or for a program in which r cannot change.
     """
     if r < 0 or (r > 0 and grid.etp % r):
-        divisors = [d for d in range(1, grid.etp + 1) if grid.etp % d == 0]
+        divisors = [size for size in range(1, grid.etp + 1) if grid.etp % size == 0]
         raise InputError(
             f"plan.gather_weights={r} does not divide mesh.etp={grid.etp}: choose 0 or one of "
             f"{divisors}"

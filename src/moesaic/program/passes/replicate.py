@@ -107,6 +107,32 @@ def _reached(grid: Grid, rank: int) -> set[int]:
     return reached
 
 
+def _sent_slot(
+    stored: Slot, name: str, chunk: Literal["near", "here"], changed: dict[Axis, State]
+) -> Slot:
+    """Return the slot of replicated weights after a movement, from that of the stored ones and the
+    states that change."""
+    states = dict(stored.state) | changed
+    listed_states = tuple(
+        (axis, state) for axis, state in sorted(states.items()) if state is not State.SHARDED
+    )
+    layout = replace(stored.layout, experts="all", chunk=chunk)
+    return Slot(name=f"{name}_{chunk}", kind=Kind.WEIGHT, layout=layout, state=listed_states)
+
+
+def _fetch(source: str, target: Slot, axis: Axis) -> Task:
+    """Return the task that fetches weights from a slot to another along one axis."""
+    return Task(
+        name=target.name,
+        op=Op.MOVE,
+        reads=(source,),
+        writes=(target.name,),
+        stage=Stage.DISPATCH,
+        lane=Lane.INTRA if axis == "local" else Lane.INTER,
+        group=(axis,),
+    )
+
+
 def _with_weights(
     program: Program, source: str, name: str, on_etp: State, *, relayed: bool = False
 ) -> Program:
@@ -118,43 +144,18 @@ def _with_weights(
         on_etp: state of the new slots on etp.
         relayed: whether the weights go to each node once, and then on inside it.
     """
-    source_slot = program.slot(source)
-
-    def sent(chunk: Literal["near", "here"], over: tuple[Axis, ...]) -> Slot:
-        """Return a slot of replicated weights after a movement over some axes."""
-        state = dict(source_slot.state)
-        for axis in over:
-            state[axis] = State.REPLICATED
-        state["etp"] = on_etp
-        listed_states = tuple(
-            (axis, value) for axis, value in sorted(state.items()) if value is not State.SHARDED
-        )
-        layout = replace(source_slot.layout, experts="all", chunk=chunk)
-        return Slot(name=f"{name}_{chunk}", kind=Kind.WEIGHT, layout=layout, state=listed_states)
-
-    def movement(read: str, slot: Slot, axis: Axis) -> Task:
-        """Return the task that fetches weights along one axis."""
-        lane = Lane.INTRA if axis == "local" else Lane.INTER
-        return Task(
-            name=slot.name,
-            op=Op.MOVE,
-            reads=(read,),
-            writes=(slot.name,),
-            stage=Stage.DISPATCH,
-            lane=lane,
-            group=(axis,),
-        )
-
+    stored = program.slot(source)
+    same = State.REPLICATED
     if relayed:
-        near_slot = sent("near", ("node",))
-        here_slot = sent("here", ("node", "local"))
+        near_slot = _sent_slot(stored, name, "near", {"node": same, "etp": on_etp})
+        here_slot = _sent_slot(stored, name, "here", {"node": same, "local": same, "etp": on_etp})
         new_slots = [near_slot, here_slot]
-        first = movement(source, near_slot, "node")
-        second = [movement(near_slot.name, here_slot, "local")]
+        first = _fetch(source, near_slot, "node")
+        second = [_fetch(near_slot.name, here_slot, "local")]
     else:
-        here_slot = sent("here", ("ep",))
+        here_slot = _sent_slot(stored, name, "here", {"ep": same, "etp": on_etp})
         new_slots = [here_slot]
-        first = movement(source, here_slot, "ep")
+        first = _fetch(source, here_slot, "ep")
         second = []
 
     # The first movement comes after the first dispatch, the second just before the experts that

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import ONCE, Chunk, Kind, Lane, Layout, Op, Program, Task
+from moesaic.program.task import ONCE, Chunk, Kind, Lane, Layout, Op, Program, Stage, Task
 
 
 @dataclass(frozen=True)
@@ -73,32 +73,24 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
         for part in parts:
             slots.append(replace(slot, name=name + part.suffix, layout=part.cut(slot.layout)))
 
-    tasks = before
-    for name in entering:
-        part_names = tuple(name + part.suffix for part in parts)
-        tasks.append(
-            Task(
-                name=f"take-{name}",
-                op=Op.TAKE,
-                reads=(name,),
-                writes=part_names,
-                stage=stretch[0].stage,
-            )
-        )
+    takes = [_take(name, parts, stretch[0].stage) for name in entering]
+    joins = [_join(name, parts, stretch[-1].stage) for name in leaving]
     cut = {*entering, *written}
-    tasks += [_part_task(task, part, cut) for part in parts for task in stretch]
-    for name in leaving:
-        part_names = tuple(name + part.suffix for part in parts)
-        tasks.append(
-            Task(
-                name=f"join-{name}",
-                op=Op.JOIN,
-                reads=part_names,
-                writes=(name,),
-                stage=stretch[-1].stage,
-            )
-        )
-    return replace(program, slots=tuple(slots), tasks=(*tasks, *after))
+    part_tasks = [_part_task(task, part, cut) for part in parts for task in stretch]
+    tasks = (*before, *takes, *part_tasks, *joins, *after)
+    return replace(program, slots=tuple(slots), tasks=tasks)
+
+
+def _take(name: str, parts: Sequence[StretchPart], stage: Stage) -> Task:
+    """Return the task that splits a slot into its parts."""
+    part_names = tuple(name + part.suffix for part in parts)
+    return Task(name=f"take-{name}", op=Op.TAKE, reads=(name,), writes=part_names, stage=stage)
+
+
+def _join(name: str, parts: Sequence[StretchPart], stage: Stage) -> Task:
+    """Return the task that joins the parts of a slot."""
+    part_names = tuple(name + part.suffix for part in parts)
+    return Task(name=f"join-{name}", op=Op.JOIN, reads=part_names, writes=(name,), stage=stage)
 
 
 def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
@@ -276,5 +268,6 @@ def steps(step: int, groups: int) -> Callable[[Layout], Layout]:
 
 
 def _chunk_of(program: Program, task_name: str) -> Chunk | None:
+    """Return the chunk that a task writes; None if its rows are not cut into chunks."""
     task = next(task for task in program.tasks if task.name == task_name)
     return program.slot(task.writes[0]).layout.chunk
