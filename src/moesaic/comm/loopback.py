@@ -204,7 +204,7 @@ class _LockStep:
         if not self.stopped:
             self._waiting[rank] = handle
             state = torch.get_rng_state()
-            if self.pass_on(rank):
+            if self.pass_on(rank):  # else this rank goes on at once
                 self._gates[rank].acquire()
                 torch.set_rng_state(state)
             del self._waiting[rank]
@@ -419,7 +419,8 @@ class InOrder:
         transfer = handle.transfer
         sends = {peer for peer, tensor in transfer.sends.items() if tensor.numel()}
         receives = {peer for peer, buffer in transfer.receives.items() if buffer.numel()}
-        batch = self._batches[id(handle)] = _Batch(transfer.tag, sends, receives)
+        batch = _Batch(transfer.tag, sends, receives)
+        self._batches[id(handle)] = batch
         self._queues.setdefault((transfer.rank, transfer.lane), deque()).append(batch)
         self._run(transfer)
 

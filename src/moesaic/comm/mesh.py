@@ -196,7 +196,7 @@ class Mesh:
                 world=len(ranks),
                 tp=sizes.get("tp", tp),
                 ep=sizes.get("ep", 1),
-                etp=sizes.get("etp", sizes.get("tp", 1)),
+                etp=sizes.get("etp", sizes.get("tp", 1)),  # a dimension "tp" splits experts too
                 innermost="ep" if names[-1] == "ep" else "etp",
                 ranks_per_node=_ranks_per_node(ranks),
             )

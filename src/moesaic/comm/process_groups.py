@@ -116,7 +116,7 @@ class Gloo(AbstractTransport):
         that."""
         handle = Handle(transfer)
         self._open[id(handle)] = handle
-        peer = None
+        peer = None  # of the message that is posted, for the error
         if self._has_told:  # and has gone on since
             from moesaic.comm.waits import take_back
 

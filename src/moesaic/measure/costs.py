@@ -51,8 +51,10 @@ def fit_layers(
         the cluster, and (held-out layers,) errors of layers that compute nothing, as shares of the
         measured times.
     """
-    idle = _Timed(cluster, [layer for layer in layers if not layer[0].computes])
-    computing = _Timed(cluster, [layer for layer in layers if layer[0].computes])
+    idle_layers = [(layer, seconds) for layer, seconds in layers if not layer.computes]
+    computing_layers = [(layer, seconds) for layer, seconds in layers if layer.computes]
+    idle = _Timed(cluster, idle_layers)
+    computing = _Timed(cluster, computing_layers)
     is_held_out = np.arange(len(idle.seconds)) % HELD_OUT == HELD_OUT - 1
     without_products = replace(cluster, device=cluster.device.with_flops(NO_TIME))
 

@@ -273,7 +273,7 @@ class _Walk:
             return max(WIDE, experts.element_bytes)
         if slot.kind is Kind.INDEX:
             return INDEX
-        if slot.kind is Kind.WEIGHT and slot.layout.flow == "weights":
+        if slot.kind is Kind.WEIGHT and slot.layout.flow == "weights":  # a row per hidden unit
             return experts.unit_numbers * experts.element_bytes
         return experts.dim * experts.element_bytes
 
@@ -519,7 +519,7 @@ class _Alive:
         if task.op is Op.EXPERT_GRAD:
             self._deferred = walk.scratch_of_experts(task, "waiting")
             self._summing = walk.scratch_of_experts(task, "summing")
-            self._deferred_slots = set(task.writes[2:])
+            self._deferred_slots = set(task.writes[2:])  # after those of rows and gates
 
     def free(self, place: int, names: Iterable[str]) -> None:
         """Free slots. One that is sent without a copy lives until its messages have arrived."""

@@ -181,11 +181,12 @@ class Grid:
         """
         reaches_far = not {"dp", "edp"}.isdisjoint(axes)
         groups = []
-        seen = set[int]()
+        covered = set[int]()  # ranks of these groups
         for rank in range(self.world if reaches_far else self.period):
-            if rank not in seen:
-                groups.append(self.group(rank, axes))
-                seen.update(groups[-1])
+            if rank not in covered:
+                group = self.group(rank, axes)
+                groups.append(group)
+                covered.update(group)
         return groups
 
     @property

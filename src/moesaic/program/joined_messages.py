@@ -85,14 +85,11 @@ def bundles(program: Program) -> tuple[tuple[int, ...], ...]:
 
 def _may_join(task: Task, bundle: list[Task], slots: dict[str, Slot]) -> bool:
     """Return whether a task may be sent together with the small movements of a bundle."""
-    kind = slots[task.writes[0]].kind
-    waits = any(_needs(task, other) for other in bundle)
-    return (
-        not waits
-        and _same_route(bundle[0], task, slots)
-        and _is_move(task)
-        and kind in (*_SMALL, *_LARGE)
-    )
+    if not _is_move(task) or slots[task.writes[0]].kind not in (*_SMALL, *_LARGE):
+        return False
+    if any(_needs(task, other) for other in bundle):
+        return False
+    return _same_route(bundle[0], task, slots)
 
 
 def _same_route(small: Task, task: Task, slots: dict[str, Slot]) -> bool:

@@ -316,8 +316,11 @@ class AbstractLayoutIndex(ABC):
         self.num_experts = num_experts
         self.num_chunks = num_chunks
         self.replicates = replicates
-        self._all_chunks = num_chunks + grid.ep * replicates
+        num_helper_chunks = grid.ep if replicates else 0
+        self._all_chunks = num_chunks + num_helper_chunks
+        """Chunks of a run, with those of replicated copies."""
         self._base = max(num_experts, grid.nodes_per_replica)
+        """A number above every second index of a piece, for `number`."""
         self.results: dict[tuple[Any, ...], Any] = {}
         """Results of memoised methods."""
 
@@ -399,7 +402,8 @@ class AbstractLayoutIndex(ABC):
         return self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes))
 
     def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-        """Return the numbers of pieces."""
+        """Return the numbers of pieces, which identify them on all ranks: digits of a mixed
+        base."""
         return (origin * self._base + expert) * self._all_chunks + chunk
 
     @memoised

@@ -165,11 +165,11 @@ class Plan(StaticPlan):
         from moesaic.program.notebook import html_table
 
         default = Plan()
-        values = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        rows = [
-            (name, value, "" if value == getattr(default, name) else "chosen")
-            for name, value in values
-        ]
+        rows = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_chosen = value != getattr(default, field.name)
+            rows.append((field.name, value, "chosen" if is_chosen else ""))
         return html_table(f"plan: {plan_in_words(self)}", ("choice", "value", ""), rows)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -217,6 +217,7 @@ def _check_kinds(plan: StaticPlan) -> None:
     int."""
     for field in fields(plan):
         value = getattr(plan, field.name)
+        # Types are texts, since annotations are not evaluated in this file.
         if field.type == "bool":
             fits = isinstance(value, bool)
             expected = "True or False"

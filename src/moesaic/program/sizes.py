@@ -300,7 +300,7 @@ class CallSizes:
         pieces = self.shapes.pieces(layout, rank)
         offsets = np.zeros(len(pieces.number) + 1, dtype=np.int64)
         rows = self._rows_of(layout, pieces)
-        if layout.is_on_demand:
+        if layout.is_on_demand:  # no rows of experts that need not be there
             rows = rows * self._needs_weights(layout, rank)[pieces.expert]
         np.cumsum(rows, out=offsets[1:])
         return offsets
@@ -521,8 +521,10 @@ class CallSizes:
         if later is not None:
             return later
         token_pieces = self.shapes.pieces(tokens, rank)
-        if copies.whole_tp or tokens.whole_tp or len(token_pieces.number) == 1:
+        has_one_origin = len(token_pieces.number) == 1
+        if copies.whole_tp or tokens.whole_tp or has_one_origin:
             return np.zeros(len(copy_pieces.number), dtype=np.int64)
+        # Find the piece of tokens that each piece of copies belongs to; it starts at its offset.
         if tokens.flow in ONCE:
             destination = self._destinations(tokens.flow, copies.flow, copy_pieces.expert)
             number = self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk)

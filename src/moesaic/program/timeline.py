@@ -81,13 +81,13 @@ class Timeline:
         total = self.communication
         if total == 0:
             return 1.0
-        computing = self.on(Lane.COMPUTE)
         moving = [span for lane in MOVING for span in self.on(lane)]
-        hidden = sum(
-            max(0.0, min(move.end, compute.end) - max(move.start, compute.start))
+        shared = [
+            min(move.end, compute.end) - max(move.start, compute.start)
             for move in moving
-            for compute in computing
-        )
+            for compute in self.on(Lane.COMPUTE)
+        ]
+        hidden = sum(max(0.0, seconds) for seconds in shared)  # negative: they do not overlap
         return hidden / total
 
 

@@ -43,19 +43,25 @@ def transpose(program: Program) -> Program:
     gets one cotangent per reader and a task that adds them.
     """
     transposition = _Transposition(program)
+    # Gather weights again, as in the forward program.
     for task in _fetches(program):
-        transposition.slots.update({name: program.slot(name) for name in task.writes})
+        for name in task.writes:
+            transposition.slots[name] = program.slot(name)
         transposition.tasks.append(task)
+
     for task in reversed(program.tasks):
         if any(_flows(program, name) for name in task.writes):
             transposition.add(task)
+
     saved_names = saved(program)
-    transposition.slots.update({name: program.slot(name) for name in saved_names})
+    for name in saved_names:
+        transposition.slots[name] = program.slot(name)
+    given = tuple(cotangent(name) for name in program.outputs)
     return Program(
         name=f"{program.name}{SUFFIX}",
         slots=tuple(transposition.slots.values()),
         tasks=tuple(transposition.tasks),
-        inputs=tuple(map(cotangent, program.outputs)) + saved_names,
+        inputs=given + saved_names,
         outputs=tuple(cotangent(name) for name in program.inputs if _flows(program, name)),
     )
 

@@ -57,11 +57,11 @@ def validate(program: Program) -> None:
                 )
         for name in task.reads:
             if name not in written:
-                ring = _cycle(program, task)
-                if ring:
-                    circle = " -> ".join((*ring, ring[0]))
+                cycle = _cycle(program, task)
+                if cycle:
+                    path = " -> ".join((*cycle, cycle[0]))
                     raise ProgramError(
-                        f"tasks wait for each other: {circle}: let one of them read another slot"
+                        f"tasks wait for each other: {path}: let one of them read another slot"
                     )
                 raise ProgramError(
                     f"task {task.name} reads {name} before anything writes it: put its writer first"

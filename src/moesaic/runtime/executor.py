@@ -120,7 +120,7 @@ class _Arriving:
 
     handle: Handle | None
     """The transfer of the messages; None if there are none."""
-    settles: Mapping[str, Callable[[], Value | Packets]]
+    builders: Mapping[str, Callable[[], Value | Packets]]
     """By slot, the function that builds its value from the received messages."""
 
 
@@ -157,7 +157,7 @@ def interpret(
             call.finish()  # while the messages are in flight
             yield Pause.PAUSE
         for sender in step.lands:
-            yield from state.settle(sender)
+            yield from state.land(sender)
         call.finish(step.reads)
         if step.sends:
             yield from state.issue(place)
@@ -165,7 +165,7 @@ def interpret(
             state.run_local(step.tasks[0])
         state.free(step.dies)
     for sender in script.life.lands:
-        yield from state.settle(sender)
+        yield from state.land(sender)
     call.finish()
     environment = state.environment
     return environment if outputs is None else {name: environment[name] for name in outputs}
@@ -184,8 +184,9 @@ class _RankState:
     arriving: dict[int, _Arriving] = field(default_factory=dict)
     """By the step that sends them, the slots that are being received."""
 
-    def settle(self, sender: int) -> Generator[Transfer | Handle, Handle | None, None]:
-        """Wait for the slots that a step's messages bring, unless they are here since they stay.
+    def land(self, sender: int) -> Generator[Transfer | Handle, Handle | None, None]:
+        """Wait for the slots that a step's messages bring, and build them. There is nothing to do
+        if their rows stayed on this rank.
 
         Args:
             sender: the place of the step in the script.
@@ -197,9 +198,9 @@ class _RankState:
             if handle.transfer.lane == self.script.slowest:
                 self.call.finish()  # while the messages are in flight
             yield handle
-        settles = dict(self.arriving.pop(sender).settles)
-        for name in list(settles):
-            value = settles.pop(name)()  # so that no reference to the buffers remains
+        builders = dict(self.arriving.pop(sender).builders)
+        for name in list(builders):
+            value = builders.pop(name)()  # so that no reference to the buffers remains
             if isinstance(value, Packets):
                 self.packets[name] = value
             else:
@@ -218,21 +219,21 @@ class _RankState:
         slots = self.script.slots
         call = self.call
         tag = call.first_tag + step.number
-        settles: Sequence[Callable[[], Value | Packets]]
+        builders: Sequence[Callable[[], Value | Packets]]  # of the slots that the step brings
         if task.op is Op.MOVE:
             if all(call.sizes.shapes.stays(move, call.rank) for move in moves):
                 for each in step.tasks:
                     self.environment[each.writes[0]] = self.environment[each.reads[0]]
                 return
-            transfer, settles = start(step.tasks, moves, slots, self.environment, call, tag)
+            transfer, builders = start(step.tasks, moves, slots, self.environment, call, tag)
         else:
             packets = [self.packets[name] for name in task.reads]
-            transfer, settle = start_hop(task, slots, packets, call, tag)
-            settles = [settle]
+            transfer, builder = start_hop(task, slots, packets, call, tag)
+            builders = [builder]
         handle = None
         if transfer.sends or transfer.receives:
             handle = yield transfer
-        self.arriving[place] = _Arriving(handle, dict(zip(step.born, settles)))
+        self.arriving[place] = _Arriving(handle, dict(zip(step.born, builders)))
 
     def run_local(self, task: Task) -> None:
         """Run a task that needs no other rank, and store its result."""
@@ -359,7 +360,8 @@ class RunProgram(torch.autograd.Function):
     ) -> Tensor:
         """Run the forward program, and keep what the backward program reads if there will be a
         backward pass."""
-        names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
+        needs_backward = has_grad and any(ctx.needs_input_grad)
+        names = kept_names(run.compiled.logical) if needs_backward else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
         environment = drive(forward_steps(run, inputs, names), run.transport)
         flat, ctx.layout = flattened(environment, names)

@@ -411,13 +411,16 @@ class ExpertParallel:
     def _enter(self, settings: dict[str, object], earlier: Gathered | None = None) -> None:
         """Note what this rank calls, and with which settings, by name; `earlier` is what ranks
         exchanged in the first pass of a recomputed call."""
-        micro = number_in_flight() if earlier is None else earlier.micro_batch
+        micro_batch = number_in_flight() if earlier is None else earlier.micro_batch
         of_micro_batch = ""
-        if micro is not None:
-            settings["micro_batch"] = micro
-            of_micro_batch = f" in micro-batch {micro}"
+        if micro_batch is not None:
+            settings["micro_batch"] = micro_batch
+            of_micro_batch = f" in micro-batch {micro_batch}"
         self.transport.doing = f"the forward pass of layer {self._layer_number}{of_micro_batch}"
-        if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
+        have_changed = self.peers.call_with(
+            {f"call.{name}": value for name, value in settings.items()}
+        )
+        if have_changed:
             self._digests_checked = False
 
     def route_chosen(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Routed:
@@ -589,6 +592,7 @@ class ExpertParallel:
         node_tokens = None
         if inputs.node_tokens is not None and not chosen.run_slices:
             node_tokens = self._with_all_counts(inputs.node_tokens)
+
         sizes, indices = self._tables(inputs, chosen, node_tokens, units)
         call = Call(
             rank=self.rank,
@@ -606,6 +610,7 @@ class ExpertParallel:
         run = LayerRun(
             chosen.compiled, self.transport, call, indices=index_inputs, layer=self._layer_number
         )
+
         sharded = tuple(in_dtype(weight, inputs.dtype) for weight in sharded)
         common = tuple(in_dtype(weight, inputs.dtype) for weight in common)
         if chosen.run_slices is not None:
@@ -613,7 +618,7 @@ class ExpertParallel:
             return chosen.run_slices(uncut, x, gate, sharded, common)
         run.take_tags()
         turn = current_turn()
-        if turn is None:
+        if turn is None:  # no other micro-batch is in flight
             return run_program(run, x, gate, sharded, common)
         return run_in_parts(turn, run, x, gate, sharded, common)
 

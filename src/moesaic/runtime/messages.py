@@ -169,7 +169,13 @@ def _place_rows(
     move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]
 ) -> Tensor | IndexedRows:
     """Return the written slot from the received rows and those that stayed; without a copy if they
-    are the slot already."""
+    are the slot already.
+
+    Args:
+        incoming: which rows of the slot they are.
+        sums: whether rows of several peers are summed.
+        parts: the rows of each peer, or all of them as one part.
+    """
     if incoming.is_whole and len(parts) == 1:
         return parts[0]
     return placed(

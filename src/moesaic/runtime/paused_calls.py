@@ -99,12 +99,12 @@ def run_in_parts(
     call = _PausingCall(run, len(sharded), torch.is_grad_enabled())
     doing = run.transport.doing
     token = Start.apply(call, x, gates, *sharded, *common)
-    del x, gates, sharded, common
-    if call.steps is not None:
+    del x, gates, sharded, common  # so that they can be freed while another micro-batch computes
+    if call.steps is not None:  # it has paused
         turn.hand_over()
         run.transport.doing = doing
     token = GoOn.apply(call, token)
-    if call.steps is not None:
+    if call.steps is not None:  # it has paused again
         turn.hand_over()
         run.transport.doing = doing
     y: Tensor = Finish.apply(call, token)

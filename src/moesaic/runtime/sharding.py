@@ -94,8 +94,9 @@ def compiled_for(
     """
     choices = plan if isinstance(plan, Plan) else plan.plan
     for codec in (choices.codec, choices.backward_codec):
-        codec_named(codec)
-    bias = bool(experts.names[1])
+        codec_named(codec)  # raises if its package is missing
+    _, common_names = experts.names
+    bias = bool(common_names)
     if isinstance(plan, Plan):
         return compile_plan(plan, grid, bias=bias)
     if replace(plan.grid, etp_inner=grid.etp_inner) != grid:

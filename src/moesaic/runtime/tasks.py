@@ -256,7 +256,8 @@ def _are_same(some: Runs, others: Runs) -> bool:
 
 
 def part_of(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor | IndexedRows:
-    """Return some rows of a value: of gathered rows without moving them."""
+    """Return the rows of a value that runs name: of indexed rows, their part of the index, without
+    moving them."""
     if not isinstance(value, IndexedRows):
         return take(value, runs, indices)
     if runs.are_all_of(len(value.index)):
@@ -266,8 +267,8 @@ def part_of(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor
 
 
 def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
-    """Return some rows of a value, contiguous. If they lie in this order, they are returned without
-    a copy."""
+    """Return the rows of a value that runs name, contiguous. If they lie in this order, they are
+    returned without a copy."""
     if isinstance(value, IndexedRows):
         lies_as_wanted = value.runs is not None and _are_same(value.runs, runs)
         if lies_as_wanted and len(value.source) == runs.total:

@@ -146,9 +146,9 @@ class Hier3D(AbstractAllToAll):
         source_node = node_map.node(source)
         target_node = node_map.node(target)
         mate = node_map.rank(source_node, node_map.local(target))
-        relay_node = node_map.like(
-            source_node, target_node, self.nodes_per_group(len(node_map.nodes))
-        )
+        # In the source's group of nodes, the node at the place that the target's has in its group.
+        nodes_per_group = self.nodes_per_group(len(node_map.nodes))
+        relay_node = node_map.like(source_node, target_node, nodes_per_group)
         relay = node_map.rank(relay_node, node_map.local(target))
         return legs_of((0, source, mate), (1, mate, relay), (2, relay, target))
 

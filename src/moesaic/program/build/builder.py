@@ -37,7 +37,16 @@ class Builder:
     def permute(
         self, tokens: str, index: str, name: str, layout: Layout, states: States | None = None
     ) -> str:
-        """Copy tokens to rows. Pass `states` if ranks with the same tokens take different rows."""
+        """Copy tokens to rows, one for each entry of an index.
+
+        Args:
+            tokens: the slot of the tokens.
+            index: the slot that says which token each row is.
+            name: of the slot of the rows.
+            layout: of the rows.
+            states: of the rows; None for those of the tokens, unless ranks with the same tokens
+                take different rows.
+        """
         row_states = self._states(tokens) if states is None else states
         return self._task(
             Op.PERMUTE,
@@ -52,7 +61,16 @@ class Builder:
     def combine(
         self, rows: str, index: str, name: str, layout: Layout, states: States | None = None
     ) -> str:
-        """Sum rows to tokens. Pass `states` if ranks sum different rows into the same tokens."""
+        """Sum rows to tokens, the inverse of `permute`.
+
+        Args:
+            rows: the slot of the rows.
+            index: the slot that says which token each row is.
+            name: of the slot of the sums.
+            layout: of the sums.
+            states: of the sums; None for those of the rows, unless ranks sum different rows into
+                the same tokens.
+        """
         kind = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS
         summed_states = self._states(rows) if states is None else states
         return self._task(
@@ -181,10 +199,11 @@ class Builder:
         group: tuple[Axis, ...] = (),
         dual_power: int = 0,
     ) -> str:
-        """Add a task and the slot that it writes; return the slot's name."""
+        """Add a task and the slot that it writes; return the slot's name. The arguments are the
+        fields of `Task` and `Slot`."""
         self._slot(name, kind, layout, states)
         lane = Lane.COMPUTE
-        if op is Op.MOVE:
+        if op is Op.MOVE:  # groups over other axes than these lie inside nodes
             lane = Lane.INTER if {"ep", "node"}.intersection(group) else Lane.INTRA
         self._tasks.append(
             Task(
@@ -222,7 +241,14 @@ def declare(
     gate_states: States | None = None,
 ) -> tuple[str, str, str]:
     """Declare the inputs of every schedule: tokens `x`, routing weights `gates`, and `index`, the
-    token of each copy."""
+    token of each copy.
+
+    Args:
+        tokens: layout of `x`.
+        copies: layout of `gates` and `index`.
+        states: of all three.
+        gate_states: of `gates` and `index`, if they differ from those of `x`.
+    """
     copy_states = states if gate_states is None else gate_states
     return (
         build.input("x", Kind.TOKENS, tokens, states),

@@ -73,9 +73,12 @@ def moves_replicated_weights(program: Program) -> Callable[[Task], bool]:
         for slot in program.slots
         if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS
     }
-    return lambda task: (
-        task.op is Op.MOVE and task.stage is Stage.DISPATCH and task.writes[0] in replicated
-    )
+
+    def moves_them(task: Task) -> bool:
+        is_dispatch = task.op is Op.MOVE and task.stage is Stage.DISPATCH
+        return is_dispatch and task.writes[0] in replicated
+
+    return moves_them
 
 
 def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:

@@ -100,11 +100,9 @@ def _may_fuse(program: Program, task: Task) -> bool:
     source = program.slot(task.reads[0])
     if task.op is not Op.MOVE or source.kind is Kind.WEIGHT or source.layout.flow != "copies":
         return False
-    shares = (
-        source.on("etp") is State.IDENTICAL
-        and program.slot(task.writes[0]).on("etp") is State.REPLICATED
-    )
-    return set(task.group) <= _SHARDS and not shares
+    target = program.slot(task.writes[0])
+    rows_are_there = source.on("etp") is State.IDENTICAL and target.on("etp") is State.REPLICATED
+    return set(task.group) <= _SHARDS and not rows_are_there
 
 
 def _fused(program: Program, first: Task, second: Task) -> Program:

@@ -38,6 +38,7 @@ def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Pr
         raise InputError(f"overlap_gather clashes with {_clash(program)}")
     if grid.ep == 1 or grid.tp == 1 or not pairs:
         return program
+    # In phase p, rows go to the ep rank that is p places further on.
     parts = [StretchPart(f"~{phase}", steps(phase, grid.ep)) for phase in range(grid.ep)]
     for first, second in pairs:
         program = split_stretch(program, [first.name, second.name], parts)

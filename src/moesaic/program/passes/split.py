@@ -209,15 +209,15 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
             "plan.all_to_all"
         )
     parts = [StretchPart(f"~{step}", steps(step, groups)) for step in range(groups)]
-    numbered = sorted(
-        {slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)}
-    )
-    chunks: list[int | None] = [*numbered] or [None]
-    for chunk in chunks:
+    numbered_chunks = {
+        slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)
+    }
+    if not numbered_chunks:
+        program = split_stretch(program, to_experts_and_back(program), parts)
+    for chunk in sorted(numbered_chunks):
         names = to_experts_and_back(program)
-        if chunk is not None:
-            names = [name for name in names if _chunk_of(program, name) == chunk]
-        program = split_stretch(program, names, parts)
+        names_of_chunk = [name for name in names if _chunk_of(program, name) == chunk]
+        program = split_stretch(program, names_of_chunk, parts)
     tasks = tuple(_on_its_lane(task, program, groups, grid) for task in program.tasks)
     return replace(program, name=f"{program.name}, {groups} peer groups", tasks=tasks)
 
