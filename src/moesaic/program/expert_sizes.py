@@ -106,6 +106,7 @@ def missing_rows(num_rows: int) -> int:
 def by_expert_scratch(call: KernelCall) -> int:
     """Return the bytes that `kernels/by_expert.py` needs beside inputs, results and what it keeps:
     buffers of one block, what the products of an expert's rows copy, and numbers of every row."""
+    # Blocks are cut by this many buffers of (rows, units) and of (rows, dim).
     size = call.element_bytes
     hidden_buffers = call.matrices if call.is_backward else 1
     dim_buffers = 2 if call.is_backward else 1
@@ -184,6 +185,7 @@ def _copied(call: KernelCall, rows: int, first: int, second: int) -> int:
 def whole_batch_scratch(call: KernelCall) -> int:
     """Return the bytes that `kernels/whole_batch.py` needs, and at most what the Triton kernels
     need: the same buffers of all rows. Counted, not measured on a GPU."""
+    # How many buffers of (rows, units) and of (rows, dim) are alive at once.
     gathered = int(call.gathers_x)
     placed = int(call.places_x)
     if call.is_backward:

@@ -456,7 +456,7 @@ class LayoutIndex(AbstractLayoutIndex):
             indexing="ij",
         )
         expert, origin, chunk = (values.reshape(-1) for values in combinations)
-        if layout.step is not None:
+        if layout.step is not None:  # keep the runs whose expert lives that many groups ahead
             step, num_groups = layout.step
             inside = self._ahead(origin, expert, num_groups) == step
             expert = expert[inside]

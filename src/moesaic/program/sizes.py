@@ -518,7 +518,7 @@ class CallSizes:
         """Return the base of each piece of the copies; see `token_bases`."""
         copy_pieces = self.shapes.pieces(copies, rank)
         later = self.shapes.tokens_later(copies, rank)
-        if later is not None:
+        if later is not None:  # samples have moved to this rank
             return later
         token_pieces = self.shapes.pieces(tokens, rank)
         has_one_origin = len(token_pieces.number) == 1

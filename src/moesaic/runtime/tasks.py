@@ -398,7 +398,11 @@ def _source_and_index(value: Value, call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
-    """Run experts; return their result and the activations that backward needs."""
+    """Run experts; return their result and the activations that backward needs.
+
+    Args:
+        reads: the values of rows, routing weights and parameters, in the order of the task's reads.
+    """
     x_value, gates_value, *weights = reads
     gates = rows(gates_value).squeeze(1)
     tokens, x_rows = _source_and_index(x_value, call)
@@ -409,14 +413,13 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
         return {task.writes[0]: tokens, kept(task.name): ()}
     if call.weight_first:
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
-    gate = None if call.weight_first else gates
+    result_gates = None if call.weight_first else gates
     y_rows, placed_out = _as_they_came(x_value, x_rows, call)
     places = Places(x=x_rows, y=y_rows)
-    out, activations = call.experts.run(
-        ExpertCall(
-            sharded, common, rows=tokens, gates=gate, ends=ends, shards=shards, places=places
-        )
+    expert_call = ExpertCall(
+        sharded, common, rows=tokens, gates=result_gates, ends=ends, shards=shards, places=places
     )
+    out, activations = call.experts.run(expert_call)
     return {task.writes[0]: placed_out(out), kept(task.name): activations}
 
 
@@ -444,7 +447,12 @@ def _in_order(written: Tensor) -> Tensor:
 def _expert_grad(
     task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call
 ) -> Environment:
-    """Run the backward pass of experts; return the gradients of what the forward task read."""
+    """Run the backward pass of experts; return the gradients of what the forward task read.
+
+    Args:
+        reads: the values of the result's gradients, and of what the forward task read.
+        environment: which has the activations that the forward task kept.
+    """
     dy_value, x_value, gates_value, *weights = reads
     dy, y_rows = _source_and_index(dy_value, call)
     tokens, x_rows = _source_and_index(x_value, call)
@@ -459,15 +467,13 @@ def _expert_grad(
     d_x_rows, placed_rows = _as_they_came(x_value, x_rows, call)
     places = Places(x=x_rows, y=y_rows, d_x=d_x_rows)
     inputs = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
-    gate = None if call.weight_first else gates
+    result_gates = None if call.weight_first else gates
+    expert_call = ExpertCall(
+        sharded, common, rows=inputs, gates=result_gates, ends=ends, shards=shards, places=places
+    )
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
     d_rows, d_gates, *d_weights = call.experts.gradients(
-        ExpertCall(
-            sharded, common, rows=inputs, gates=gate, ends=ends, shards=shards, places=places
-        ),
-        activations,
-        dy.contiguous(),
-        deferred_wgrad,
+        expert_call, activations, dy.contiguous(), deferred_wgrad
     )
     if deferred_wgrad:
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
