@@ -44,8 +44,8 @@ class Builder:
             index: the slot that says which token each row is.
             name: of the slot of the rows.
             layout: of the rows.
-            states: of the rows; None for those of the tokens, unless ranks with the same tokens
-                take different rows.
+            states: of the rows, if ranks with the same tokens take different rows. None: those of
+                the tokens.
         """
         row_states = self._states(tokens) if states is None else states
         return self._task(
@@ -68,8 +68,8 @@ class Builder:
             index: the slot that says which token each row is.
             name: of the slot of the sums.
             layout: of the sums.
-            states: of the sums; None for those of the rows, unless ranks sum different rows into
-                the same tokens.
+            states: of the sums, if ranks sum different rows into the same tokens. None: those of
+                the rows.
         """
         kind = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS
         summed_states = self._states(rows) if states is None else states

@@ -109,18 +109,20 @@ def _parts(program: Program) -> dict[str, int]:
     """Return the position of the chunk, or step of peers, of each task. A task of several comes
     before or after all of them."""
     slots = {slot.name: slot for slot in program.slots}
-    chunk_number = chunk_numbers(program)
+    chunk_number = chunk_numbers(program)  # of a layout
 
-    def part(layout: Layout) -> tuple[int, int]:
-        """Return a layout's chunk and step; -1 for whole ones."""
+    def part_of(name: str) -> tuple[int, int]:
+        """Return the chunk and the step of a slot's rows; -1 for whole ones."""
+        layout = slots[name].layout
         chunk = chunk_number(layout)
-        return -1 if chunk is None else chunk, -1 if layout.step is None else layout.step[0]
+        step = None if layout.step is None else layout.step[0]
+        return -1 if chunk is None else chunk, -1 if step is None else step
 
     whole = (-1, -1)
-    parts_of_tasks = [
-        {part(slots[name].layout) for name in (*task.reads, *task.writes)} - {whole}
-        for task in program.tasks
-    ]
+    parts_of_tasks = []
+    for task in program.tasks:
+        parts = {part_of(name) for name in (*task.reads, *task.writes)}
+        parts_of_tasks.append(parts - {whole})
     all_parts = sorted(set().union(*parts_of_tasks))
     position_of = {part: position for position, part in enumerate(all_parts)}
 

@@ -113,6 +113,7 @@ def _check(program: Program, rows: str) -> None:
 
 
 def _moves(task: Task) -> bool:
+    """Return whether a task is a movement, or the first or the last part of one."""
     return task.op in (Op.MOVE, Op.PACK, Op.UNPACK)
 
 
