@@ -557,6 +557,7 @@ def _checked_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _world() -> int:
+    """Return the number of processes; 1 without `torch.distributed`."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

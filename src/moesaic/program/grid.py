@@ -218,6 +218,7 @@ class Grid:
 
     @cached_property
     def _groups(self) -> dict[tuple[int, tuple[Axis, ...]], tuple[int, ...]]:
+        """The groups that were looked up, by a member and axes."""
         return {}
 
     def _find_group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:

@@ -111,4 +111,5 @@ def _needs(task: Task, other: Task) -> bool:
 
 
 def _is_move(task: Task) -> bool:
+    """Return whether a task is a movement that was not lowered to hops."""
     return task.op is Op.MOVE

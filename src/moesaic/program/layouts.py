@@ -49,6 +49,7 @@ class Move:
 
     @cached_property
     def _hash(self) -> int:
+        """The hash of all fields."""
         return hash((self.source, self.target, self.group, self.reduce))
 
     def __hash__(self) -> int:

@@ -141,4 +141,5 @@ def _last_uses(tasks_of_steps: list[tuple[Task, ...]]) -> dict[str, int]:
 
 
 def _born(task: Task) -> tuple[str, ...]:
+    """Return the names of what a task makes."""
     return (*task.writes, kept(task.name)) if task.op is Op.EXPERT else task.writes

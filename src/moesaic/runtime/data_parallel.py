@@ -221,9 +221,11 @@ class Replicas:
         )
 
     def _watch_model(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Note a pass of the model, as a forward hook."""
         self._outside_graphs(partial(self._note_pass, output))
 
     def _watch(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Note the output of a layer's experts, as a forward hook."""
         self._outside_graphs(partial(self._note_output, output))
 
     def _note_pass(self, output: Any) -> None:
@@ -374,4 +376,5 @@ def wrapped_by_ddp(model: nn.Module) -> dict[nn.Module, dist.ProcessGroup]:
 
 
 def _world() -> int:
+    """Return the number of processes; 1 without `torch.distributed`."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

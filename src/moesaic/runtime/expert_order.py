@@ -129,6 +129,7 @@ class ExpertOrder:
         experts.register_load_state_dict_pre_hook(self._refuse)
 
     def _refuse(self, *_: object) -> None:
+        """Raise InputError unless every expert is in its own slot."""
         if not self.is_plain:
             raise InputError(
                 "experts have changed their slots, so a state_dict would mix them up: save and "

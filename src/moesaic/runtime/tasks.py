@@ -563,6 +563,7 @@ class Indexed:
 
     @cached_property
     def _dispatch(self) -> Dispatch:
+        """The rows of each token, as kernels take them."""
         order = stable_order(self.places)
         tokens = torch.arange(self.num_tokens, dtype=self.places.dtype, device=order.device)
         starts = torch.searchsorted(self.places.index_select(0, order), tokens)

@@ -194,6 +194,7 @@ def _set_autocast_depth(depth: int) -> None:
 
 
 def _set_function_modes(modes: list[Any]) -> None:
+    """Make these the TorchFunction modes, the outermost first."""
     for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()
     for mode in modes:
@@ -201,6 +202,7 @@ def _set_function_modes(modes: list[Any]) -> None:
 
 
 def _set_dispatch_modes(modes: list[Any]) -> None:
+    """Make these the TorchDispatch modes, the outermost first."""
     for _ in range(torch._C._len_torch_dispatch_stack()):
         torch._C._pop_torch_dispatch_stack(None)
     for mode in modes:
@@ -217,5 +219,6 @@ def _take_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
 
 
 def _put_hooks(hooks: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+    """Add hooks of saved tensors, given the innermost first."""
     for pack, unpack in reversed(hooks):
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

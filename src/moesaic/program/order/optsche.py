@@ -31,7 +31,7 @@ from moesaic.program.order.graph import (
     moves_replicated_weights,
     predecessors,
 )
-from moesaic.program.task import Lane, Layout, Program, Stage, Task
+from moesaic.program.task import Lane, Program, Stage, Task
 from moesaic.program.timeline import MOVING
 
 

@@ -175,10 +175,12 @@ def _has_mates(grid: Grid) -> bool:
 
 
 def _at_mate(flow: Flow) -> Layout:
+    """Return the layout of rows at the rail mates of their origins."""
     return Layout(flow=flow, spread=("node",), experts="node")
 
 
 def _at_ranks(flow: Flow) -> Layout:
+    """Return the layout of rows at the ranks of their experts, all shards included."""
     return Layout(flow=flow, spread=("ep", "etp"), experts="rank")
 
 
