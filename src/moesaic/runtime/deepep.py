@@ -121,17 +121,17 @@ class DeepEP:
         """
         dim = x.shape[1]
         top_k = expert.shape[1]
-        room, buffer = self._buffers.get((dim, top_k), (-1, None))
+        room, _ = self._buffers.get((dim, top_k), (-1, None))
         if room < most_tokens:
-            room = most_tokens
             buffer = self._module.ElasticBuffer(
-                self._group, num_max_tokens_per_rank=room, hidden=dim, num_topk=top_k
+                self._group, num_max_tokens_per_rank=most_tokens, hidden=dim, num_topk=top_k
             )
-            self._buffers[(dim, top_k)] = (room, buffer)
+            self._buffers[(dim, top_k)] = (most_tokens, buffer)
+        room_and_buffer = self._buffers[(dim, top_k)]
         # `_Dispatch` appends the route, since an autograd function returns only tensors to autograd
         routes: list[DispatchRoute] = []
         rows, weights, experts = _Dispatch.apply(
-            room, buffer, num_experts, routes, x, weight, expert
+            *room_and_buffer, num_experts, routes, x, weight, expert
         )
         return Received(rows, expert=experts, weight=weights, route=routes[0])
 
