@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -408,13 +409,13 @@ def upload_tables(run: LayerRun, device: torch.device) -> None:
     """Copy all tables that both programs of a call read to the device, in one transfer."""
     if device.type == "cpu":
         return
-    all_tables = []
+    tables_of_tasks = []
     for program in (run.compiled.forward, run.compiled.backward):
         script = script_of(program, None)
         for step in script.steps:
             for task in step.tasks:
-                all_tables += tables(task, script.slots, run.call)
-    run.call.indices.upload(all_tables, device)
+                tables_of_tasks.append(tables(task, script.slots, run.call))
+    run.call.indices.upload(chain.from_iterable(tables_of_tasks), device)
 
 
 def inputs_of(
