@@ -142,7 +142,7 @@ def start(
         rank, tag, sends=_to_others(sends, rank), receives=_to_others(receives, rank), lane=lane
     )
     read = partial(_read_bundled, arriving, receive_memory)
-    build_slots = [
+    build_slots: list[Callable[[], Value]] = [
         partial(read, number, like.dtype, pending.sums, pending.finish)
         for number, (pending, like) in enumerate(zip(pending_moves, likes))
     ]
