@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,8 @@ def all_gather(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
 
     This rank's entry is `tensor` itself (detached, contiguous).
     """
-    return _all_gather(
-        transport, transport.take_tags(1), peers, _contiguous(transport, peers, tensor)
-    )
+    own = _contiguous(transport, peers, tensor)
+    return _all_gather(transport, transport.take_tags(1), peers, own)
 
 
 def all_gather_rows(
@@ -53,9 +52,8 @@ def all_gather_rows(
 
     (this rank's rows, ...) -> (num_rows, ...).
     """
-    return _all_gather_rows(
-        transport, transport.take_tags(1), peers, _contiguous(transport, peers, part), num_rows
-    )
+    own = _contiguous(transport, peers, part)
+    return _all_gather_rows(transport, transport.take_tags(1), peers, own, num_rows)
 
 
 def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -73,9 +71,8 @@ def reduce_scatter_sum(transport: AbstractTransport, peers: Peers, tensor: Tenso
     """Return this rank's share (see `share_of`) of the flattened sum over ranks, added in the order
     of `all_reduce_sum`."""
     tag = transport.take_tags(1)
-    return _sum(
-        _exchange_shares(transport, tag, peers, _contiguous(transport, peers, tensor).view(-1))
-    )
+    flat = _contiguous(transport, peers, tensor).view(-1)
+    return _sum(_exchange_shares(transport, tag, peers, flat))
 
 
 def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> list[Tensor]:
@@ -84,15 +81,14 @@ def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
 
     The tensors are (rows, ...) of one shape and dtype.
     """
-    return _exchange_shares(
-        transport, transport.take_tags(1), peers, _contiguous(transport, peers, tensor)
-    )
+    own = _contiguous(transport, peers, tensor)
+    return _exchange_shares(transport, transport.take_tags(1), peers, own)
 
 
 def all_reduce_max(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Return the elementwise maximum over ranks; see `all_reduce_sum`. NaN wins. For booleans:
     whether any is true."""
-    return _all_reduce(transport, peers, tensor, lambda parts: reduce(torch.maximum, parts).clone())
+    return _all_reduce(transport, peers, tensor, _maximum)
 
 
 def broadcast(transport: AbstractTransport, peers: Peers, tensor: Tensor, source: int) -> Tensor:
@@ -189,52 +185,50 @@ def _all_reduce(
     tensor: Tensor,
     combine: Callable[[list[Tensor]], Tensor],
 ) -> Tensor:
-    """Combine the tensors of all ranks: small ones whole, large ones in shares that are then
-    gathered."""
+    """Combine the tensors of all ranks, by a function of a list of equally large ones: small
+    tensors whole, large ones in shares that are then gathered."""
     tag = transport.take_tags(2)
-    mine = _contiguous(transport, peers, tensor)
-    if mine.numel() * mine.element_size() <= DIRECT_BYTES or len(peers) <= 2:
-        return combine(_all_gather(transport, tag, peers, mine))
-    flat = mine.view(-1)
-    parts = _exchange_shares(transport, tag, peers, flat)
-    return _all_gather_rows(transport, tag + 1, peers, combine(parts), len(flat)).view(mine.shape)
+    own = _contiguous(transport, peers, tensor)
+    if own.numel() * own.element_size() <= DIRECT_BYTES or len(peers) <= 2:
+        return combine(_all_gather(transport, tag, peers, own))
+    flat = own.view(-1)
+    own_share = combine(_exchange_shares(transport, tag, peers, flat))
+    whole = _all_gather_rows(transport, tag + 1, peers, own_share, len(flat))
+    return whole.view(own.shape)
 
 
 def _exchange_shares(
-    transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor
+    transport: AbstractTransport, tag: int, peers: Peers, own: Tensor
 ) -> list[Tensor]:
-    """Send each peer its share of a tensor; return all peers' shares for this rank."""
-    segments = _shares(mine, len(peers))
-    index = peers.index(transport.rank)
-    parts = [
-        segments[index] if peer == transport.rank else torch.empty_like(segments[index])
-        for peer in peers
-    ]
-    _exchange(
-        transport,
-        tag,
-        _without_self(transport, peers, segments),
-        _without_self(transport, peers, parts),
-    )
-    return parts
+    """Send each peer its share of this rank's tensor; return all peers' shares for this rank."""
+    leaving = _shares(own, len(peers))
+    staying = leaving[peers.index(transport.rank)]
+    arriving = [staying if peer == transport.rank else torch.empty_like(staying) for peer in peers]
+    sends = _without_self(transport, peers, leaving)
+    receives = _without_self(transport, peers, arriving)
+    _exchange(transport, tag, sends, receives)
+    return arriving
 
 
-def _all_gather(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:
-    parts = [mine if peer == transport.rank else torch.empty_like(mine) for peer in peers]
-    others = _without_self(transport, peers, parts)
-    _exchange(transport, tag, dict.fromkeys(others, mine), others)
+def _all_gather(transport: AbstractTransport, tag: int, peers: Peers, own: Tensor) -> list[Tensor]:
+    """Send this rank's tensor to all peers; return all peers' tensors."""
+    parts = [own if peer == transport.rank else torch.empty_like(own) for peer in peers]
+    receives = _without_self(transport, peers, parts)
+    sends = dict.fromkeys(receives, own)
+    _exchange(transport, tag, sends, receives)
     return parts
 
 
 def _all_gather_rows(
-    transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor, num_rows: int
+    transport: AbstractTransport, tag: int, peers: Peers, own: Tensor, num_rows: int
 ) -> Tensor:
     """Return the rows of all peers, of whom each has its share."""
-    whole = mine.new_empty(num_rows, *mine.shape[1:])
-    pieces = _shares(whole, len(peers))
-    pieces[peers.index(transport.rank)].copy_(mine)
-    others = _without_self(transport, peers, pieces)
-    _exchange(transport, tag, dict.fromkeys(others, mine), others)
+    whole = own.new_empty(num_rows, *own.shape[1:])
+    shares = _shares(whole, len(peers))  # views, into which the messages are received
+    shares[peers.index(transport.rank)].copy_(own)
+    receives = _without_self(transport, peers, shares)
+    sends = dict.fromkeys(receives, own)
+    _exchange(transport, tag, sends, receives)
     return whole
 
 
@@ -248,25 +242,34 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
+def _maximum(parts: list[Tensor]) -> Tensor:
+    """Return the elementwise maximum of tensors, as a new tensor."""
+    return reduce(torch.maximum, parts).clone()
+
+
 def _contiguous(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
+    """Return a tensor ready to be sent, after a check of the peers."""
     assert transport.rank in peers, f"rank {transport.rank} is none of {peers}"
     assert list(peers) == sorted(set(peers)), f"{peers} do not ascend"
     return tensor.detach().contiguous()
 
 
 def _shares(tensor: Tensor, count: int) -> list[Tensor]:
+    """Return the shares of `count` ranks as views, by `share_of`."""
     return [tensor[share_of(len(tensor), index, count)] for index in range(count)]
 
 
 def _without_self(
     transport: AbstractTransport, peers: Peers, tensors: list[Tensor]
 ) -> dict[int, Tensor]:
+    """Return the tensors of the other ranks, by rank."""
     return {peer: tensor for peer, tensor in zip(peers, tensors) if peer != transport.rank}
 
 
 def _exchange(
     transport: AbstractTransport, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
 ) -> None:
+    """Send and receive messages by peer, and wait until all have arrived."""
     transport.wait(transport.issue(Transfer(transport.rank, tag, sends, receives)))
 
 
@@ -303,20 +306,18 @@ def check_same(
     values = {name: as_text(value) for name, value in fields.items()}
     text = json.dumps(values).encode()
     everyone = tuple(range(transport.world)) if peers is None else peers
-    heads = [
-        tuple(head.tolist())
-        for head in all_gather(transport, everyone, _head(values, text).to(transport.device))
-    ]
-    if len({(count, *digest) for count, _, *digest in heads}) == 1:
+    own_head = torch.tensor(_Head.of(values, text)).to(transport.device)
+    heads = [_Head(*head.tolist()) for head in all_gather(transport, everyone, own_head)]
+    # The texts may differ in length where fields have another order, which does not matter.
+    if len({head._replace(text_bytes=0) for head in heads}) == 1:
         return
-    longest = max(length for _, length, *_ in heads)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(max(head.text_bytes for head in heads), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = all_gather(transport, everyone, padded.to(transport.device))
-    values_of_ranks = [
-        json.loads(bytes(text[: head[1]].tolist())) for head, text in zip(heads, texts)
-    ]
-    raise InputError(_difference(dict(zip(everyone, values_of_ranks)), advice or {}))
+    values_of_ranks = {}
+    for rank, head, padded_text in zip(everyone, heads, texts):
+        values_of_ranks[rank] = json.loads(bytes(padded_text[: head.text_bytes].tolist()))
+    raise InputError(_difference(values_of_ranks, advice or {}))
 
 
 def as_text(value: object) -> str:
@@ -325,10 +326,23 @@ def as_text(value: object) -> str:
     return " ".join(re.sub(r" at 0x[0-9a-f]+", "", str(value)).split())
 
 
-def _head(values: Mapping[str, str], text: bytes) -> torch.Tensor:
-    digest = hashlib.blake2b(json.dumps(sorted(values.items())).encode(), digest_size=16).digest()
-    halves = [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in (0, 8)]
-    return torch.tensor([len(values), len(text), *halves])
+class _Head(NamedTuple):
+    """What ranks exchange first of their settings, as int64 numbers."""
+
+    num_fields: int
+    text_bytes: int
+    first_half: int
+    """Of a digest of names and values, 16 bytes."""
+    second_half: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, str], text: bytes) -> _Head:
+        """Return the head of a rank's settings, whose text is `text`."""
+        in_order = json.dumps(sorted(values.items())).encode()
+        digest = hashlib.blake2b(in_order, digest_size=16).digest()
+        first_half = int.from_bytes(digest[:8], "little", signed=True)
+        second_half = int.from_bytes(digest[8:], "little", signed=True)
+        return cls(len(values), len(text), first_half, second_half)
 
 
 def _difference(values_of_ranks: Mapping[int, Mapping[str, str]], advice: Mapping[str, str]) -> str:
@@ -336,25 +350,26 @@ def _difference(values_of_ranks: Mapping[int, Mapping[str, str]], advice: Mappin
     others' additional ones."""
     names = dict.fromkeys(name for fields in values_of_ranks.values() for name in fields)
     for name in names:
-        holders: dict[str | None, list[int]] = {}
+        ranks_by_value: dict[str | None, list[int]] = {}
         for rank, fields in values_of_ranks.items():
-            holders.setdefault(fields.get(name), []).append(rank)
-        if len(holders) > 1:
-            values = (
+            ranks_by_value.setdefault(fields.get(name), []).append(rank)
+        if len(ranks_by_value) > 1:
+            parts = [
                 f"{MISSING if value is None else value} on {_ranks_text(ranks)}"
-                for value, ranks in holders.items()
-            )
-            return f"{name} differs: {', '.join(values)}: {advice.get(name, ADVICE)}"
+                for value, ranks in ranks_by_value.items()
+            ]
+            return f"{name} differs: {', '.join(parts)}: {advice.get(name, ADVICE)}"
     raise AssertionError("the digests differ and the fields do not")
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
     """Write ascending ranks: "rank 3", "ranks 0-2", "ranks 0-2 and 5"."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # of consecutive ranks
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ("rank " if len(ranks) == 1 else "ranks ") + " and ".join(texts)
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {' and '.join(texts)}"

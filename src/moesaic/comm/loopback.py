@@ -43,7 +43,9 @@ class Loopback:
     def __init__(self, *, in_order: bool = False) -> None:
         self._queues = InOrder() if in_order else None
         self._mail: dict[tuple[int, int, int], Tensor] = {}
+        """Messages that were sent and not received, by (tag, source, target)."""
         self._posted: set[tuple[int, int, int]] = set()
+        """(tag, source, target) of receive buffers whose sender has not waited."""
         self.bytes_sent: dict[tuple[int, int], int] = {}
         """Bytes by (source, target), since the mailbox was created."""
 
@@ -60,11 +62,11 @@ class Loopback:
                 f"rank {transfer.rank} sends a tensor that is not contiguous"
             )
             self._mail[key] = tensor.detach().clone()
+            # `wait` compares the two, to see whether the sender has changed its tensor.
             handle.works.append((peer, tensor, self._mail[key]))
             pair = (transfer.rank, peer)
-            self.bytes_sent[pair] = (
-                self.bytes_sent.get(pair, 0) + tensor.numel() * tensor.element_size()
-            )
+            num_bytes = tensor.numel() * tensor.element_size()
+            self.bytes_sent[pair] = self.bytes_sent.get(pair, 0) + num_bytes
         for peer, buffer in transfer.receives.items():
             assert buffer.is_contiguous(), (
                 f"rank {transfer.rank} receives into a tensor that is not contiguous"
@@ -79,26 +81,24 @@ class Loopback:
         """Return the peers that have not posted their side of a transfer, ascending. If there are
         none, it can be waited for."""
         transfer = handle.transfer
-        not_sent = {
-            peer
-            for peer in transfer.receives
-            if (transfer.tag, peer, transfer.rank) not in self._mail
-        }
-        not_posted = {
-            peer
-            for peer in transfer.sends
-            if (transfer.tag, transfer.rank, peer) not in self._posted
-        }
-        queued = set() if self._queues is None else set(self._queues.blocked_by(handle))
-        return sorted(not_sent | not_posted | queued)
+        missing = set[int]()
+        for peer in transfer.receives:
+            if (transfer.tag, peer, transfer.rank) not in self._mail:
+                missing.add(peer)
+        for peer in transfer.sends:
+            if (transfer.tag, transfer.rank, peer) not in self._posted:
+                missing.add(peer)
+        if self._queues is not None:
+            missing.update(self._queues.blocked_by(handle))
+        return sorted(missing)
 
     def wait(self, handle: Handle) -> None:
         """Deliver the messages of a transfer. No peer may be `missing`."""
         transfer = handle.transfer
         for peer, tensor, sent in handle.works:
             self._posted.discard((transfer.tag, transfer.rank, peer))
-            same = torch.equal(as_bytes(tensor.detach()), as_bytes(sent))
-            assert same, (
+            is_unchanged = torch.equal(as_bytes(tensor.detach()), as_bytes(sent))
+            assert is_unchanged, (
                 f"rank {transfer.rank} changed what it sends to {peer} before it waited (tag "
                 f"{transfer.tag})"
             )
@@ -172,14 +172,22 @@ class _LockStep:
     def __init__(self, world: int, seed: int, *, in_order: bool) -> None:
         self.mail = Loopback(in_order=in_order)
         self.done = threading.Event()
+        """Set when no rank runs any more."""
         self.failures: dict[int, BaseException] = {}
+        """By rank, the exception that its code raised."""
         self.stopped = False
+        """Whether all ranks are to end as soon as they wait."""
         self.running = -1
+        """The rank that holds the baton; -1 before the first."""
         self._random = random.Random(seed)
         self._live = set(range(world))
+        """Ranks that have not ended."""
         self._waiting: dict[int, Handle] = {}
+        """By rank that waits, what it waits for."""
         self._errors: dict[int, BaseException] = {}
+        """By rank that waits, an exception to raise there."""
         self._gates = [threading.Lock() for _ in range(world)]
+        """A lock per rank, closed while the rank does not hold the baton."""
         for gate in self._gates:
             gate.acquire()
 
@@ -196,7 +204,7 @@ class _LockStep:
         if not self.stopped:
             self._waiting[rank] = handle
             state = torch.get_rng_state()
-            if self.pass_on(rank):
+            if self.pass_on(rank):  # else this rank goes on at once
                 self._gates[rank].acquire()
                 torch.set_rng_state(state)
             del self._waiting[rank]
@@ -227,18 +235,14 @@ class _LockStep:
         return True
 
     def _runnable(self) -> list[int]:
-        """Return the ranks that can go on: those that wait for nothing that has not arrived."""
-        waiting = self._waiting
-        errors = self._errors
-        all_run = self.stopped
-        return [
-            rank
-            for rank in sorted(self._live)
-            if all_run
-            or rank not in waiting
-            or rank in errors
-            or not self.mail.missing(waiting[rank])
-        ]
+        """Return the ranks that can go on, ascending."""
+        return [rank for rank in sorted(self._live) if self._can_go_on(rank)]
+
+    def _can_go_on(self, rank: int) -> bool:
+        """Return whether a rank waits for nothing that has not arrived, or is to be stopped."""
+        if self.stopped or rank in self._errors or rank not in self._waiting:
+            return True
+        return not self.mail.missing(self._waiting[rank])
 
     def _resolve_deadlock(self) -> None:
         """Resolve a deadlock: if a rank has failed, stop the others, else give each waiting rank an
@@ -247,16 +251,15 @@ class _LockStep:
             self.stopped = True
             return
         ranks = sorted(self._waiting)
-        waits = "; ".join(
-            (
-                f"rank {rank} for tag {self._waiting[rank].transfer.tag} with "
-                f"{self.mail.missing(self._waiting[rank])}"
+        waits = []
+        for rank in ranks:
+            handle = self._waiting[rank]
+            waits.append(
+                f"rank {rank} for tag {handle.transfer.tag} with {self.mail.missing(handle)}"
             )
-            for rank in ranks
-        )
         for rank in ranks:
             self._errors[rank] = RuntimeError(
-                f"ranks {ranks} wait for messages that nobody sends: {waits}"
+                f"ranks {ranks} wait for messages that nobody sends: {'; '.join(waits)}"
             )
 
 
@@ -304,7 +307,8 @@ def run_ranks(
     _run_in_turns(threads, steps, timeout_seconds)
     if steps.failures:
         raise steps.failures[min(steps.failures)]
-    not_waited = ", ".join(filter(None, (transport.left() for transport in transports)))
+    texts = [transport.left() for transport in transports]
+    not_waited = ", ".join(text for text in texts if text)
     if not_waited or not steps.mail.is_empty:
         raise RuntimeError(
             f"transfers never waited for: {not_waited or 'none'}; never received: "
@@ -373,18 +377,29 @@ def _rank_thread(
 
 
 def _poison(buffer: Tensor) -> None:
+    """Fill a receive buffer with a value that shows where it is read too early."""
     if buffer.is_floating_point() or buffer.is_complex():
         buffer.fill_(float("nan"))
+    elif buffer.dtype == torch.bool:
+        buffer.fill_(True)
     else:
-        buffer.fill_(True if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).max)
+        buffer.fill_(torch.iinfo(buffer.dtype).max)
 
 
 @dataclass
 class _Batch:
+    """The messages of one rank's transfer that have not been matched with the other side."""
+
     tag: int
     sends: set[int]
-    """Peers whose side of a message has not run yet."""
+    """Peers that have not received."""
     receives: set[int]
+    """Peers that have not sent."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all messages were matched."""
+        return not self.sends and not self.receives
 
 
 class InOrder:
@@ -404,7 +419,8 @@ class InOrder:
         transfer = handle.transfer
         sends = {peer for peer, tensor in transfer.sends.items() if tensor.numel()}
         receives = {peer for peer, buffer in transfer.receives.items() if buffer.numel()}
-        batch = self._batches[id(handle)] = _Batch(transfer.tag, sends, receives)
+        batch = _Batch(transfer.tag, sends, receives)
+        self._batches[id(handle)] = batch
         self._queues.setdefault((transfer.rank, transfer.lane), deque()).append(batch)
         self._run(transfer)
 
@@ -430,28 +446,28 @@ class InOrder:
             batch = queue[0]
             for peer in sorted(batch.sends | batch.receives):
                 peer_queue = self._queues.get((peer, lane))
-                if peer_queue:
-                    _match(rank, batch, peer, peer_queue[0])
-                    if not peer_queue[0].sends | peer_queue[0].receives:
-                        peer_queue.popleft()
-                        changed.append(peer)
-            if not batch.sends | batch.receives:
+                if not peer_queue:
+                    continue
+                _match(rank, batch, peer, peer_queue[0])
+                if peer_queue[0].has_ended:
+                    peer_queue.popleft()
+                    changed.append(peer)
+            if batch.has_ended:
                 queue.popleft()
                 changed.append(rank)
 
 
 def _match(rank: int, batch: _Batch, peer: int, other: _Batch) -> None:
     """Match the messages that the running batches of two ranks have for each other."""
-    would_match = (peer in batch.sends and rank in other.receives) or (
-        peer in batch.receives and rank in other.sends
-    )
-    assert not would_match or batch.tag == other.tag, (
+    goes_there = peer in batch.sends and rank in other.receives
+    comes_back = peer in batch.receives and rank in other.sends
+    assert batch.tag == other.tag or not (goes_there or comes_back), (
         f"without tags, a message of rank {rank} with tag {batch.tag} meets one of rank "
         f"{peer} with tag {other.tag}"
     )
-    if peer in batch.sends and rank in other.receives:
+    if goes_there:
         batch.sends.discard(peer)
         other.receives.discard(rank)
-    if peer in batch.receives and rank in other.sends:
+    if comes_back:
         batch.receives.discard(peer)
         other.sends.discard(rank)

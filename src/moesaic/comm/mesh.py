@@ -1,8 +1,9 @@
 """The ranks of a layer in two views, dense (dp, tp) and sparse (edp, ep, etp), with a transport
 between them.
 
-dp and edp are two axes each where parameters are sharded inside nodes and replicated between them
-(`Mesh.shard`).
+tp is tensor parallelism of the dense part, dp data parallelism; ep splits the experts, etp the
+hidden width of each, and edp counts the replicas of the experts. dp and edp are two axes each where
+parameters are sharded inside nodes and replicated between them (`Mesh.shard`).
 
 A mesh covers all processes, those of a process group, or those of a `DeviceMesh` or sub-mesh (of a
 pipeline stage, say). PyTorch's `DeviceMesh` is for DTensors, FSDP2 and checkpoints. The layers' own
@@ -195,7 +196,7 @@ class Mesh:
                 world=len(ranks),
                 tp=sizes.get("tp", tp),
                 ep=sizes.get("ep", 1),
-                etp=sizes.get("etp", sizes.get("tp", 1)),
+                etp=sizes.get("etp", sizes.get("tp", 1)),  # a dimension "tp" splits experts too
                 innermost="ep" if names[-1] == "ep" else "etp",
                 ranks_per_node=_ranks_per_node(ranks),
             )
@@ -254,11 +255,15 @@ class Mesh:
         others hold replicas."""
         grid = self.grid
         size = grid.size(axis)
-        if self.shard != "node":
-            return size if self.shard == "all" else 1
+        if self.shard == "all":
+            return size
+        if self.shard == "none":
+            return 1
         per_node = grid.ranks_per_node or grid.world
-        stride = grid.spans[axis][0]
-        return min(per_node // stride, size) if per_node % stride == 0 else 1
+        stride, _ = grid.spans[axis]  # the rank difference between neighbours on the axis
+        if per_node % stride:
+            return 1
+        return min(per_node // stride, size)
 
     def data_mesh(self, axis: Literal["dp", "edp"]) -> DeviceMesh | None:
         """Return the ranks of a data-parallel axis as FSDP2 takes them: one dimension, over which
@@ -292,9 +297,8 @@ class Mesh:
             RuntimeError: if `torch.distributed` is not initialised.
         """
         names, sizes = self._data_axes("dp")
-        return self._device_mesh(
-            (*names, "tp"), torch.arange(self.grid.world).view(*sizes, self.grid.tp)
-        )
+        ranks = torch.arange(self.grid.world).view(*sizes, self.grid.tp)
+        return self._device_mesh((*names, "tp"), ranks)
 
     @cached_property
     def sparse(self) -> DeviceMesh:
@@ -321,7 +325,12 @@ class Mesh:
 
     def _device_mesh(self, names: tuple[str, ...], ranks: Tensor) -> DeviceMesh:
         """Return the ranks of this mesh as a device mesh. Processes outside the mesh need not take
-        part."""
+        part.
+
+        Args:
+            names: of the dimensions.
+            ranks: ranks of this mesh, one dimension per name.
+        """
         if self.process_group is None:
             raise RuntimeError(
                 "a mesh of one process has no device meshes: initialise torch.distributed first"
@@ -332,14 +341,14 @@ class Mesh:
             return keep_timeout(
                 DeviceMesh(device_type, ranks, mesh_dim_names=names), self.process_group
             )
-        here = (ranks == self.rank).nonzero()[0].tolist()
-        lines = [
-            ranks[tuple(slice(None) if dim == along else at for dim, at in enumerate(here))]
-            for along in range(len(names))
-        ]
-        groups = [
-            _new_group(tuple(world_ranks[line].tolist()), self.process_group) for line in lines
-        ]
+        # A group per dimension: the ranks that differ from this one in that coordinate alone.
+        coordinates = (ranks == self.rank).nonzero()[0].tolist()
+        groups = []
+        for dim in range(len(names)):
+            index: list[int | slice] = list(coordinates)
+            index[dim] = slice(None)
+            members = world_ranks[ranks[tuple(index)]]
+            groups.append(_new_group(tuple(members.tolist()), self.process_group))
         return DeviceMesh.from_group(
             groups, device_type, world_ranks[ranks].contiguous(), mesh_dim_names=names
         )
@@ -357,11 +366,9 @@ def _default_device_type(transport: str, group: dist.ProcessGroup | None) -> Dev
         return "cuda" if transport == "nccl" else "cpu"
     if not torch.cuda.is_available():
         return "cpu"
-    return (
-        "cuda"
-        if not dist.is_initialized() or "cuda:nccl" in str(dist.get_backend_config(group))
-        else "cpu"
-    )
+    if dist.is_initialized() and "cuda:nccl" not in str(dist.get_backend_config(group)):
+        return "cpu"
+    return "cuda"
 
 
 def _agreed_grid(
@@ -375,17 +382,20 @@ def _agreed_grid(
 ) -> Grid:
     """Return the grid of a mesh over a transport's ranks, after these compared what they ask for;
     the arguments are those of `Mesh.create`."""
+    # The launcher counts the ranks of the world, of which a part may be spread in another way.
     is_part = group is not None and transport.world < _world()
-    per_node = ranks_per_node if ranks_per_node is not None or is_part else _launcher_text()
+    per_node: int | str | None = ranks_per_node
+    if ranks_per_node is None and not is_part:
+        per_node = _launcher_text()
     shape = {**sizes, "innermost": innermost, "ranks_per_node": per_node, "shard": shard}
     check_same(transport, {f"mesh.{name}": value for name, value in shape.items()})
     _check_axes(transport, **sizes)
     if shard not in get_args(Sharding):
         raise InputError(f"mesh.shard={shard!r}: choose one of {', '.join(get_args(Sharding))}")
-    if ranks_per_node is None:
-        ranks_per_node = (
-            _ranks_per_node(_world_ranks(group)) if is_part else _launched_per_node(transport.world)
-        )
+    if ranks_per_node is None and is_part:
+        ranks_per_node = _ranks_per_node(_world_ranks(group))
+    elif ranks_per_node is None:
+        ranks_per_node = _launched_per_node(transport.world)
     return Grid(
         world=transport.world,
         tp=sizes["tp"],
@@ -405,10 +415,11 @@ def _check_axes(
     for name, size in (("pp", pp), ("cp", cp)):
         if size != 1:
             raise InputError(f"mesh.{name}={size}: {ADVICE_ON_SIZES[name]}")
-    if isinstance(transport, NoTransport) and (needed := lcm(tp, ep * etp)) > 1:
+    num_needed = lcm(tp, ep * etp)
+    if isinstance(transport, NoTransport) and num_needed > 1:
         raise InputError(
             f"a mesh of {tp=}, {ep=}, {etp=} needs several processes: torchrun "
-            f"--nproc-per-node {needed}"
+            f"--nproc-per-node {num_needed}"
         )
 
 
@@ -465,11 +476,9 @@ def open_transport(
         )
     if device_type == "cuda" and not torch.cuda.is_available():
         raise InputError("device_type='cuda': there is no CUDA device here: write 'cpu'")
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     if not dist.is_initialized():
         return NoTransport(device)
     process_group = group or dist.group.WORLD
@@ -500,14 +509,12 @@ def _offered(name: str) -> Callable[[dist.ProcessGroup], AbstractTransport]:
     """
     offered = {entry.name: entry for entry in entry_points(group=TRANSPORTS_GROUP)}
     if name not in offered:
-        bring = (
-            ""
-            if "sockets" in offered
-            else f"; sockets needs the package moesaic-lab: {to_install('./lab')}"
-        )
+        hint = ""
+        if "sockets" not in offered:
+            hint = f"; sockets needs the package moesaic-lab: {to_install('./lab')}"
         raise InputError(
             f"transport={name!r} is unknown: choose one of "
-            f"{', '.join([*TRANSPORTS, *offered])}{bring}"
+            f"{', '.join([*TRANSPORTS, *offered])}{hint}"
         )
     opener: Callable[[dist.ProcessGroup], AbstractTransport] = offered[name].load()
     return opener
@@ -519,7 +526,9 @@ def _checked_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
     Raises:
         InputError: if the names do not tell which dimensions split the experts.
     """
-    names = device_mesh.mesh_dim_names or (("ep",) if device_mesh.ndim == 1 else ())
+    names = device_mesh.mesh_dim_names or ()
+    if not names and device_mesh.ndim == 1:
+        names = ("ep",)
     split_names = [name for name in names if name in SPLIT_DIMENSIONS]
     dimensions = f"the DeviceMesh has the dimensions {names}"
     if not split_names:
@@ -528,9 +537,9 @@ def _checked_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
             'over it), "etp" or "tp" (their '
             "hidden width is)"
         )
-    if names[-len(split_names) :] != tuple(split_names) or (
-        "tp" in split_names and split_names[-1] != "tp"
-    ):
+    are_last = names[-len(split_names) :] == tuple(split_names)
+    tp_is_last = "tp" not in split_names or split_names[-1] == "tp"
+    if not are_last or not tp_is_last:
         raise InputError(f"{dimensions}: put ep and etp last, and tp last of all")
     if "etp" in split_names and "tp" in split_names:
         raise InputError(
@@ -548,6 +557,7 @@ def _checked_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _world() -> int:
+    """Return the number of processes; 1 without `torch.distributed`."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -580,8 +590,11 @@ def _ranks_per_node(ranks: tuple[int, ...]) -> int | None:
     if text is None or not text.isdecimal() or int(text) < 1:
         return None
     nodes = [rank // int(text) for rank in ranks]
-    run_lengths = [len(list(run)) for _, run in groupby(nodes)]
-    return run_lengths[0] if len(run_lengths) > 1 and len(set(run_lengths)) == 1 else None
+    ranks_on_nodes = [len(list(run)) for _, run in groupby(nodes)]
+    is_even = len(set(ranks_on_nodes)) == 1
+    if len(ranks_on_nodes) == 1 or not is_even:
+        return None
+    return ranks_on_nodes[0]
 
 
 def ranks_of_a_node(asked: int | None = None) -> int:
@@ -595,6 +608,8 @@ def ranks_of_a_node(asked: int | None = None) -> int:
 
 
 def _launcher_text() -> str | None:
+    """Return the number of ranks of this node as the launcher's variable has it; None without it or
+    without process groups."""
     return os.environ.get(LAUNCHER_VARIABLE) if dist.is_initialized() else None
 
 

@@ -49,9 +49,12 @@ def timeout_of(*groups: dist.ProcessGroup) -> timedelta | None:
         the timeout; None if no backend tells it, so that torch chooses.
     """
     defaults = (dist.default_pg_timeout, default_pg_nccl_timeout)
-    own = (timeout for group in groups for timeout in _timeouts(group) if timeout not in defaults)
+    for group in groups:
+        for timeout in _timeouts(group):
+            if timeout not in defaults:
+                return timeout
     world = dist.group.WORLD
-    return next(own, None) or (None if world is None else next(_timeouts(world), None))
+    return None if world is None else next(_timeouts(world), None)
 
 
 def _timeouts(group: dist.ProcessGroup) -> Iterator[timedelta]:
@@ -65,8 +68,9 @@ def _timeouts(group: dist.ProcessGroup) -> Iterator[timedelta]:
 
 def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
     """Set how long the operations of a group wait, from now on; None for the default group."""
-    newer = getattr(dist, "set_timeout", None)  # torch 2.14 has it
-    (newer or dist.distributed_c10d._set_pg_timeout)(timeout, group=group)
+    public = getattr(dist, "set_timeout", None)  # torch 2.14 has it
+    set_group_timeout = public or dist.distributed_c10d._set_pg_timeout
+    set_group_timeout(timeout, group=group)
 
 
 def keep_timeout(device_mesh: DeviceMesh, *groups: dist.ProcessGroup) -> DeviceMesh:
@@ -100,6 +104,7 @@ class Gloo(AbstractTransport):
         super().__init__(group.rank(), group.size())
         self._group = group
         self._has_told = False
+        """Whether this rank has written where it waits into the group's store (`waits.py`)."""
         self._open: dict[int, Handle] = {}
         """The transfers not waited for. One that an error leaves behind still fills its buffers: if
         they went, no later message between the two ranks would arrive."""
@@ -111,7 +116,7 @@ class Gloo(AbstractTransport):
         that."""
         handle = Handle(transfer)
         self._open[id(handle)] = handle
-        peer = None
+        peer = None  # of the message that is posted, for the error
         if self._has_told:  # and has gone on since
             from moesaic.comm.waits import take_back
 
@@ -144,16 +149,18 @@ class Gloo(AbstractTransport):
 
     def wait(self, handle: Handle) -> None:
         """Wait for all messages of a transfer."""
+        # The works are those of `issue`: the receives, then the sends, without empty messages.
         transfer = handle.transfer
         senders = [peer for peer, buffer in transfer.receives.items() if buffer.numel()]
-        takers = [peer for peer, tensor in transfer.sends.items() if tensor.numel()]
-        for place, (work, peer) in enumerate(zip(handle.works, (*senders, *takers))):
+        receivers = [peer for peer, tensor in transfer.sends.items() if tensor.numel()]
+        for number, (work, peer) in enumerate(zip(handle.works, (*senders, *receivers))):
             started = time.perf_counter()
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._lost(peer, error) from error
-            if place < len(senders):
+            is_receive = number < len(senders)
+            if is_receive:
                 self.waited[peer] += time.perf_counter() - started
         handle.works.clear()
         self._open.pop(id(handle), None)
@@ -175,7 +182,8 @@ def _sized_tag(tag: int, num_bytes: int) -> int:
     Gloo aborts the process if a message is larger than its buffer. Ranks that do different things
     wait for each other instead, and then say what.
     """
-    return tag % _TAGS * _SIZES + (num_bytes * _ODD >> 16) % _SIZES
+    size_hash = (num_bytes * _ODD >> 16) % _SIZES
+    return tag % _TAGS * _SIZES + size_hash
 
 
 _TAGS = 2**20
@@ -197,20 +205,24 @@ def _let_threads_end() -> None:
     """
     time.sleep(PAUSE_AT_EXIT)
     end = time.monotonic() + LONGEST_PAUSE
-    quiet = 0
-    # a thread that waits for the lock looks idle while this one checks
-    while quiet < 3 and time.monotonic() < end:
-        quiet = 0 if _other_threads_run() else quiet + 1
+    # A thread that waits for the lock looks idle while this one checks, so one look is not enough.
+    num_idle_looks = 0
+    while num_idle_looks < 3 and time.monotonic() < end:
+        num_idle_looks = 0 if _other_threads_run() else num_idle_looks + 1
         time.sleep(0.005)
 
 
 def _other_threads_run() -> bool:
     """Return whether another thread of this process runs or waits for a processor; False if the
     system does not tell."""
-    own = str(threading.get_native_id())
+    own_id = str(threading.get_native_id())
     for path in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):
-            if path.parent.name != own and path.read_bytes().rpartition(b")")[2].split()[0] == b"R":
+        if path.parent.name == own_id:
+            continue
+        with suppress(OSError):  # the thread has ended
+            # "ID (NAME) STATE ...", where the name may have brackets of its own
+            _, _, after_name = path.read_bytes().rpartition(b")")
+            if after_name.split()[0] == b"R":
                 return True
     return False
 

@@ -1,5 +1,10 @@
 """The interface of a transport: issue a movement's sends and receives, and wait for them where the
-data is read."""
+data is read.
+
+A transfer is one rank's messages of a movement of rows between ranks; a handle is a transfer in
+flight. All ranks give a movement the same tag. A turn belongs to one of several micro-batches that
+take turns: one computes while the messages of another travel.
+"""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ def lost_message(
     if not doing:
         return error
     rank = group.rank()
-    found = {rank: doing} | _others(group, doing)
-    if len(set(found.values())) > 1:
-        return InputError(f"{in_words(found)}: {ADVICE}")
-    if peer is None or peer in found:
+    places = {rank: doing} | _others(group, doing)
+    if len(set(places.values())) > 1:
+        return InputError(f"{in_words(places)}: {ADVICE}")
+    if peer is None or peer in places:
         return error
     return LostMessageError(
         f"rank {rank} waited in {doing} for rank {peer}, which waits in no call of a layer, or has "
@@ -71,9 +71,9 @@ def said(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        own = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-        assert own is not None
-        raise lost_message(own, None, doing, error) from error
+        waiting_group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+        assert waiting_group is not None
+        raise lost_message(waiting_group, None, doing, error) from error
 
 
 def take_back(group: dist.ProcessGroup) -> None:
@@ -84,7 +84,7 @@ def take_back(group: dist.ProcessGroup) -> None:
 
 
 def in_words(places: Mapping[int, str]) -> str:
-    """Return which ranks wait where, in words."""
+    """Return which ranks wait where, in words, from what each rank does."""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(places):
         ranks_at.setdefault(places[rank], []).append(rank)
@@ -100,23 +100,25 @@ def in_words(places: Mapping[int, str]) -> str:
 
 def _others(group: dist.ProcessGroup, doing: str) -> dict[int, str]:
     """Write what this rank does into the store of a group, and return what the others have written
-    or write soon."""
-    found: dict[int, str] = {}
+    or write soon, by rank."""
+    places: dict[int, str] = {}
 
     def ask() -> None:
         """Ask the store, which may be gone, or of a process that is stopped."""
         with suppress(RuntimeError, ValueError, AttributeError, KeyError):
             store = dist.distributed_c10d._get_process_group_store(group)
-            keys = {rank: _KEY.format(rank) for rank in range(group.size()) if rank != group.rank()}
             store.set(_KEY.format(group.rank()), doing)
+            others = [rank for rank in range(group.size()) if rank != group.rank()]
             until = time.monotonic() + GRACE_SECONDS
-            while len(found) < len(keys) and time.monotonic() < until:
-                for rank, key in keys.items():
-                    if rank not in found and store.check([key]):
-                        found[rank] = store.get(key).decode()
+            while len(places) < len(others) and time.monotonic() < until:
+                for rank in others:
+                    key = _KEY.format(rank)
+                    if rank not in places and store.check([key]):
+                        places[rank] = store.get(key).decode()
                 time.sleep(0.05)
 
+    # In a thread of its own, since a store of a stopped process may block for long.
     thread = threading.Thread(target=ask, name="moesaic-waits", daemon=True)
     thread.start()
     thread.join(2 * GRACE_SECONDS)
-    return dict(found)
+    return dict(places)

@@ -1,5 +1,9 @@
 """Measures expert products by rows, copies and codecs in processor time while all ranks compute,
-and a rank's memory."""
+and a rank's memory.
+
+Every function that takes a `barrier` is called by all ranks together, and the barrier releases them
+at one moment. `repeats` is the number of timed repeats.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +43,24 @@ def device(
     rates = {
         name: [_rate(rows, _DTYPES[name], repeats, barrier) for rows in ROWS] for name in dtypes
     }
-    first = rates[dtypes[0]]
     copied = copy_bytes_per_second(repeats, barrier)
     coded = codecs(repeats, barrier)
-    shared = 1e-9 / sharing(repeats, barrier)
+    # Rates per second of processor time, in units of 10^9, become rates per second of the clock.
+    to_giga = 1e-9 / sharing(repeats, barrier)
+    tflops = {name: max(by_rows) * to_giga / 1e3 for name, by_rows in rates.items()}
+    by_rows_of_first = rates[dtypes[0]]
+    codec_rates = [
+        # what is encoded is decoded too: twice the rate of both together
+        CodecRate(name=name, gigabytes_per_second=2 * rate * to_giga)
+        for name, rate in coded.items()
+    ]
     return Device(
-        tflops=Tflops(**{name: max(of_rows) * shared / 1e3 for name, of_rows in rates.items()}),
+        tflops=Tflops(**tflops),
         memory_gib=round(memory_gib(ranks_per_node), 2),
-        memory_gigabytes_per_second=copied * shared,
+        memory_gigabytes_per_second=copied * to_giga,
         gemm_rows=tuple(map(float, ROWS)),
-        gemm_share=tuple(rate / max(first) for rate in first),
-        codecs=tuple(
-            CodecRate(name=name, gigabytes_per_second=2 * rate * shared)
-            for name, rate in coded.items()
-        ),
+        gemm_share=tuple(rate / max(by_rows_of_first) for rate in by_rows_of_first),
+        codecs=tuple(codec_rates),
     )
 
 
@@ -67,7 +75,8 @@ def sharing(repeats: int, barrier: Callable[[], object]) -> float:
         while time.thread_time() - before < SPIN_SECONDS:
             sum(range(1000))
         ratios.append((time.monotonic() - start) / (time.thread_time() - before))
-    means = [statistics.fmean(of_ranks) for of_ranks in zip(*gathered(ratios))]
+    by_repeat = zip(*gathered(ratios))  # of each repeat, the ratios of all ranks
+    means = [statistics.fmean(ratios_of_ranks) for ratios_of_ranks in by_repeat]
     return max(1.0, statistics.median(means))
 
 
@@ -87,9 +96,8 @@ def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
     missing = missing_codecs()
     for name in CODECS:
         if is_coded(name) and name not in missing:
-            rates[name] = rows.nbytes / median_seconds(
-                partial(_code, codec_named(name), rows), repeats, barrier
-            )
+            run = partial(_code, codec_named(name), rows)
+            rates[name] = rows.nbytes / median_seconds(run, repeats, barrier)
     return rates
 
 
@@ -108,17 +116,18 @@ def median_seconds(
 ) -> float:
     """Return the median processor time of a function, mean over ranks. Short functions run several
     times per repeat."""
-    function()
+    function()  # the first call is slower
     start = time.thread_time()
     function()
-    calls = max(1, min(50, int(2e-3 / max(time.thread_time() - start, 1e-6))))
+    seconds = max(time.thread_time() - start, 1e-6)
+    num_calls = max(1, min(50, int(2e-3 / seconds)))  # about 2 ms per repeat
     barrier()
     own_times = []
     for _ in range(repeats):
         start = time.thread_time()
-        for _ in range(calls):
+        for _ in range(num_calls):
             function()
-        own_times.append((time.thread_time() - start) / calls)
+        own_times.append((time.thread_time() - start) / num_calls)
     return statistics.fmean(statistics.median(rank_times) for rank_times in gathered(own_times))
 
 
@@ -135,8 +144,9 @@ def expert_step(
     products.
 
     Args:
+        rows: rows of each expert.
         dtype: of rows and weights.
-        sizes: dim, hidden, experts.
+        sizes: width of a row, hidden width, number of experts.
     """
     dim, _, num_experts = sizes
     experts = EXPERTS["swiglu"](*sizes)
@@ -152,4 +162,6 @@ def expert_step(
         out, kept = experts.run(call)
         experts.gradients(call, kept, out)
 
-    return step, 3 * 2 * rows * sum(weight.numel() for weight in sharded)
+    # A multiplication and an addition per row and weight, forward and twice backward.
+    num_weights = sum(weight.numel() for weight in sharded)
+    return step, 3 * 2 * rows * num_weights

@@ -1,5 +1,10 @@
 """Fits what only whole layers show: the costs of the thread that issues tasks, and of computing
-beside messages."""
+beside messages.
+
+The simulator predicts the time of a layer from a cluster's numbers. The search varies the host's
+costs per layer, task and message, and then the contention (how much products and messages slow each
+other down), until predictions and measured times agree best.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,10 @@ from scipy.optimize import least_squares, minimize_scalar
 
 from moesaic.measure.host import Calibration
 from moesaic.planner.cluster import ClusterSpec, Host
+from moesaic.planner.movement import AbstractVolumes
 from moesaic.planner.simulator import Simulator
 from moesaic.planner.task_times import timed
+from moesaic.program.task import Program
 
 HELD_OUT = 4
 """Every `HELD_OUT`-th layer is held out, and the fit is checked on these."""
@@ -44,19 +51,20 @@ def fit_layers(
         the cluster, and (held-out layers,) errors of layers that compute nothing, as shares of the
         measured times.
     """
-    idle, computing = (
-        _Timed(cluster, [each for each in layers if each[0].computes is kind])
-        for kind in (False, True)
-    )
-    held_out = np.arange(len(idle.seconds)) % HELD_OUT == HELD_OUT - 1
-    free = replace(cluster, device=cluster.device.with_flops(NO_TIME))
+    idle_layers = [(layer, seconds) for layer, seconds in layers if not layer.computes]
+    computing_layers = [(layer, seconds) for layer, seconds in layers if layer.computes]
+    idle = _Timed(cluster, idle_layers)
+    computing = _Timed(cluster, computing_layers)
+    is_held_out = np.arange(len(idle.seconds)) % HELD_OUT == HELD_OUT - 1
+    without_products = replace(cluster, device=cluster.device.with_flops(NO_TIME))
 
-    def host(times: np.ndarray) -> Host:
-        layer, task, message = (times * START).tolist()
+    def host(multiples: np.ndarray) -> Host:
+        """Return the host whose costs are these multiples of `START`."""
+        layer, task, message = (multiples * START).tolist()
         return replace(cluster.host, layer_us=layer, task_us=task, message_us=message)
 
-    def errors(times: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        return idle.errors(replace(free, host=host(times)), chosen)
+    def errors(multiples: np.ndarray, is_chosen: np.ndarray) -> np.ndarray:
+        return idle.errors(replace(without_products, host=host(multiples)), is_chosen)
 
     fitted = least_squares(
         errors,
@@ -66,12 +74,12 @@ def fit_layers(
         f_scale=USUAL_ERROR,
         diff_step=2e-2,
         max_nfev=MOST_STEPS,
-        args=(~held_out,),
+        args=(~is_held_out,),
     )
-    found = replace(cluster, host=host(fitted.x))
+    with_host = replace(cluster, host=host(fitted.x))
 
     def contended(contention: float) -> ClusterSpec:
-        return replace(found, device=replace(found.device, contention=contention))
+        return replace(with_host, device=replace(with_host.device, contention=contention))
 
     def error(contention: float) -> float:
         return float(np.abs(computing.errors(contended(contention))).sum())
@@ -79,9 +87,10 @@ def fit_layers(
     best = minimize_scalar(
         error, bounds=(0.0, MOST_CONTENTION), method="bounded", options={"xatol": 0.02}
     )
+    found = with_host
     if best.fun < error(0.0):  # a rank without messages has no contention
         found = contended(float(best.x))
-    return found, errors(fitted.x, held_out)
+    return found, errors(fitted.x, is_held_out)
 
 
 class _Timed:
@@ -91,24 +100,32 @@ class _Timed:
     def __init__(self, cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> None:
         simulator = Simulator(cluster)
         self.seconds = np.array([measured for _, measured in layers])
-        self._passes = [
-            [
-                (each, simulator.volumes(each, calibration.routed, calibration.compiled.grid))
-                for each in (there, back)
-            ]
-            for calibration, _ in layers
-            for there, back in ((calibration.compiled.forward, calibration.compiled.backward),)
-        ]
+        self._passes: list[list[tuple[Program, AbstractVolumes]]] = []
+        """Of each layer, the forward and the backward program with what they send and compute."""
+        for calibration, _ in layers:
+            compiled = calibration.compiled
+            self._passes.append(
+                [
+                    (program, simulator.volumes(program, calibration.routed, compiled.grid))
+                    for program in (compiled.forward, compiled.backward)
+                ]
+            )
 
-    def errors(self, cluster: ClusterSpec, chosen: np.ndarray | None = None) -> np.ndarray:
+    def errors(self, cluster: ClusterSpec, is_chosen: np.ndarray | None = None) -> np.ndarray:
         """Return the errors of the times that a cluster predicts, as shares, of all layers or of
-        the chosen ones."""
-        chosen = np.ones(len(self.seconds), dtype=bool) if chosen is None else chosen
-        predicted = [
-            sum(
+        the chosen ones.
+
+        Args:
+            is_chosen: (layers,) bool; None for all.
+        """
+        if is_chosen is None:
+            is_chosen = np.ones(len(self.seconds), dtype=bool)
+        predicted = []
+        for number in np.flatnonzero(is_chosen).tolist():
+            seconds = [
                 timed(cluster, program, volumes, volumes.layer.dtype).seconds
                 for program, volumes in self._passes[number]
-            )
-            for number in np.flatnonzero(chosen).tolist()
-        ]
-        return (np.array(predicted) + cluster.host.layer_us * 1e-6) / self.seconds[chosen] - 1
+            ]
+            predicted.append(sum(seconds))
+        with_layer_cost = np.array(predicted) + cluster.host.layer_us * 1e-6
+        return with_layer_cost / self.seconds[is_chosen] - 1

@@ -11,9 +11,10 @@ from pathlib import Path
 def machine() -> dict[str, str | int]:
     """Return the processor, the number of cores that this process may use, and the operating
     system."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return {
         "processor": _processor(),
         "cores": cores,

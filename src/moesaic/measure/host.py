@@ -1,5 +1,9 @@
 """Measures the time of whole layers on the real transport.
 
+A calibration layer is one shape of a layer under one plan, whose measured time later calibrates the
+simulator (`costs.py`). A visit is a token with at least one expert on an ep rank: under multicast a
+token is sent once per visit.
+
 The layers that calibrate the host have small shapes and every kind of task; they are never the
 layers of a benchmark. Two stand-ins isolate parts of a layer: experts that compute nothing, so that
 times contain everything but matrix products, and a router with forced balance, under which plans
@@ -69,9 +73,8 @@ class IdleExperts(AbstractExperts):
         self.w2 = nn.Parameter(torch.zeros(num_experts, dim, hidden))
         self._on_flops = on_flops
         with torch.device("meta"):
-            self._plain = (
-                PlainExperts(dim, hidden, num_experts),
-            )  # in a tuple, so that it does not become a submodule
+            plain = PlainExperts(dim, hidden, num_experts)
+        self._plain = (plain,)  # in a tuple, so that it does not become a submodule
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -113,9 +116,8 @@ class IdleExperts(AbstractExperts):
         operations of a forward pass."""
         self._on_flops(4 * self._products(call))
         d_gates = None if call.gates is None else torch.zeros_like(call.gates)
-        return ExpertGradients(
-            dy, gates=d_gates, sharded=tuple(map(torch.zeros_like, call.sharded)), common=()
-        )
+        d_sharded = tuple(torch.zeros_like(weight) for weight in call.sharded)
+        return ExpertGradients(dy, gates=d_gates, sharded=d_sharded, common=())
 
     def _products(self, call: ExpertCall) -> float:
         """Return the number of multiplications for all rows, by every matrix of an expert or of a
@@ -172,16 +174,21 @@ def visits(
         chunks: number of parts into which each expert's copies are cut; a token counts once per
             part.
     """
-    expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
-    is_chosen = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
-    chunk = ((is_chosen.cumsum(0).gather(1, expert) - 1) * chunks) // (
-        num_tokens * top_k // num_experts
-    )
+    choice = balanced_choice(num_tokens, top_k, num_experts, seed)
+    expert_TK = choice.expert.view(num_tokens, top_k)
+    is_chosen_TE = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert_TK, 1)
+    # Each copy's position among those of its expert, and with it the chunk that it is in.
+    position_TK = is_chosen_TE.cumsum(0).gather(1, expert_TK) - 1
+    copies_per_expert = num_tokens * top_k // num_experts
+    chunk_TK = position_TK * chunks // copies_per_expert
     means = []
-    for places in (each for each in range(1, num_experts + 1) if num_experts % each == 0):
-        is_present = torch.zeros(num_tokens, places * chunks)
-        is_present.scatter_(1, expert // (num_experts // places) * chunks + chunk, 1.0)
-        means.append((places, float(is_present.sum(1).mean())))
+    for ep in range(1, num_experts + 1):
+        if num_experts % ep:
+            continue
+        ep_rank_TK = expert_TK // (num_experts // ep)
+        is_visited = torch.zeros(num_tokens, ep * chunks)
+        is_visited.scatter_(1, ep_rank_TK * chunks + chunk_TK, 1.0)
+        means.append((ep, float(is_visited.sum(1).mean())))
     return tuple(means)
 
 
@@ -199,9 +206,12 @@ def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) ->
             "multiple of it"
         )
     generator = torch.Generator().manual_seed(seed)
+    # The argsort of random numbers is a random permutation.
     first = torch.rand(blocks, num_experts, generator=generator).argsort(1)
-    shifts = torch.rand(blocks, num_experts - 1, generator=generator).argsort(1)[:, : top_k - 1] + 1
+    order = torch.rand(blocks, num_experts - 1, generator=generator).argsort(1)
+    shifts = order[:, : top_k - 1] + 1  # different ones, from 1 to num_experts - 1
     offsets = torch.cat([torch.zeros(blocks, 1, dtype=torch.int64), shifts], dim=1)
+    # (blocks, tokens of a block, choices of a token)
     expert = (first.unsqueeze(2) + offsets.unsqueeze(1)) % num_experts
     return Choice(
         token=torch.arange(num_tokens).repeat_interleave(top_k),
@@ -231,28 +241,32 @@ def timed(
     Returns:
         each layer with the median seconds from the first rank's start to the last one's end.
     """
+    # Plans of one shape are timed on one layer.
     built: dict[object, _Layer] = {}
     for calibration in layers:
-        key = (calibration.mesh, calibration.workload, calibration.computes)
-        if key not in built:
-            built[key] = _Layer(calibration, transport)
+        if calibration.shape not in built:
+            built[calibration.shape] = _Layer(calibration, transport)
     spans: list[list[tuple[float, float]]] = [[] for _ in layers]
     gc.collect()
     for repeat in range(-1, repeats):
         for number, calibration in enumerate(layers):
             progress((repeat + 1 + number / len(layers)) / (repeats + 1))
+            layer = built[calibration.shape]
             barrier()
             start = clock()
-            built[calibration.mesh, calibration.workload, calibration.computes].step(calibration)
+            layer.step(calibration)
             if repeat >= 0:
                 spans[number].append((start, clock()))
-    of_layers = zip(*gathered(spans))
+    spans_by_layer = zip(*gathered(spans))  # of each layer, those of all ranks
     return [
-        (layer, statistics.median(elapsed(of_ranks))) for layer, of_ranks in zip(layers, of_layers)
+        (calibration, statistics.median(elapsed(spans_of_ranks)))
+        for calibration, spans_of_ranks in zip(layers, spans_by_layer)
     ]
 
 
 class _Layer:
+    """A real layer, and one step of it under any plan."""
+
     def __init__(self, first: Calibration, transport: AbstractTransport) -> None:
         workload = first.workload
         with torch.random.fork_rng(devices=[]):
@@ -315,6 +329,11 @@ class Calibration:
     """Whether its experts compute."""
 
     @property
+    def shape(self) -> tuple[Grid, Workload, bool]:
+        """What the layer itself depends on: not the plan."""
+        return self.mesh, self.workload, self.computes
+
+    @property
     def tokens(self) -> int:
         """Tokens of a tensor-parallel group."""
         return self.workload.tokens
@@ -322,42 +341,51 @@ class Calibration:
     @property
     def routed(self) -> Workload:
         """The workload with the known visits of the balanced router."""
-        tokens = self.tokens // (self.mesh.tp if self.compiled.routes_slices else 1)
+        workload = self.workload
+        num_routed = self.tokens // self.mesh.tp if self.compiled.routes_slices else self.tokens
         chunks = self.compiled.plan.chunks
-        return replace(
-            self.workload,
-            visits=visits(tokens, self.workload.top_k, self.workload.num_experts, 0, chunks),
-        )
+        known_visits = visits(num_routed, workload.top_k, workload.num_experts, 0, chunks)
+        return replace(workload, visits=known_visits)
 
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
     """Yield the calibration layers for a number of ranks, shape by shape."""
-    num_experts = EXPERTS_PER_RANK * world
-    kinds = [*((shape, PLANS, False) for shape in SHAPES), (COMPUTING_SHAPE, COMPUTING_PLANS, True)]
-    for ((dim, hidden, per_expert), plans, computes), grid in itertools.product(
-        kinds, _grids(world, ranks_per_node)
-    ):
-        workload = Workload(
-            tokens=per_expert * num_experts * grid.tp,
-            num_experts=num_experts,
-            top_k=min(2, num_experts),
-            dim=dim,
-            hidden=hidden,
-            matrices=2,
-            dtype="fp32",
+    grids = _grids(world, ranks_per_node)
+    for shape, grid in itertools.product(SHAPES, grids):
+        yield from _calibrations_of(shape, grid, PLANS, computes=False)
+    for grid in grids:
+        yield from _calibrations_of(COMPUTING_SHAPE, grid, COMPUTING_PLANS, computes=True)
+
+
+def _calibrations_of(
+    shape: tuple[int, int, int], grid: Grid, plans: Sequence[Plan], *, computes: bool
+) -> Iterator[Calibration]:
+    """Yield the calibration layers of one shape, as in `SHAPES`, on a mesh: one for each of the
+    plans that fit it and give different programs."""
+    dim, hidden, tokens_per_expert = shape
+    num_experts = EXPERTS_PER_RANK * grid.world
+    workload = Workload(
+        tokens=tokens_per_expert * num_experts * grid.tp,
+        num_experts=num_experts,
+        top_k=min(2, num_experts),
+        dim=dim,
+        hidden=hidden,
+        matrices=2,
+        dtype="fp32",
+    )
+    digests: set[bytes] = set()
+    for plan in plans:
+        try:
+            compiled = compile_plan(plan, grid)
+        except InputError:
+            continue
+        if compiled.digest in digests:
+            continue
+        digests.add(compiled.digest)
+        name = f"tp {grid.tp}, etp {grid.etp}, dim {dim}, hidden {hidden}, {plan}"
+        yield Calibration(
+            name=name, compiled=compiled, mesh=grid, workload=workload, computes=computes
         )
-        seen: set[bytes] = set()
-        for plan in plans:
-            try:
-                compiled = compile_plan(plan, grid)
-            except InputError:
-                continue
-            if compiled.digest not in seen:
-                seen.add(compiled.digest)
-                name = f"tp {grid.tp}, etp {grid.etp}, dim {dim}, hidden {hidden}, {plan}"
-                yield Calibration(
-                    name=name, compiled=compiled, mesh=grid, workload=workload, computes=computes
-                )
 
 
 def _grids(world: int, ranks_per_node: int) -> list[Grid]:

@@ -40,8 +40,9 @@ def _send(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
     target = peers[1]
     if peers[0] != 0 or rank not in (0, target):
         return None
-    sent, received = ({target: whole}, {}) if rank == 0 else ({}, {0: whole})
-    return transport.wait(transport.issue(Transfer(rank, tag, sends=sent, receives=received)))
+    sends = {target: whole} if rank == 0 else {}
+    receives = {0: whole} if rank == target else {}
+    return transport.wait(transport.issue(Transfer(rank, tag, sends, receives)))
 
 
 COLLECTIVES: dict[str, Callable[[AbstractTransport, Peers, Tensor], object]] = {
@@ -92,15 +93,16 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
     ranks_per_node = len(inside)
     nodes = transport.world // ranks_per_node
     rank = transport.rank
+    own_node = rank // ranks_per_node
     tag = transport.take_tags(2 * nodes)
     shares = tensor.view(transport.world, -1)
     whole = shares.new_empty(ranks_per_node, *shares.shape)
-    received = whole[rank % ranks_per_node]
+    received = whole[rank % ranks_per_node]  # a view of this rank's part
     received[rank] = shares[rank]
     exchanges = []
     for phase in range(nodes):
-        targets = _ranks_of_node(rank // ranks_per_node + phase, nodes, ranks_per_node)
-        sources = _ranks_of_node(rank // ranks_per_node - phase, nodes, ranks_per_node)
+        targets = _ranks_of_node(own_node + phase, nodes, ranks_per_node)
+        sources = _ranks_of_node(own_node - phase, nodes, ranks_per_node)
         transfer = Transfer(
             rank,
             tag=tag + phase,
@@ -109,12 +111,13 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
         )
         exchanges.append((sources, transport.issue(transfer)))
     gathers = []
+    others = [peer for peer in inside if peer != rank]
     for phase, (sources, exchange) in enumerate(exchanges):
         transport.wait(exchange)
+        # By rank of this node, what it got from the ranks of one node.
         arrived = {
             peer: whole[peer % ranks_per_node, sources.start : sources.stop] for peer in inside
         }
-        others = [peer for peer in inside if peer != rank]
         transfer = Transfer(
             rank,
             tag=tag + nodes + phase,
@@ -143,21 +146,21 @@ def rate_of(line: Fit) -> float:
     Raises:
         InputError: if longer transfers take no longer.
     """
-    longer = _longer_seconds(line)
-    if not longer > 0:
+    more_seconds = _more_seconds(line)
+    if not more_seconds > 0:
         raise InputError(
             f"{line.what}: longer transfers take no longer, measured {1 + len(MORE_REPEATS)} times"
             ": measure again while nothing else runs, or with more --repeats"
         )
-    return (SIZES[-1] - SIZES[-3]) / longer
+    return (SIZES[-1] - SIZES[-3]) / more_seconds
 
 
-def _longer_seconds(line: Fit) -> float:
+def _more_seconds(line: Fit) -> float:
     """Return by how many seconds the last of the three largest sizes took longer than the first."""
-    earlier, later = (
-        line.seconds(SIZES[place]) * (1 + line.residuals[place]) for place in (-3, -1)
-    )
-    return later - earlier
+    # The measured times: those of the line, and the residuals as shares of them.
+    shorter = line.seconds(SIZES[-3]) * (1 + line.residuals[-3])
+    longer = line.seconds(SIZES[-1]) * (1 + line.residuals[-1])
+    return longer - shorter
 
 
 def collectives(
@@ -195,10 +198,11 @@ def collectives(
     everybody = tuple(range(transport.world))
     lines = {}
     for name, run in timed.items():
-        for times in (1, *MORE_REPEATS):
-            seconds = _seconds_by_size(transport, run, times * repeats, barrier, clock)
+        for factor in (1, *MORE_REPEATS):
+            seconds = _seconds_by_size(transport, run, factor * repeats, barrier, clock)
             lines[name] = fit(SIZES, seconds, what=name)
-            is_noise = torch.tensor([float(not _longer_seconds(lines[name]) > 0)])
+            # All ranks measure again if one of them has to.
+            is_noise = torch.tensor([float(not _more_seconds(lines[name]) > 0)])
             if not all_reduce_sum(transport, everybody, is_noise.to(transport.device)).any():
                 break
     return lines
@@ -214,9 +218,9 @@ def _seconds_by_size(
     """Return the seconds of each repeat of a collective, by size."""
     seconds = []
     for size in SIZES:
-        tensor = torch.zeros(
-            size // 4 // transport.world * transport.world, device=transport.device
-        )
+        # float32 numbers, as many of them as split over the ranks
+        length = size // 4 // transport.world * transport.world
+        tensor = torch.zeros(length, device=transport.device)
         own_spans = []
         for repeat in range(-1, repeats):
             barrier()
@@ -224,7 +228,7 @@ def _seconds_by_size(
             run(tensor)
             if tensor.is_cuda:
                 torch.cuda.synchronize()
-            if repeat >= 0:
+            if repeat >= 0:  # the first one is not timed
                 own_spans.append((start, clock()))
         seconds.append(elapsed(gathered(own_spans)))
     return seconds

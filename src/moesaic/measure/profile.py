@@ -1,4 +1,8 @@
-"""`moesaic profile`: measures the machine that its ranks run on, and describes it as a cluster."""
+"""`moesaic profile`: measures the machine that its ranks run on, and describes it as a cluster.
+
+It times products, copies and codecs, then collectives over the links inside and between nodes, then
+whole layers, which show what the parts do not. A node is a group of `ranks_per_node` ranks.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +80,8 @@ def measure(
     clock = shared_clock()
     barrier = start_together(latest, clock=clock) if dist.is_initialized() else lambda: None
     progress("products, copies and codecs", 0.0)
-    measured_device = device(
-        tuple(dict.fromkeys((*dtypes, "fp32"))), ranks_per_node, repeats, barrier
-    )
+    all_dtypes = tuple(dict.fromkeys((*dtypes, "fp32")))  # each once
+    measured_device = device(all_dtypes, ranks_per_node, repeats, barrier)
     progress("collectives", 0.15)
     lines = collectives(transport, ranks_per_node, repeats, barrier, clock)
     nodes = transport.world // ranks_per_node
@@ -103,10 +106,10 @@ def measure(
         clock,
     )
     progress("fit", 0.9)
-    fitted = (
-        fit_layers(described, layers) if transport.rank == 0 else None
-    )  # ranks share cores, and all would find the same
-    cluster, errors = gathered([fitted])[0][0]
+    # One rank fits: ranks share cores, and all would find the same.
+    fitted = fit_layers(described, layers) if transport.rank == 0 else None
+    fitted_by_ranks = [of_rank for (of_rank,) in gathered([fitted])]
+    cluster, errors = fitted_by_ranks[0]
     return Profile(cluster=cluster, errors=errors)
 
 
@@ -134,15 +137,17 @@ def links_of(lines: Mapping[str, Fit], nodes: int, ranks_per_node: int) -> tuple
     for span, num_ranks in (("inside", ranks_per_node), ("outside", nodes)):
         if num_ranks == 1:
             continue
-        all_to_all, send = (rate_of(lines[f"{name} {span}"]) for name in ("all_to_all", "send"))
+        all_to_all = rate_of(lines[f"all_to_all {span}"])
+        send = rate_of(lines[f"send {span}"])
         own_rate = (num_ranks - 1) / num_ranks * all_to_all  # a rank keeps its own part
         combined_rate = own_rate * ranks_per_node
         is_shared = ranks_per_node == 1 or combined_rate < SHARED_FROM * send
+        bytes_per_second = combined_rate if is_shared else own_rate
         links.append(
             Link(
                 name=span,
                 devices=ranks_per_node if is_shared else 1,
-                gbps=((combined_rate if is_shared else own_rate) * 8e-9,),
+                gbps=(bytes_per_second * 8e-9,),
                 carries="inside" if span == "inside" else "outside",
                 shared=span == "inside" and is_shared,
             )

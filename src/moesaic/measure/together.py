@@ -58,11 +58,11 @@ def start_together(
 
     def barrier() -> None:
         """Return on all ranks at the same moment, a little later than the last one came."""
-        moment = latest(clock()) + lead_seconds
-        # when the last rank knew the moment; a slow agreement postpones it
+        start = latest(clock()) + lead_seconds
+        # when the last rank knew the start; a slow agreement postpones it
         all_informed = latest(clock())
-        moment = max(moment, all_informed + lead_seconds)
-        time.sleep(max(moment - clock(), 0.0))
+        start = max(start, all_informed + lead_seconds)
+        time.sleep(max(start - clock(), 0.0))
 
     return barrier
 
@@ -79,14 +79,16 @@ def shared_clock() -> Callable[[], float]:
 
     if not dist.is_initialized():
         return time.monotonic
-    starts = [start for (start,) in gathered([started_machine()])]
-    late = 0.0
-    for rank in (rank for rank, start in enumerate(starts) if start != starts[0]):
+    machines = [machine for (machine,) in gathered([started_machine()])]
+    offset = 0.0
+    for rank, machine in enumerate(machines):  # one after another
+        if machine == machines[0]:
+            continue
         if dist.get_rank() == rank:
-            late = _ask_for_time()
+            offset = _ask_for_time()
         elif dist.get_rank() == 0:
             _answer_with_time(rank)
-    return lambda: time.monotonic() + late
+    return lambda: time.monotonic() + offset
 
 
 def started_machine() -> str:
@@ -104,14 +106,17 @@ def _ask_for_time() -> float:
     import torch.distributed as dist
 
     theirs = torch.zeros(1, dtype=torch.float64)
-    asked = []
+    answers = []
     for _ in range(ASKED):
         sent = time.monotonic()
         dist.send(theirs, 0)
         dist.recv(theirs, 0)
         received = time.monotonic()
-        asked.append((received - sent, float(theirs) - (sent + received) / 2))
-    return min(asked)[1]
+        round_trip = received - sent
+        offset = float(theirs) - (sent + received) / 2
+        answers.append((round_trip, offset))
+    _, offset_of_shortest = min(answers)
+    return offset_of_shortest
 
 
 def _answer_with_time(rank: int) -> None:
@@ -148,6 +153,9 @@ def gathered(own: list) -> list[list]:
 def elapsed(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
     """Return, per repeat, the seconds from the first rank's start to the last one's end, from each
     rank's (start, end) by a clock that all share."""
-    return tuple(
-        max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks)
-    )
+    seconds = []
+    for spans_of_repeat in zip(*of_ranks):
+        first_start = min(start for start, _ in spans_of_repeat)
+        last_end = max(end for _, end in spans_of_repeat)
+        seconds.append(last_end - first_start)
+    return tuple(seconds)

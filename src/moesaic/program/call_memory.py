@@ -1,11 +1,15 @@
 """Peak memory of one layer call on each rank, forward and backward: bytes, derived from the
 programs that run.
 
-This module follows the executor's walk through a program step by step. A slot lives from the task
-that writes it to the last task that reads it, messages from departure to landing, and experts keep
-and need what their kernels do. So each step holds a number of bytes per row of some slots, in a
-table that is computed once. The rows of a call, which every rank knows for all ranks, then give the
-bytes of the call.
+This module follows the executor's walk through a program step by step (`life.py`). A slot, a named
+value of the program, lives from the task that writes it to the last task that reads it, messages
+from departure to landing, and experts keep and need what their kernels do. So each step holds a
+number of bytes per row of some slots, in a table that is computed once. The rows of a call, which
+every rank knows for all ranks, then give the bytes of the call.
+
+A term is what bytes are counted per: a row of a slot's layout, a row of a hop's messages, or the
+scratch memory (what a kernel allocates and frees) of an expert task. A packet is what one rank
+sends another in an all-to-all, encoded by a codec.
 
 The result lives to the end of the backward pass, since what reads it may keep it. Not counted:
 memory allocated before the call (input, parameters, gradient of the result), and the router.
@@ -88,30 +92,31 @@ class HeldBytes:
     ) -> None:
         self.experts = experts
         terms = _Terms()
-        forward = _Walk(programs[0], mesh, experts, terms)
-        backward = _Walk(programs[1], mesh, experts, terms, earlier=forward)
-        names = [
-            name for name in programs[1].inputs if name in forward.slots and name in backward.slots
+        forward_program, backward_program = programs
+        forward = _Walk(forward_program, mesh, experts, terms)
+        backward = _Walk(backward_program, mesh, experts, terms, earlier=forward)
+        expert_tasks = [task for task in forward_program.tasks if task.op is Op.EXPERT]
+
+        # What a call keeps from forward to backward: slots that both read, and the experts' own.
+        shared = [
+            name
+            for name in backward_program.inputs
+            if name in forward.slots and name in backward.slots
         ]
         kept_bytes = _total_bytes(
-            [backward.slot_bytes(name) for name in names if name not in ALLOCATED_BEFORE]
+            [backward.slot_bytes(name) for name in shared if name not in ALLOCATED_BEFORE]
         )
-        kept_bytes += _total_bytes(
-            [forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT]
-        )
-        result = _total_bytes([forward.slot_bytes(name) for name in programs[0].outputs])
-        held = (_total_bytes([result, step]) for step in backward.steps(set()))
-        inside = {kept(task.name) for task in programs[0].tasks if task.op is Op.EXPERT}
-        steps = [*forward.steps({*names, *inside}), *held]
-        sum_bytes = max(WIDE, experts.element_bytes)
-        tokens = forward.slots["x"].layout
-        weights = forward.slots["w"].layout
-        sums = terms.bytes_of(tokens, experts.dim * sum_bytes)
-        sums += terms.bytes_of(weights, experts.unit_numbers * sum_bytes)
-        if sum_bytes > experts.element_bytes:
-            sums += terms.bytes_of(tokens, experts.dim * experts.element_bytes)
+        kept_bytes += _total_bytes([forward.kept_inside(task) for task in expert_tasks])
+
+        kept_names = {*shared, *(kept(task.name) for task in expert_tasks)}
+        steps = forward.steps(kept_names)
+        result = _total_bytes([forward.slot_bytes(name) for name in forward_program.outputs])
+        steps += [_total_bytes([result, step]) for step in backward.steps(set())]
+
+        sums = _sums_over_slices(forward, experts, terms)
         numbers = dict.fromkeys(number for step in (*steps, kept_bytes, sums) for number in step)
         self._places = {number: place for place, number in enumerate(numbers)}
+        """By a term's number, its column in the tables."""
         self._terms = terms.of(numbers)
         self._steps = np.unique(self._table(steps), axis=0)
         self._kept, self._sums = self._table([kept_bytes, sums])
@@ -132,14 +137,16 @@ class HeldBytes:
         return rows @ self._kept, self._most(rows) + CALL
 
     def _most(self, rows: np.ndarray) -> np.ndarray:
+        """Return the bytes of the fullest step on each rank, (ranks,), from (ranks, terms) rows."""
         most: np.ndarray = (rows @ self._steps.T).max(1)
         return most
 
     def _table(self, steps: Sequence[Bytes]) -> np.ndarray:
-        places = self._places
-        table = np.zeros((len(steps), len(places)))
-        for row, step in zip(table, steps):
-            row[[places[number] for number in step]] = list(step.values())
+        """Return bytes per row of each term at each step, (steps, terms)."""
+        table = np.zeros((len(steps), len(self._places)))
+        for index, step in enumerate(steps):
+            for number, size in step.items():
+                table[index, self._places[number]] = size
         return table
 
     def _rows(self, counts: AbstractRowCounts) -> np.ndarray:
@@ -153,21 +160,33 @@ class HeldBytes:
             return counts.hop_rows(term)
         if not isinstance(term, _Scratch):
             return counts.rows(term)
-        tables, number = np.unique(
-            np.ceil(counts.rows_per_expert(term.layout)), axis=0, return_inverse=True
-        )
-        scratch = [
-            POSITION * int(rows.sum())
-            + self.experts.scratch(
+        # Ranks with equal rows of every expert need equal scratch memory, computed once.
+        rows_of_ranks = np.ceil(counts.rows_per_expert(term.layout))
+        distinct, number_of_rank = np.unique(rows_of_ranks, axis=0, return_inverse=True)
+        scratch = []
+        for rows in distinct:
+            kernel_bytes = self.experts.scratch(
                 tuple(rows.astype(np.int64).tolist()),
                 term.shards,
                 gathers_x=term.gathers_x,
                 places_x=term.places_x,
                 phase=term.phase,
             )
-            for rows in tables
-        ]
-        return np.array(scratch)[number.ravel()]
+            scratch.append(POSITION * int(rows.sum()) + kernel_bytes)
+        return np.array(scratch)[number_of_rank.ravel()]
+
+
+def _sums_over_slices(forward: _Walk, experts: ExpertSizes, terms: _Terms) -> Bytes:
+    """Return the bytes of the gradients of tokens and weights that are summed over the slices of a
+    call, in float32 or wider, and of the tokens' gradients after a cast."""
+    sum_bytes = max(WIDE, experts.element_bytes)
+    tokens = forward.slots["x"].layout
+    weights = forward.slots["w"].layout
+    sums = terms.bytes_of(tokens, experts.dim * sum_bytes)
+    sums += terms.bytes_of(weights, experts.unit_numbers * sum_bytes)
+    if sum_bytes > experts.element_bytes:
+        sums += terms.bytes_of(tokens, experts.dim * experts.element_bytes)
+    return sums
 
 
 class _Walk:
@@ -197,10 +216,8 @@ class _Walk:
         self._writers = {name: task for task in program.tasks for name in task.writes}
         self.slots = {slot.name: slot for slot in program.slots}
         self._codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-        between = any(
-            task.lane is Lane.INTER for task in program.tasks if task.op in (Op.MOVE, Op.HOP)
-        )
-        self.slowest = Lane.INTER if between else Lane.INTRA
+        lanes = {task.lane for task in program.tasks if task.op in (Op.MOVE, Op.HOP)}
+        self.slowest = Lane.INTER if Lane.INTER in lanes else Lane.INTRA
 
     def slot_bytes(self, name: str) -> Bytes:
         """Return the bytes per row of a slot."""
@@ -209,38 +226,45 @@ class _Walk:
 
     def kept_inside(self, task: Task) -> Bytes:
         """Return the bytes that an expert task keeps for backward besides its input."""
-        rows = next(self.slots[name] for name in task.reads if self.slots[name].kind is Kind.ROWS)
+        read = [self.slots[name] for name in task.reads]
+        rows = next(slot for slot in read if slot.kind is Kind.ROWS)
         numbers = self.experts.kept * self._shards(task)
         return self._bytes_of(rows.layout, numbers * self.experts.element_bytes)
 
     def _shards(self, task: Task) -> int:
         """Return how many shards of the hidden width an expert task computes."""
-        weights = next(
-            self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights"
-        )
+        read = [self.slots[name] for name in task.reads]
+        weights = next(slot for slot in read if slot.layout.flow == "weights")
         return self.mesh.num_shards(weights.layout)
 
     def scratch_of_experts(self, task: Task, phase: Phase) -> Bytes:
         """Return the scratch memory of an expert task."""
-        x = task.reads[task.op is Op.EXPERT_GRAD]
+        # A gradient task reads the cotangent of the results first, then the rows.
+        x = task.reads[1] if task.op is Op.EXPERT_GRAD else task.reads[0]
         gathers_x, places_x = self._order_of(x)
         scratch = _Scratch(self.slots[x].layout, self._shards(task), gathers_x, places_x, phase)
         return self._bytes_of(scratch, 1)
 
     def _order_of(self, name: str) -> tuple[bool, bool]:
         """Return whether rows lie in another order than the experts', and whether their gradients
-        are written in that order."""
+        are written in that order.
+
+        Args:
+            name: the slot of the rows.
+        """
         writer = self._writers.get(name)
-        if writer is None:
+        if writer is None:  # an input, which in a backward program the forward one may have written
             return (False, False) if self._earlier is None else self._earlier._order_of(name)
         if writer.op in (Op.PERMUTE, Op.TAKE):
             return True, False
         if writer.op is Op.UNPACK:
             return True, True
-        if writer.op is Op.MOVE and not self.stays(writer):
-            _, _, in_place = self.messages(writer, joined=False)
-            return not in_place, not in_place
-        return (False, False) if writer.op is not Op.MOVE else self._order_of(writer.reads[0])
+        if writer.op is not Op.MOVE:
+            return False, False
+        if self.stays(writer):
+            return self._order_of(writer.reads[0])
+        _, _, in_place = self.messages(writer, joined=False)
+        return not in_place, not in_place
 
     def _row_bytes(self, slot: Slot) -> int:
         """Return the bytes of a row of a slot."""
@@ -249,7 +273,7 @@ class _Walk:
             return max(WIDE, experts.element_bytes)
         if slot.kind is Kind.INDEX:
             return INDEX
-        if slot.kind is Kind.WEIGHT and slot.layout.flow == "weights":
+        if slot.kind is Kind.WEIGHT and slot.layout.flow == "weights":  # a row per hidden unit
             return experts.unit_numbers * experts.element_bytes
         return experts.dim * experts.element_bytes
 
@@ -257,21 +281,21 @@ class _Walk:
         """Return the bytes that are alive at each step.
 
         Args:
-            stay: what lives to the end besides the outputs.
+            stay: names of what lives to the end besides the outputs.
         """
         alive = _Alive(self)
         life = life_of(self.program, frozenset({*stay, *self.program.outputs}))
         for place, step in enumerate(life.steps):
             for sender in step.lands:
-                alive.settle(sender)
-            alive.finish(step.reads)
+                alive.land(sender)
+            alive.run_deferred_before(step.reads)
             if step.sends:
                 alive.depart(place, step)
             else:
                 alive.compute(step)
             alive.free(place, step.dies)
         for sender in life.lands:
-            alive.settle(sender)
+            alive.land(sender)
         return alive.bytes_by_step
 
     def messages(self, task: Task, *, joined: bool) -> tuple[Bytes, Bytes, bool]:
@@ -287,20 +311,19 @@ class _Walk:
         target = self.slots[task.writes[0]]
         if task.op is Op.HOP:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))
-            sends = HopRows(move, task.link, task.group, task.hop, arrives=False)
-            return (
-                self._bytes_of(sends, row_bytes),
-                self._bytes_of(sends._replace(arrives=True), row_bytes),
-                False,
-            )
+            sent_rows = HopRows(move, task.link, task.group, task.hop, arrives=False)
+            received_rows = sent_rows._replace(arrives=True)
+            to_send = self._bytes_of(sent_rows, row_bytes)
+            to_receive = self._bytes_of(received_rows, row_bytes)
+            return to_send, to_receive, False
         sent, received = self.mesh.messages(move)
-        leaves = self._bytes_of(source.layout, self._row_bytes(source) * sent.uses)
-        if not joined and sent.is_whole:
-            leaves = Counter()
+        to_send = self._bytes_of(source.layout, self._row_bytes(source) * sent.uses)
+        if not joined and sent.is_whole:  # the slot itself is sent
+            to_send = Counter()
         if source.layout.flow == "weights":
-            leaves += self.slot_bytes(task.reads[0])  # packed
-        arrives = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
-        return leaves, arrives, not joined and received.is_whole
+            to_send += self.slot_bytes(task.reads[0])  # packed
+        to_receive = self._bytes_of(target.layout, self._row_bytes(target) * received.uses)
+        return to_send, to_receive, not joined and received.is_whole
 
     def _stacked(self, name: str) -> Bytes:
         """Return the bytes of a slot that are stacked at once to be added: rows, or the largest
@@ -308,12 +331,12 @@ class _Walk:
         slot = self.slots[name]
         experts = self.experts
         writer = self._writers.get(name)
-        if not experts.kernel or writer is None or writer.op is not Op.EXPERT_GRAD:
+        is_of_experts = writer is not None and writer.op is Op.EXPERT_GRAD
+        if not (experts.kernel and is_of_experts and slot.layout.flow == "weights"):
             return self.slot_bytes(name)
-        if slot.layout.flow != "weights":
-            return self.slot_bytes(name)
-        largest = (experts.matrices - 1) * experts.dim * experts.element_bytes
-        return self._bytes_of(slot.layout, largest)
+        # The matrices that read the token are one parameter.
+        bytes_per_unit = (experts.matrices - 1) * experts.dim * experts.element_bytes
+        return self._bytes_of(slot.layout, bytes_per_unit)
 
     def stays(self, task: Task) -> bool:
         """Return whether a move leaves all rows where they are, on every rank."""
@@ -321,13 +344,11 @@ class _Walk:
 
     def coded(self, slot: Slot, codec: str | None) -> int:
         """Return the bytes of a slot's row in a message."""
-        size = self._row_bytes(slot)
         if not codec or not is_coded(codec) or slot.kind not in (Kind.ROWS, Kind.TOKENS):
-            return size
+            return self._row_bytes(slot)
         dtype = DTYPES[self.experts.element_bytes]
-        return int(
-            np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS)
-        )
+        num_bytes = codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype)
+        return int(np.ceil(num_bytes / CODED_ROWS))
 
     def packed(self, task: Task) -> Bytes:
         """Return the bytes of packets: sorted rows, and encoded ones if that makes them smaller."""
@@ -346,12 +367,16 @@ class _Walk:
             return self.scratch_of_experts(task, "forward")
         if task.op is Op.EXPERT_GRAD:
             return self.scratch_of_experts(task, "backward")
-        if task.op is Op.COMBINE and size < WIDE:  # rows and their sums in float32
-            rows = self.slots[task.reads[0]].layout
+        if task.op is Op.COMBINE and size < WIDE:
+            rows = task.reads[0]
             tokens = self.slots[task.writes[0]].layout
-            wide = self.experts.dim * WIDE
-            ordered = self.experts.dim * size if self._order_of(task.reads[0])[0] else 0
-            return self._bytes_of(rows, wide + ordered) + self._bytes_of(tokens, wide)
+            float32_row = self.experts.dim * WIDE
+            row_bytes = float32_row
+            is_gathered, _ = self._order_of(rows)
+            if is_gathered:  # a copy in the experts' order
+                row_bytes += self.experts.dim * size
+            row_sums = self._bytes_of(tokens, float32_row)
+            return self._bytes_of(self.slots[rows].layout, row_bytes) + row_sums
         if task.op is Op.UNPACK:
             return self.slot_bytes(task.writes[0])
         if task.op is Op.ADD and size < WIDE:
@@ -368,6 +393,11 @@ class _Flight(NamedTuple):
     arrive: Mapping[str, tuple[Bytes, bool]]
     """By slot that the messages bring, its bytes, and whether the receive buffer is the slot
     itself."""
+
+    @property
+    def has_no_send_buffer(self) -> bool:
+        """Whether slots are sent without a copy."""
+        return not self.buffers[0]
 
 
 class _Alive:
@@ -414,31 +444,36 @@ class _Alive:
             self._total[number] -= count
         return size
 
-    def settle(self, sender: int) -> None:
-        """Let the messages of a step arrive, if it sent any."""
+    def land(self, sender: int) -> None:
+        """Let the messages of a step arrive, if it sent any.
+
+        Args:
+            sender: the place of the step.
+        """
         flight = self._flights.pop(sender, None)
         if flight is None:
             return
         if flight.lane is self._walk.slowest:
-            self._sum(flight.buffers)
+            self._run_deferred(flight.buffers)
         for name, (size, in_place) in flight.arrive.items():
             if not in_place:
                 self._add(name, size)
+        # Rows are copied from the receive buffer while both are alive; a slot in place replaces it.
         self._record(*flight.buffers)
         for name, (size, in_place) in flight.arrive.items():
             if in_place:
                 self._add(name, size)
 
-    def finish(self, names: Iterable[str]) -> None:
-        """Run the deferred products before a slot that they write is read."""
-        if not self._deferred_slots.isdisjoint(names):
-            self._sum(())
+    def run_deferred_before(self, reads: Iterable[str]) -> None:
+        """Run the deferred products if one of some slots is written by them."""
+        if not self._deferred_slots.isdisjoint(reads):
+            self._run_deferred(())
 
-    def _sum(self, flight: Iterable[Bytes]) -> None:
-        """Run the deferred products, beside some messages in flight."""
+    def _run_deferred(self, buffers: Iterable[Bytes]) -> None:
+        """Run the deferred products, beside the buffers of messages that are not in `_flights`."""
         if self._deferred:
             self._deferred = self._summing
-            self._record(*flight)
+            self._record(*buffers)
         self._deferred = Counter()
         self._deferred_slots = set()
 
@@ -451,19 +486,22 @@ class _Alive:
                 self._share(task.writes[0], task.reads[0])
         if not moving:
             return
-        sends: Bytes = Counter()
-        receives: Bytes = Counter()
+        to_send: Bytes = Counter()
+        to_receive: Bytes = Counter()
         arrive = {}
         for task in moving:
             sent, received, in_place = walk.messages(task, joined=len(moving) > 1)
-            sends += sent
-            receives += received
-            size = received if task.op is Op.HOP else walk.slot_bytes(task.writes[0])
-            arrive[task.writes[0]] = size, in_place or task.op is Op.HOP
-        self._flights[place] = _Flight(step.tasks[0].lane, [sends, receives], arrive)
+            to_send += sent
+            to_receive += received
+            if task.op is Op.HOP:  # its packets stay in the receive buffer
+                arrive[task.writes[0]] = (received, True)
+            else:
+                arrive[task.writes[0]] = (walk.slot_bytes(task.writes[0]), in_place)
+        self._flights[place] = _Flight(step.tasks[0].lane, [to_send, to_receive], arrive)
         self._record()
 
     def _share(self, name: str, source: str) -> None:
+        """Let a slot have the memory of another one, or of what that shares."""
         storage = self._storage_of.get(source, source)
         self._storage_of[name] = storage
         self._users.setdefault(storage, {source}).add(name)
@@ -481,29 +519,33 @@ class _Alive:
         if task.op is Op.EXPERT_GRAD:
             self._deferred = walk.scratch_of_experts(task, "waiting")
             self._summing = walk.scratch_of_experts(task, "summing")
-            self._deferred_slots = set(task.writes[2:])
+            self._deferred_slots = set(task.writes[2:])  # after those of rows and gates
 
     def free(self, place: int, names: Iterable[str]) -> None:
         """Free slots. One that is sent without a copy lives until its messages have arrived."""
+        flight = self._flights.get(place)
         for name in names:
             storage = self._storage_of.get(name, name)
             users = self._users.get(storage, {name})
             users.discard(name)
-            freed = None if users else self._remove(storage)
-            if freed and place in self._flights and not self._flights[place].buffers[0]:
-                self._flights[place].buffers.append(freed)
+            if users:
+                continue
+            freed = self._remove(storage)
+            if freed and flight is not None and flight.has_no_send_buffer:
+                flight.buffers.append(freed)
 
     def _record(self, *extra: Bytes) -> None:
-        flying = [each for flight in self._flights.values() for each in flight.buffers]
-        self.bytes_by_step.append(_total_bytes([self._total, *flying, self._deferred, *extra]))
+        """Note the bytes that are alive now, with some others."""
+        in_flight = [buffer for flight in self._flights.values() for buffer in flight.buffers]
+        self.bytes_by_step.append(_total_bytes([self._total, *in_flight, self._deferred, *extra]))
 
 
 def _total_bytes(parts: Iterable[Bytes]) -> Bytes:
     """Return the sum of some numbers of bytes by term."""
     total: Bytes = Counter()
     for part in parts:
-        if not total:
-            total.update(part)  # at once
+        if not total:  # nothing to add to, and a copy is faster
+            total.update(part)
             continue
         for number, size in part.items():
             total[number] = total.get(number, 0) + size

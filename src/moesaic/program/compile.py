@@ -1,5 +1,11 @@
 """Compiles a plan into a forward and a backward program: build, passes, transpose, lowering,
-order."""
+order.
+
+A program is a list of tasks on named values, the slots (`task.py`). The schedule of the plan builds
+the forward program, passes rewrite it for the plan's other choices, and its transpose is the
+backward program. Lowering replaces each movement over ep by the rounds of messages (hops) of an
+all-to-all algorithm. Last, tasks are put in the order in which they are issued.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +87,10 @@ class Compiled:
     def capacity_multiple(self) -> int:
         """The multiple to which a padded capacity is rounded up, so that its rows split evenly over
         tp, shards and chunks."""
-        blocks = max(
-            codec_spec(codec).rows_per_block
-            for codec in (self.plan.codec, self.plan.backward_codec)
-        )
+        codecs = [codec_spec(self.plan.codec), codec_spec(self.plan.backward_codec)]
+        rows_per_block = max(codec.rows_per_block for codec in codecs)
         chunks = self.plan.chunks
-        return math.lcm(self.grid.tp, self.grid.etp * chunks, blocks * chunks)
+        return math.lcm(self.grid.tp, self.grid.etp * chunks, rows_per_block * chunks)
 
     @cached_property
     def digest(self) -> bytes:
@@ -140,27 +144,28 @@ class Compiled:
 
     @cached_property
     def _under(self) -> Callable[[Plan], Compiled]:
-        return cache(
-            partial(
-                compile_plan, grid=replace(self.grid, etp_inner=1), bias="b" in self.logical.inputs
-            )
-        )
+        """The function behind `under`."""
+        grid = replace(self.grid, etp_inner=1)
+        has_bias = "b" in self.logical.inputs
+        return cache(partial(compile_plan, grid=grid, bias=has_bias))
 
     @cached_property
     def _index(self) -> Callable[[int], LayoutIndex]:
+        """The function behind `shapes`."""
         return cache(
             partial(LayoutIndex, self.grid, num_chunks=self.plan.chunks, replicates=self.replicates)
         )
 
     @cached_property
     def _held(self) -> Callable[[int, ExpertSizes], HeldBytes]:
-        """Return the bytes that a rank holds, the same object for equal arguments."""
-        programs = self.forward, self.backward
-        return cache(
-            lambda num_experts, experts: HeldBytes(
-                programs, MovedPieces(self.shapes(num_experts)), experts
-            )
-        )
+        """The function behind `held`."""
+
+        @cache
+        def held_bytes(num_experts: int, experts: ExpertSizes) -> HeldBytes:
+            mesh = MovedPieces(self.shapes(num_experts))
+            return HeldBytes((self.forward, self.backward), mesh, experts)
+
+        return held_bytes
 
 
 def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
@@ -175,29 +180,34 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     """
     _check_deepep(plan, grid)
     # What follows the transpose changes nothing before it, so plans that differ there share both
-    # programs.
-    usual = Plan(all_to_all=plan.all_to_all if plan.crossing is not Crossing.LINK else "linear")
-    logical, grid = _logical(
-        replace(
-            plan,
-            all_to_all=usual.all_to_all,
-            order=usual.order,
-            overlap_gather=usual.overlap_gather,
-        ),
-        grid,
-        bias,
+    # programs, cached under a plan with the defaults of these choices.
+    default = Plan()
+    is_link = plan.crossing is Crossing.LINK
+    plan_before_transpose = replace(
+        plan,
+        all_to_all=default.all_to_all if is_link else plan.all_to_all,
+        order=default.order,
+        overlap_gather=default.overlap_gather,
     )
-    programs: list[Program] = []
-    for program, codec in zip(_both_ways(logical), (plan.codec, plan.backward_codec)):
-        if plan.overlap_gather:
-            program = overlap_gather(program, grid, required=not programs)
-        program = route_all_to_all(program, plan.link, grid)
-        program = compress(program, codec, grid)
-        programs.append(_ordered(program, plan.order))
-    again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
-    if again is not None:
+    logical, grid = _logical(plan_before_transpose, grid, bias)
+    forward, backward = _both_ways(logical)
+    forward = _lowered(forward, plan, grid, plan.codec, is_forward=True)
+    backward = _lowered(backward, plan, grid, plan.backward_codec, is_forward=False)
+    again = None
+    if plan.memory_budget is not None:
+        again = up_to_experts(forward, saved(logical))
         validate(again)
-    return Compiled(plan, grid, logical, forward=programs[0], backward=programs[1], again=again)
+    return Compiled(plan, grid, logical, forward=forward, backward=backward, again=again)
+
+
+def _lowered(program: Program, plan: Plan, grid: Grid, codec: str, *, is_forward: bool) -> Program:
+    """Return a program with the plan's all-to-all, codec and order; only a forward program must
+    have an all-gather that `overlap_gather` can overlap."""
+    if plan.overlap_gather:
+        program = overlap_gather(program, grid, required=is_forward)
+    program = route_all_to_all(program, plan.link, grid)
+    program = compress(program, codec, grid)
+    return _ordered(program, plan.order)
 
 
 @lru_cache(maxsize=256)
@@ -230,12 +240,11 @@ def moving(compiled: Compiled) -> Compiled:
             f"sample placement clashes with memory_budget={plan.memory_budget}, whose slices cut "
             "samples: leave memory_budget unset"
         )
-    logical, forward, backward = map(
-        relocate, (compiled.logical, compiled.forward, compiled.backward)
-    )
+    forward = relocate(compiled.forward)
+    backward = relocate(compiled.backward)
     validate(forward)
     validate(backward)
-    return replace(compiled, logical=logical, forward=forward, backward=backward)
+    return replace(compiled, logical=relocate(compiled.logical), forward=forward, backward=backward)
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:
@@ -243,11 +252,13 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
     support."""
     if plan.crossing is not Crossing.DEEPEP:
         return
-    for name, usual in vars(Plan(all_to_all=plan.all_to_all, order=plan.order)).items():
-        if getattr(plan, name) != usual:
+    supported = Plan(all_to_all=plan.all_to_all, order=plan.order)
+    for name, only_value in vars(supported).items():
+        if getattr(plan, name) != only_value:
             raise InputError(
                 f"plan.{name}={getattr(plan, name)} clashes with plan.all_to_all=deepep, which "
-                f"moves whole tokens by its own kernels: leave it at {usual}, or choose multicast"
+                f"moves whole tokens by its own kernels: leave it at {only_value}, or choose "
+                "multicast"
             )
     if grid.tp > 1 or grid.etp > 1:
         raise InputError(
@@ -258,7 +269,8 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
 
 @lru_cache(maxsize=256)
 def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
-    """Return the forward program after the passes that come before the transpose, and the grid."""
+    """Return the forward program after the passes that come before the transpose, and the grid, in
+    which `gather_weights` splits etp into two axes."""
     program = SCHEDULES[plan.schedule](bias)
     validate_schedule(program)
     if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
@@ -277,11 +289,10 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
     program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
     if plan.gather_weights is not None:
         program, grid = gather_weights(program, plan.gather_weights, grid)
-    program = (
-        replicate(program, plan.chunks, grid)
-        if plan.replicates
-        else split_capacity(program, plan.chunks)
-    )
+    if plan.replicates:
+        program = replicate(program, plan.chunks, grid)
+    else:
+        program = split_capacity(program, plan.chunks)
     return split_peers(program, plan.peer_groups, grid), grid
 
 
@@ -295,10 +306,12 @@ def _both_ways(program: Program) -> tuple[Program, Program]:
 def _rounds_apart(program: Program) -> bool:
     """Return whether ranks that must agree on a row receive it in separate messages, only some of
     which a codec rounds."""
-    ends = [(task, program.slot(task.writes[0])) for task in program.moves() if "ep" in task.group]
-    agreeing = [
-        any(slot.on(axis) is State.IDENTICAL for axis in task.group)
-        for task, slot in ends
-        if slot.kind is Kind.ROWS
-    ]
-    return program.is_redundant or any(agreeing)
+    if program.is_redundant:
+        return True
+    for task in program.moves():
+        received = program.slot(task.writes[0])
+        if "ep" not in task.group or received.kind is not Kind.ROWS:
+            continue
+        if any(received.on(axis) is State.IDENTICAL for axis in task.group):
+            return True
+    return False

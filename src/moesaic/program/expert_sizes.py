@@ -1,7 +1,11 @@
 """The memory that experts need, as plain numbers, one function per kernel.
 
-The kernels import from here how many rows they process at a time; a test compares every function
-with the bytes that its kernel allocates (tests/kernels/test_scratch.py).
+Scratch memory is what a kernel allocates and frees while it runs. A kernel may process rows in
+blocks, so that its scratch memory fits the cache; a block has rows of several small experts, of
+one, or of a part of a large one. The kernels import from here how many rows a block has; a test
+compares every function with the bytes that its kernel allocates (tests/kernels/test_scratch.py).
+
+`dim` is the width of a token, `units` the hidden width of an expert or of a shard of one.
 """
 
 from __future__ import annotations
@@ -75,85 +79,105 @@ def block_limit(row_bytes: int) -> int:
 
 
 def most_block_rows(rows: Sequence[int], limit: int) -> int:
-    """Return the rows of the largest block if experts' rows are cut into blocks of at most `limit`:
-    several small experts, one, or part of a large one."""
-    largest = filled = 0
+    """Return the rows of the largest block if experts' rows, in order, are cut into blocks of at
+    most `limit` rows."""
+    largest = 0
+    in_block = 0
     for count in rows:
         for start in range(0, int(count), limit):
             size = min(limit, int(count) - start)
-            if filled + size > limit:
-                filled = 0
-            filled += size
-            largest = max(largest, filled)
+            if in_block + size > limit:  # a new block
+                in_block = 0
+            in_block += size
+            largest = max(largest, in_block)
     return largest
 
 
 def missing_rows(num_rows: int) -> int:
-    """Return how many rows are missing to a number of 16-bit rows that comes again: from `STEP` on,
-    at most 16 numbers per doubling do."""
-    return -num_rows % max(STEP, 1 << num_rows.bit_length() >> 5) if num_rows > STEP else 0
+    """Return how many rows pad a product of 16-bit rows to one of few sizes, so that sizes recur:
+    a multiple of `STEP`, and of a sixteenth to a 32nd of the number itself. Up to `STEP` rows are
+    not padded."""
+    if num_rows <= STEP:
+        return 0
+    multiple = max(STEP, 1 << num_rows.bit_length() >> 5)
+    return -num_rows % multiple
 
 
 def by_expert_scratch(call: KernelCall) -> int:
     """Return the bytes that `kernels/by_expert.py` needs beside inputs, results and what it keeps:
     buffers of one block, what the products of an expert's rows copy, and numbers of every row."""
+    # Blocks are cut by this many buffers of (rows, units) and of (rows, dim).
     size = call.element_bytes
     hidden_buffers = call.matrices if call.is_backward else 1
     dim_buffers = 2 if call.is_backward else 1
     limit = block_limit((hidden_buffers * call.units + dim_buffers * call.dim) * size)
-    block = most_block_rows(call.rows, limit)
-    moments = _moments(call, limit)
-    buffers = max(wide * block * call.dim * size + copied for wide, copied in moments)
-    gates = 2 * size * call.total
-    return gates + block * (hidden_buffers * call.units * size + ROW_NUMBER) + buffers
+    block_rows = most_block_rows(call.rows, limit)
+
+    gate_bytes = 2 * size * call.total
+    hidden_bytes = block_rows * (hidden_buffers * call.units * size + ROW_NUMBER)
+    buffer_bytes = block_rows * call.dim * size
+    most_at_a_moment = max(
+        buffers * buffer_bytes + copied for buffers, copied in _moments(call, limit)
+    )
+    return gate_bytes + hidden_bytes + most_at_a_moment
 
 
 Moment = tuple[int, int]
-"""Buffers of a block's rows as wide as a token that are alive, and bytes that a product copies."""
+"""What is alive at one moment of a kernel: how many buffers of (block's rows, dim), and the bytes
+that a product copies."""
 
 
 def _moments(call: KernelCall, limit: int) -> list[Moment]:
-    """Return the moments of a phase.
+    """Return the moments of a phase at which most memory may be alive. `limit` is the most rows of
+    a block.
 
     Forward: the products of the gathered rows, and the last product, whose result is then placed.
     Backward: the products with the weighted gradients of the results, and those with the gradients
     of what reads the token, whose rows are then placed. Sums over rows may be deferred until these
     rows are sent.
     """
+    gathered = int(call.gathers_x)
+    placed = int(call.places_x)
     if call.phase == "forward":
         first = _copied_bytes(call, limit, call.dim, call.units)
         last = _copied_bytes(call, limit, call.units, call.dim)
-        return [(call.gathers_x, first), (call.gathers_x + call.places_x, last)]
-    summed = 1 + call.gathers_x
+        return [(gathered, first), (gathered + placed, last)]
+    for_sums = 1 + gathered  # the gradients of the results, and the tokens
     if call.phase == "waiting":
-        return [(summed, 0)]
+        return [(for_sums, 0)]
     down = _copied_bytes(call, limit, call.dim, call.units)
     up = _copied_bytes(call, limit, (call.matrices - 1) * call.units, call.dim)
     if call.phase == "summing":
-        return [(summed, max(down, up))]
-    dots = 12 * most_block_rows(call.rows, limit) * (call.units + 4) * call.weights_late
-    late = int(call.weights_late)
-    first = 1 + (late and not call.places_x)  # rows in place are weighted as they are gathered
-    return [(first, dots), (1 + late, down), (summed + late + call.places_x, up)]
+        return [(for_sums, max(down, up))]
+    if not call.weights_late:
+        return [(1, 0), (1, down), (for_sums + placed, up)]
+    # The weighted gradients take one more buffer, unless rows in place are weighted as they are
+    # gathered. The dot products copy both factors to float32, as is their product.
+    dots = 12 * most_block_rows(call.rows, limit) * (call.units + 4)
+    return [(1 if call.places_x else 2, dots), (2, down), (for_sums + 1 + placed, up)]
 
 
 def _copied_bytes(call: KernelCall, limit: int, first: int, second: int) -> int:
-    """Return the most bytes that a product of one expert's rows, of one width, with a matrix, or a
-    sum over them with rows of the other width, copies."""
+    """Return the most bytes that a product of one expert's rows in a block copies: (rows, first) @
+    (first, second), or (first, rows) @ (rows, second)."""
     if call.converts == "nothing":
         return 0
     counts = {min(int(count), limit) for count in call.rows}
-    return max((_copied(call, count, first, second, first * second) for count in counts), default=0)
+    return max((_copied(call, count, first, second) for count in counts), default=0)
 
 
-def _copied(call: KernelCall, rows: int, first: int, second: int, size: int) -> int:
-    """Return the bytes that a product copies of `rows` rows of two widths, `size` being the numbers
-    of the matrix that it reads or makes."""
-    numbers = rows * (first + second) + size
+def _copied(call: KernelCall, rows: int, first: int, second: int) -> int:
+    """Return the bytes that a product copies: (rows, first) @ (first, second), or (first, rows) @
+    (rows, second). `FEWEST` and `WIDEST` say when a product is small."""
+    matrix = first * second  # numbers of the matrix that it reads or makes
+    float32_bytes = 4 * (rows * (first + second) + matrix)
+    multiplications = rows * matrix
     if call.converts == "packed":
-        return 4 * numbers if rows * size >= FEWEST else 0
-    if call.converts == "all" or (size <= WIDEST and rows * size < FEWEST):
-        return 4 * numbers
+        return float32_bytes if multiplications >= FEWEST else 0
+    is_small = matrix <= WIDEST and multiplications < FEWEST
+    if call.converts == "all" or is_small:
+        return float32_bytes
+    # A larger product of 16-bit rows copies them only to pad them.
     missing = missing_rows(rows)
     return 2 * (rows + missing) * (first + second) if missing else 0
 
@@ -161,15 +185,17 @@ def _copied(call: KernelCall, rows: int, first: int, second: int, size: int) -> 
 def whole_batch_scratch(call: KernelCall) -> int:
     """Return the bytes that `kernels/whole_batch.py` needs, and at most what the Triton kernels
     need: the same buffers of all rows. Counted, not measured on a GPU."""
+    # How many buffers of (rows, units) and of (rows, dim) are alive at once.
+    gathered = int(call.gathers_x)
+    placed = int(call.places_x)
     if call.is_backward:
         hidden_buffers = call.matrices + 2
-        wide = 1 + 2 * call.gathers_x + call.places_x + 1
+        dim_buffers = 2 + 2 * gathered + placed
     else:
         hidden_buffers = 1
-        wide = 1 + call.gathers_x + call.places_x
-    return call.total * (
-        (hidden_buffers * call.units + wide * call.dim) * call.element_bytes + ROW_NUMBER
-    )
+        dim_buffers = 1 + gathered + placed
+    numbers_per_row = hidden_buffers * call.units + dim_buffers * call.dim
+    return call.total * (numbers_per_row * call.element_bytes + ROW_NUMBER)
 
 
 def products_scratch(call: KernelCall) -> int:

@@ -1,5 +1,9 @@
 """Ranks and their coordinates, in several views of one world. Needs neither torch nor processes.
 
+A view is a list of axes whose sizes multiply to the number of ranks, outermost first: a rank's
+coordinates in it are the digits of its number. A replica of the experts is ep * etp consecutive
+ranks that together store every expert once. Ranks of a node are consecutive too.
+
 The dense view is `(dp, tp)` with tp innermost. The sparse view is `(edp, ep, etp)` with edp
 outermost; `innermost` says whether etp or ep changes fastest. Two more views split the sparse one.
 `etp = etp_outer * etp_inner` is for plans that gather a part of the weights. `(node, local)` splits
@@ -106,7 +110,8 @@ class Grid:
         per_node = self.ranks_per_node or self.world
         if replica % per_node == 0:
             return replica // per_node
-        return int(per_node % replica == 0)
+        fits_several = per_node % replica == 0  # whole replicas share a node
+        return 1 if fits_several else 0
 
     @property
     def cast_levels(self) -> tuple[int, ...]:
@@ -116,11 +121,9 @@ class Grid:
         Only ep ranks if each replica of the experts is on one node or has one ep rank per node,
         since the two levels coincide then.
         """
-        return (
-            (self.nodes_per_replica, self.ep)
-            if 1 < self.nodes_per_replica < self.ep
-            else (self.ep,)
-        )
+        if 1 < self.nodes_per_replica < self.ep:
+            return (self.nodes_per_replica, self.ep)
+        return (self.ep,)
 
     @property
     def has_shards_inside_nodes(self) -> bool:
@@ -146,12 +149,14 @@ class Grid:
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Return a rank's coordinate on an axis."""
         if axis in self.spans:
-            start, end = self.spans[axis]
-            return rank % end // start
-        first = rank // (self.ep * self.etp) * (self.ep * self.etp)
+            stride, span = self.spans[axis]
+            return rank % span // stride
+        replica = self.ep * self.etp
+        first_of_replica = rank // replica * replica
         if axis == "node":
-            return self.node_of(rank) - self.node_of(first)
-        return rank - max(first, rank - self.local_of(rank))
+            return self.node_of(rank) - self.node_of(first_of_replica)
+        first_of_node = rank - self.local_of(rank)
+        return rank - max(first_of_replica, first_of_node)
 
     def group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         """Return the ranks, ascending, that have the same coordinates as `rank` on all other axes
@@ -176,11 +181,12 @@ class Grid:
         """
         reaches_far = not {"dp", "edp"}.isdisjoint(axes)
         groups = []
-        seen = set[int]()
+        covered = set[int]()  # ranks of these groups
         for rank in range(self.world if reaches_far else self.period):
-            if rank not in seen:
-                groups.append(self.group(rank, axes))
-                seen.update(groups[-1])
+            if rank not in covered:
+                group = self.group(rank, axes)
+                groups.append(group)
+                covered.update(group)
         return groups
 
     @property
@@ -193,8 +199,12 @@ class Grid:
     def spans(self) -> dict[Axis, tuple[int, int]]:
         """For each axis that does not refer to nodes: the rank difference between neighbours, and
         that difference times the axis's size."""
-        inner_size = self.etp if self.innermost == "etp" else self.ep
-        etp_stride, ep_stride = (1, inner_size) if self.innermost == "etp" else (inner_size, 1)
+        if self.innermost == "etp":
+            etp_stride = 1
+            ep_stride = self.etp
+        else:
+            etp_stride = self.ep
+            ep_stride = 1
         outer_stride = etp_stride * self.etp_inner
         return {
             "dp": (self.tp, self.world),
@@ -208,27 +218,40 @@ class Grid:
 
     @cached_property
     def _groups(self) -> dict[tuple[int, tuple[Axis, ...]], tuple[int, ...]]:
+        """The groups that were looked up, by a member and axes."""
         return {}
 
     def _find_group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         """Return the ranks, ascending, that differ from `rank` in the coordinates of `axes` at
         most."""
-        view = next((candidate for candidate in VIEWS if set(axes) <= set(candidate)), None)
-        assert view is not None, f"{axes} are not axes of one view"
-        if view == BY_NODE:
-            replica = self.ep * self.etp
-            first = rank // replica * replica
-            ranks = range(self.world) if "edp" in axes else range(first, first + replica)
-            fixed = [(axis, self.coordinate(rank, axis)) for axis in view if axis not in axes]
-            return tuple(
-                member
-                for member in ranks
-                if all(self.coordinate(member, axis) == coordinate for axis, coordinate in fixed)
-            )
-        members = [rank - sum(self.coordinate(rank, axis) * self.spans[axis][0] for axis in axes)]
-        for start, end in (self.spans[axis] for axis in axes):
-            members = [member + step for member in members for step in range(0, end, start)]
+        views = [view for view in VIEWS if set(axes) <= set(view)]
+        assert views, f"{axes} are not axes of one view"
+        if views[0] == BY_NODE:
+            return self._find_group_by_node(rank, axes)
+        # Go to coordinate 0 on each axis, then to every coordinate from there.
+        first = rank
+        for axis in axes:
+            stride, _ = self.spans[axis]
+            first -= self.coordinate(rank, axis) * stride
+        members = [first]
+        for axis in axes:
+            stride, span = self.spans[axis]
+            members = [member + step for member in members for step in range(0, span, stride)]
         return tuple(sorted(members))
+
+    def _find_group_by_node(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+        """Return what `_find_group` does for axes of the view by node, whose coordinates follow no
+        fixed strides: nodes may hold parts of several replicas."""
+        replica = self.ep * self.etp
+        first = rank // replica * replica
+        candidates = range(self.world) if "edp" in axes else range(first, first + replica)
+        fixed = [axis for axis in BY_NODE if axis not in axes]
+        wanted = [self.coordinate(rank, axis) for axis in fixed]
+        return tuple(
+            member
+            for member in candidates
+            if [self.coordinate(member, axis) for axis in fixed] == wanted
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

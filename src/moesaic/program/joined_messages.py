@@ -1,5 +1,8 @@
 """Bundles: adjacent movements of a program that are sent as one message per peer.
 
+A program is a list of tasks that read and write slots, its named values; a task that moves rows
+between ranks is a movement. A number of a task is its position in the program.
+
 Routing weights and indices take a few bytes per row, while the fixed cost of a message does not
 depend on its size. So the small movements wait for the rows they belong to and are sent with them.
 Executor and simulator derive the same bundles on every rank from the program alone.
@@ -26,11 +29,11 @@ def side_by_side(program: Program) -> Program:
         program: the program, in the order in which it is to run.
     """
     slots = {slot.name: slot for slot in program.slots}
-    leaders = {number: _leader(program, number, slots) for number in range(len(program.tasks))}
-    followers: dict[int, list[Task]] = {}
-    for number, leader_number in leaders.items():
-        if leader_number is not None:
-            followers.setdefault(leader_number, []).append(program.tasks[number])
+    leaders = [_leader(program, number, slots) for number in range(len(program.tasks))]
+    followers: dict[int, list[Task]] = {}  # by the leader's number, the movements it takes along
+    for task, leader in zip(program.tasks, leaders):
+        if leader is not None:
+            followers.setdefault(leader, []).append(task)
     tasks: list[Task] = []
     for number, task in enumerate(program.tasks):
         if leaders[number] is None:
@@ -66,44 +69,47 @@ def bundles(program: Program) -> tuple[tuple[int, ...], ...]:
     finished: list[tuple[int, ...]] = []
     open_bundle: list[int] = []
     for number, task in enumerate(program.tasks):
-        if open_bundle and not _may_join(
-            task, [program.tasks[member] for member in open_bundle], slots
-        ):
+        members = [program.tasks[member] for member in open_bundle]
+        if members and not _may_join(task, members, slots):
             finished.append(tuple(open_bundle))
             open_bundle = []
         open_bundle.append(number)
-        if not (_is_move(task) and slots[task.writes[0]].kind in _SMALL):
+        is_small_move = _is_move(task) and slots[task.writes[0]].kind in _SMALL
+        if not is_small_move:
             finished.append(tuple(open_bundle))
             open_bundle = []
-    return (*finished, tuple(open_bundle)) if open_bundle else tuple(finished)
+    if open_bundle:
+        finished.append(tuple(open_bundle))
+    return tuple(finished)
 
 
 def _may_join(task: Task, bundle: list[Task], slots: dict[str, Slot]) -> bool:
     """Return whether a task may be sent together with the small movements of a bundle."""
-    kind = slots[task.writes[0]].kind
-    waits = any(_needs(task, other) for other in bundle)
-    return (
-        not waits
-        and _same_route(bundle[0], task, slots)
-        and _is_move(task)
-        and kind in (*_SMALL, *_LARGE)
-    )
+    if not _is_move(task) or slots[task.writes[0]].kind not in (*_SMALL, *_LARGE):
+        return False
+    if any(_needs(task, other) for other in bundle):
+        return False
+    return _same_route(bundle[0], task, slots)
 
 
 def _same_route(small: Task, task: Task, slots: dict[str, Slot]) -> bool:
     """Return whether two movements use the same links in the same direction, with rows of the same
     chunk."""
-    routes = [
-        (move.op, move.lane, move.group, move.stage, slots[move.writes[0]].layout.step)
-        for move in (small, task)
-    ]
-    chunks = [slots[move.writes[0]].layout.chunk for move in (small, task)]
-    return routes[0] == routes[1] and (chunks[0] == chunks[1] or None in chunks)
+    layout = slots[task.writes[0]].layout
+    small_layout = slots[small.writes[0]].layout
+    if layout.step != small_layout.step:
+        return False
+    if layout.chunk != small_layout.chunk and None not in (layout.chunk, small_layout.chunk):
+        return False
+    route = (task.op, task.lane, task.group, task.stage)
+    return route == (small.op, small.lane, small.group, small.stage)
 
 
 def _needs(task: Task, other: Task) -> bool:
+    """Return whether a task reads what another one writes."""
     return bool(set(other.writes).intersection(task.reads))
 
 
 def _is_move(task: Task) -> bool:
+    """Return whether a task is a movement that was not lowered to hops."""
     return task.op is Op.MOVE

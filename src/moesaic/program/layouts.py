@@ -1,9 +1,12 @@
 """The pieces of which every slot consists, and the pieces that a movement sends where, before any
 count is known.
 
-A piece is (origin, expert, chunk): the rows that one rank contributes for one expert, or a chunk of
-them. Every layout is a list of whole pieces, so a movement is a matching of pieces between two
-layouts. `sizes.py` adds the numbers of rows.
+A slot is a named value of a program, with rows on every rank; its `Layout` (`task.py`) says which.
+A piece is (origin, expert, chunk): the rows that one rank, the origin, contributes for one expert,
+or a chunk of them; other flows than copies put a node or an ep rank in the expert's place (`FLOWS`
+in `task.py`). Every layout is a list of whole pieces, so a movement is a matching of pieces between
+two layouts. A piece has a number, the same on all ranks, and on each rank that holds it a place,
+its position in the slot there. `sizes.py` adds the numbers of rows.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -46,6 +49,7 @@ class Move:
 
     @cached_property
     def _hash(self) -> int:
+        """The hash of all fields."""
         return hash((self.source, self.target, self.group, self.reduce))
 
     def __hash__(self) -> int:
@@ -56,11 +60,13 @@ class Move:
 
 def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
     """Return the source slot of a movement or of a part of one, and the whole movement."""
-    ends = task.of or (task.reads[0], task.writes[0])
-    source, target = (slots[name] for name in ends)
-    return source, Move(
+    source_name, target_name = task.of or (task.reads[0], task.writes[0])
+    source = slots[source_name]
+    target = slots[target_name]
+    movement = Move(
         source.layout, target=target.layout, group=task.group, reduce=reduces(source, target)
     )
+    return source, movement
 
 
 def move_of(task: Task, slots: Mapping[str, Slot]) -> Move:
@@ -113,11 +119,21 @@ class _HeldNumbers(NamedTuple):
         return int(self.held.sum(0)[self.number[piece]].sum())
 
     def holders(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs (rank, piece) in which the rank holds the piece's number."""
+        """Return the pairs (rank, piece) in which the rank holds the piece's number, (pairs,) int64
+        each.
+
+        Args:
+            piece: indices of pieces, into `number`.
+        """
         ranks_per_number = self.held.sum(0)
-        counts = ranks_per_number[self.number[piece]]
-        starts = (np.cumsum(ranks_per_number) - ranks_per_number)[self.number[piece]]
-        return np.nonzero(self.held.T)[1][runs(starts, counts)], np.repeat(piece, counts)
+        # The ranks that hold number 0, then those that hold number 1, and so on.
+        ranks_by_number = np.nonzero(self.held.T)[1]
+        first_of_number = np.cumsum(ranks_per_number) - ranks_per_number
+
+        number = self.number[piece]
+        counts = ranks_per_number[number]
+        selected = runs(first_of_number[number], counts)
+        return ranks_by_number[selected], np.repeat(piece, counts)
 
 
 @dataclass(frozen=True)
@@ -145,20 +161,22 @@ class Held:
         Args:
             origin, expert, chunk: (n,) each, of the given pieces.
         """
-        piece = (
-            np.arange(len(origin))
-            if self.inside is None
-            else np.flatnonzero(self.inside[origin, expert])
-        )
+        if self.inside is None:
+            piece = np.arange(len(origin))
+        else:
+            piece = np.flatnonzero(self.inside[origin, expert])
         axes = {
             "origin": _HeldNumbers(self.origins, origin),
             "expert": _HeldNumbers(self.experts, expert),
             "chunk": _HeldNumbers(self.chunks, chunk),
         }
+        # Leave out the pieces that no rank holds.
         for axis in axes.values():
             is_held = np.logical_or.reduce(axis.held, axis=0)
             if not is_held.all():
                 piece = piece[is_held[axis.number[piece]]]
+
+        # Pair each piece with the ranks that hold it as far as one axis tells, or two of them.
         if self.homes is not None:
             rank = self.homes[origin[piece], chunk[piece]]
         elif self._kinds is not None:
@@ -166,10 +184,13 @@ class Held:
         else:
             fewest = min(axes, key=lambda name: axes[name].num_candidates(piece))
             rank, piece = axes.pop(fewest).holders(piece)
+
+        # Keep the pairs whose rank holds the piece by the other axes too.
         for axis in axes.values():
             if axis.held.all():
                 continue
-            holds = axis.held.ravel()[rank * axis.held.shape[1] + axis.number[piece]]
+            position = rank * axis.held.shape[1] + axis.number[piece]
+            holds = axis.held.ravel()[position]
             if not holds.all():
                 rank = rank[holds]
                 piece = piece[holds]
@@ -179,38 +200,44 @@ class Held:
         self, origins: _HeldNumbers, experts: _HeldNumbers, piece: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the pairs (rank, piece) in which the rank holds the piece's origin, and the set of
-        experts that the piece's expert is in."""
+        experts (its kind) that contains the piece's expert, (pairs,) int64 each."""
         assert self._kinds is not None
         kind_of_rank, kind_of_expert, num_kinds = self._kinds
-        ranks = np.argsort(kind_of_rank, kind="stable")
-        origin_held, order = np.nonzero(self.origins[ranks].T)
-        ranks = ranks[order]
-        holders = np.bincount(
-            origin_held * num_kinds + kind_of_rank[ranks],
-            minlength=self.origins.shape[1] * num_kinds,
-        )
-        pair = origins.number[piece] * num_kinds + kind_of_expert[experts.number[piece]]
-        selected = runs((np.cumsum(holders) - holders)[pair], holders[pair])
-        return ranks[selected], np.repeat(piece, holders[pair])
+        # List the ranks that hold each origin: by origin, then by the rank's kind.
+        ranks_by_kind = np.argsort(kind_of_rank, kind="stable")
+        held_origin, position = np.nonzero(self.origins[ranks_by_kind].T)
+        holders = ranks_by_kind[position]
+
+        # A section of that list belongs to one origin and one kind.
+        section_of_holder = held_origin * num_kinds + kind_of_rank[holders]
+        num_sections = self.origins.shape[1] * num_kinds
+        section_sizes = np.bincount(section_of_holder, minlength=num_sections)
+        section_starts = np.cumsum(section_sizes) - section_sizes
+
+        section = origins.number[piece] * num_kinds + kind_of_expert[experts.number[piece]]
+        counts = section_sizes[section]
+        selected = runs(section_starts[section], counts)
+        return holders[selected], np.repeat(piece, counts)
 
     @cached_property
     def _kinds(self) -> tuple[np.ndarray, np.ndarray, int] | None:
-        """The set of experts that each rank holds, (ranks,), and the one that contains each expert,
-        (experts,), as numbers; and the number of sets.
+        """The number of the set of experts that each rank holds, (ranks,); the number of the set
+        that contains each expert, (experts,); and how many different sets there are.
 
         None if an expert belongs to several sets.
         """
-        kinds, kind_of_rank = self._distinct_sets[0]
-        is_of_several = kinds.sum(0) > 1
-        if is_of_several.any():
+        sets, set_of_rank = self._expert_sets
+        is_in_several = sets.sum(0) > 1
+        if is_in_several.any():
             return None
-        return kind_of_rank, kinds.argmax(0), len(kinds)
+        set_of_expert = sets.argmax(0)
+        return set_of_rank, set_of_expert, len(sets)
 
     @cached_property
-    def _distinct_sets(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The different sets of experts and of chunks that ranks hold, (sets, experts or chunks)
-        bool, with the number of each rank's set, (ranks,)."""
-        return [distinct_rows(self.experts), distinct_rows(self.chunks)]
+    def _expert_sets(self) -> tuple[np.ndarray, np.ndarray]:
+        """The different sets of experts that ranks hold, (sets, experts) bool, and the number of
+        each rank's set, (ranks,)."""
+        return distinct_rows(self.experts)
 
     def sums(self, rows: np.ndarray) -> np.ndarray:
         """Return the number of rows that each rank holds, (ranks,) float64 with whole numbers. Not
@@ -224,28 +251,30 @@ class Held:
                 left out.
         """
         assert self.homes is None, "pieces that have homes are held one by one"
-        table = (
-            rows.astype(np.float64)
-            if self.inside is None
-            else (rows * self.inside[:, :, None]).astype(np.float64)
-        )
-        (expert_sets, expert_set), (chunk_sets, chunk_set) = self._distinct_sets
+        if self.inside is not None:
+            rows = rows * self.inside[:, :, None]
+        table = rows.astype(np.float64)
+        expert_sets, expert_set_of_rank = self._expert_sets
+        chunk_sets, chunk_set_of_rank = distinct_rows(self.chunks)
+        num_chunks = rows.shape[2]
+
         # (origins, chunks, sets of experts), then (origins, sets of experts, sets of chunks)
-        per_origin = (table.swapaxes(1, 2) @ expert_sets.T).swapaxes(1, 2) @ chunk_sets.T[
-            : rows.shape[2]
-        ]
+        per_expert_set = table.swapaxes(1, 2) @ expert_sets.T
+        per_sets = per_expert_set.swapaxes(1, 2) @ chunk_sets.T[:num_chunks]
+
+        # All pairs of a rank and an origin that it holds.
         rank, origin = np.divmod(np.flatnonzero(self.origins), self.origins.shape[1])
-        rows_held = per_origin[origin, expert_set[rank], chunk_set[rank]]
+        rows_held = per_sets[origin, expert_set_of_rank[rank], chunk_set_of_rank[rank]]
         return np.bincount(rank, rows_held, len(self.origins))
 
 
 def distinct_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different rows of a bool table and the number of each row among them, as
-    `np.unique` of axis 0 does."""
+    """Return the different rows of a bool table, (distinct, columns), and the number of each row
+    among them, (rows,), as `np.unique` of axis 0 does."""
+    # Each row as one byte string, which NumPy sorts faster than rows of a table.
     packed = np.packbits(table, axis=1)
-    _, first, number = np.unique(
-        packed.view(f"S{packed.shape[1]}").ravel(), return_index=True, return_inverse=True
-    )
+    row_strings = packed.view(f"S{packed.shape[1]}").ravel()
+    _, first, number = np.unique(row_strings, return_index=True, return_inverse=True)
     return table[first], number
 
 
@@ -288,8 +317,11 @@ class AbstractLayoutIndex(ABC):
         self.num_experts = num_experts
         self.num_chunks = num_chunks
         self.replicates = replicates
-        self._all_chunks = num_chunks + grid.ep * replicates
+        num_helper_chunks = grid.ep if replicates else 0
+        self._all_chunks = num_chunks + num_helper_chunks
+        """Chunks of a run, with those of replicated copies."""
         self._base = max(num_experts, grid.nodes_per_replica)
+        """A number above every second index of a piece, for `number`."""
         self.results: dict[tuple[Any, ...], Any] = {}
         """Results of memoised methods."""
 
@@ -329,43 +361,50 @@ class AbstractLayoutIndex(ABC):
 
     def node_experts(self, rank: int) -> range:
         """Return the experts of which a shard is stored on a rank's node, within the rank's replica
-        of the experts."""
+        of the experts. They are consecutive, as the node's ranks are."""
         grid = self.grid
-        mates = (
-            peer
+        local = [
+            self.local_experts(peer)
             for peer in grid.group(rank, ("ep", "etp"))
             if grid.node_of(peer) == grid.node_of(rank)
-        )
-        local = list(map(self.local_experts, mates))
-        return range(
-            min(experts.start for experts in local), max(experts.stop for experts in local)
-        )
+        ]
+        first = min(experts.start for experts in local)
+        end = max(experts.stop for experts in local)
+        return range(first, end)
 
     def experts(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the second index of a layout's pieces: experts, nodes (node_tokens), ep ranks
-        (rank_tokens), or 0 (tokens)."""
+        """Return the second index of a layout's pieces on a rank, ascending: experts, nodes
+        (node_tokens), ep ranks (rank_tokens), or 0 (tokens)."""
+        grid = self.grid
         if layout.flow == "node_tokens" and layout.experts == "node":
-            return np.array([self.grid.coordinate(rank, "node")])
+            return np.array([grid.coordinate(rank, "node")])
         if layout.flow == "rank_tokens" and layout.experts != "all":
             experts = self.experts(replace(layout, flow="copies"), rank)
-            return np.unique(experts // (self.num_experts // self.grid.ep))
+            experts_per_rank = self.num_experts // grid.ep
+            return np.unique(experts // experts_per_rank)
         if layout.chunk == "near":
-            node = self.grid.group(rank, ("node",))
-            shard = partial(self.grid.coordinate, axis="etp")
-            return np.unique(
-                [self.local_experts(mate) for mate in node if shard(mate) == shard(rank)]
-            )
+            shard = grid.coordinate(rank, "etp")
+            counterparts = [
+                peer
+                for peer in grid.group(rank, ("node",))
+                if grid.coordinate(peer, "etp") == shard
+            ]
+            return np.unique([self.local_experts(peer) for peer in counterparts])
         if layout.experts == "all":
-            flow = FLOWS[layout.flow]
-            return np.arange(
-                self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes))
-            )
-        return np.array(
-            self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank)
-        )
+            return np.arange(self._num_experts_of(layout))
+        if layout.experts == "rank":
+            return np.array(self.local_experts(rank))
+        return np.array(self.node_experts(rank))
+
+    def _num_experts_of(self, layout: Layout) -> int:
+        """Return the number of experts, or of the nodes or ep ranks that stand for experts, of a
+        layout's flow."""
+        flow = FLOWS[layout.flow]
+        return self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes))
 
     def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-        """Return the numbers of pieces."""
+        """Return the numbers of pieces, which identify them on all ranks: digits of a mixed
+        base."""
         return (origin * self._base + expert) * self._all_chunks + chunk
 
     @memoised
@@ -373,12 +412,11 @@ class AbstractLayoutIndex(ABC):
         """Return whether a movement leaves all rows of a rank where they are, for any counts."""
         sent = self.sent(move, rank)
         received = self.received(move, rank)
-        counts = [len(self.pieces(layout, rank).number) for layout in (move.source, move.target)]
-        all_stay = sent.peers == received.peers == (rank,) and counts == [
-            len(sent.places),
-            len(received.places),
-        ]
-        return all_stay and not move.is_for_helpers and np.array_equal(sent.places, received.places)
+        if move.is_for_helpers or not sent.peers == received.peers == (rank,):
+            return False
+        sends_all = len(sent.places) == len(self.pieces(move.source, rank).number)
+        receives_all = len(received.places) == len(self.pieces(move.target, rank).number)
+        return sends_all and receives_all and np.array_equal(sent.places, received.places)
 
 
 class LayoutIndex(AbstractLayoutIndex):
@@ -411,13 +449,17 @@ class LayoutIndex(AbstractLayoutIndex):
     @memoised
     def pieces(self, layout: Layout, rank: int) -> Pieces:
         """Return the pieces that a slot of a layout holds on a rank."""
-        chunks = self._chunks(layout, rank)
-        grids = np.meshgrid(
-            self.experts(layout, rank), self._origins(layout, rank), chunks, indexing="ij"
+        # Every combination, with the chunk changing fastest and the expert slowest.
+        combinations = np.meshgrid(
+            self.experts(layout, rank),
+            self._origins(layout, rank),
+            self._chunks(layout, rank),
+            indexing="ij",
         )
-        expert, origin, chunk = (values.reshape(-1) for values in grids)
-        if layout.step is not None:
-            inside = self._ahead(origin, expert, layout.step[1]) == layout.step[0]
+        expert, origin, chunk = (values.reshape(-1) for values in combinations)
+        if layout.step is not None:  # keep the runs whose expert lives that many groups ahead
+            step, num_groups = layout.step
+            inside = self._ahead(origin, expert, num_groups) == step
             expert = expert[inside]
             origin = origin[inside]
             chunk = chunk[inside]
@@ -428,26 +470,24 @@ class LayoutIndex(AbstractLayoutIndex):
     def held(self, layout: Layout) -> Held:
         """Return which pieces slots of a layout hold on each rank."""
         flow = FLOWS[layout.flow]
-        size = self.grid.size
-        widths = (
-            self.grid.world if flow.origins is None else prod(map(size, flow.origins)),
-            self.num_experts if flow.is_per_expert else prod(map(size, flow.homes)),
-            self._all_chunks if flow.is_cut else 1,
-        )
-        origins, experts, chunks = (
-            np.zeros((self.grid.world, width), dtype=bool) for width in widths
-        )
-        for table, numbers in (
-            (origins, self._origins),
-            (experts, self.experts),
-            (chunks, self._chunks),
-        ):
-            for rank in range(self.grid.world):
-                table[rank, numbers(layout, rank)] = True
+        grid = self.grid
+        num_origins = grid.world if flow.origins is None else prod(map(grid.size, flow.origins))
+        num_experts = self._num_experts_of(layout)
+        num_chunks = self._all_chunks if flow.is_cut else 1
+
+        origins = np.zeros((grid.world, num_origins), dtype=bool)
+        experts = np.zeros((grid.world, num_experts), dtype=bool)
+        chunks = np.zeros((grid.world, num_chunks), dtype=bool)
+        for rank in range(grid.world):
+            origins[rank, self._origins(layout, rank)] = True
+            experts[rank, self.experts(layout, rank)] = True
+            chunks[rank, self._chunks(layout, rank)] = True
+
         inside = None
         if layout.step is not None:
-            origin, expert = np.ogrid[: widths[0], : widths[1]]
-            inside = self._ahead(origin, expert, layout.step[1]) == layout.step[0]
+            step, num_groups = layout.step
+            origin, expert = np.ogrid[:num_origins, :num_experts]
+            inside = self._ahead(origin, expert, num_groups) == step
         return Held(origins, experts, chunks, inside)
 
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
@@ -462,54 +502,56 @@ class LayoutIndex(AbstractLayoutIndex):
             found = self._exchanged(move, members)
             sent = _by_member(members, found.source, found.target, found.source_place)
             received = _by_member(members, found.target, found.source, found.target_place)
-            self._matched |= {
-                (move, member): pair for member, pair in zip(members, zip(sent, received))
-            }
+            for index, member in enumerate(members):
+                self._matched[(move, member)] = (sent[index], received[index])
         return self._matched[(move, rank)]
 
     def _exchanged(self, move: Move, members: tuple[int, ...]) -> _Exchanged:
         """Match the pieces of a group of ranks, with one sort of all pieces that they hold."""
-        held_numbers = [self.pieces(move.source, member).number for member in members]
-        wanted_numbers = [self.pieces(move.target, member).number for member in members]
-        holder, target = (
-            np.repeat(np.arange(len(members)), list(map(len, lists)))
-            for lists in (held_numbers, wanted_numbers)
-        )
-        source_place, target_place = (
-            np.concatenate([np.arange(len(piece_numbers)) for piece_numbers in lists])
-            for lists in (held_numbers, wanted_numbers)
-        )
-        number = np.concatenate(held_numbers)
-        wanted = np.concatenate(wanted_numbers)
+        held = self._pieces_of_members(move.source, members)
+        wanted = self._pieces_of_members(move.target, members)
         # Sorted by piece, then rank: the lowest rank that holds a piece comes first.
-        keys = number * len(members) + holder
+        keys = held.number * len(members) + held.member
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
-        number = number[order]
-        holder = holder[order]
-        source_place = source_place[order]
-        first, end = (np.searchsorted(number, wanted, side=side) for side in ("left", "right"))
-        missing = np.unique(target[first == end]).tolist()
+        holder = held.member[order]
+        source_place = held.place[order]
+
+        # The holders of each wanted piece stand from `first` to before `end`.
+        numbers = held.number[order]
+        first = np.searchsorted(numbers, wanted.number, side="left")
+        end = np.searchsorted(numbers, wanted.number, side="right")
+        missing = np.unique(wanted.member[first == end]).tolist()
         assert not missing, (
             f"ranks {[members[index] for index in missing]} want pieces that no rank of their "
             "group holds"
         )
-        if move.reduce:
-            count = end - first
-            position = runs(first, count)
-            target = np.repeat(target, count)
-            target_place = np.repeat(target_place, count)
+
+        target = wanted.member
+        target_place = wanted.place
+        position = first
+        if move.reduce:  # every holder sends its piece, and the target sums them
+            num_holders = end - first
+            position = runs(first, num_holders)
+            target = np.repeat(target, num_holders)
+            target_place = np.repeat(target_place, num_holders)
         elif len(keys):  # the target's own piece, else the lowest rank's
-            own_position = np.minimum(
-                np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1
-            )
-            position = np.where(
-                keys[own_position] == wanted * len(members) + target, own_position, first
-            )
-        else:
-            position = first
+            own_keys = wanted.number * len(members) + target
+            own_position = np.minimum(np.searchsorted(keys, own_keys), len(keys) - 1)
+            position = np.where(keys[own_position] == own_keys, own_position, first)
         return _Exchanged(
             holder[position], target, source_place=source_place[position], target_place=target_place
+        )
+
+    def _pieces_of_members(self, layout: Layout, members: tuple[int, ...]) -> _GroupPieces:
+        """Return the pieces that the ranks of a group hold in slots of a layout, rank after
+        rank."""
+        numbers = [self.pieces(layout, member).number for member in members]
+        counts = [len(piece_numbers) for piece_numbers in numbers]
+        return _GroupPieces(
+            number=np.concatenate(numbers),
+            member=np.repeat(np.arange(len(members)), counts),
+            place=np.concatenate([np.arange(count) for count in counts]),
         )
 
     def _chunks(self, layout: Layout, rank: int) -> np.ndarray:
@@ -522,22 +564,26 @@ class LayoutIndex(AbstractLayoutIndex):
             return np.arange(self.num_chunks, self._all_chunks)
         if layout.chunk == "here":
             return np.array([self.num_chunks + self.grid.coordinate(rank, "ep")])
+        # A chunk of the program covers an even share of the parts into which runs are cut.
         assert isinstance(layout.chunk, int)
-        start, end = (
-            self.num_chunks * chunk // self._parts for chunk in (layout.chunk, layout.chunk + 1)
-        )
+        start = self.num_chunks * layout.chunk // self._parts
+        end = self.num_chunks * (layout.chunk + 1) // self._parts
         return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
-        """Return the places from which a layout's rows on a rank come, ascending."""
+        """Return the origins of a layout's rows on a rank, ascending: ranks, or coordinates on the
+        axis that the flow names, or 0."""
         grid = self.grid
-        origins = FLOWS[layout.flow].origins
         peers = grid.group(rank, layout.spread)
-        if origins is not None:
-            peers = tuple(grid.coordinate(peer, origins[0]) for peer in peers) if origins else (0,)
-        elif layout.whole_tp:
-            peers = tuple(member for peer in peers for member in grid.group(peer, ("tp",)))
-        return np.array(sorted({*peers}))
+        axes = FLOWS[layout.flow].origins
+        if axes == ():
+            return np.array([0])
+        if axes is not None:
+            return np.array(sorted({grid.coordinate(peer, axes[0]) for peer in peers}))
+        if not layout.whole_tp:
+            return np.array(sorted(peers))
+        tp_groups = [grid.group(peer, ("tp",)) for peer in peers]
+        return np.array(sorted(set().union(*tp_groups)))
 
     def _ahead(self, origin: np.ndarray, expert: np.ndarray, groups: int) -> np.ndarray:
         """Return by how many of the `groups` groups of ep ranks each expert's home follows the
@@ -546,6 +592,16 @@ class LayoutIndex(AbstractLayoutIndex):
         ep_rank = np.array([self.grid.coordinate(rank, "ep") for rank in range(self.grid.world)])
         home = expert // (self.num_experts // self.grid.ep)
         return (home // ranks_per_group - ep_rank[origin] // ranks_per_group) % groups
+
+
+class _GroupPieces(NamedTuple):
+    """The pieces that the ranks of a group hold, (n,) int64 each."""
+
+    number: np.ndarray
+    member: np.ndarray
+    """Position in the group of the rank that holds the piece."""
+    place: np.ndarray
+    """Position in that rank's slot."""
 
 
 class _Exchanged(NamedTuple):
@@ -563,21 +619,26 @@ class _Exchanged(NamedTuple):
 def _by_member(
     members: tuple[int, ...], own: np.ndarray, peer: np.ndarray, places: np.ndarray
 ) -> list[Matched]:
-    """Return the exchanged pieces of each member of a group, peer after peer, from the member and
-    the peer of each piece."""
-    order = np.lexsort((peer, own))
-    cuts = np.searchsorted(own[order], np.arange(len(members) + 1))
-    found = []
-    for begin, end in pairwise(cuts):
+    """Return the exchanged pieces of each member of a group, peer after peer.
+
+    Args:
+        members: the ranks of the group.
+        own: (n,) positions in the group: the member whose piece each entry is.
+        peer: (n,) positions in the group: the rank that it exchanges the piece with.
+        places: (n,) positions of the pieces in the member's slot.
+    """
+    order = np.lexsort((peer, own))  # by member, then by peer
+    member_starts = np.searchsorted(own[order], np.arange(len(members) + 1))
+    matched = []
+    for begin, end in pairwise(member_starts):
         selected = order[begin:end]
-        starts = (
-            np.flatnonzero(np.diff(peer[selected], prepend=-1, append=-1))
-            if len(selected)
-            else np.zeros(1, int)
-        )
-        peers = tuple(members[index] for index in peer[selected][starts[:-1]].tolist())
-        found.append(Matched(peers, starts, places[selected]))
-    return found
+        peers = peer[selected]
+        starts = np.zeros(1, int)
+        if len(selected):  # where the peer changes, the beginning and the end included
+            starts = np.flatnonzero(np.diff(peers, prepend=-1, append=-1))
+        distinct_peers = tuple(members[index] for index in peers[starts[:-1]].tolist())
+        matched.append(Matched(distinct_peers, starts, places[selected]))
+    return matched
 
 
 def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -585,7 +646,9 @@ def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     of counts,) int64."""
     if len(counts) and (counts == counts[0]).all():
         return (starts[:, None] + np.arange(counts[0])).ravel()
-    return np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    # Count through all entries, then shift each run from its place in the result to its start.
+    position = counts.cumsum() - counts
+    return np.arange(counts.sum()) + np.repeat(starts - position, counts)
 
 
 def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
@@ -599,9 +662,13 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
 
 
 def joined(splits: list[tuple[int, np.ndarray]]) -> Matched:
-    """Return the pieces per peer as one `Matched`, without the peers that have none."""
-    non_empty = [(peer, places) for peer, places in splits if len(places)]
-    starts = np.cumsum([0, *(len(places) for _, places in non_empty)])
-    none = np.zeros(0, dtype=np.int64)
-    places = np.concatenate([none, *(places for _, places in non_empty)])
-    return Matched(tuple(peer for peer, _ in non_empty), starts, places)
+    """Return the places of pieces per peer as one `Matched`, without the peers that have none."""
+    peers = []
+    lengths = []
+    places = [np.zeros(0, dtype=np.int64)]  # concatenate refuses an empty list
+    for peer, places_of_peer in splits:
+        if len(places_of_peer):
+            peers.append(peer)
+            lengths.append(len(places_of_peer))
+            places.append(places_of_peer)
+    return Matched(tuple(peers), np.cumsum([0, *lengths]), np.concatenate(places))

@@ -1,9 +1,10 @@
 """When the slots of a program are born and when they die, as its executor runs it.
 
-A program runs in steps: one task, or movements that are sent as one message per peer. A slot that a
-task computes is born in the task's step. One that messages bring is in flight until a step reads
-it; it is born just before that step, with all other slots of the same messages. A slot dies after
-the last step that reads or writes it, unless the caller asks for it.
+A slot is a named value of a program. Tasks read and write slots; a move or a hop does so by
+messages. A program runs in steps: one task, or movements that are sent as one message per peer. A
+slot that a task computes is born in the task's step. One that messages bring is in flight until a
+step reads it; it is born just before that step, with all other slots of the same messages. A slot
+dies after the last step that reads or writes it, unless the caller asks for it.
 
 The executor frees memory by this walk, and the models of memory of the runtime and of the planner
 count it (`call_memory.py`).
@@ -67,16 +68,16 @@ class Life:
     def pauses(self) -> frozenset[int]:
         """The steps before which a run may pause, as places in `steps`: the first that waits for
         messages of the slowest lane, and the first that does so after the last expert task."""
-        waits = list[int]()
+        waiting = list[int]()
         last_expert = -1
         for place, step in enumerate(self.steps):
-            senders = (self.steps[sender].tasks[0] for sender in step.lands)
-            if any((task.lane is Lane.INTRA) == (self.slowest is Lane.INTRA) for task in senders):
-                waits.append(place)
+            lanes = [self.steps[sender].tasks[0].lane for sender in step.lands]
+            if any((lane is Lane.INTRA) == (self.slowest is Lane.INTRA) for lane in lanes):
+                waiting.append(place)
             if step.tasks[0].op in (Op.EXPERT, Op.EXPERT_GRAD):
                 last_expert = place
-        later = [place for place in waits if place > last_expert]
-        return frozenset(waits[:1] + later[:1])
+        waiting_after_experts = [place for place in waiting if place > last_expert]
+        return frozenset(waiting[:1] + waiting_after_experts[:1])
 
 
 @lru_cache(maxsize=512)
@@ -87,17 +88,20 @@ def life_of(program: Program, outputs: frozenset[str] | None) -> Life:
         program: the program.
         outputs: names that live to the end; None for all of them.
     """
-    bundled = bundles(program)
-    tasks_of_steps = [tuple(program.tasks[number] for number in each) for each in bundled]
+    numbers_of_steps = bundles(program)
+    tasks_of_steps = [
+        tuple(program.tasks[number] for number in numbers) for numbers in numbers_of_steps
+    ]
     dies = _deaths(tasks_of_steps, outputs)
     steps = []
     sent_by: dict[str, int] = {}  # a slot in flight -> the place of the step that sent it
     for place, tasks in enumerate(tasks_of_steps):
         reads = tuple(name for task in tasks for name in task.reads)
-        lands = tuple(dict.fromkeys(sent_by[name] for name in reads if name in sent_by))
+        senders = [sent_by[name] for name in reads if name in sent_by]
+        lands = tuple(dict.fromkeys(senders))  # each once, in order
         sent_by = {name: sender for name, sender in sent_by.items() if sender not in lands}
         step = Step(
-            number=bundled[place][0],
+            number=numbers_of_steps[place][0],
             tasks=tasks,
             reads=reads,
             lands=lands,
@@ -129,11 +133,13 @@ def _last_uses(tasks_of_steps: list[tuple[Task, ...]]) -> dict[str, int]:
     last_use: dict[str, int] = {}
     for place, tasks in enumerate(tasks_of_steps):
         for task in tasks:
-            last_use.update(dict.fromkeys((*task.reads, *_born(task)), place))
+            for name in (*task.reads, *_born(task)):
+                last_use[name] = place
             if task.op is Op.EXPERT_GRAD:  # reads what its expert task kept
                 last_use[kept(task.name)] = place
     return last_use
 
 
 def _born(task: Task) -> tuple[str, ...]:
+    """Return the names of what a task makes."""
     return (*task.writes, kept(task.name)) if task.op is Op.EXPERT else task.writes

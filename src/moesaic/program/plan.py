@@ -165,11 +165,11 @@ class Plan(StaticPlan):
         from moesaic.program.notebook import html_table
 
         default = Plan()
-        values = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        rows = [
-            (name, value, "" if value == getattr(default, name) else "chosen")
-            for name, value in values
-        ]
+        rows = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_chosen = value != getattr(default, field.name)
+            rows.append((field.name, value, "chosen" if is_chosen else ""))
         return html_table(f"plan: {plan_in_words(self)}", ("choice", "value", ""), rows)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
@@ -186,7 +186,7 @@ def plan_in_words(plan: Plan) -> str:
     """Return a plan in words: schedule, all-to-all, and every other choice that is not the
     default."""
     words: list[str] = [plan.schedule, plan.all_to_all]
-    others = (
+    conditional_words = (
         (plan.chunks > 1, f"{plan.chunks} chunks"),
         (plan.fuse, "fused"),
         (plan.gather_weights is not None, f"r = {plan.gather_weights}"),
@@ -198,7 +198,7 @@ def plan_in_words(plan: Plan) -> str:
         (plan.memory_budget is not None, f"at most {plan.memory_budget} bytes"),
         (plan.order != Plan().order, plan.order),
     )
-    words += [word for holds, word in others if holds]
+    words += [word for condition, word in conditional_words if condition]
     return ", ".join(words)
 
 
@@ -217,14 +217,15 @@ def _check_kinds(plan: StaticPlan) -> None:
     int."""
     for field in fields(plan):
         value = getattr(plan, field.name)
+        # Types are texts, since annotations are not evaluated in this file.
         if field.type == "bool":
             fits = isinstance(value, bool)
             expected = "True or False"
         elif field.type in ("int", "int | None"):
-            whole = isinstance(value, Integral) and not isinstance(value, bool)
-            fits = whole or (value is None and field.type != "int")
+            is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+            fits = is_whole or (value is None and field.type != "int")
             expected = "a whole number"
-            if whole:
+            if is_whole:  # the only way to set a field of a frozen dataclass
                 object.__setattr__(plan, field.name, int(value))
         else:
             fits = isinstance(value, str)

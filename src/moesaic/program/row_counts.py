@@ -1,9 +1,15 @@
 """What the bytes of a call depend on besides its program: how a mesh moves rows, and how many rows
 there are. The runtime reads both from the pieces of every rank, the planner also from one rank that
-stands for all."""
+stands for all.
+
+A movement takes rows from a slot of one layout to a slot of another. A slot consists of pieces: the
+rows of one origin rank for one expert, or a chunk of them (`layouts.py`). A movement over ep may be
+an all-to-all of several hops, one round of messages each.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -13,7 +19,7 @@ import numpy as np
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.grid import Axis
-from moesaic.program.layouts import AbstractLayoutIndex, Move
+from moesaic.program.layouts import AbstractLayoutIndex, Matched, Move
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout
 
@@ -23,9 +29,13 @@ class HopRows(NamedTuple):
 
     move: Move
     link: str
+    """Name of the all-to-all algorithm in `ALL_TO_ALLS`."""
     group: tuple[Axis, ...]
+    """Axes over which ranks exchange."""
     hop: int
+    """Number of the hop within the algorithm."""
     arrives: bool
+    """Whether received rows are counted; False for those sent."""
 
 
 class Messages(NamedTuple):
@@ -81,26 +91,32 @@ class MovedPieces(AbstractRowsMoved):
 
     def messages(self, move: Move) -> tuple[Messages, Messages]:
         """See `AbstractRowsMoved`."""
-        ends = []
-        for matches_of, layout in (
-            (self._shapes.sent, move.source),
-            (self._shapes.received, move.target),
-        ):
-            uses = 0
-            is_whole = True
-            for rank in self._ranks:
-                match = matches_of(move, rank)
-                num_pieces = len(self._shapes.pieces(layout, rank).number)
-                uses = max(uses, -(-len(match.places) // max(1, num_pieces)))
-                is_whole &= match.in_order and len(match.places) == num_pieces
-            ends.append(Messages(uses, is_whole))
-        return ends[0], ends[1]
+        sent = [self._shapes.sent(move, rank) for rank in self._ranks]
+        received = [self._shapes.received(move, rank) for rank in self._ranks]
+        return self._one_end(move.source, sent), self._one_end(move.target, received)
+
+    def _one_end(self, layout: Layout, matches: Sequence[Matched]) -> Messages:
+        """Return the messages at one end of a movement, whose slots have a layout.
+
+        Args:
+            layout: of the end's slots.
+            matches: the pieces that each of the ranks sends or receives.
+        """
+        uses = 0
+        is_whole = True
+        for rank, match in zip(self._ranks, matches):
+            num_pieces = len(self._shapes.pieces(layout, rank).number)
+            uses = max(uses, math.ceil(len(match.places) / max(1, num_pieces)))
+            is_whole &= match.in_order and len(match.places) == num_pieces
+        return Messages(uses, is_whole)
 
     def num_shards(self, weights: Layout) -> int:
         """See `AbstractRowsMoved`."""
-        pieces = [len(self._shapes.pieces(weights, rank).number) for rank in self._ranks]
-        rank = self._ranks[int(np.argmax(pieces))]
-        return max(1, max(pieces) // max(1, len(self._shapes.experts(weights, rank))))
+        # A piece of weights is one shard of one expert.
+        num_pieces = [len(self._shapes.pieces(weights, rank).number) for rank in self._ranks]
+        fullest_rank = self._ranks[int(np.argmax(num_pieces))]
+        num_experts = len(self._shapes.experts(weights, fullest_rank))
+        return max(1, max(num_pieces) // max(1, num_experts))
 
 
 _legs = lru_cache(maxsize=64)(legs_by_hop)
@@ -124,6 +140,9 @@ class RankRows(AbstractRowCounts):
         """See `AbstractRowCounts`."""
         grid = self._sizes.grid
         legs = _legs(ALL_TO_ALLS[hop.link], grid, hop.group)
-        source, target, *ends = legs.get(hop.hop, np.zeros((4, 0), dtype=np.int64))
+        no_legs = np.zeros((4, 0), dtype=np.int64)
+        # Ends of a packet's whole way, then those of its leg in this hop.
+        source, target, sender, receiver = legs.get(hop.hop, no_legs)
         rows = self._sizes.moved(hop.move).between(source, target)
-        return np.bincount(ends[hop.arrives], weights=rows, minlength=grid.world).astype(np.int64)
+        ranks = receiver if hop.arrives else sender
+        return np.bincount(ranks, weights=rows, minlength=grid.world).astype(np.int64)

@@ -1,9 +1,10 @@
 """Layouts, pieces and sizes for sample placement, in which a layer's results go to a new home of
-each sample.
+each sample: the rank on which the next layer reads it.
 
-Here a piece is one sample's copies for one expert, and its chunk is the sample's slot at its
-origin. Results can therefore go to the new home as whole pieces. The new homes need to be known
-only when results are sent, so they can be computed while tokens are dispatched and experts run.
+Here a piece is one sample's copies for one expert, and its chunk is the sample's index among those
+of its origin, the rank that held it before. Results can therefore go to the new home as whole
+pieces. The new homes need to be known only when results are sent, so they can be computed while
+tokens are dispatched and experts run.
 """
 
 from __future__ import annotations
@@ -60,20 +61,25 @@ class PlacedIndex(AbstractLayoutIndex):
         all_pieces = self._of_all_calls.pieces(layout, rank)
         if not isinstance(layout, Placed):
             return all_pieces
-        is_home = self._targets()[0][all_pieces.origin, all_pieces.chunk] == rank
-        number = all_pieces.number[is_home]
-        indices = (
-            all_pieces.origin[is_home],
-            all_pieces.expert[is_home],
-            all_pieces.chunk[is_home],
+        homes, _ = self._targets()
+        is_at_home = homes[all_pieces.origin, all_pieces.chunk] == rank
+        number = all_pieces.number[is_at_home]
+        return Pieces(
+            number,
+            origin=all_pieces.origin[is_at_home],
+            expert=all_pieces.expert[is_at_home],
+            chunk=all_pieces.chunk[is_at_home],
+            sorter=np.argsort(number, kind="stable"),
         )
-        return Pieces(number, *indices, np.argsort(number, kind="stable"))
 
     def held(self, layout: Layout) -> Held:
         """Return which pieces slots of a layout hold on each rank. A placed piece is on the new
         home of its sample only."""
         held = self._of_all_calls.held(layout)
-        return replace(held, homes=self._targets()[0]) if isinstance(layout, Placed) else held
+        if not isinstance(layout, Placed):
+            return held
+        homes, _ = self._targets()
+        return replace(held, homes=homes)
 
     def tokens_later(self, copies: Layout, rank: int) -> np.ndarray | None:
         """Return by how many rows each sample's tokens moved from its slot at the origin to its
@@ -84,10 +90,10 @@ class PlacedIndex(AbstractLayoutIndex):
         if not isinstance(copies, Placed):
             return None
         pieces = self.pieces(copies, rank)
-        later: np.ndarray = (
-            self._targets()[1][pieces.origin, pieces.chunk] - pieces.chunk
-        ) * self.length
-        return later
+        _, new_slots = self._targets()
+        samples_later = new_slots[pieces.origin, pieces.chunk] - pieces.chunk
+        tokens_later: np.ndarray = samples_later * self.length
+        return tokens_later
 
     @memoised
     def matched(self, move: Move, rank: int) -> tuple[Matched, Matched]:
@@ -105,11 +111,10 @@ class PlacedIndex(AbstractLayoutIndex):
         sent = []
         received = []
         for peer in members:
-            positions = find(source_pieces, self.pieces(move.target, peer).number)
-            sent.append((peer, positions[positions >= 0]))
-            received.append(
-                (peer, np.flatnonzero(find(self.pieces(move.source, peer), target_numbers) >= 0))
-            )
+            places = find(source_pieces, self.pieces(move.target, peer).number)
+            sent.append((peer, places[places >= 0]))
+            is_held_by_peer = find(self.pieces(move.source, peer), target_numbers) >= 0
+            received.append((peer, np.flatnonzero(is_held_by_peer)))
         return joined(sent), joined(received)
 
 

@@ -1,10 +1,14 @@
 """Computes which rows a slot holds on a rank, and which rows a movement sends where. All sizes come
 from this module.
 
-`layouts.py` knows the pieces of every slot and movement. `CallSizes` adds the number of rows of
-each piece, from the number of copies that each origin sends to each expert. Every rank has all
-counts, so it derives the sizes of all other ranks without further communication. Executor, loopback
-and simulator share this code.
+`layouts.py` knows the pieces (origin, expert, chunk) of every slot and movement. `CallSizes` adds
+the number of rows of each piece, from the number of copies that each origin sends to each expert.
+Every rank has all counts, so it derives the sizes of all other ranks without further communication.
+Executor, loopback and simulator share this code.
+
+The home of an expert is the ep rank that stores it. A helper is another ep rank that computes some
+of the expert's copies, which are then called replicated; they are the chunks after the numbered
+ones of their run.
 """
 
 from __future__ import annotations
@@ -59,7 +63,10 @@ class Runs:
     def offsets(self) -> np.ndarray:
         """(runs,) int64: what to add to a position in the concatenated runs to get its row. With
         `is_constant`, the row itself."""
-        return self.starts if self.is_constant else self.starts - (self.sizes.cumsum() - self.sizes)
+        if self.is_constant:
+            return self.starts
+        positions = self.sizes.cumsum() - self.sizes
+        return self.starts - positions
 
     def are_all_of(self, num_rows: int) -> bool:
         """Return whether these are the rows 0, 1, ... num_rows - 1."""
@@ -95,13 +102,14 @@ class MovedRows:
             legs: (4, packets): source and target of each packet, then source and target of its leg,
                 as `legs_by_hop` returns them.
         """
-        return moved_rows(
-            self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1])
-        )
+        source, target, leg_source, leg_target = legs
+        rows = self.between(source, target)
+        return moved_rows(self.world, leg_source * self.world + leg_target, rows)
 
 
 def _stands_at(ascending: np.ndarray, position: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return whether `ascending` has each wanted number at the given position, (n,) bool."""
+    # A position may be one past the end, as `np.searchsorted` returns them.
     if not len(ascending):
         return np.zeros(len(wanted), dtype=bool)
     is_there: np.ndarray = ascending[np.minimum(position, len(ascending) - 1)] == wanted
@@ -109,8 +117,15 @@ def _stands_at(ascending: np.ndarray, position: np.ndarray, wanted: np.ndarray) 
 
 
 def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
-    """Return rows summed by pair of ranks. A pair is source * world + target."""
-    is_sent = (rows > 0) & (pairs % (world + 1) != 0)
+    """Return rows summed by pair of ranks, without those that stay on a rank.
+
+    Args:
+        world: number of ranks.
+        pairs: (n,) int64: source * world + target; a pair may occur several times.
+        rows: (n,) the rows that each entry sends.
+    """
+    is_to_itself = pairs % (world + 1) == 0
+    is_sent = (rows > 0) & ~is_to_itself
     pairs = pairs[is_sent]
     rows = rows[is_sent]
     if world * world <= 8 * len(pairs):  # a table of all pairs is smaller than sorting these
@@ -197,38 +212,38 @@ class CallSizes:
         self._replicated = replicated or NOTHING
         staying = copies if replicated is None else replicated.staying(copies)
         assert (staying >= 0).all(), "more copies are replicated than there are"
-        cuts = staying[:, :, None]
+        rows_of_chunks = staying[:, :, None]
         if parts is not None:
-            cuts = parts
+            rows_of_chunks = parts
         elif num_chunks > 1:
-            cuts = np.diff(cuts * np.arange(num_chunks + 1) // num_chunks, axis=2)
+            chunk_bounds = rows_of_chunks * np.arange(num_chunks + 1) // num_chunks
+            rows_of_chunks = np.diff(chunk_bounds, axis=2)
+
         self._rows: dict[Flow, np.ndarray] = {
-            "copies": cuts,
+            "copies": rows_of_chunks,
             "tokens": tokens.reshape(-1, 1, 1),
             "weights": np.full((grid.etp, self.num_experts, 1), units),
             "bias": np.ones((1, self.num_experts, 1), dtype=np.int64),
         }
+        """Rows of every piece that is not replicated, (origins, experts, chunks) int64, by flow."""
         if node_tokens is not None:
-            nodes = sum(grid.cast_levels) - grid.ep
-            self._rows["node_tokens"], self._rows["rank_tokens"] = (
-                node_tokens[:, :nodes],
-                node_tokens[:, nodes:],
-            )
+            num_nodes = sum(grid.cast_levels) - grid.ep
+            self._rows["node_tokens"] = node_tokens[:, :num_nodes]
+            self._rows["rank_tokens"] = node_tokens[:, num_nodes:]
         self.results: dict[tuple[Any, ...], Any] = {}
         """Results of memoised methods."""
 
     @memoised
     def helped(self, rank: int) -> np.ndarray:
         """Return the experts of which a rank computes replicated copies, (num_experts,) bool."""
-        mates = self.grid.group(rank, ("ep", "etp"))
-        origins = sorted({origin for mate in mates for origin in self.grid.group(mate, ("tp",))})
-        helper = self._replicated.helper
-        origin = self._replicated.origin
-        expert = self._replicated.expert
+        # Only origins that share the rank's replica of the experts send copies to it.
+        replica = self.grid.group(rank, ("ep", "etp"))
+        origins = sorted(set().union(*(self.grid.group(peer, ("tp",)) for peer in replica)))
+        is_computed_here = self._replicated.helper == self.grid.coordinate(rank, "ep")
+        is_of_replica = np.isin(self._replicated.origin, origins)
+
         helped = np.zeros(self.num_experts, dtype=bool)
-        helped[expert[(helper == self.grid.coordinate(rank, "ep")) & np.isin(origin, origins)]] = (
-            True
-        )
+        helped[self._replicated.expert[is_computed_here & is_of_replica]] = True
         return helped
 
     def held(self, layout: Layout, rank: int) -> np.ndarray:
@@ -237,11 +252,9 @@ class CallSizes:
         if layout.chunk == "here":
             return np.flatnonzero(self.helped(rank))
         experts = self.shapes.experts(layout, rank)
-        return (
-            experts[self._needs_weights(layout, rank)[experts]]
-            if layout.chunk == "near"
-            else experts
-        )
+        if layout.chunk == "near":
+            return experts[self._needs_weights(layout, rank)[experts]]
+        return experts
 
     def _needs_weights(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the experts whose weights replicated copies need on the rank ("here") or its node
@@ -273,11 +286,8 @@ class CallSizes:
     def rows_of_ranks(self, layout: Layout) -> np.ndarray:
         """Return the number of rows that a slot of this layout has on each rank, (world,) int64."""
         held = self.shapes.held(layout)
-        if (
-            held.homes is None
-            and layout.chunk not in HELPERS
-            and not self._may_be_replicated(layout)
-        ):
+        depends_on_counts = layout.chunk in HELPERS or self._may_be_replicated(layout)
+        if held.homes is None and not depends_on_counts:
             return held.sums(self._rows[layout.flow]).astype(np.int64)
         rank, piece = self._held_by(layout)
         rows = self._pieces(layout.flow).rows[piece]
@@ -290,7 +300,7 @@ class CallSizes:
         pieces = self.shapes.pieces(layout, rank)
         offsets = np.zeros(len(pieces.number) + 1, dtype=np.int64)
         rows = self._rows_of(layout, pieces)
-        if layout.is_on_demand:
+        if layout.is_on_demand:  # no rows of experts that need not be there
             rows = rows * self._needs_weights(layout, rank)[pieces.expert]
         np.cumsum(rows, out=offsets[1:])
         return offsets
@@ -309,10 +319,12 @@ class CallSizes:
 
         Ranks that have fewer experts than others have zeros at the end.
         """
-        experts = self.shapes.held(layout).experts
-        first = experts.argmax(1)
-        num_experts = experts.shape[1]
-        width = int((num_experts - experts[:, ::-1].argmax(1) - first).max())
+        is_held = self.shapes.held(layout).experts
+        first = is_held.argmax(1)
+        end = is_held.shape[1] - is_held[:, ::-1].argmax(1)
+        width = int((end - first).max())
+
+        # One cell per rank and expert, numbered row by row.
         rank, piece = self._held_by(layout, by_expert=True)
         pieces = self._pieces(layout.flow, by_expert=True)
         cell = rank * width + pieces.expert[piece] - first[rank]
@@ -343,10 +355,11 @@ class CallSizes:
     @memoised
     def part_rows(self, part: Layout, whole: Layout, rank: int) -> Runs:
         """Return the rows of a whole slot that a part of it holds, in the part's order."""
-        where = find(self.shapes.pieces(whole, rank), self.shapes.pieces(part, rank).number)
-        assert (where >= 0).all(), "a part that its whole does not hold"
+        part_pieces = self.shapes.pieces(part, rank)
+        place_in_whole = find(self.shapes.pieces(whole, rank), part_pieces.number)
+        assert (place_in_whole >= 0).all(), "a part that its whole does not hold"
         starts = self.offsets(whole, rank)[:-1]
-        return Runs(starts[where], np.diff(self.offsets(part, rank)))
+        return Runs(starts[place_in_whole], np.diff(self.offsets(part, rank)))
 
     @memoised
     def outgoing(self, move: Move, rank: int) -> Splits:
@@ -368,23 +381,27 @@ class CallSizes:
         int64 each."""
         world = self.grid.world
         rows = self._pieces(move.source.flow).rows
+        # A piece is exchanged within a group of ranks, which its lowest rank stands for.
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
-        (holder, held), (target, wanted) = (
-            self._held_by(layout) for layout in (move.source, move.target)
-        )
+        holder, held = self._held_by(move.source)
+        target, wanted = self._held_by(move.target)
         wanted_keys = group[target] * len(rows) + wanted
-        # Sorted by piece, then by holder.
+        # Sorted by group and piece, then by holder.
         held_by_rank = np.sort((group[holder] * len(rows) + held) * world + holder)
         held_keys, holder = np.divmod(held_by_rank, world)
-        if not move.reduce:  # the target's own piece, else the lowest rank's
+
+        if not move.reduce:
+            # What the target holds itself is not sent; the lowest holder sends the rest.
             own = wanted_keys * world + target
-            foreign = ~_stands_at(held_by_rank, np.searchsorted(held_by_rank, own), own)
-            target = target[foreign]
-            wanted = wanted[foreign]
-            wanted_keys = wanted_keys[foreign]
+            is_foreign = ~_stands_at(held_by_rank, np.searchsorted(held_by_rank, own), own)
+            target = target[is_foreign]
+            wanted = wanted[is_foreign]
+            wanted_keys = wanted_keys[is_foreign]
             lowest = np.flatnonzero(np.diff(held_keys, prepend=-1))
             held_keys = held_keys[lowest]
             holder = holder[lowest]
+
+        # The senders of each wanted piece stand from `first` to before `end`.
         first = np.searchsorted(held_keys, wanted_keys)
         if move.reduce:
             end = np.searchsorted(held_keys, wanted_keys, side="right")
@@ -395,10 +412,10 @@ class CallSizes:
             f"a movement over {'+'.join(move.group)} wants pieces that no rank of the group "
             f"holds: from {move.source} to {move.target}"
         )
-        count = end - first
-        return holder[runs(first, count)] * world + np.repeat(target, count), np.repeat(
-            rows[wanted], count
-        )
+        num_senders = end - first
+        sender = holder[runs(first, num_senders)]
+        pairs = sender * world + np.repeat(target, num_senders)
+        return pairs, np.repeat(rows[wanted], num_senders)
 
     @memoised
     def _pieces(self, flow: Flow, *, by_expert: bool = False) -> _FlowPieces:
@@ -411,23 +428,19 @@ class CallSizes:
         experts_per_home = 1
         if FLOWS[flow].is_per_expert and not by_expert and flow not in ("weights", "bias"):
             experts_per_home = self.num_experts // self.grid.ep
-        merged = rows = self._rows[flow]
+        rows = self._rows[flow]  # (origins, experts, chunks)
         if experts_per_home > 1:
-            merged = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
-        origin, home, chunk = np.nonzero(merged)
-        found = _FlowPieces(
-            origin, expert=home * experts_per_home, chunk=chunk, rows=merged[origin, home, chunk]
+            rows = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
+        origin, home, chunk = np.nonzero(rows)
+        unreplicated = _FlowPieces(
+            origin, expert=home * experts_per_home, chunk=chunk, rows=rows[origin, home, chunk]
         )
-        if flow == "copies" and not self._replicated.is_empty:
-            origin, expert, helper, amount = self._replicated
-            helped = (
-                origin,
-                expert // experts_per_home * experts_per_home,
-                self.num_chunks + helper,
-                amount,
-            )
-            return _FlowPieces(*np.concatenate([found, helped], axis=1))
-        return found
+        if flow != "copies" or self._replicated.is_empty:
+            return unreplicated
+        origin, expert, helper, amount = self._replicated
+        first_of_home = expert // experts_per_home * experts_per_home
+        replicated = (origin, first_of_home, self.num_chunks + helper, amount)
+        return _FlowPieces(*np.concatenate([unreplicated, replicated], axis=1))
 
     def _may_be_replicated(self, layout: Layout) -> bool:
         """Return whether slots of a layout have pieces of replicated copies."""
@@ -440,26 +453,31 @@ class CallSizes:
         rows = self._rows[layout.flow]
         if not self._may_be_replicated(layout):
             return rows[pieces.origin, pieces.expert, pieces.chunk]
+
+        # Chunks of replicated copies are not in the table: 0 rows first, then the rows listed.
+        last_chunk = rows.shape[2] - 1
+        piece_rows = rows[pieces.origin, pieces.expert, np.minimum(pieces.chunk, last_chunk)]
+        piece_rows[pieces.chunk > last_chunk] = 0
         origin, expert, helper, amount = self._replicated
-        of_pieces = rows[pieces.origin, pieces.expert, np.minimum(pieces.chunk, rows.shape[2] - 1)]
-        of_pieces[pieces.chunk >= rows.shape[2]] = 0
         position = find(pieces, self.shapes.number(origin, expert, self.num_chunks + helper))
-        np.add.at(of_pieces, position[position >= 0], amount[position >= 0])
-        return of_pieces
+        is_in_slot = position >= 0
+        np.add.at(piece_rows, position[is_in_slot], amount[is_in_slot])
+        return piece_rows
 
     @memoised
     def _held_by(self, layout: Layout, *, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return which ranks hold which of `_pieces`, as pairs (rank, position in `_pieces`),
         (pairs,) int64 each."""
+        # Results are memoised by their arguments as written, so the default is left out.
         pieces = (
             self._pieces(layout.flow, by_expert=True) if by_expert else self._pieces(layout.flow)
         )
         rank, piece = self.shapes.held(layout).by(pieces.origin, pieces.expert, pieces.chunk)
         if layout.is_on_demand:
-            tables = np.stack(
+            needs_expert = np.stack(
                 [self._needs_weights(layout, member) for member in range(self.grid.world)]
             )
-            is_needed = tables[rank, pieces.expert[piece]]
+            is_needed = needs_expert[rank, pieces.expert[piece]]
             rank = rank[is_needed]
             piece = piece[is_needed]
         return rank, piece
@@ -471,46 +489,57 @@ class CallSizes:
 
     def _splits(self, mine: Layout, theirs: Layout, matched: Matched, rank: int) -> Splits:
         """Return the rows of matched pieces. A helper gets weights only of the experts of which it
-        computes copies."""
+        computes copies.
+
+        Args:
+            mine: layout of this rank's slot.
+            theirs: layout of the slot at the other end of the movement.
+            matched: the pieces that this rank exchanges.
+        """
         offsets = self.offsets(mine, rank)
         sizes = np.diff(offsets)[matched.places]
         if theirs.is_on_demand:
             experts = self.shapes.pieces(mine, rank).expert[matched.places]
-            cuts = zip(matched.peers, matched.starts[:-1], matched.starts[1:])
-            sizes = sizes * np.concatenate(
-                [self._needs_weights(theirs, peer)[experts[start:end]] for peer, start, end in cuts]
-            )
-        ends = [0]
+            is_needed = []
+            for peer, (start, end) in zip(matched.peers, pairwise(matched.starts)):
+                is_needed.append(self._needs_weights(theirs, peer)[experts[start:end]])
+            sizes = sizes * np.concatenate(is_needed)
+
+        bounds = [0]  # the rows before each peer's, then all rows
         if len(sizes):
-            ends += sizes.cumsum()[matched.starts[1:] - 1].tolist()
-        counts = tuple(end - start for start, end in pairwise(ends))
-        is_whole = matched.in_order and ends[-1] == offsets[-1]
-        return Splits(
-            matched.peers, counts, runs=Runs(offsets[matched.places], sizes), is_whole=is_whole
-        )
+            last_pieces = matched.starts[1:] - 1
+            bounds += sizes.cumsum()[last_pieces].tolist()
+        counts = tuple(end - start for start, end in pairwise(bounds))
+        is_whole = matched.in_order and bounds[-1] == offsets[-1]
+        rows = Runs(offsets[matched.places], sizes)
+        return Splits(matched.peers, counts, runs=rows, is_whole=is_whole)
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         """Return the base of each piece of the copies; see `token_bases`."""
         copy_pieces = self.shapes.pieces(copies, rank)
         later = self.shapes.tokens_later(copies, rank)
-        if later is not None:
+        if later is not None:  # samples have moved to this rank
             return later
         token_pieces = self.shapes.pieces(tokens, rank)
-        if copies.whole_tp or tokens.whole_tp or len(token_pieces.number) == 1:
+        has_one_origin = len(token_pieces.number) == 1
+        if copies.whole_tp or tokens.whole_tp or has_one_origin:
             return np.zeros(len(copy_pieces.number), dtype=np.int64)
+        # Find the piece of tokens that each piece of copies belongs to; it starts at its offset.
         if tokens.flow in ONCE:
-            grid = self.grid
-            ep_rank = copy_pieces.expert
-            if copies.flow != "rank_tokens":
-                ep_rank = ep_rank // (self.num_experts // grid.ep)
-            destination = (
-                ep_rank
-                if tokens.flow == "rank_tokens"
-                else ep_rank // (grid.ep // grid.nodes_per_replica)
-            )
-            position = find(
-                token_pieces, self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk)
-            )
+            destination = self._destinations(tokens.flow, copies.flow, copy_pieces.expert)
+            number = self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk)
+            position = find(token_pieces, number)
         else:
             position = np.searchsorted(token_pieces.origin, copy_pieces.origin)
         return self.offsets(tokens, rank)[:-1][position]
+
+    def _destinations(self, tokens: Flow, copies: Flow, expert: np.ndarray) -> np.ndarray:
+        """Return the ep rank or node, whichever a flow of tokens sends to, of pieces of copies,
+        from the second index of these pieces; (n,) int64 each."""
+        ep_rank = expert  # as it is for rank_tokens
+        if copies != "rank_tokens":
+            ep_rank = expert // (self.num_experts // self.grid.ep)
+        if tokens == "rank_tokens":
+            return ep_rank
+        ep_ranks_per_node = self.grid.ep // self.grid.nodes_per_replica
+        return ep_rank // ep_ranks_per_node

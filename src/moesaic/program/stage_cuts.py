@@ -1,10 +1,15 @@
-"""Where pipeline stages cut the blocks of a model. Needs no torch."""
+"""Where pipeline stages cut the blocks of a model. Needs no torch.
+
+A stage is a range of consecutive blocks. The first one also has the embedding, the last one the
+output projection and the loss: these are the two ends.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 
 SLACK = 1.05
 """How much longer than the shortest possible time the slowest part may take, for less memory."""
@@ -23,44 +28,56 @@ def cut(
     is as small as it can be.
 
     Args:
-        times: of each block, at least `count`.
-        sizes: of each block.
-        times_of_ends: what the first and the last part take besides, and
-        sizes_of_ends: hold besides.
+        times: of each block, at least `count` blocks, in any unit.
+        sizes: of each block, in any unit.
+        times_of_ends: what the embedding in the first part, and the output in the last part, take.
+        sizes_of_ends: what these hold.
     """
-    blocks = len(times)
-    limit: float = math.inf
-
-    def part(values: Sequence[float], ends: tuple[float, float], start: int, end: int) -> float:
-        """Return the sum over some blocks, with the embedding or the output that they have."""
-        at_ends = (ends[0] if start == 0 else 0.0) + (ends[1] if end == blocks else 0.0)
-        return sum(values[start:end]) + at_ends
+    num_blocks = len(times)
 
     def time_of(start: int, end: int) -> float:
-        return part(times, times_of_ends, start, end)
+        return _stage_sum(times, times_of_ends, start, end)
 
-    def size_of(start: int, end: int) -> float:
-        """Return the bytes of blocks that take no longer than the limit."""
-        too_slow = time_of(start, end) > limit
-        return math.inf if too_slow else part(sizes, sizes_of_ends, start, end)
+    shortest, _ = _best_cut(num_blocks, count, time_of)
+    limit = SLACK * shortest
 
-    def best(cost: Callable[[int, int], float]) -> tuple[float, list[range]]:
-        """Return the least worst cost of a stage, and the blocks of each stage."""
+    def size_if_fast(start: int, end: int) -> float:
+        if time_of(start, end) > limit:
+            return math.inf
+        return _stage_sum(sizes, sizes_of_ends, start, end)
 
-        @cache
-        def rest(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
-            """Return the worst cost of the blocks from `start` on in `parts` stages, and where
-            these end."""
-            if parts == 1:
-                return cost(start, blocks), (blocks,)
-            found = []
-            for end in range(start + 1, blocks - parts + 2):
-                later, ends = rest(end, parts - 1)
-                found.append((max(cost(start, end), later), (end, *ends)))
-            return min(found)
+    _, stages = _best_cut(num_blocks, count, size_if_fast)
+    return stages
 
-        worst, ends = rest(0, count)
-        return worst, [range(start, end) for start, end in zip((0, *ends), ends)]
 
-    limit = SLACK * best(time_of)[0]
-    return best(size_of)[1]
+def _stage_sum(values: Sequence[float], ends: tuple[float, float], start: int, end: int) -> float:
+    """Return the sum over the blocks `start` to before `end`, with the ends that they have."""
+    of_first = ends[0] if start == 0 else 0.0
+    of_last = ends[1] if end == len(values) else 0.0
+    return sum(values[start:end]) + (of_first + of_last)
+
+
+def _best_cut(
+    num_blocks: int, count: int, cost: Callable[[int, int], float]
+) -> tuple[float, list[range]]:
+    """Return the cut into `count` stages whose worst stage costs least: this cost, and the blocks
+    of each stage.
+
+    Args:
+        cost: of a stage, from its first block and the block after its last one.
+    """
+
+    @cache
+    def best_from(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        """Return the least worst cost of the blocks from `start` on in `stages` stages, and where
+        these end."""
+        if stages == 1:
+            return cost(start, num_blocks), (num_blocks,)
+        cuts = []
+        for end in range(start + 1, num_blocks - stages + 2):  # leaves a block to each other stage
+            later_cost, later_ends = best_from(end, stages - 1)
+            cuts.append((max(cost(start, end), later_cost), (end, *later_ends)))
+        return min(cuts)
+
+    worst, ends = best_from(0, count)
+    return worst, [range(start, end) for start, end in pairwise((0, *ends))]

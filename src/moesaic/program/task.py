@@ -262,39 +262,36 @@ class Program:
     def is_redundant(self) -> bool:
         """Whether each rank of a tensor-parallel group sends all tokens of the group, as under the
         baseline."""
-        indices = [slot for slot in map(self.slot, self.inputs) if slot.kind is Kind.INDEX]
+        inputs = [self.slot(name) for name in self.inputs]
         return any(
-            slot.on("tp") is State.IDENTICAL and not slot.layout.whole_tp for slot in indices
+            slot.kind is Kind.INDEX
+            and slot.on("tp") is State.IDENTICAL
+            and not slot.layout.whole_tp
+            for slot in inputs
         )
 
     @property
     def delivers_at_once(self) -> bool:
         """Whether one movement over ep and etp sends rows to all shards of their experts, and one
         returns the sums."""
-        rows = [
-            task
+        groups = [
+            task.group
             for task in self.moves()
             if self.slot(task.reads[0]).kind is Kind.ROWS and "ep" in task.group
         ]
-        return [task.group for task in rows] == [("ep", "etp")] * 2
+        return groups == [("ep", "etp"), ("ep", "etp")]
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: a row per task, in the order of issue."""
         from moesaic.program.notebook import html_table
 
         heads = ("task", "op", "stage", "lane", "group", "reads", "codec")
-        rows = [
-            (
-                task.name,
-                task.op.value,
-                task.stage.value,
-                task.lane.value,
-                "+".join(task.group),
-                ", ".join(task.reads),
-                task.codec,
-            )
-            for task in self.tasks
-        ]
+        rows = []
+        for task in self.tasks:
+            group = "+".join(task.group)
+            reads = ", ".join(task.reads)
+            values = (task.op.value, task.stage.value, task.lane.value)
+            rows.append((task.name, *values, group, reads, task.codec))
         return html_table(f"program: {self.name}, {len(rows)} tasks", heads, rows)
 
     def slot(self, name: str) -> Slot:

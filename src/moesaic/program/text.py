@@ -1,4 +1,5 @@
-"""Writes a program as a readable table of text."""
+"""Writes a program as a readable table of text: its slots, the named values, and its tasks, which
+read and write them."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ def to_text(program: Program) -> str:
         f"inputs {' '.join(program.inputs)}",
         f"outputs {' '.join(program.outputs)}",
     ]
-    width = max(len(slot.name) for slot in program.slots)
+    slot_width = max(len(slot.name) for slot in program.slots)
     for slot in program.slots:
         states = " ".join(f"{axis}:{state.value}" for axis, state in slot.state) or "-"
         lines.append(
-            f"slot  {slot.name:<{width}}  {slot.kind.value:<6}  {states:<12}  "
+            f"slot  {slot.name:<{slot_width}}  {slot.kind.value:<6}  {states:<12}  "
             f"{_layout_text(slot.layout)}"
         )
-    named = max(len(task.name) for task in program.tasks)
+    task_width = max(len(task.name) for task in program.tasks)
     for task in program.tasks:
         arrow = f"{' '.join(task.reads)} -> {' '.join(task.writes)}"
         group = "+".join(task.group) or "-"
         lines.append(
-            f"task  {task.name:<{named}}  {task.op.value:<11}  {task.stage.value:<8}  "
+            f"task  {task.name:<{task_width}}  {task.op.value:<11}  {task.stage.value:<8}  "
             f"{task.lane.value:<7}  {group:<6}  {arrow}{_extras_text(task)}"
         )
     return "\n".join(lines) + "\n"
@@ -42,21 +43,32 @@ def to_text(program: Program) -> str:
 
 def _extras_text(task: Task) -> str:
     """Return the parts of a task's text that few tasks have."""
-    extras = [f"^{task.power}", f"^{task.dual_power}"] if task.op is Op.SCALE else []
-    extras += [f"of={'/'.join(task.of)}"] if task.of else []
-    extras += [
-        f"{key}={value}" for key, value in (("link", task.link), ("codec", task.codec)) if value
-    ]
-    extras += [f"hop={task.hop}"] if task.op is Op.HOP else []
+    extras = list[str]()
+    if task.op is Op.SCALE:
+        extras += [f"^{task.power}", f"^{task.dual_power}"]
+    if task.of:
+        extras.append(f"of={'/'.join(task.of)}")
+    if task.link:
+        extras.append(f"link={task.link}")
+    if task.codec:
+        extras.append(f"codec={task.codec}")
+    if task.op is Op.HOP:
+        extras.append(f"hop={task.hop}")
     return "".join(f"  {extra}" for extra in extras)
 
 
 def _layout_text(layout: Layout) -> str:
-    """Return the text of a layout."""
-    origins = "+".join(layout.spread) or "own"
-    parts = [layout.flow, f"of {origins}{' whole-tp' if layout.whole_tp else ''}"]
-    parts.append("" if layout.experts == "all" else f"at {layout.experts}")
-    parts.append("" if layout.chunk is None else f"chunk {layout.chunk}")
-    parts.append("" if layout.step is None else f"step {layout.step[0]}/{layout.step[1]}")
-    parts.append("placed" if isinstance(layout, Placed) else "")
-    return " ".join(part for part in parts if part)
+    """Return the text of a layout: its flow and origins, and what differs from the default."""
+    parts: list[str] = [layout.flow, f"of {'+'.join(layout.spread) or 'own'}"]
+    if layout.whole_tp:
+        parts.append("whole-tp")
+    if layout.experts != "all":
+        parts.append(f"at {layout.experts}")
+    if layout.chunk is not None:
+        parts.append(f"chunk {layout.chunk}")
+    if layout.step is not None:
+        step, num_groups = layout.step
+        parts.append(f"step {step}/{num_groups}")
+    if isinstance(layout, Placed):
+        parts.append("placed")
+    return " ".join(parts)

@@ -1,8 +1,9 @@
 """Computes when each task of a program runs, given the duration of each task: the program laid out
 on its lanes.
 
-A single rule decides (`place`). Contention between lanes, launch costs
-and the sizes behind the durations belong to the cost model.
+A lane is a resource that runs tasks one after the other: computation, the links inside a node, the
+links between nodes, the host. A single rule decides when a task starts (`place`). Contention
+between lanes, launch costs and the sizes behind the durations belong to the cost model.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class Timeline:
         total = self.communication
         if total == 0:
             return 1.0
-        computing = self.on(Lane.COMPUTE)
         moving = [span for lane in MOVING for span in self.on(lane)]
-        hidden = sum(
-            max(0.0, min(move.end, compute.end) - max(move.start, compute.start))
+        shared = [
+            min(move.end, compute.end) - max(move.start, compute.start)
             for move in moving
-            for compute in computing
-        )
+            for compute in self.on(Lane.COMPUTE)
+        ]
+        hidden = sum(max(0.0, seconds) for seconds in shared)  # negative: they do not overlap
         return hidden / total
 
 
@@ -134,7 +135,9 @@ def place(
         host_runs_compute: see `lay_out`.
     """
     index = resource(lane, host_runs_compute)
-    issued = max(free[THREAD], ready) if host_runs_compute or lane is Lane.HOST else free[THREAD]
+    issued = free[THREAD]
+    if host_runs_compute or lane is Lane.HOST:  # the thread itself waits for what the task reads
+        issued = max(issued, ready)
     start = max(issued, ready, free[index])
     after = [issued, *free[1:]]
     after[index] = start + seconds
@@ -172,7 +175,9 @@ def durations(program: Program, seconds: Mapping[str, float]) -> list[float]:
 def chunk_of(task: Task, slots: Mapping[str, Slot]) -> int | None:
     """Return the one chunk that a task reads or writes; None if it works on none or on several."""
     chunks = {slots[name].layout.chunk for name in (*task.reads, *task.writes)} - {None}
-    chunk = chunks.pop() if len(chunks) == 1 else None
+    if len(chunks) != 1:
+        return None
+    chunk = chunks.pop()
     return chunk if isinstance(chunk, int) else None
 
 
@@ -182,10 +187,10 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
 
     chrome://tracing and ui.perfetto.dev open such files.
     """
-    events: list[dict[str, Any]] = [_name("process_name", 0, timeline.program)]
+    events: list[dict[str, Any]] = [_label("process_name", 0, timeline.program)]
     for row, lane in enumerate(LANES):
         if timeline.on(lane):
-            events.append(_name("thread_name", row, lane.value))
+            events.append(_label("thread_name", row, lane.value))
             events.append(
                 {
                     "ph": "M",
@@ -211,9 +216,11 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _name(what: str, row: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": 0, "tid": row, "args": {"name": name}}
+def _label(kind: str, row: int, label: str) -> dict[str, Any]:
+    """Return the event that labels the process or a row; `kind` is the format's name for it."""
+    return {"ph": "M", "name": kind, "pid": 0, "tid": row, "args": {"name": label}}
 
 
 def _length(spans: Iterable[Span]) -> float:
+    """Return the seconds of some spans together."""
     return sum(span.end - span.start for span in spans)

@@ -5,6 +5,9 @@ and identical values keep their state. An all-gather whose incoming gradient is 
 a reduce-scatter. If its gradient is identical on all ranks, it becomes a slice that moves no bytes.
 The states alone decide this.
 
+A program is a list of tasks that read and write named values, its slots. The transpose reads and
+writes the cotangents (gradients) of these slots, with the tasks in reverse order.
+
 `up_to_experts` returns the part of a forward program to recompute when only the inputs of the
 experts are needed.
 """
@@ -40,19 +43,25 @@ def transpose(program: Program) -> Program:
     gets one cotangent per reader and a task that adds them.
     """
     transposition = _Transposition(program)
+    # Gather weights again, as in the forward program.
     for task in _fetches(program):
-        transposition.slots.update({name: program.slot(name) for name in task.writes})
+        for name in task.writes:
+            transposition.slots[name] = program.slot(name)
         transposition.tasks.append(task)
+
     for task in reversed(program.tasks):
         if any(_flows(program, name) for name in task.writes):
             transposition.add(task)
+
     saved_names = saved(program)
-    transposition.slots.update({name: program.slot(name) for name in saved_names})
+    for name in saved_names:
+        transposition.slots[name] = program.slot(name)
+    given = tuple(cotangent(name) for name in program.outputs)
     return Program(
         name=f"{program.name}{SUFFIX}",
         slots=tuple(transposition.slots.values()),
         tasks=tuple(transposition.tasks),
-        inputs=tuple(map(cotangent, program.outputs)) + saved_names,
+        inputs=given + saved_names,
         outputs=tuple(cotangent(name) for name in program.inputs if _flows(program, name)),
     )
 
@@ -73,17 +82,19 @@ class _Transposition:
     def add(self, task: Task) -> None:
         """Append the transpose of a task, and the sums of cotangents that are complete with it."""
         differentiable = [name for name in task.reads if _flows(self.program, name)]
-        others = (
-            task.reads
-            if task.op is Op.EXPERT
-            else tuple(name for name in task.reads if name not in differentiable)
-        )
+        if task.op is Op.EXPERT:  # its gradient needs all that it read
+            op = Op.EXPERT_GRAD
+            forward_values = task.reads
+        else:
+            op = _SWAPPED[task.op]
+            forward_values = tuple(name for name in task.reads if name not in differentiable)
+        cotangents = tuple(cotangent(name) for name in task.writes)
         self.tasks.append(
             replace(
                 task,
                 name=cotangent(task.name),
-                op=Op.EXPERT_GRAD if task.op is Op.EXPERT else _SWAPPED[task.op],
-                reads=tuple(map(cotangent, task.writes)) + others,
+                op=op,
+                reads=cotangents + forward_values,
                 writes=tuple(self._share(name) for name in differentiable),
                 stage=_STAGE[task.stage],
                 power=task.dual_power,
@@ -91,7 +102,8 @@ class _Transposition:
             )
         )
         for name in differentiable:
-            if 1 < self._readers[name] == len(self._shares[name]):
+            num_readers = self._readers[name]
+            if num_readers > 1 and len(self._shares[name]) == num_readers:
                 self._sum(name, _STAGE[task.stage])
 
     def _share(self, name: str) -> str:
@@ -116,15 +128,19 @@ class _Transposition:
 
 
 def saved(program: Program) -> tuple[str, ...]:
-    """Return the names of the forward slots that the backward program reads."""
-    fetched = {name for task in _fetches(program) for name in task.writes}
-    names = [name for task in _fetches(program) for name in task.reads] + [
-        name
-        for task in program.tasks
-        for name in task.reads
-        if task.op is Op.EXPERT
-        or (task.op in (Op.PERMUTE, Op.COMBINE) and not _flows(program, name))
-    ]
+    """Return the names of the forward slots that the backward program reads, each once.
+
+    These are what the fetches of weights read, the inputs of the experts, and indices; not the
+    fetched weights, which the backward program fetches again.
+    """
+    fetches = _fetches(program)
+    names = [name for task in fetches for name in task.reads]
+    for task in program.tasks:
+        if task.op is Op.EXPERT:
+            names += task.reads
+        elif task.op in (Op.PERMUTE, Op.COMBINE):
+            names += [name for name in task.reads if not _flows(program, name)]
+    fetched = {name for task in fetches for name in task.writes}
     return tuple(name for name in dict.fromkeys(names) if name not in fetched)
 
 
@@ -134,12 +150,12 @@ def _fetches(program: Program) -> list[Task]:
 
     The weights of replicated copies are fetched once and kept for the backward pass.
     """
-    written = [(task, program.slot(task.writes[0])) for task in program.tasks]
-    return [
-        task
-        for task, slot in written
-        if slot.kind is Kind.WEIGHT and slot.layout.chunk not in HELPERS
-    ]
+    fetches = []
+    for task in program.tasks:
+        written = program.slot(task.writes[0])
+        if written.kind is Kind.WEIGHT and written.layout.chunk not in HELPERS:
+            fetches.append(task)
+    return fetches
 
 
 def cotangent(name: str) -> str:
@@ -171,12 +187,13 @@ def up_to_experts(program: Program, wanted: Collection[str]) -> Program:
         program: a forward program, in the order in which it runs.
         wanted: names of the slots that the backward program reads.
     """
-    slots = set(wanted)
+    # From the end, keep each task that writes a slot which a later one, or the caller, reads.
+    needed = set(wanted)
     tasks = []
     for task in reversed(program.tasks):
-        if task.op is Op.EXPERT or slots.intersection(task.writes):
+        if task.op is Op.EXPERT or needed.intersection(task.writes):
             tasks.append(task)
-            slots.update(task.reads)
+            needed.update(task.reads)
     return replace(
         program,
         name=f"{program.name}, up to the experts",

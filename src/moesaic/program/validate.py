@@ -1,5 +1,10 @@
 """Checks that every program must pass, whatever pass produced it. A violation is a bug in a pass
-and names the task and slot."""
+and names the task and slot.
+
+A slot is a named value of a program, with a state per axis of the mesh: how its values on the ranks
+of the axis relate, sharded, replicated, partial or identical (`State` in `task.py`). A movement is
+a task that takes rows from one slot to another between ranks.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +57,11 @@ def validate(program: Program) -> None:
                 )
         for name in task.reads:
             if name not in written:
-                ring = _cycle(program, task)
-                if ring:
-                    circle = " -> ".join((*ring, ring[0]))
+                cycle = _cycle(program, task)
+                if cycle:
+                    path = " -> ".join((*cycle, cycle[0]))
                     raise ProgramError(
-                        f"tasks wait for each other: {circle}: let one of them read another slot"
+                        f"tasks wait for each other: {path}: let one of them read another slot"
                     )
                 raise ProgramError(
                     f"task {task.name} reads {name} before anything writes it: put its writer first"
@@ -99,25 +104,23 @@ def validate_schedule(program: Program) -> None:
     validate(program)
     for task in program.moves():
         _check_layouts(program, task, where)
-    read = {name for task in program.tasks for name in task.reads}
-    for name in (
-        name
-        for task in program.tasks
-        for name in task.writes
-        if name not in {*read, *program.outputs}
-    ):
-        raise ProgramError(f"{where}: nothing reads {name}: read it, or take its task out")
+    used = {*program.outputs, *(name for task in program.tasks for name in task.reads)}
+    for task in program.tasks:
+        for name in task.writes:
+            if name not in used:
+                raise ProgramError(f"{where}: nothing reads {name}: read it, or take its task out")
     x = program.slot("x")
     y = program.slot(program.outputs[0])
     if (x.kind, x.layout, x.state) != (y.kind, y.layout, y.state):
-        states = [
-            ", ".join(f"{axis} {state.name}" for axis, state in slot.state) or "sharded"
-            for slot in (x, y)
-        ]
-        have = [f"{_layout(slot)} and {state}" for slot, state in zip((x, y), states)]
         raise ProgramError(
-            f"{where}: x has {have[0]}, but {y.name} has {have[1]}: let it be like x"
+            f"{where}: x has {_layout(x)} and {_states(x)}, but {y.name} has {_layout(y)} and "
+            f"{_states(y)}: let it be like x"
         )
+
+
+def _states(slot: Slot) -> str:
+    """Return a slot's states in words."""
+    return ", ".join(f"{axis} {state.name}" for axis, state in slot.state) or "sharded"
 
 
 def _check_layouts(program: Program, task: Task, where: str) -> None:
@@ -141,29 +144,29 @@ def _check_layouts(program: Program, task: Task, where: str) -> None:
 
 def _layout(slot: Slot) -> str:
     """Return a slot's layout as code, without fields that have their defaults."""
-    usual = Layout()
-    layout = slot.layout
-    names = [
-        field.name
-        for field in fields(Layout)
-        if getattr(layout, field.name) != getattr(usual, field.name)
-    ]
-    return f"Layout({', '.join(f'{name}={getattr(layout, name)!r}' for name in names)})"
+    default = Layout()
+    arguments = []
+    for field in fields(Layout):
+        value = getattr(slot.layout, field.name)
+        if value != getattr(default, field.name):
+            arguments.append(f"{field.name}={value!r}")
+    return f"Layout({', '.join(arguments)})"
 
 
 def _cycle(program: Program, start: Task) -> tuple[str, ...]:
     """Return the names of tasks in a dependency cycle through `start`, () if there is none."""
+    # Depth-first, from each task to the writers of what it reads.
     writers = {name: task for task in program.tasks for name in task.writes}
     paths: list[tuple[Task, ...]] = [(start,)]
-    seen = {start.name}
+    visited = {start.name}
     while paths:
         path = paths.pop()
         for name in path[-1].reads:
             writer = writers.get(name)
             if writer is start:
                 return tuple(task.name for task in reversed(path))
-            if writer is not None and writer.name not in seen:
-                seen.add(writer.name)
+            if writer is not None and writer.name not in visited:
+                visited.add(writer.name)
                 paths.append((*path, writer))
     return ()
 
@@ -173,11 +176,12 @@ def _check_expert(program: Program, task: Task) -> None:
     rows are replicated."""
     rows = program.slot(task.reads[0])
     out = program.slot(task.writes[0])
-    seen = {axis for axis, state in rows.state if state is State.REPLICATED}
+    # Shards of an expert read the same rows, and each gives a part of the sum.
+    replicated = {axis for axis, state in rows.state if state is State.REPLICATED}
     partial = {axis for axis, state in out.state if state is State.PARTIAL}
-    if seen != partial:
+    if replicated != partial:
         raise ProgramError(
-            f"task {task.name}: shards of an expert give partial sums over {sorted(seen)}, "
+            f"task {task.name}: shards of an expert give partial sums over {sorted(replicated)}, "
             f"but {out.name} is partial over {sorted(partial)}: declare it so"
         )
 
@@ -207,23 +211,19 @@ def collective(program: Program, task_name: str) -> str:
     words = set()
     axes = {axis for axis, _ in (*source.state, *target.state)} | set(task.group)
     for axis in sorted(axes):
-        before, after = source.on(axis), target.on(axis)
-        if before is after and axis not in task.group:
-            continue
-        if before is after and before is not State.SHARDED:
+        before = source.on(axis)
+        after = target.on(axis)
+        is_exchanged = axis in task.group and before is State.SHARDED
+        if before is after and not is_exchanged:
             continue
         if (before, after) not in _CHANGES:
-            allowed = ", ".join(sorted(to.value for at, to in _CHANGES if at is before))
+            allowed = sorted(to.value for at, to in _CHANGES if at is before)
+            remedy = f"let {source.name} be in another state"
+            if allowed:
+                remedy = f"let {target.name} be {', '.join(allowed)}"
             raise ProgramError(
-                (
-                    f"task {task_name}: no collective takes {axis} from {before.value} to "
-                    f"{after.value}: "
-                )
-                + (
-                    f"let {target.name} be {allowed}"
-                    if allowed
-                    else f"let {source.name} be in another state"
-                )
+                f"task {task_name}: no collective takes {axis} from {before.value} to "
+                f"{after.value}: {remedy}"
             )
         words.add(_CHANGES[(before, after)])
     if words == {"exchange", "gather"}:

@@ -95,20 +95,18 @@ def _check_frozen(module: nn.Module, mesh: Mesh) -> None:
     compared: _Compared = mesh.shared.setdefault(_Compared, _Compared())
     if module in compared:
         return
-    own = {
-        id(parameter)
-        for part in module.modules()
-        if isinstance(part, AbstractExperts) and not isinstance(part, StackedExperts)
-        for parameter in part.parameters()
-    }
-    names = {
+    may_differ = set[int]()
+    for part in module.modules():
+        if isinstance(part, AbstractExperts) and not isinstance(part, StackedExperts):
+            may_differ.update(id(parameter) for parameter in part.parameters())
+    settings = {
         f"requires_grad of {name}": parameter.requires_grad
         for name, parameter in module.named_parameters()
-        if id(parameter) not in own
+        if id(parameter) not in may_differ
     }
-    advice = dict.fromkeys(names, "freeze the same parameters on every rank")
+    advice = dict.fromkeys(settings, "freeze the same parameters on every rank")
     mesh.transport.doing = "average_gradients"
-    check_same(mesh.transport, names, advice=advice)
+    check_same(mesh.transport, settings, advice=advice)
     mesh.transport.doing = ""
     compared.add(module)
 
@@ -122,7 +120,8 @@ def _average_parameters(
     buckets: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
     for parameter in module.parameters():
         is_expert = id(parameter) in expert_ids
-        if not parameter.requires_grad or not (experts if is_expert else dense):
+        is_averaged = experts if is_expert else dense
+        if not is_averaged or not parameter.requires_grad:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -130,7 +129,8 @@ def _average_parameters(
         local: Tensor = gradient.to_local() if is_dtensor(gradient) else gradient
         axis: Axis = "edp" if is_expert else "dp"
         bucket = buckets.setdefault((axis, local.dtype), [])
-        if bucket and sum(each.nbytes for each in bucket) + local.nbytes > BUCKET_BYTES:
+        is_too_large = sum(member.nbytes for member in bucket) + local.nbytes > BUCKET_BYTES
+        if bucket and is_too_large:
             _average(buckets.pop((axis, local.dtype)), axis, mesh, dtype)
             bucket = buckets.setdefault((axis, local.dtype), [])
         bucket.append(local)
@@ -143,17 +143,15 @@ def _average(
 ) -> None:
     """Sum gradients of one dtype over an axis, in one all-reduce in `dtype` (None: in theirs), and
     divide them by dp, in place."""
-    joined = (
-        gradients[0].flatten()
-        if len(gradients) == 1
-        else torch.cat([each.flatten() for each in gradients])
-    )
+    flat = [gradient.flatten() for gradient in gradients]
+    joined = flat[0] if len(flat) == 1 else torch.cat(flat)
     sent = joined if dtype is None else joined.to(dtype)
     mesh.transport.doing = f"average_gradients of {joined.numel():,} values of {joined.dtype}"
     summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), sent)
     mesh.transport.doing = ""
     averages = summed.to(joined.dtype) / mesh.grid.dp
-    for gradient, average in zip(gradients, averages.split([each.numel() for each in gradients])):
+    lengths = [gradient.numel() for gradient in gradients]
+    for gradient, average in zip(gradients, averages.split(lengths)):
         gradient.copy_(average.view_as(gradient))
 
 
@@ -190,7 +188,9 @@ class Replicas:
         self._experts = experts
         self._dtype = dtype
         self._is_summing = False
+        """Whether gradients of a backward pass were added up since the last average."""
         self._is_expected = False
+        """Whether a backward pass has begun and not ended."""
         # imported here, since it imports the compiler, which one process does not need
         from moesaic.runtime.graph_breaks import outside_graphs
 
@@ -221,9 +221,11 @@ class Replicas:
         )
 
     def _watch_model(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Note a pass of the model, as a forward hook."""
         self._outside_graphs(partial(self._note_pass, output))
 
     def _watch(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Note the output of a layer's experts, as a forward hook."""
         self._outside_graphs(partial(self._note_output, output))
 
     def _note_pass(self, output: Any) -> None:
@@ -248,7 +250,8 @@ class Replicas:
         self._is_expected = True
         grid = self._mesh.grid
         if not self._is_summing and self._experts and grid.edp != grid.dp:
-            # they were averaged before, and the next average must leave them as they are
+            # Gradients that are still there were averaged, and the next average, which sums edp
+            # equal ones and divides by dp, must leave them as they are.
             for parameter in expert_parameters(self._model):
                 if parameter.grad is not None:
                     parameter.grad *= grid.dp / grid.edp
@@ -256,6 +259,7 @@ class Replicas:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        """Average the gradients at the end of a backward pass, if they are to be averaged."""
         if self._is_expected and self.averages:
             self.average()
         self._is_expected = False
@@ -296,9 +300,9 @@ class DataRanks:
             self._is_fixed = True
         elif not self._is_fixed:
             for parameter in parameters:
-                if is_dtensor(parameter) and any(
-                    place.is_shard() for place in parameter.placements
-                ):
+                if not is_dtensor(parameter):
+                    continue
+                if any(placement.is_shard() for placement in parameter.placements):
                     self._groups = tuple(parameter.device_mesh.get_all_groups())
                     return
 
@@ -372,4 +376,5 @@ def wrapped_by_ddp(model: nn.Module) -> dict[nn.Module, dist.ProcessGroup]:
 
 
 def _world() -> int:
+    """Return the number of processes; 1 without `torch.distributed`."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

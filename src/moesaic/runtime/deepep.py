@@ -119,16 +119,19 @@ class DeepEP:
             num_experts: number of experts of the layer.
             most_tokens: largest number of tokens of any rank of the group, the same on all of them.
         """
-        key = (x.shape[1], expert.shape[1])
-        if self._buffers.get(key, (-1, None))[0] < most_tokens:
+        dim = x.shape[1]
+        top_k = expert.shape[1]
+        room, _ = self._buffers.get((dim, top_k), (-1, None))
+        if room < most_tokens:
             buffer = self._module.ElasticBuffer(
-                self._group, num_max_tokens_per_rank=most_tokens, hidden=key[0], num_topk=key[1]
+                self._group, num_max_tokens_per_rank=most_tokens, hidden=dim, num_topk=top_k
             )
-            self._buffers[key] = most_tokens, buffer
+            self._buffers[(dim, top_k)] = (most_tokens, buffer)
+        room_and_buffer = self._buffers[(dim, top_k)]
         # `_Dispatch` appends the route, since an autograd function returns only tensors to autograd
         routes: list[DispatchRoute] = []
         rows, weights, experts = _Dispatch.apply(
-            *self._buffers[key], num_experts, routes, x, weight, expert
+            *room_and_buffer, num_experts, routes, x, weight, expert
         )
         return Received(rows, expert=experts, weight=weights, route=routes[0])
 
@@ -201,13 +204,10 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
     sent = routed.record.sent
     expert = routed.record.choice.expert
     weight = routing.weight
-    if sent is not None:
+    if sent is not None:  # some copies were dropped
         expert = expert.masked_fill(~sent, -1)
-        weight = (
-            weight
-            if routing.has_unsent
-            else weight.new_zeros(len(expert)).masked_scatter(sent, weight)
-        )
+        if not routing.has_unsent:  # dropped copies have no weight in the routing
+            weight = weight.new_zeros(len(expert)).masked_scatter(sent, weight)
     most_tokens = int(gathered.on_host[:, 1].max())
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
@@ -220,18 +220,16 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
             num_experts=experts.num_experts,
             most_tokens=most_tokens,
         )
+        # A copy is a token (row of what arrived) and one of its top_k choices that is here.
         is_local = received.expert >= 0
-        token, slot = is_local.nonzero(as_tuple=True)
-        local_expert = received.expert[token, slot].long()
+        token, choice = is_local.nonzero(as_tuple=True)
+        local_expert = received.expert[token, choice].long()
         num_local = len(sharded[0])
         counts = torch.bincount(local_expert, minlength=num_local)
         order = sort_by_expert(token, local_expert, counts, len(received.x), None)
-        gates = received.weight[token, slot][order.order]
-        out = experts.compute(
-            ExpertCall(
-                sharded, common, rows=permute(received.x, order), gates=gates, ends=order.ends
-            )
-        )
+        gates = received.weight[token, choice][order.order]
+        rows = permute(received.x, order)
+        out = experts.compute(ExpertCall(sharded, common, rows=rows, gates=gates, ends=order.ends))
         return deepep.combine(unpermute(out, order, dtype=x.dtype), received)
 
     y: Tensor = experts(x_TD.to(torch.bfloat16), weight.float(), run=run)

@@ -6,6 +6,10 @@ generator that pauses where it needs other ranks: it yields a `Transfer` to issu
 wait for. It waits only when the data is read, so tasks in between overlap with the messages. The
 same generator runs on every transport; `drive` feeds it on a blocking transport.
 
+A slot is a named value of a program; a task reads and writes slots. A step is one task, or
+movements that are sent together. A slot is arriving from the step that sends its messages to the
+first step that reads it, before which the messages land (`program/life.py`).
+
 A program with messages may also pause: after its first messages were issued, and after the last
 ones. While a micro-batch is paused, another one computes (`moesaic.in_flight`). Where a program
 pauses depends on the program alone, so all ranks pause alike, also those without messages.
@@ -24,7 +28,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache, partial
-from operator import itemgetter
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -93,13 +97,13 @@ _GATHER = (Op.COMBINE, Op.EXPERT, Op.EXPERT_GRAD, Op.MOVE, Op.PACK, Op.TAKE)
 def _gathered(program: Program, outputs: frozenset[str] | None) -> frozenset[str]:
     """Return the slots of rows that only tasks of `_GATHER` read. A run that returns all slots
     returns them in order."""
-    names = (
-        {slot.name for slot in program.slots if slot.kind is Kind.ROWS}
-        if outputs is not None
-        else set()
-    )
-    moving = (task for task in program.tasks if task.op not in _GATHER)
-    return frozenset(names.difference(*(task.reads for task in moving)))
+    if outputs is None:
+        return frozenset()
+    names = {slot.name for slot in program.slots if slot.kind is Kind.ROWS}
+    for task in program.tasks:
+        if task.op not in _GATHER:
+            names.difference_update(task.reads)
+    return frozenset(names)
 
 
 class Pause(Enum):
@@ -117,7 +121,7 @@ class _Arriving:
 
     handle: Handle | None
     """The transfer of the messages; None if there are none."""
-    settles: Mapping[str, Callable[[], Value | Packets]]
+    builders: Mapping[str, Callable[[], Value | Packets]]
     """By slot, the function that builds its value from the received messages."""
 
 
@@ -154,7 +158,7 @@ def interpret(
             call.finish()  # while the messages are in flight
             yield Pause.PAUSE
         for sender in step.lands:
-            yield from state.settle(sender)
+            yield from state.land(sender)
         call.finish(step.reads)
         if step.sends:
             yield from state.issue(place)
@@ -162,7 +166,7 @@ def interpret(
             state.run_local(step.tasks[0])
         state.free(step.dies)
     for sender in script.life.lands:
-        yield from state.settle(sender)
+        yield from state.land(sender)
     call.finish()
     environment = state.environment
     return environment if outputs is None else {name: environment[name] for name in outputs}
@@ -181,9 +185,13 @@ class _RankState:
     arriving: dict[int, _Arriving] = field(default_factory=dict)
     """By the step that sends them, the slots that are being received."""
 
-    def settle(self, sender: int) -> Generator[Transfer | Handle, Handle | None, None]:
-        """Wait for the slots that a step's messages bring, unless they are here since they
-        stay."""
+    def land(self, sender: int) -> Generator[Transfer | Handle, Handle | None, None]:
+        """Wait for the slots that a step's messages bring, and build them. There is nothing to do
+        if their rows stayed on this rank.
+
+        Args:
+            sender: the place of the step in the script.
+        """
         if sender not in self.arriving:
             return
         handle = self.arriving[sender].handle
@@ -191,9 +199,9 @@ class _RankState:
             if handle.transfer.lane == self.script.slowest:
                 self.call.finish()  # while the messages are in flight
             yield handle
-        settles = dict(self.arriving.pop(sender).settles)
-        for name in list(settles):
-            value = settles.pop(name)()  # so that no reference to the buffers remains
+        builders = dict(self.arriving.pop(sender).builders)
+        for name in list(builders):
+            value = builders.pop(name)()  # so that no reference to the buffers remains
             if isinstance(value, Packets):
                 self.packets[name] = value
             else:
@@ -201,27 +209,32 @@ class _RankState:
 
     def issue(self, place: int) -> Generator[Transfer | Handle, Handle | None, None]:
         """Issue the transfer of a step, whose slots are then arriving. Slots whose rows stay on
-        this rank are here at once."""
+        this rank are here at once.
+
+        Args:
+            place: of the step in the script.
+        """
         step = self.script.steps[place]
         moves = self.script.moves[place]
         task = step.tasks[0]
         slots = self.script.slots
         call = self.call
         tag = call.first_tag + step.number
-        settles: Sequence[Callable[[], Value | Packets]]
+        builders: Sequence[Callable[[], Value | Packets]]  # of the slots that the step brings
         if task.op is Op.MOVE:
             if all(call.sizes.shapes.stays(move, call.rank) for move in moves):
                 for each in step.tasks:
                     self.environment[each.writes[0]] = self.environment[each.reads[0]]
                 return
-            transfer, settles = start(step.tasks, moves, slots, self.environment, call, tag)
+            transfer, builders = start(step.tasks, moves, slots, self.environment, call, tag)
         else:
             packets = [self.packets[name] for name in task.reads]
-            transfer, settle = start_hop(task, slots, packets, call, tag)
-            settles = [settle]
-        has_messages = bool(transfer.sends or transfer.receives)
-        handle = (yield transfer) if has_messages else None
-        self.arriving[place] = _Arriving(handle, dict(zip(step.born, settles)))
+            transfer, builder = start_hop(task, slots, packets, call, tag)
+            builders = [builder]
+        handle = None
+        if transfer.sends or transfer.receives:
+            handle = yield transfer
+        self.arriving[place] = _Arriving(handle, dict(zip(step.born, builders)))
 
     def run_local(self, task: Task) -> None:
         """Run a task that needs no other rank, and store its result."""
@@ -303,11 +316,10 @@ class LayerRun:
     def take_tags(self) -> None:
         """Reserve the tags of both programs. All ranks do so for the same calls in the same
         order."""
-        forward, backward = (
-            len(program.tasks) for program in (self.compiled.forward, self.compiled.backward)
-        )
-        self.call.first_tag = self.transport.take_tags(forward + backward)
-        self.backward_tag = self.call.first_tag + forward
+        num_forward = len(self.compiled.forward.tasks)
+        num_backward = len(self.compiled.backward.tasks)
+        self.call.first_tag = self.transport.take_tags(num_forward + num_backward)
+        self.backward_tag = self.call.first_tag + num_forward
 
     def with_new_tags(self) -> LayerRun:
         """Return the run for a further backward pass of the same graph."""
@@ -349,7 +361,8 @@ class RunProgram(torch.autograd.Function):
     ) -> Tensor:
         """Run the forward program, and keep what the backward program reads if there will be a
         backward pass."""
-        names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
+        needs_backward = has_grad and any(ctx.needs_input_grad)
+        names = kept_names(run.compiled.logical) if needs_backward else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
         environment = drive(forward_steps(run, inputs, names), run.transport)
         flat, ctx.layout = flattened(environment, names)
@@ -394,19 +407,15 @@ def forward_steps(
 
 def upload_tables(run: LayerRun, device: torch.device) -> None:
     """Copy all tables that both programs of a call read to the device, in one transfer."""
-    if device.type != "cpu":
-        scripts = (
-            script_of(program, None) for program in (run.compiled.forward, run.compiled.backward)
-        )
-        tasks = (
-            (task, script.slots)
-            for script in scripts
-            for step in script.steps
-            for task in step.tasks
-        )
-        run.call.indices.upload(
-            [table for task, slots in tasks for table in tables(task, slots, run.call)], device
-        )
+    if device.type == "cpu":
+        return
+    tables_of_tasks = []
+    for program in (run.compiled.forward, run.compiled.backward):
+        script = script_of(program, None)
+        for step in script.steps:
+            for task in step.tasks:
+                tables_of_tasks.append(tables(task, script.slots, run.call))
+    run.call.indices.upload(chain.from_iterable(tables_of_tasks), device)
 
 
 def inputs_of(
@@ -474,14 +483,23 @@ def flattened(values: Environment, names: Sequence[str]) -> tuple[list[Tensor], 
 
 
 def _parts(value: Value) -> tuple[Sequence[Tensor], Callable[[Sequence[Tensor]], Value]]:
+    """Return the tensors of a value, and the function that makes the value of them."""
     if isinstance(value, IndexedRows):
-        return (value.source, value.index), partial(_gathered_of, value.runs)
-    return (value, tuple) if isinstance(value, tuple) else ((value,), itemgetter(0))
+        return (value.source, value.index), partial(_indexed_rows, value.runs)
+    if isinstance(value, tuple):
+        return value, tuple
+    return (value,), _only_tensor
 
 
-def _gathered_of(runs: Runs | None, parts: Sequence[Tensor]) -> IndexedRows:
+def _indexed_rows(runs: Runs | None, parts: Sequence[Tensor]) -> IndexedRows:
+    """Return the rows whose source and index are the two parts."""
     source, index = parts
     return IndexedRows(source, index, runs)
+
+
+def _only_tensor(parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensor that is the only part."""
+    return parts[0]
 
 
 def by_name(flat: Sequence[Tensor], layout: Layout) -> Environment:

@@ -30,7 +30,11 @@ class ExpertOrder:
         self.watches = False
         """Whether `note` records loads."""
         self._slot: Tensor | None = None
+        """(num_experts + 1,) int64: the slot of each expert, and last the number that means "no
+        expert"; None if every expert e is in slot e."""
         self._recorded: dict[int, Tensor] = {}
+        """Sums of `RoutingRecord.by_rank`, (rows, num_experts), by their number of rows: one per
+        rank, or one per tensor-parallel group."""
 
     @property
     def is_plain(self) -> bool:
@@ -94,12 +98,11 @@ class ExpertOrder:
         unless `watches` is set."""
         if not self.watches or record.by_rank is None:
             return
-        ranks = len(record.by_rank)
-        self._recorded[ranks] = (
-            self._recorded[ranks] + record.by_rank
-            if ranks in self._recorded
-            else record.by_rank.clone()
-        )
+        num_rows = len(record.by_rank)
+        if num_rows in self._recorded:
+            self._recorded[num_rows] = self._recorded[num_rows] + record.by_rank
+        else:
+            self._recorded[num_rows] = record.by_rank.clone()
 
     def take(self, grid: Grid) -> np.ndarray:
         """Return the copies that each rank had for each expert since the last `take`, (world,
@@ -112,9 +115,10 @@ class ExpertOrder:
             grid: the mesh.
         """
         copies = np.zeros((grid.world, len(self.experts)))
-        for ranks, counts in self._recorded.items():
-            share = grid.world // ranks
-            copies += np.repeat(counts.cpu().numpy(), share, axis=0) / share
+        for num_rows, counts in self._recorded.items():
+            ranks_per_row = grid.world // num_rows  # tp, or 1
+            of_ranks = np.repeat(counts.cpu().numpy(), ranks_per_row, axis=0)
+            copies += of_ranks / ranks_per_row
         self._recorded = {}
         return copies
 
@@ -125,6 +129,7 @@ class ExpertOrder:
         experts.register_load_state_dict_pre_hook(self._refuse)
 
     def _refuse(self, *_: object) -> None:
+        """Raise InputError unless every expert is in its own slot."""
         if not self.is_plain:
             raise InputError(
                 "experts have changed their slots, so a state_dict would mix them up: save and "

@@ -3,6 +3,12 @@ compiled programs.
 
 A call policy (`AbstractCallPolicy`) decides for each call which programs run. `PlainCalls` always
 runs those of the plan.
+
+A copy is one token for one of the experts that it chose, and a row in messages. Experts have slots,
+which say on which rank they are stored (`expert_order.py`). Node tokens are those of multicast, in
+which a token is sent to a node once. The ranks of a tensor-parallel group have the same tokens;
+under some plans (`routes_slices`), such as S1, each routes a slice of them. Suffixes of names give
+the axes: T tokens, D model width, K choices per token, E experts.
 """
 
 from __future__ import annotations
@@ -227,8 +233,7 @@ class ExpertParallel:
         self._tp_place = grid.coordinate(self.rank, "tp")
         """This rank's place in that group."""
         deepep_state = None
-        uses_deepep = compiled.plan.crossing is Crossing.DEEPEP
-        if uses_deepep:
+        if compiled.plan.crossing is Crossing.DEEPEP:
             if weight_first:
                 raise InputError(
                     'apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast'
@@ -252,9 +257,9 @@ class ExpertParallel:
             key: duplicate._prepare(state.compiled, state.deepep)
             for key, state in self._states.items()
         }
-        duplicate._activate(
-            next(state for state in duplicate._states.values() if state.compiled is self.compiled)
-        )
+        states = duplicate._states.values()
+        present = [state for state in states if state.compiled is self.compiled]
+        duplicate._activate(present[0])
         return duplicate
 
     def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
@@ -276,9 +281,8 @@ class ExpertParallel:
                     "plan.all_to_all=deepep needs process groups, which only MoE.parallelize "
                     "makes: switch to multicast, or parallelize the layer with deepep"
                 )
-            state = self._prepare(
-                compiled_for(plan, self._mesh_grid, self.transport, experts), None
-            )
+            compiled = compiled_for(plan, self._mesh_grid, self.transport, experts)
+            state = self._prepare(compiled, None)
             self._states[_plan_key(plan)] = state
         if state.compiled is not self.compiled:
             state.peers.length = self.peers.length
@@ -292,6 +296,7 @@ class ExpertParallel:
         self.use(self.compiled.plan, experts)
 
     def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _PlanState:
+        """Return what the layer keeps for a compiled plan."""
         find = partial(_find_nodes, self.num_experts, compiled) if compiled.is_multicast else None
         calls = self._calls_under(compiled)
         slices = compiled.routes_slices
@@ -300,13 +305,15 @@ class ExpertParallel:
 
     def _activate(self, state: _PlanState) -> None:
         """Run calls by a plan's state from now on."""
-        self.compiled, self.grid = state.compiled, state.compiled.grid
+        self.compiled = state.compiled
+        self.grid = state.compiled.grid
         self.peers = state.peers
         self.calls = state.calls
         self._deepep = state.deepep
         self._digests_checked = False
         self._unchecked_calls = 0
         self._padded_tables: dict[tuple[int | None, int, int], tuple[CallSizes, Indices]] = {}
+        """Sizes and indices of calls under a padded capacity, by (padded rows, tokens, units)."""
 
     @property
     def order(self) -> ExpertOrder:
@@ -347,6 +354,7 @@ class ExpertParallel:
         dtype = compute_dtype(x_TD.dtype, x_TD.device)
         if self.auto is not None and replay is None:
             self.auto(len(x_TD), top_k, dtype)
+        # A recomputation runs as its first pass did.
         earlier = None if replay is None else replay.gathered
         with_gradients = torch.is_grad_enabled() if earlier is None else earlier.with_gradients
         settings: dict[str, object] = {
@@ -365,9 +373,11 @@ class ExpertParallel:
         self._enter(settings, earlier)
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
-        named = router.named_parameters("router")
+        # Ranks compare what should be equal on all: not DTensors, which FSDP2 has sharded.
         self.peers.weights = {
-            name: weight for name, weight in named if not hasattr(weight, "placements")
+            name: weight
+            for name, weight in router.named_parameters("router")
+            if not hasattr(weight, "placements")
         }
         sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
@@ -401,13 +411,16 @@ class ExpertParallel:
     def _enter(self, settings: dict[str, object], earlier: Gathered | None = None) -> None:
         """Note what this rank calls, and with which settings, by name; `earlier` is what ranks
         exchanged in the first pass of a recomputed call."""
-        micro = number_in_flight() if earlier is None else earlier.micro_batch
+        micro_batch = number_in_flight() if earlier is None else earlier.micro_batch
         of_micro_batch = ""
-        if micro is not None:
-            settings["micro_batch"] = micro
-            of_micro_batch = f" in micro-batch {micro}"
+        if micro_batch is not None:
+            settings["micro_batch"] = micro_batch
+            of_micro_batch = f" in micro-batch {micro_batch}"
         self.transport.doing = f"the forward pass of layer {self._layer_number}{of_micro_batch}"
-        if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
+        have_changed = self.peers.call_with(
+            {f"call.{name}": value for name, value in settings.items()}
+        )
+        if have_changed:
             self._digests_checked = False
 
     def route_chosen(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Routed:
@@ -472,8 +485,11 @@ class ExpertParallel:
             return run_by_deepep(self._deepep, experts, x_TD, by_slot).to(dtype)
         if inputs is None:
             routing = self.in_slots(routed.routing)
-            take = self._counted if padded_rows is None else partial(self._padded, rows=padded_rows)
-            inputs = take(experts, routed, routing, compute_dtype(x_TD.dtype, x_TD.device))
+            product_dtype = compute_dtype(x_TD.dtype, x_TD.device)
+            if padded_rows is None:
+                inputs = self._counted(experts, routed, routing, product_dtype)
+            else:
+                inputs = self._padded(experts, routed, routing, product_dtype, rows=padded_rows)
         y: Tensor = experts(x_TD, inputs.gates.unsqueeze(1), run=partial(self._run, inputs))
         self.transport.doing = ""
         return y.to(dtype)
@@ -489,23 +505,24 @@ class ExpertParallel:
         for experts."""
         self.check_digests(routed)
         self.peers.skips_digests = False
-        order = self.peers.order(routing.expert)
-        node_tokens = None
+        by_expert = self.peers.order(routing.expert)
         if routing.has_unsent:  # unsent copies come last
             assert routed.record.gathered is not None
-            order = order[: int(routed.record.gathered.sent_on_host[self.peers.place].sum())]
-        token, expert, gates = (
-            t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight)
-        )
+            num_sent = int(routed.record.gathered.sent_on_host[self.peers.place].sum())
+            by_expert = by_expert[:num_sent]
+        token = routing.token.index_select(0, by_expert)
+        expert = routing.expert.index_select(0, by_expert)
+        gates = routing.weight.index_select(0, by_expert)
         copies, tokens = counts_of(routed.record, self.compiled)
+        node_tokens = None
         if self.compiled.is_multicast:
             node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
             if node_tokens is None:
-                node_tokens = self._node_tokens(
-                    token, expert, routing.num_tokens, int(copies[self.rank].sum())
-                )
-            elif len(node_tokens.copy_index) != len(order):
-                node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
+                num_copies = int(copies[self.rank].sum())
+                node_tokens = self._node_tokens(token, expert, routing.num_tokens, num_copies)
+            elif len(node_tokens.copy_index) != len(by_expert):
+                sent_index = node_tokens.copy_index[: len(by_expert)]
+                node_tokens = replace(node_tokens, copy_index=sent_index)
         if self._order is not None:
             copies = self._order.columns(copies)
         return CallInputs(
@@ -532,14 +549,15 @@ class ExpertParallel:
     ) -> CallInputs:
         """Return the inputs of a call under a padded capacity, which needs no counts. `routing` has
         slots for experts."""
-        always = routing.token.device.type == "cpu"
-        if always or not self._digests_checked or self._is_due():
-            self.check_digests(routed, together=always)
-        self.peers.skips_digests = not always
-        order = self.peers.order(routing.expert)
-        token, expert, gates = (
-            t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight)
-        )
+        # On a CPU comparing costs no wait; on a GPU only the first and every so many calls do it.
+        checks_always = routing.token.device.type == "cpu"
+        if checks_always or not self._digests_checked or self._is_due():
+            self.check_digests(routed, together=checks_always)
+        self.peers.skips_digests = not checks_always
+        by_expert = self.peers.order(routing.expert)
+        token = routing.token.index_select(0, by_expert)
+        expert = routing.expert.index_select(0, by_expert)
+        gates = routing.weight.index_select(0, by_expert)
         gates, token = pad_copies(gates, token, expert, self.num_experts, rows)
         copies, tokens = even_counts(self.compiled, self.num_experts, routing.num_tokens, rows)
         return CallInputs(
@@ -559,7 +577,8 @@ class ExpertParallel:
     def _run(
         self, inputs: CallInputs, x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights
     ) -> Tensor:
-        """Run a call with the parameters that `AbstractExperts.forward` passes."""
+        """Run a call with the parameters that `AbstractExperts.forward` passes: those that etp
+        shards, and those that all shards of an expert have in common."""
         assert gate is not None
         experts = inputs.experts
         x = x.to(inputs.dtype)
@@ -573,6 +592,7 @@ class ExpertParallel:
         node_tokens = None
         if inputs.node_tokens is not None and not chosen.run_slices:
             node_tokens = self._with_all_counts(inputs.node_tokens)
+
         sizes, indices = self._tables(inputs, chosen, node_tokens, units)
         call = Call(
             rank=self.rank,
@@ -584,21 +604,23 @@ class ExpertParallel:
             indices=indices,
         )
         if node_tokens is None:
-            own = {"index": inputs.token.unsqueeze(1)}
+            index_inputs = {"index": inputs.token.unsqueeze(1)}
         else:
-            own = dict(node_tokens.indices)
-        run = LayerRun(chosen.compiled, self.transport, call, indices=own, layer=self._layer_number)
-        cast = [
-            tuple(in_dtype(weight, inputs.dtype) for weight in weights)
-            for weights in (sharded, common)
-        ]
+            index_inputs = dict(node_tokens.indices)
+        run = LayerRun(
+            chosen.compiled, self.transport, call, indices=index_inputs, layer=self._layer_number
+        )
+
+        sharded = tuple(in_dtype(weight, inputs.dtype) for weight in sharded)
+        common = tuple(in_dtype(weight, inputs.dtype) for weight in common)
         if chosen.run_slices is not None:
-            return chosen.run_slices(self._uncut_call(run, inputs, units), x, gate, *cast)
+            uncut = self._uncut_call(run, inputs, units)
+            return chosen.run_slices(uncut, x, gate, sharded, common)
         run.take_tags()
         turn = current_turn()
-        if turn is None:
-            return run_program(run, x, gate, *cast)
-        return run_in_parts(turn, run, x, gate, *cast)
+        if turn is None:  # no other micro-batch is in flight
+            return run_program(run, x, gate, sharded, common)
+        return run_in_parts(turn, run, x, gate, sharded, common)
 
     def _tables(
         self, inputs: CallInputs, chosen: Chosen, node_tokens: NodeTokens | None, units: int
@@ -655,12 +677,10 @@ class ExpertParallel:
                 f"a padded capacity needs tokens that split over mesh.tp={self.grid.tp}, got "
                 f"{num_tokens}: pad the batch"
             )
-        rows = capacity.fixed_rows(
-            num_tokens // (self.grid.tp if self.compiled.routes_slices else 1),
-            top_k,
-            self.num_experts,
-        )
-        return -(-rows // self.compiled.capacity_multiple) * self.compiled.capacity_multiple
+        num_routed = num_tokens // self.grid.tp if self.compiled.routes_slices else num_tokens
+        rows = capacity.fixed_rows(num_routed, top_k, self.num_experts)
+        multiple = self.compiled.capacity_multiple
+        return -(-rows // multiple) * multiple  # rounded up
 
     @staticmethod
     def refuse_ddp(parameters: Iterable[nn.Parameter]) -> None:
@@ -672,21 +692,20 @@ class ExpertParallel:
         """
         if torch.compiler.is_compiling():
             return
-        wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is not None and not all(
-            hasattr(parameter, "_ddp_ignored") for parameter in parameters
-        ):
+        if DistributedDataParallel._get_active_ddp_module() is None:
+            return
+        if not all(hasattr(parameter, "_ddp_ignored") for parameter in parameters):
             raise InputError(UnpreparedForDDP.REFUSAL)
 
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
         """Draw the router's noise for all tokens of the tensor-parallel group, the same on each
         rank. Without noise, no seed is sent."""
-        if self.grid.tp == 1 or router.draw(0, x_TD.device) is None:
+        draws_noise = router.draw(0, x_TD.device) is not None
+        if self.grid.tp == 1 or not draws_noise:
             return router.draw(len(x_TD), x_TD.device)
-        seed = torch.randint(2**62, (1,))
-        seed = broadcast(
-            self.transport, self._tensor_group, seed.to(x_TD.device), self._tensor_group[0]
-        )
+        own_seed = torch.randint(2**62, (1,)).to(x_TD.device)
+        first_rank = self._tensor_group[0]
+        seed = broadcast(self.transport, self._tensor_group, own_seed, first_rank)
         with torch.random.fork_rng([x_TD.device] if x_TD.is_cuda else []):
             torch.manual_seed(int(seed))
             return router.draw(len(x_TD), x_TD.device)
@@ -715,7 +734,7 @@ class ExpertParallel:
             )
         self._digests_checked = True
         # The ranks of a tensor-parallel group may add in different orders: their copies may differ
-        # by rounding.
+        # by rounding. So only ranks at the same place of their groups are compared.
         hashes = routed.record.gathered.hashes_on_host.reshape(-1, self.peers.slices)
         if (hashes != hashes[0]).any():
             values = {name: description(weight) for name, weight in self.peers.weights.items()}
@@ -737,11 +756,11 @@ class ExpertParallel:
     def _uncut_call(self, run: LayerRun, inputs: CallInputs, units: int) -> UncutCall:
         """Return the data of a call that runs slice by slice."""
         compiled = run.compiled
-        is_alone = compiled.routes_slices or compiled.is_redundant
         find = None
         if compiled.is_multicast:
             find = partial(_find_nodes, self.num_experts, compiled, num_tokens=inputs.num_tokens)
-        origins = (self.rank,) if is_alone else self._tensor_group
+        routes_for_itself = compiled.routes_slices or compiled.is_redundant
+        origins = (self.rank,) if routes_for_itself else self._tensor_group
         return UncutCall(
             run,
             origins,
@@ -755,16 +774,24 @@ class ExpertParallel:
     def _node_tokens(
         self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int
     ) -> NodeTokens:
-        """Find the node tokens of the `num_copies` copies that this rank sends."""
-        if not self.compiled.routes_slices and self.grid.tp > 1:
+        """Find the node tokens of the copies that this rank sends.
+
+        Args:
+            token: (copies,) int64, of each copy that this rank routed, sorted by expert.
+            expert: (copies,) int64, ascending.
+            num_tokens: tokens that this rank routed.
+            num_copies: copies that this rank sends, all of them or a share.
+        """
+        tp = self.grid.tp
+        if not self.compiled.routes_slices and tp > 1:
+            # Ranks of the group routed the same copies; each sends its share of every expert's.
             counts_E = count(expert, None, self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
-            place = torch.arange(len(expert), device=expert.device) - start_E[expert]
-            first, end = (
-                counts_E * each // self.grid.tp for each in (self._tp_place, self._tp_place + 1)
-            )
-            own = (place >= first[expert]) & (place < end[expert])
-            own_places = places_of(own, num_copies)
+            place_in_run = torch.arange(len(expert), device=expert.device) - start_E[expert]
+            first_E = counts_E * self._tp_place // tp
+            end_E = counts_E * (self._tp_place + 1) // tp
+            is_own = (place_in_run >= first_E[expert]) & (place_in_run < end_E[expert])
+            own_places = places_of(is_own, num_copies)
             token = token[own_places]
             expert = expert[own_places]
         return _find_nodes(self.num_experts, self.compiled, token, expert, num_tokens)
@@ -773,6 +800,7 @@ class ExpertParallel:
 def _find_nodes(
     num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, num_tokens: int
 ) -> NodeTokens:
+    """Find the node tokens of copies on a plan's mesh."""
     return find_node_tokens(
         token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid
     )
@@ -790,14 +818,14 @@ def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np
     assert record.gathered is not None
     copies = record.gathered.sent_on_host
     tokens = record.gathered.on_host[:, 1].astype(np.int64)
-    if compiled.routes_slices:
+    if compiled.routes_slices:  # the counts are of ranks already, not of tensor-parallel groups
         return copies, tokens
     copies = np.repeat(copies, grid.tp, axis=0)
     tokens = np.repeat(tokens, grid.tp)
     if compiled.is_redundant:
         return copies, tokens
-    place = np.arange(grid.world) % grid.tp
-    return _tp_share(copies, place[:, None], grid.tp), _tp_share(tokens, place, grid.tp)
+    tp_place = np.arange(grid.world) % grid.tp
+    return _tp_share(copies, tp_place[:, None], grid.tp), _tp_share(tokens, tp_place, grid.tp)
 
 
 def even_counts(
@@ -809,10 +837,11 @@ def even_counts(
     Nothing is read from the device.
     """
     grid = compiled.grid
-    ranks = 1 if compiled.is_redundant or compiled.routes_slices else grid.tp
-    return np.full((grid.world, num_experts), rows // ranks), np.full(
-        grid.world, num_tokens // ranks
-    )
+    sends_all = compiled.is_redundant or compiled.routes_slices
+    shares = 1 if sends_all else grid.tp
+    copies = np.full((grid.world, num_experts), rows // shares)
+    tokens = np.full(grid.world, num_tokens // shares)
+    return copies, tokens
 
 
 def _tp_share(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
@@ -839,13 +868,13 @@ def pad_copies(
     """
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
+    place_in_run = torch.arange(len(expert), device=expert.device) - start_E[expert]
     # copies that no expert takes go to one more row, which is cut off
     num_rows = num_experts * rows
-    row = (
-        expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]
-    ).clamp_max(num_rows)
-    padded = gates.new_zeros(num_rows + 1).scatter(0, row, gates)[:num_rows]
-    return padded, token.new_full((num_rows + 1,), -1).scatter(0, row, token)[:num_rows]
+    row = (expert * rows + place_in_run).clamp_max(num_rows)
+    padded_gates = gates.new_zeros(num_rows + 1).scatter(0, row, gates)[:num_rows]
+    padded_tokens = token.new_full((num_rows + 1,), -1).scatter(0, row, token)[:num_rows]
+    return padded_gates, padded_tokens
 
 
 @contextmanager

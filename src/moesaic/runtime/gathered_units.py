@@ -32,10 +32,11 @@ class GatheredUnits:
         that stay gathered anyway."""
         staying = []
         for group, mesh_info in _groups_in_forward():
+            is_held = any(group is held for held, _ in self._freed)
             if mesh_info is not None:
                 self._freed.append((group, mesh_info))
-                group.post_forward_mesh_info = None
-            elif all(group is not other for other, _ in self._freed):
+                group.post_forward_mesh_info = None  # FSDP2 then keeps its parameters
+            elif not is_held:
                 staying.append(group)
         return staying
 
@@ -60,6 +61,16 @@ def _forward() -> Any:
     return _fsdp_common.TrainingState.FORWARD
 
 
+def _groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of a module's state; [] if it is no FSDP2 unit. Newer releases of
+    torch have a list of them, older ones at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups:
+        return [group for group in groups if group is not None]
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
+
+
 def _groups_in_forward() -> list[tuple[Any, Any]]:
     """Return the parameter groups of all FSDP2 units of this process that a forward pass is in, and
     over which mesh each keeps its parameters where it is left; None where it keeps them whole."""
@@ -68,20 +79,13 @@ def _groups_in_forward() -> list[tuple[Any, Any]]:
     try:
         from torch.distributed._composable_state import _module_state_mapping
 
-        states = [reference() for reference in _module_state_mapping.values()]
-        groups = [
-            group
-            for state in states
-            for group in getattr(state, "_fsdp_param_groups", None)
-            or [getattr(state, "_fsdp_param_group", None)]
-            if group is not None
-        ]
         forward = _forward()
-        return [
-            (group, group.post_forward_mesh_info)
-            for group in groups
-            if group._training_state == forward
-        ]
+        groups_in_forward = []
+        for reference in _module_state_mapping.values():
+            for group in _groups_of(reference()):
+                if group._training_state == forward:
+                    groups_in_forward.append((group, group.post_forward_mesh_info))
+        return groups_in_forward
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"in_flight cannot keep FSDP2's units gathered under torch {torch.__version__} "

@@ -5,7 +5,11 @@ A movement gathers rows into outgoing messages, and puts arriving rows in their 
 copied once on each side: into the message to its peer, which may hold several slots one after
 another, and out of the message that arrived. Movements that start together send one message per
 peer (`Bundle`). If a movement was lowered to an all-to-all algorithm or has a codec, its rows are
-packed, sent in hops, and unpacked (`Packets`).
+packed, sent in hops (rounds of messages), and unpacked (`Packets`).
+
+A slot is a named value of a program; the environment has the values of all slots on this rank. A
+`Splits` says how many rows go to or come from each peer, this rank included, and which rows of the
+slot they are, as runs of consecutive rows.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import permutations
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moesaic.comm.transport import Transfer
+from moesaic.experts.experts import Weights
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap
 from moesaic.program.grid import Axis, Grid
@@ -72,15 +78,14 @@ def _pending_move(
     sums = move.reduce and not incoming.is_whole
     if sums and target.layout.flow not in ("weights", "bias"):
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
+    place_rows = partial(_place_rows, move, incoming, call, sums)
     if target.layout.flow != "weights":
-        return PendingMove(
-            value, outgoing, incoming, sums, finish=partial(_place_rows, move, incoming, call, sums)
-        )
+        return PendingMove(value, outgoing, incoming, sums, finish=place_rows)
     weights = environment[source.name]
     num_experts = sizes.num_held(target.layout, rank)
-    no_weights = (
-        call.experts.first(weights, 0) if num_experts == 0 and isinstance(weights, tuple) else None
-    )
+    no_weights: Weights | None = None
+    if num_experts == 0 and isinstance(weights, tuple):
+        no_weights = call.experts.first(weights, 0)
 
     def finish(parts: list[Tensor]) -> Value:
         """Return the value that the arrived parts make up."""
@@ -89,9 +94,7 @@ def _pending_move(
             return ()
         if no_weights is not None:
             return no_weights
-        return call.experts.unpack(
-            rows(_place_rows(move, incoming, call, sums, parts)), num_experts
-        )
+        return call.experts.unpack(rows(place_rows(parts)), num_experts)
 
     return PendingMove(value, outgoing, incoming, sums, finish)
 
@@ -107,49 +110,58 @@ def start(
     """Return the transfer that sends movements as one message per peer, and for each a function
     that builds its slot.
 
-    The functions are called once the messages have arrived. `tasks` and `moves` describe the same
-    movements, whose rows are read from the environment.
+    The functions are called once the messages have arrived.
+
+    Args:
+        tasks: the movements.
+        moves: the same movements, as layouts.
+        slots: the program's slots by name.
+        environment: the values of slots, from which the rows are read.
+        tag: of the transfer; equal on all ranks.
     """
-    pending_moves = [_pending_move(*each, slots, environment, call) for each in zip(tasks, moves)]
+    pending_moves = [
+        _pending_move(task, move, slots, environment, call) for task, move in zip(tasks, moves)
+    ]
     rank = call.rank
     lane = transport_lane(tasks[0])
     indices = call.indices
     if len(pending_moves) == 1:
-        sends, receives, settle = _single_move(pending_moves[0], rank, indices)
-        return Transfer(rank, tag, sends, receives, lane), [settle]
+        sends, receives, build_slot = _single_move(pending_moves[0], rank, indices)
+        return Transfer(rank, tag, sends, receives, lane), [build_slot]
     values = [pending.value for pending in pending_moves]
     # tensors with the width and dtype of each movement's rows
     likes = [value.source if isinstance(value, IndexedRows) else value for value in values]
     leaving = Bundle([pending.outgoing for pending in pending_moves], likes, indices)
     arriving = Bundle([pending.incoming for pending in pending_moves], likes, indices)
-    memory, sends = leaving.buffer()
-    filled, receives = arriving.buffer()
-    leaving.write(memory, values)
+    send_memory, sends = leaving.buffer()
+    receive_memory, receives = arriving.buffer()
+    leaving.write(send_memory, values)
     if rank in sends and rank in receives:
         receives[rank].copy_(sends[rank])
     transfer = Transfer(
         rank, tag, sends=_to_others(sends, rank), receives=_to_others(receives, rank), lane=lane
     )
-    read = partial(_read_bundled, arriving, filled)
-    return transfer, [
+    read = partial(_read_bundled, arriving, receive_memory)
+    build_slots: list[Callable[[], Value]] = [
         partial(read, number, like.dtype, pending.sums, pending.finish)
         for number, (pending, like) in enumerate(zip(pending_moves, likes))
     ]
+    return transfer, build_slots
 
 
 def _read_bundled(
     arriving: Bundle,
-    filled: Tensor,
+    memory: Tensor,
     number: int,
     dtype: torch.dtype,
     sums: bool,
     finish: Callable[[list[Tensor]], Value],
 ) -> Value:
-    """Return the slot that a movement of a bundle writes. (A closure of `start` would keep the sent
-    tensors alive.)"""
+    """Return the slot that the movement with this number in a bundle writes, from the memory of the
+    received messages. (A closure of `start` would keep the sent tensors alive.)"""
     if not sums:
-        return arriving.read(filled, number, dtype, in_place=True)
-    received = rows(arriving.read(filled, number, dtype, in_place=False))
+        return arriving.read(memory, number, dtype, in_place=True)
+    received = rows(arriving.read(memory, number, dtype, in_place=False))
     return finish(list(received.split(arriving.splits[number].counts)))
 
 
@@ -157,7 +169,13 @@ def _place_rows(
     move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]
 ) -> Tensor | IndexedRows:
     """Return the written slot from the received rows and those that stayed; without a copy if they
-    are the slot already."""
+    are the slot already.
+
+    Args:
+        incoming: which rows of the slot they are.
+        sums: whether rows of several peers are summed.
+        parts: the rows of each peer, or all of them as one part.
+    """
     if incoming.is_whole and len(parts) == 1:
         return parts[0]
     return placed(
@@ -179,10 +197,10 @@ def _single_move(
     incoming = pending.incoming
     leaving = take(pending.value, outgoing.runs, indices)
     sends = dict(zip(outgoing.peers, leaving.split(outgoing.counts)))
-    counts = [
-        0 if pending.sums and peer == rank else n
-        for peer, n in zip(incoming.peers, incoming.counts)
-    ]
+    # Where rows are summed, this rank's own need no room: they are added from where they lie.
+    counts = list(incoming.counts)
+    if pending.sums and rank in incoming.peers:
+        counts[incoming.peers.index(rank)] = 0
     joined = leaving.new_empty(sum(counts), leaving.shape[1])
     parts = dict(zip(incoming.peers, joined.split(counts)))
     receives = _to_others(parts, rank)
@@ -221,8 +239,10 @@ def _as_rows(
         return call.experts.pack(value)
     weights = environment["w"]
     assert isinstance(weights, tuple)
-    first = call.experts.first(weights, 1)
-    return call.experts.pack(call.experts.trained(first) if is_gradient else first)[:0]
+    one_expert = call.experts.first(weights, 1)
+    if is_gradient:
+        one_expert = call.experts.trained(one_expert)
+    return call.experts.pack(one_expert)[:0]
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -239,6 +259,11 @@ def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class Bundle:
     """One side of a bundle of movements at a rank: its outgoing messages, or its incoming ones.
 
+    All messages lie in one tensor, peer after peer. The message of a peer has the rows of one
+    movement after those of another, the widest rows first, and then padding to a multiple of the
+    widest row, so that the memory can be viewed as such rows. The tensor's elements are units:
+    numbers as large as the smallest element of any movement's rows. Widths are in units.
+
     Args:
         splits: the rows of each movement, by peer.
         values: (rows, width) of each movement. Only width and dtype are used, so either side's will
@@ -251,71 +276,85 @@ class Bundle:
     ) -> None:
         self._indices = indices
         self.splits = splits
-        size = min(value.element_size() for value in values)
-        self._widths = [value.shape[1] * value.element_size() // size for value in values]
-        order = sorted(range(len(splits)), key=lambda number: -self._widths[number])
-        self._widest = order[0]
-        widest_width = self._widths[order[0]]
+        unit_bytes = min(value.element_size() for value in values)
+        self._widths = [value.shape[1] * value.element_size() // unit_bytes for value in values]
+        by_width = sorted(range(len(splits)), key=lambda number: -self._widths[number])
+        self._widest = by_width[0]
+        widest_width = self._widths[self._widest]
         widest = values[self._widest]
-        self._unit = widest.dtype if widest.element_size() == size else _UNITS[size]
+        self._unit = widest.dtype if widest.element_size() == unit_bytes else _UNITS[unit_bytes]
         self._device = widest.device
         counts = [dict(zip(split.peers, split.counts)) for split in splits]
-        self._starts: list[dict[int, int]] = [{} for _ in splits]
         self._peers = sorted({peer for split in splits for peer in split.peers})
-        self._cuts = []
+        self._starts: list[dict[int, int]] = [{} for _ in splits]
+        """By movement and peer, where its rows start in memory, in units."""
+        self._sections: list[int] = []
+        """The units of each message and of the padding after it, in turn."""
         offset = 0
         for peer in self._peers:
             message_start = offset
-            for number in order:
+            for number in by_width:
                 self._starts[number][peer] = offset
                 offset += counts[number].get(peer, 0) * self._widths[number]
-            self._cuts += [offset - message_start, -offset % widest_width]
-            offset += -offset % widest_width
+            padding = -offset % widest_width
+            self._sections += [offset - message_start, padding]
+            offset += padding
         self._size = offset
 
     def buffer(self) -> tuple[Tensor, dict[int, Tensor]]:
         """Allocate memory for all messages; return it with each peer's part of it."""
         memory = torch.empty(self._size, dtype=self._unit, device=self._device)
-        return memory, dict(zip(self._peers, memory.split(self._cuts)[::2]))
+        messages = memory.split(self._sections)[::2]  # without the padding
+        return memory, dict(zip(self._peers, messages))
 
     def write(self, memory: Tensor, values: Sequence[Tensor | IndexedRows]) -> None:
-        """Gather the rows of all movements into their messages."""
+        """Gather the rows of all movements into their messages.
+
+        Args:
+            memory: of all messages.
+            values: of the slot that each movement reads.
+        """
         if memory.device.type != "cpu":
-            for number, (split, value) in enumerate(zip(self.splits, values)):
-                part = part_of(value, split.runs, self._indices)
-                if isinstance(
-                    part, IndexedRows
-                ):  # a launch beside each message's own, instead of moving the rows twice
-                    units = _viewed(part.source.contiguous(), self._unit)
-                    for index, message in zip(
-                        part.index.split(split.counts), self._messages(memory, number)
-                    ):
-                        torch.index_select(units, 0, index, out=message.view(-1, units.shape[1]))
-                    continue
-                units = _viewed(part.contiguous(), self._unit).reshape(-1)
-                parts = units.split([count * self._widths[number] for count in split.counts])
-                torch._foreach_copy_(self._messages(memory, number), list(parts))
+            for number, value in enumerate(values):
+                self._write_on_gpu(memory, number, value)
             return
-        split = self.splits[self._widest]
-        width = self._widths[self._widest]
-        if split.runs.total:
-            # Rows between the messages are padding, which no rank reads.
-            source = np.zeros(self._size // width, dtype=np.int64)
-            source[self._row_offsets(self._widest) // width] = split.runs.rows
-            index = torch.from_numpy(source)
-            value = values[self._widest]
-            if isinstance(value, IndexedRows):
-                index = value.index.index_select(0, index)
-                value = value.source
-            torch.index_select(
-                _viewed(value.contiguous(), self._unit), 0, index, out=memory.view(-1, width)
-            )
+        self._write_widest(memory, values[self._widest])
         for number, (split, value) in enumerate(zip(self.splits, values)):
             if number != self._widest and split.runs.total:
                 units = _viewed(take(value, split.runs, self._indices).contiguous(), self._unit)
-                memory.scatter_(
-                    0, self._unit_offsets(number, self._row_offsets(number)), units.reshape(-1)
-                )
+                offsets = self._unit_offsets(number, self._row_offsets(number))
+                memory.scatter_(0, offsets, units.reshape(-1))
+
+    def _write_on_gpu(self, memory: Tensor, number: int, value: Tensor | IndexedRows) -> None:
+        """Gather the rows of the movement with this number into the messages."""
+        split = self.splits[number]
+        part = part_of(value, split.runs, self._indices)
+        messages = self._messages(memory, number)
+        if isinstance(part, IndexedRows):
+            # a launch for each message, instead of moving the rows twice
+            units = _viewed(part.source.contiguous(), self._unit)
+            for index, message in zip(part.index.split(split.counts), messages):
+                torch.index_select(units, 0, index, out=message.view(-1, units.shape[1]))
+        else:
+            units = _viewed(part.contiguous(), self._unit).reshape(-1)
+            parts = units.split([count * self._widths[number] for count in split.counts])
+            torch._foreach_copy_(messages, list(parts))
+
+    def _write_widest(self, memory: Tensor, value: Tensor | IndexedRows) -> None:
+        """Gather the widest rows into the messages on a CPU, by one `index_select` over the whole
+        memory. What it writes elsewhere is overwritten next, or padding."""
+        split = self.splits[self._widest]
+        width = self._widths[self._widest]
+        if not split.runs.total:
+            return
+        source = np.zeros(self._size // width, dtype=np.int64)
+        source[self._row_offsets(self._widest) // width] = split.runs.rows
+        index = torch.from_numpy(source)
+        if isinstance(value, IndexedRows):
+            index = value.index.index_select(0, index)
+            value = value.source
+        units = _viewed(value.contiguous(), self._unit)
+        torch.index_select(units, 0, index, out=memory.view(-1, width))
 
     def read(
         self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool
@@ -332,23 +371,21 @@ class Bundle:
         split = self.splits[number]
         width = self._widths[number]
         if memory.device.type != "cpu":
-            joined = _viewed(
-                torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width), dtype
-            )
+            messages = self._messages(memory, number) or [memory[:0]]
+            joined = _viewed(torch.cat(messages).view(-1, width), dtype)
             if not in_place or split.is_whole:
                 return joined
             return IndexedRows(joined, self._indices.inverse(split.runs, memory.device), split.runs)
         offsets = self._row_offsets(number)
         if in_place and not split.is_whole:
-            by_row = np.empty_like(offsets)
-            by_row[split.runs.rows] = offsets
-            offsets = by_row
+            offsets_by_row = np.empty_like(offsets)
+            offsets_by_row[split.runs.rows] = offsets
+            offsets = offsets_by_row
         if number == self._widest:
-            lying = _viewed(memory.view(-1, width), dtype)
-            return IndexedRows(lying, torch.from_numpy(offsets // width), split.runs)
-        return _viewed(
-            memory.index_select(0, self._unit_offsets(number, offsets)).view(-1, width), dtype
-        )
+            rows_of_memory = _viewed(memory.view(-1, width), dtype)
+            return IndexedRows(rows_of_memory, torch.from_numpy(offsets // width), split.runs)
+        units = memory.index_select(0, self._unit_offsets(number, offsets))
+        return _viewed(units.view(-1, width), dtype)
 
     def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
         """Return each peer's part of a movement, peer by peer, as slices of `memory`."""
@@ -366,17 +403,17 @@ class Bundle:
         width = self._widths[number]
         counts = np.array(split.counts, dtype=np.int64)
         starts = np.array([self._starts[number][peer] for peer in split.peers], dtype=np.int64)
-        return (
-            np.repeat(starts - (counts.cumsum() - counts) * width, counts)
-            + np.arange(split.runs.total) * width
-        )
+        # As if rows lay one after another, then each peer's shifted to where its message has them.
+        rows_before = counts.cumsum() - counts
+        shifts = np.repeat(starts - rows_before * width, counts)
+        return shifts + np.arange(split.runs.total) * width
 
     def _unit_offsets(self, number: int, row_offsets: np.ndarray) -> Tensor:
         """Return the offset in memory of every unit of the rows that start at `row_offsets`."""
         width = self._widths[number]
-        return torch.from_numpy(
-            row_offsets if width == 1 else (row_offsets[:, None] + np.arange(width)).reshape(-1)
-        )
+        if width == 1:
+            return torch.from_numpy(row_offsets)
+        return torch.from_numpy((row_offsets[:, None] + np.arange(width)).reshape(-1))
 
 
 Pair = tuple[int, int]
@@ -414,44 +451,58 @@ def start_hop(
     task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call, tag: int
 ) -> tuple[Transfer, Callable[[], Packets]]:
     """Return the transfer of a hop, with one message of packets per peer, and a function that
-    splits what arrived."""
-    arriving = Packets(sources[0].dim, sources[0].dtype, sources[0].device, sources[0].codec)
-    items = {pair: item for packets in sources for pair, item in packets.items.items()}
-    codec = call.codecs(arriving.codec)
+    splits what arrived.
+
+    Args:
+        sources: the slots that the hop reads.
+        tag: of the transfer; equal on all ranks.
+    """
+    first = sources[0]
+    codec = call.codecs(first.codec)
     move = move_of(task, slots)
+    items = _all_items(sources)
     leaving: dict[int, list[Tensor]] = {}
-    order: dict[int, list[tuple[Pair, int]]] = {}
+    arriving: dict[int, dict[Pair, int]] = {}  # by peer, the bytes of each packet of its message
     for pair, leg in _legs(task.link, call.sizes.grid, task.group, call.rank, task.hop):
-        rows = call.sizes.num_moved(move, *pair)
-        size = codec.num_bytes(rows, arriving.dim, arriving.dtype) if rows else 0
-        if not size:
+        num_rows = call.sizes.num_moved(move, *pair)
+        num_bytes = codec.num_bytes(num_rows, first.dim, first.dtype) if num_rows else 0
+        if not num_bytes:
             continue
         if leg.source == call.rank:
             leaving.setdefault(leg.target, []).append(items[pair])
         else:
-            order.setdefault(leg.source, []).append((pair, size))
+            arriving.setdefault(leg.source, {})[pair] = num_bytes
     receives = {
-        peer: torch.empty(
-            sum(size for _, size in packets), dtype=torch.uint8, device=arriving.device
-        )
-        for peer, packets in order.items()
+        peer: torch.empty(sum(packets.values()), dtype=torch.uint8, device=first.device)
+        for peer, packets in arriving.items()
     }
     sends = {peer: torch.cat(parts) for peer, parts in leaving.items()}
     transfer = Transfer(call.rank, tag, sends, receives, lane=transport_lane(task))
-    return transfer, partial(_split_messages, arriving, receives, order)
+    empty = Packets(first.dim, first.dtype, first.device, first.codec)
+    return transfer, partial(_split_messages, empty, receives, arriving)
+
+
+def _all_items(sources: Sequence[Packets]) -> dict[Pair, Tensor]:
+    """Return the encoded messages of several slots."""
+    items: dict[Pair, Tensor] = {}
+    for packets in sources:
+        items |= packets.items
+    return items
 
 
 def _split_messages(
-    arriving: Packets,
-    receives: Mapping[int, Tensor],
-    order: Mapping[int, Sequence[tuple[Pair, int]]],
+    empty: Packets, receives: Mapping[int, Tensor], arriving: Mapping[int, Mapping[Pair, int]]
 ) -> Packets:
-    """Return `arriving` with the packets of the received messages; `order` has each message's
-    packets and their bytes."""
-    for peer, packets in order.items():
-        parts = receives[peer].split([size for _, size in packets])
-        arriving.items.update({pair: part for (pair, _), part in zip(packets, parts)})
-    return arriving
+    """Return `empty` filled with the packets of the received messages.
+
+    Args:
+        receives: the received messages by peer.
+        arriving: by peer, the bytes of each packet in its message, in order.
+    """
+    for peer, packets in arriving.items():
+        parts = receives[peer].split(list(packets.values()))
+        empty.items.update(zip(packets, parts))
+    return empty
 
 
 def unpack(
@@ -460,21 +511,21 @@ def unpack(
     """Decode what arrived and put it in place. Rows from several ranks are summed in the order of
     the ranks."""
     codec = call.codecs(task.codec or "none")
-    first = sources[0]
+    packed = sources[0]  # what this rank packed, with its rows for itself
     move = move_of(task, slots)
-    items = {pair: item for packets in sources for pair, item in packets.items.items()}
+    items = _all_items(sources)
     incoming = call.sizes.incoming(move, call.rank)
     parts = []
     for peer, count in zip(incoming.peers, incoming.counts):
         if peer == call.rank:
-            assert first.own is not None
-            parts.append(first.own)
+            assert packed.own is not None
+            parts.append(packed.own)
         elif count:
-            parts.append(codec.decode(items[(peer, call.rank)], count, first.dim, first.dtype))
-    parts = parts or [torch.empty(0, first.dim, dtype=first.dtype, device=first.device)]
-    return placed(
-        parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), move.reduce, call.indices
-    )
+            parts.append(codec.decode(items[(peer, call.rank)], count, packed.dim, packed.dtype))
+    if not parts:
+        parts = [torch.empty(0, packed.dim, dtype=packed.dtype, device=packed.device)]
+    num_rows = call.sizes.num_rows(move.target, call.rank)
+    return placed(parts, incoming.runs, num_rows, move.reduce, call.indices)
 
 
 @lru_cache(maxsize=4096)
@@ -484,13 +535,10 @@ def _legs(
     """Return the packets that leave or reach a rank in a hop, with their legs, sorted by source,
     then target; `algorithm` is a key of `ALL_TO_ALLS`."""
     ranks = grid.group(rank, group)
-    places = NodeMap(grid, ranks)
+    node_map = NodeMap(grid, ranks)
     legs = []
-    for source in ranks:
-        for target in ranks:
-            if source == target:
-                continue
-            for leg in ALL_TO_ALLS[algorithm].path(places, source, target):
-                if leg.hop == hop and rank in (leg.source, leg.target):
-                    legs.append(((source, target), leg))
+    for source, target in permutations(ranks, 2):
+        for leg in ALL_TO_ALLS[algorithm].path(node_map, source, target):
+            if leg.hop == hop and rank in (leg.source, leg.target):
+                legs.append(((source, target), leg))
     return tuple(legs)

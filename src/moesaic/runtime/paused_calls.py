@@ -5,7 +5,8 @@ for them and issues the last ones, `Finish` waits for those. Forward, the micro-
 over between them. Backward, each runs a third of the backward program, in reverse. torch's engine
 runs ready nodes by descending sequence number, which is the order of the forward pass, so it
 interleaves the backward passes of micro-batches as their forward passes were. Nothing hands over
-inside a backward pass, and so neither does a recomputation.
+inside a backward pass, and so neither does a recomputation. An empty tensor, the token, passes from
+one function to the next, so that autograd orders them.
 
 `Finish` alone saves tensors, the same in the same order as `RunProgram`: a checkpoint's
 recomputation, which runs the call as a whole, saves as many.
@@ -98,12 +99,12 @@ def run_in_parts(
     call = _PausingCall(run, len(sharded), torch.is_grad_enabled())
     doing = run.transport.doing
     token = Start.apply(call, x, gates, *sharded, *common)
-    del x, gates, sharded, common
-    if call.steps is not None:
+    del x, gates, sharded, common  # so that they can be freed while another micro-batch computes
+    if call.steps is not None:  # it has paused
         turn.hand_over()
         run.transport.doing = doing
     token = GoOn.apply(call, token)
-    if call.steps is not None:
+    if call.steps is not None:  # it has paused again
         turn.hand_over()
         run.transport.doing = doing
     y: Tensor = Finish.apply(call, token)

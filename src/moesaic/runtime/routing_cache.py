@@ -79,7 +79,9 @@ class RoutingCache:
         position = self._position.get(layer, 0)
         self._position[layer] = position + 1
         record, before, after = self._records[layer][position]
-        if all(map(torch.equal, before, generators())):
+        present = generators()
+        are_restored = all(torch.equal(one, other) for one, other in zip(before, present))
+        if are_restored:
             set_generators(after)
         return record
 
@@ -164,10 +166,10 @@ def count_in_graph(counts: Tensor, requested: Tensor) -> None:
 def generators() -> tuple[Tensor, ...]:
     """Return the states of the default generators: the CPU's, and the current GPU's if CUDA is in
     use."""
-    return (
-        torch.get_rng_state(),
-        *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()),
-    )
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return tuple(states)
 
 
 def set_generators(states: tuple[Tensor, ...]) -> None:

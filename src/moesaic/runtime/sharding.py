@@ -1,7 +1,9 @@
 """Spreading a layer over a mesh: checks that the plan fits and that all ranks agree, and shards the
 experts.
 
-All checks run before anything of the layer is sent. One storage layout serves every plan.
+All checks run before anything of the layer is sent. One storage layout serves every plan: the
+experts are split over the axis ep of the mesh, the hidden width of each over etp, and edp ranks
+have equal copies.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ def fitting(
         plan: the plan, compiled or not.
         grid: the mesh of the layer.
         transport: the transport between the ranks.
+        experts: the layer's experts.
         settings: settings of the layer by name, which must be the same on all ranks.
         weights: for each tensor, by name, a text that must be the same on all ranks; see
             `described`.
@@ -58,21 +61,23 @@ def fitting(
     fields |= {f"plan.{name}": value for name, value in asdict(choices).items()}
     if isinstance(plan, Compiled):
         fields["compiled plan"] = plan.digest.hex()
-    codecs = (choices.codec, choices.backward_codec)
-    fields |= {f"whether codec {codec} is installed": _is_installed(codec) for codec in codecs}
+    for codec in (choices.codec, choices.backward_codec):
+        fields[f"whether codec {codec} is installed"] = _is_installed(codec)
+    missing = ""
     if choices.crossing is Crossing.DEEPEP:
-        fields["why deepep cannot run"] = deepep.missing()
-    of_weights = {f"weights.{name}": value for name, value in (weights or {}).items()}
+        missing = deepep.missing()
+        fields["why deepep cannot run"] = missing
+    weight_fields = {f"weights.{name}": value for name, value in (weights or {}).items()}
     transport.doing = "parallelize"
     check_same(
         transport,
-        {**fields, **(settings or {}), **of_weights},
-        advice=dict.fromkeys(of_weights, ADVICE),
+        {**fields, **(settings or {}), **weight_fields},
+        advice=dict.fromkeys(weight_fields, ADVICE),
     )
     transport.doing = ""
-    if fields.get("why deepep cannot run"):
+    if missing:
         raise InputError(
-            f"plan.all_to_all=deepep: {deepep.missing()}: choose multicast, which sends a "
+            f"plan.all_to_all=deepep: {missing}: choose multicast, which sends a "
             "token once per node"
         )
     return compiled_for(plan, grid, transport, experts)
@@ -89,8 +94,9 @@ def compiled_for(
     """
     choices = plan if isinstance(plan, Plan) else plan.plan
     for codec in (choices.codec, choices.backward_codec):
-        codec_named(codec)
-    bias = bool(experts.names[1])
+        codec_named(codec)  # raises if its package is missing
+    _, common_names = experts.names
+    bias = bool(common_names)
     if isinstance(plan, Plan):
         return compile_plan(plan, grid, bias=bias)
     if replace(plan.grid, etp_inner=grid.etp_inner) != grid:
@@ -108,6 +114,7 @@ def compiled_for(
 
 
 def _is_installed(codec: str) -> bool:
+    """Return whether the package that a codec needs is installed."""
     try:
         codec_named(codec)
     except InputError:
@@ -169,12 +176,12 @@ def fingerprint(tensor: Tensor) -> str:
     detected.
     """
     data = as_bytes(tensor.detach().contiguous())
-    words = (
-        F.pad(data, (0, -len(data) % 8)).view(torch.int64)
-        if len(data) % 8
-        else data.view(torch.int64)
-    )
-    factors = (2 * torch.arange(min(_WORDS, len(words)), device=words.device) + 1) * _ODD
+    num_missing = -len(data) % 8
+    if num_missing:
+        data = F.pad(data, (0, num_missing))
+    words = data.view(torch.int64)
+    odd_numbers = 2 * torch.arange(min(_WORDS, len(words)), device=words.device) + 1
+    factors = odd_numbers * _ODD  # int64 products wrap around, modulo 2**64
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_WORDS):
         # low bits of a float64 that was a float32 are all zero
@@ -214,33 +221,54 @@ def shard_experts(
     """
     _check_shards(experts, grid)
     experts.is_spread = True
-    per_place = experts.num_experts // grid.ep
-    first_expert = grid.coordinate(rank, "ep") * per_place
-    etp_place = grid.coordinate(rank, "etp")
+    experts_per_rank = experts.num_experts // grid.ep
+    first_expert = grid.coordinate(rank, "ep") * experts_per_rank
+    own_experts = range(first_expert, first_expert + experts_per_rank)
     if isinstance(experts, ModuleExperts):
-        experts.keep_only(range(first_expert, first_expert + per_place), grid.edp)
+        experts.keep_only(own_experts, grid.edp)
     else:
-        for name in (name for names in experts.names for name in names):
-            whole = experts.get_parameter(name)
-            dim = experts.shard_dim(name)
-            local = whole.detach()[first_expert : first_expert + per_place]
-            if dim is not None:
-                local = local.chunk(grid.etp, dim)[etp_place]
-            value: Tensor = local.clone(memory_format=torch.contiguous_format)
-            if device_mesh is not None:
-                from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
-                placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
-                value = DTensor.from_local(value, device_mesh, placements, run_check=False)
-            part = nn.Parameter(value, requires_grad=whole.requires_grad)
-            if device_mesh is None and _swap(whole, part):
-                continue
-            setattr(experts, name, part)
-            experts.replaced.note(OwnedParameter.of(experts, name, whole), part)
+        for names in experts.names:
+            for name in names:
+                etp_place = grid.coordinate(rank, "etp")
+                _shard_parameter(experts, name, own_experts, (etp_place, grid.etp), device_mesh)
     # These attributes tell other trainers that a parameter differs between data-parallel ranks:
     # DeepSpeed and Megatron-Core read `allreduce`, and DeepSpeed reads from `group_name` over how
     # many ranks the parameter is spread.
     experts.mark(partial(_mark_spread, num_ranks=grid.ep * grid.etp))
+
+
+def _shard_parameter(
+    experts: AbstractExperts,
+    name: str,
+    own_experts: range,
+    shard: tuple[int, int],
+    device_mesh: DeviceMesh | None,
+) -> None:
+    """Keep only this rank's shard of one parameter.
+
+    Args:
+        name: of the parameter, whose first dimension is the experts.
+        own_experts: the experts of this rank.
+        shard: the number of this rank's shard of the hidden width, and of all shards.
+        device_mesh: as in `shard_experts`.
+    """
+    whole = experts.get_parameter(name)
+    dim = experts.shard_dim(name)
+    local = whole.detach()[own_experts.start : own_experts.stop]
+    if dim is not None:
+        number, num_shards = shard
+        local = local.chunk(num_shards, dim)[number]
+    value: Tensor = local.clone(memory_format=torch.contiguous_format)
+    if device_mesh is not None:
+        from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+        placements: list[Placement] = [Shard(0), Replicate() if dim is None else Shard(dim)]
+        value = DTensor.from_local(value, device_mesh, placements, run_check=False)
+    part = nn.Parameter(value, requires_grad=whole.requires_grad)
+    if device_mesh is None and _swap(whole, part):
+        return
+    setattr(experts, name, part)
+    experts.replaced.note(OwnedParameter.of(experts, name, whole), part)
 
 
 def is_spread(parameter: nn.Parameter) -> bool:
@@ -261,6 +289,7 @@ def _swap(whole: nn.Parameter, part: nn.Parameter) -> bool:
 
 
 def _mark_spread(parameter: nn.Parameter, num_ranks: int) -> None:
+    """Set the attributes by which other trainers know that a parameter is spread over ranks."""
     parameter.allreduce = False  # type: ignore[attr-defined]
     parameter.group_name = f"ep_size_{num_ranks}"  # type: ignore[attr-defined]
 
@@ -281,7 +310,9 @@ def _check_shards(experts: AbstractExperts, grid: Grid) -> None:
             "spreads whole experts)"
         )
     for name in names:
-        width = experts.get_parameter(name).shape[experts.shard_dim(name) or 0]
+        dim = experts.shard_dim(name)
+        assert dim is not None
+        width = experts.get_parameter(name).shape[dim]
         if width % grid.etp:
             raise InputError(
                 f"an expert's hidden width of {width} does not split over "

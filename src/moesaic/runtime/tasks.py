@@ -1,7 +1,8 @@
 """The tasks of a program that need no other rank, and the state of one rank's run of a program.
 
 `Call` holds the inputs of a run: sizes, experts and tags. `Environment` holds the values of its
-slots. `compute` runs a task.
+slots, the named values that tasks read and write. `compute` runs a task. wgrad is the products that
+give the gradients of weights.
 
 The host describes the rows that move as runs of consecutive rows (`Runs`): some hundred numbers for
 many thousand rows. `Indices` expands runs into row numbers where they are needed. On a CPU numpy
@@ -86,12 +87,10 @@ class Indices:
         if not new:
             return
         flat = [_as_numbers(table) for table in new.values()]
-        on_device = uploaded(np.concatenate(flat).astype(np.int32), device).split(
-            [len(numbers) for numbers in flat]
-        )
-        self._tables |= {
-            key: (table, numbers) for (key, table), numbers in zip(new.items(), on_device)
-        }
+        on_device = uploaded(np.concatenate(flat).astype(np.int32), device)
+        parts = on_device.split([len(numbers) for numbers in flat])
+        for (key, table), part in zip(new.items(), parts):
+            self._tables[key] = (table, part)  # the table is kept, so that no other has its id
 
     def of(self, runs: Runs, device: torch.device) -> Tensor:
         """Return the row numbers of runs: (total,), int32 on a GPU, int64 on a CPU."""
@@ -101,7 +100,8 @@ class Indices:
             return torch.empty(0, dtype=torch.int32, device=device)
         if id(runs) not in self._rows:
             self.upload([runs], device)
-            offsets, sizes = self._tables[id(runs)][1].split(len(runs.sizes))
+            _, numbers = self._tables[id(runs)]
+            offsets, sizes = numbers.split(len(runs.sizes))
             rows = offsets.repeat_interleave(sizes, output_size=runs.total)
             if not runs.is_constant:
                 rows = rows + torch.arange(runs.total, dtype=torch.int32, device=device)
@@ -132,6 +132,7 @@ class Indices:
 
 
 def _as_numbers(table: Runs | np.ndarray) -> np.ndarray:
+    """Return a table as one array: of runs, their offsets and then their sizes."""
     return np.concatenate([table.offsets, table.sizes]) if isinstance(table, Runs) else table
 
 
@@ -186,19 +187,21 @@ def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
                 yield sizes.outgoing(move, rank).runs
             if task.op is not Op.PACK:
                 yield sizes.incoming(move, rank).runs
-    elif task.op in (Op.TAKE, Op.JOIN):
-        whole, parts = (
-            (task.reads[0], task.writes) if task.op is Op.TAKE else (task.writes[0], task.reads)
-        )
-        for part in parts:
-            yield sizes.part_rows(slots[part].layout, slots[whole].layout, rank)
+    elif task.op is Op.TAKE:
+        for part in task.writes:
+            yield sizes.part_rows(slots[part].layout, slots[task.reads[0]].layout, rank)
+    elif task.op is Op.JOIN:
+        for part in task.reads:
+            yield sizes.part_rows(slots[part].layout, slots[task.writes[0]].layout, rank)
     elif task.op in (Op.PERMUTE, Op.COMBINE):
         tokens = task.reads[0] if task.op is Op.PERMUTE else task.writes[0]
         bases = sizes.token_bases(slots[tokens].layout, slots[task.reads[1]].layout, rank)
         if bases.starts.any():
             yield bases
-    elif task.op in (Op.EXPERT, Op.EXPERT_GRAD):
-        yield sizes.ends(slots[task.reads[task.op is Op.EXPERT_GRAD]].layout, rank)
+    elif task.op is Op.EXPERT:
+        yield sizes.ends(slots[task.reads[0]].layout, rank)
+    elif task.op is Op.EXPERT_GRAD:  # reads the cotangent of the results, then the rows
+        yield sizes.ends(slots[task.reads[1]].layout, rank)
 
 
 def rows(value: Value) -> Tensor:
@@ -229,8 +232,11 @@ def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> E
         whole = slots[task.reads[0]].layout
         value = reads[0]
         assert not isinstance(value, tuple)
-        parts = [call.sizes.part_rows(slots[name].layout, whole, call.rank) for name in task.writes]
-        return {name: part_of(value, part, call.indices) for name, part in zip(task.writes, parts)}
+        results: Environment = {}
+        for name in task.writes:
+            part = call.sizes.part_rows(slots[name].layout, whole, call.rank)
+            results[name] = part_of(value, part, call.indices)
+        return results
     return {task.writes[0]: _rows_task(task, slots, list(map(rows, reads)), call)}
 
 
@@ -242,30 +248,30 @@ def transport_lane(task: Task) -> TransportLane:
 def _are_same(some: Runs, others: Runs) -> bool:
     """Return whether two tables have the same rows in the same order; False if they divide them
     into other runs."""
-    pairs = ((some.starts, others.starts), (some.sizes, others.sizes))
-    return some.is_constant == others.is_constant and all(np.array_equal(*pair) for pair in pairs)
+    return (
+        some.is_constant == others.is_constant
+        and np.array_equal(some.starts, others.starts)
+        and np.array_equal(some.sizes, others.sizes)
+    )
 
 
 def part_of(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor | IndexedRows:
-    """Return some rows of a value: of gathered rows without moving them."""
+    """Return the rows of a value that runs name: of indexed rows, their part of the index, without
+    moving them."""
     if not isinstance(value, IndexedRows):
         return take(value, runs, indices)
     if runs.are_all_of(len(value.index)):
         return value
-    return IndexedRows(
-        value.source, value.index.index_select(0, indices.of(runs, value.index.device))
-    )
+    chosen = indices.of(runs, value.index.device)
+    return IndexedRows(value.source, value.index.index_select(0, chosen))
 
 
 def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
-    """Return some rows of a value, contiguous. If they lie in this order, they are returned without
-    a copy."""
+    """Return the rows of a value that runs name, contiguous. If they lie in this order, they are
+    returned without a copy."""
     if isinstance(value, IndexedRows):
-        if (
-            value.runs is not None
-            and _are_same(value.runs, runs)
-            and len(value.source) == runs.total
-        ):
+        lies_as_wanted = value.runs is not None and _are_same(value.runs, runs)
+        if lies_as_wanted and len(value.source) == runs.total:
             return value.source
         part = part_of(value, runs, indices)
         assert isinstance(part, IndexedRows)
@@ -292,12 +298,12 @@ def placed(
             its rows can be added at once.
         indices: the call's index tensors.
     """
-    if not sums or runs.are_all_of(num_rows):
+    in_order = runs.are_all_of(num_rows)
+    if in_order or not sums:
         joined = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        in_order = runs.are_all_of(num_rows)
-        return (
-            joined if in_order else IndexedRows(joined, indices.inverse(runs, joined.device), runs)
-        )
+        if in_order:
+            return joined
+        return IndexedRows(joined, indices.inverse(runs, joined.device), runs)
     places_by_part = indices.of(runs, parts[0].device).split([len(part) for part in parts])
     dtype = accumulate_dtype(parts[0].dtype)
     out = torch.zeros(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
@@ -342,13 +348,12 @@ def _combine(task: Task, slots: Slots, reads: list[Value], call: Call) -> Tensor
 def _add_values(values: list[Value]) -> Value:
     """Add rows, or parameters one by one. () stands for no parameters."""
     if all(isinstance(value, Tensor) for value in values):
-        return _tensor_sum(list(map(rows, values)))
-    present = [value for value in (parameters(value) for value in values) if value]
-    return (
-        present[0]
-        if len(present) == 1
-        else tuple(_tensor_sum(list(parameters)) for parameters in zip(*present))
-    )
+        return _tensor_sum([rows(value) for value in values])
+    summands = [parameters(value) for value in values]
+    present = [summand for summand in summands if summand]
+    if len(present) == 1:
+        return present[0]
+    return tuple(_tensor_sum(list(tensors)) for tensors in zip(*present))
 
 
 def _tensor_sum(values: list[Tensor]) -> Tensor:
@@ -364,46 +369,57 @@ def _tensor_sum(values: list[Tensor]) -> Tensor:
 
 def _index_of(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) -> Indexed:
     """Return each copy's token as a row of the tokens' slot, cached for dispatch, combine and
-    backward."""
-    layout = slots[tokens].layout
-    key = (layout, slots[index].layout, value.data_ptr(), len(value))
-    indexed: Indexed | None = call.known.get(key)
-    if indexed is None:
-        bases = call.sizes.token_bases(layout, slots[index].layout, call.rank)
-        num_tokens = call.sizes.num_rows(layout, call.rank)
-        indexed = call.known[key] = Indexed(
+    backward.
+
+    Args:
+        tokens: name of the tokens' slot.
+        index: name of the index's slot.
+        value: of the index, (rows, 1).
+    """
+    token_layout = slots[tokens].layout
+    index_layout = slots[index].layout
+    key = (token_layout, index_layout, value.data_ptr(), len(value))
+    if key not in call.known:
+        bases = call.sizes.token_bases(token_layout, index_layout, call.rank)
+        num_tokens = call.sizes.num_rows(token_layout, call.rank)
+        call.known[key] = Indexed(
             value, bases, num_tokens, call.indices, has_empty=call.has_empty_rows
         )
+    indexed: Indexed = call.known[key]
     return indexed
 
 
-def _where_it_lies(value: Value, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return an expert task's rows and the row that each copy is; None if they are sorted by
-    expert."""
+def _source_and_index(value: Value, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return the tensor that has an expert task's rows, and which of its rows each copy is,
+    (rows,); None if they are sorted by expert."""
     if isinstance(value, IndexedRows) and call.experts.gathers and not call.weight_first:
         return value.source, value.index
     return rows(value), None
 
 
 def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
-    """Run experts; return their result and the activations that backward needs."""
-    gates = rows(reads[1]).squeeze(1)
-    tokens, x_rows = _where_it_lies(reads[0], call)
-    sharded, common = _weights(reads[2:])
+    """Run experts; return their result and the activations that backward needs.
+
+    Args:
+        reads: the values of rows, routing weights and parameters, in the order of the task's reads.
+    """
+    x_value, gates_value, *weights = reads
+    gates = rows(gates_value).squeeze(1)
+    tokens, x_rows = _source_and_index(x_value, call)
+    sharded, common = _weights(weights)
     ends = _ends(slots[task.reads[0]], tokens, call)
     shards = _shards(slots[task.reads[0]], call)
     if not len(ends):  # a rank that computes for no expert
         return {task.writes[0]: tokens, kept(task.name): ()}
     if call.weight_first:
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
-    gate = None if call.weight_first else gates
-    y_rows, placed_out = _as_they_came(reads[0], x_rows, call)
+    result_gates = None if call.weight_first else gates
+    y_rows, placed_out = _as_they_came(x_value, x_rows, call)
     places = Places(x=x_rows, y=y_rows)
-    out, activations = call.experts.run(
-        ExpertCall(
-            sharded, common, rows=tokens, gates=gate, ends=ends, shards=shards, places=places
-        )
+    expert_call = ExpertCall(
+        sharded, common, rows=tokens, gates=result_gates, ends=ends, shards=shards, places=places
     )
+    out, activations = call.experts.run(expert_call)
     return {task.writes[0]: placed_out(out), kept(task.name): activations}
 
 
@@ -417,51 +433,62 @@ def _as_they_came(
     they are sent back without another copy; others in the order of the experts, without places.
     """
     if index is None or not isinstance(value, IndexedRows) or value.runs is None:
-        return None, lambda written: written
-    places = call.indices.inverse(value.runs, index.device)
+        return None, _in_order
     runs = value.runs
+    places = call.indices.inverse(runs, index.device)
     return places, lambda written: IndexedRows(written, places, runs)
+
+
+def _in_order(written: Tensor) -> Tensor:
+    """Return rows that were written in the slot's order: themselves."""
+    return written
 
 
 def _expert_grad(
     task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call
 ) -> Environment:
-    """Run the backward pass of experts; return the gradients of what the forward task read."""
-    (dy, y_rows), (tokens, x_rows) = (_where_it_lies(value, call) for value in reads[:2])
-    gates = rows(reads[2]).squeeze(1)
-    sharded, common = _weights(reads[3:])
+    """Run the backward pass of experts; return the gradients of what the forward task read.
+
+    Args:
+        reads: the values of the result's gradients, and of what the forward task read.
+        environment: which has the activations that the forward task kept.
+    """
+    dy_value, x_value, gates_value, *weights = reads
+    dy, y_rows = _source_and_index(dy_value, call)
+    tokens, x_rows = _source_and_index(x_value, call)
+    gates = rows(gates_value).squeeze(1)
+    sharded, common = _weights(weights)
     ends = _ends(slots[task.reads[1]], tokens, call)
     shards = _shards(slots[task.reads[1]], call)
-    if not len(ends):
-        return dict(zip(task.writes, (reads[0], gates.unsqueeze(1), *reads[3:])))
+    if not len(ends):  # no expert and no row: empty gradients, like the values
+        return dict(zip(task.writes, (dy_value, gates.unsqueeze(1), *weights)))
     activations = environment[kept(task.name)]
     assert isinstance(activations, tuple)
-    d_x_rows, placed_rows = _as_they_came(reads[1], x_rows, call)
+    d_x_rows, placed_rows = _as_they_came(x_value, x_rows, call)
     places = Places(x=x_rows, y=y_rows, d_x=d_x_rows)
     inputs = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
-    gate = None if call.weight_first else gates
+    result_gates = None if call.weight_first else gates
+    expert_call = ExpertCall(
+        sharded, common, rows=inputs, gates=result_gates, ends=ends, shards=shards, places=places
+    )
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
     d_rows, d_gates, *d_weights = call.experts.gradients(
-        ExpertCall(
-            sharded, common, rows=inputs, gates=gate, ends=ends, shards=shards, places=places
-        ),
-        activations,
-        dy.contiguous(),
-        deferred_wgrad,
+        expert_call, activations, dy.contiguous(), deferred_wgrad
     )
     if deferred_wgrad:
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
-    if d_gates is None:
+    if d_gates is None:  # the experts' input was tokens * gates
         d_gates = (d_rows * tokens).sum(1).to(gates.dtype)
         d_rows = d_rows * gates.to(d_rows.dtype).unsqueeze(1)
-    gradients: list[Value] = [placed_rows(d_rows), d_gates.view_as(rows(reads[2])), *d_weights]
+    gradients: list[Value] = [placed_rows(d_rows), d_gates.view_as(rows(gates_value)), *d_weights]
     return dict(zip(task.writes, gradients))
 
 
 def _weights(values: list[Value]) -> tuple[Weights, Weights]:
     """Return split and common parameters from the slots that an expert task reads."""
-    groups = list(map(parameters, values))
-    return groups[0], groups[1] if len(groups) > 1 else ()
+    sharded = parameters(values[0])
+    common = parameters(values[1]) if len(values) > 1 else ()
+    return sharded, common
 
 
 def parameters(value: Value) -> Weights:
@@ -471,6 +498,7 @@ def parameters(value: Value) -> Weights:
 
 
 def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
+    """Return one past the last row of each expert in a slot, on the device of the tokens."""
     return call.indices.numbers(call.sizes.ends(slot.layout, call.rank), tokens.device)
 
 
@@ -517,28 +545,25 @@ class Indexed:
         """
         source = values.source if isinstance(values, IndexedRows) else values
         accumulate = accumulate_dtype(source.dtype)
-        if (
-            self.num_tokens
-            and len(self.places)
-            and (source.device.type != "cpu" or source.dtype == accumulate)
-        ):
-            dispatch = self._dispatch
-            if (
-                isinstance(values, IndexedRows)
-                and source.device.type != "cpu"
-                and len(source) != len(self.places)
-            ):
+        is_on_cpu = source.device.type == "cpu"
+        is_empty = not self.num_tokens or not len(self.places)
+        if is_empty or (is_on_cpu and source.dtype != accumulate):
+            shape = (self.num_tokens, source.shape[1])
+            out = torch.zeros(shape, dtype=accumulate, device=source.device)
+            return out.index_add_(0, self.places, rows(values).to(accumulate)).to(source.dtype)
+        dispatch = self._dispatch
+        if isinstance(values, IndexedRows):
+            if not is_on_cpu and len(source) != len(self.places):
                 # what a GPU without Triton sums has as many rows as the index
                 source = values.in_order()
-            elif isinstance(values, IndexedRows):
-                lies = values.index.long().index_select(0, dispatch.by_token)
-                dispatch = replace(dispatch, by_token=lies)
-            return sum_rows(source, dispatch)
-        out = torch.zeros(self.num_tokens, source.shape[1], dtype=accumulate, device=source.device)
-        return out.index_add_(0, self.places, rows(values).to(accumulate)).to(source.dtype)
+            else:
+                row_in_source = values.index.long().index_select(0, dispatch.by_token)
+                dispatch = replace(dispatch, by_token=row_in_source)
+        return sum_rows(source, dispatch)
 
     @cached_property
     def _dispatch(self) -> Dispatch:
+        """The rows of each token, as kernels take them."""
         order = stable_order(self.places)
         tokens = torch.arange(self.num_tokens, dtype=self.places.dtype, device=order.device)
         starts = torch.searchsorted(self.places.index_select(0, order), tokens)

@@ -53,14 +53,18 @@ class LoadStatistics:
         if total == 0:
             return cls(tokens_per_expert=load, dead_experts=num_experts, dropped=dropped)
         mean = total / num_experts
+        variance = sum((count - mean) ** 2 for count in load) / num_experts
         shares = [count / total for count in load if count]
         entropy = -sum(share * math.log(share) for share in shares)
+        relative_entropy = 1.0
+        if num_experts > 1:
+            relative_entropy = entropy / math.log(num_experts)
         return cls(
             tokens_per_expert=load,
             max_violation=max(load) / mean - 1,
-            variation=math.sqrt(sum((count - mean) ** 2 for count in load) / num_experts) / mean,
+            variation=math.sqrt(variance) / mean,
             dead_experts=load.count(0),
-            entropy=entropy / math.log(num_experts) if num_experts > 1 else 1.0,
+            entropy=relative_entropy,
             needed_capacity_factor=max(load) / mean,
             dropped=dropped,
         )
@@ -90,19 +94,23 @@ class LoadMeter:
 
     def take(self) -> list[LoadStatistics]:
         """Return the statistics per layer since the last `take`, and reset the sums."""
-        statistics = [
-            replace(
-                LoadStatistics.of(requested.tolist(), int(dropped)),
-                nonfinite=int(nonfinite),
-                capacity=None if routing.capacity is None else int(routing.capacity),
-                padded_capacity=routing.padded_capacity,
+        statistics = []
+        for (requested, dropped, nonfinite), routing in zip(self._sums, self._last):
+            load = LoadStatistics.of(requested.tolist(), int(dropped))
+            capacity = None if routing.capacity is None else int(routing.capacity)
+            statistics.append(
+                replace(
+                    load,
+                    nonfinite=int(nonfinite),
+                    capacity=capacity,
+                    padded_capacity=routing.padded_capacity,
+                )
             )
-            for (requested, dropped, nonfinite), routing in zip(self._sums, self._last)
-        ]
         self._sums = []
         self._last = []
         return statistics
 
 
 def _counts(routing: Routing) -> tuple[Tensor, ...]:
+    """Return copies per expert, dropped copies, and copies with a nonfinite weight."""
     return routing.requested, routing.dropped, routing.nonfinite

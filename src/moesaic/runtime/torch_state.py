@@ -47,9 +47,10 @@ _OF_HOOKS = (
 
 def check_torch() -> None:
     """Raise InputError if this torch lacks a private function by which states are exchanged."""
-    names = {f"torch._C.{name}": hasattr(torch._C, name) for name in _OF_STACKS}
-    names |= {f"torch._C._autograd.{name}": hasattr(torch._C._autograd, name) for name in _OF_HOOKS}
-    missing = [name for name, is_there in names.items() if not is_there]
+    missing = [f"torch._C.{name}" for name in _OF_STACKS if not hasattr(torch._C, name)]
+    for name in _OF_HOOKS:
+        if not hasattr(torch._C._autograd, name):
+            missing.append(f"torch._C._autograd.{name}")
     if missing:
         raise InputError(
             f"in_flight needs {', '.join(missing)}, which torch {torch.__version__} lacks: run the "
@@ -113,7 +114,7 @@ class TorchState:
     @classmethod
     def now(cls) -> TorchState:
         """Return the present state."""
-        hooks = _take_hooks()
+        hooks = _take_hooks()  # torch has no function that only lists them
         _put_hooks(hooks)
         return cls(
             grad=torch.is_grad_enabled(),
@@ -137,10 +138,7 @@ class TorchState:
             default_device=getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
             hooks=hooks,
             dtype=torch.get_default_dtype(),
-            deterministic=(
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
+            deterministic=_deterministic(),
             ddp=DistributedDataParallel._get_active_ddp_module(),
             generators=generators(),
         )
@@ -163,17 +161,23 @@ class TorchState:
         _put_hooks(self.hooks)
         if torch.get_default_dtype() != self.dtype:
             torch.set_default_dtype(self.dtype)
-        mode, warns = self.deterministic
-        if (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ) != self.deterministic:
-            torch.use_deterministic_algorithms(mode, warn_only=warns)
+        if _deterministic() != self.deterministic:
+            is_on, only_warns = self.deterministic
+            torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
         DistributedDataParallel._active_ddp_module = self.ddp
         set_generators(self.generators)
 
 
+def _deterministic() -> tuple[bool, bool]:
+    """Return whether deterministic algorithms are asked for, and whether they only warn."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
 def _autocast_depth() -> int:
+    """Return the number of open autocast contexts, which torch tells only as it changes."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
@@ -190,6 +194,7 @@ def _set_autocast_depth(depth: int) -> None:
 
 
 def _set_function_modes(modes: list[Any]) -> None:
+    """Make these the TorchFunction modes, the outermost first."""
     for _ in range(torch._C._len_torch_function_stack()):
         torch._C._pop_torch_function_stack()
     for mode in modes:
@@ -197,6 +202,7 @@ def _set_function_modes(modes: list[Any]) -> None:
 
 
 def _set_dispatch_modes(modes: list[Any]) -> None:
+    """Make these the TorchDispatch modes, the outermost first."""
     for _ in range(torch._C._len_torch_dispatch_stack()):
         torch._C._pop_torch_dispatch_stack(None)
     for mode in modes:
@@ -213,5 +219,6 @@ def _take_hooks() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
 
 
 def _put_hooks(hooks: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+    """Add hooks of saved tensors, given the innermost first."""
     for pack, unpack in reversed(hooks):
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

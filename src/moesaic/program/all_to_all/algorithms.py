@@ -2,6 +2,10 @@
 
 Some send each message straight from source to target. The others relay messages through further
 ranks, so that fewer and larger messages cross between nodes.
+
+A hop is one round of messages, on the lane of the links inside nodes or of those between them; its
+`reads` are the earlier hops whose packets it forwards, -1 for the input. A path is the legs of one
+packet, (hop, source, target) each; a leg from a rank to itself is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ class Pipelined(AbstractAllToAll):
         return Hop(Lane.INTER), Hop(Lane.INTRA)
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        return legs_of((int(node_map.node(source) == node_map.node(target)), source, target))
+        is_inside = node_map.node(source) == node_map.node(target)
+        return legs_of((1 if is_inside else 0, source, target))
 
 
 class Hier1D(AbstractAllToAll):
@@ -55,7 +60,8 @@ class Hier1D(AbstractAllToAll):
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         if node_map.node(source) == node_map.node(target):
             return legs_of((0, source, target))
-        leader, target_leader = (node_map.rank(node_map.node(rank), 0) for rank in (source, target))
+        leader = node_map.rank(node_map.node(source), 0)
+        target_leader = node_map.rank(node_map.node(target), 0)
         return legs_of((0, source, leader), (1, leader, target_leader), (2, target_leader, target))
 
 
@@ -79,21 +85,23 @@ class Hier2D(AbstractAllToAll):
         return legs_of((0, source, mate), (1, mate, target))
 
     def paths(self, node_map: NodeMap) -> dict[int, np.ndarray]:
-        """Return for each hop the pairs of ranks whose rows it moves, and the ends of their way."""
+        """Return what `path` does for all pairs of ranks, hop by hop; see the base class."""
         ranks = np.array(node_map.ranks)
-        ranks_by_node = np.array(node_map.nodes)
-        # ranks of a group are node-major
+        ranks_by_node = np.array(node_map.nodes)  # (nodes, ranks per node)
+        # Ranks of a group are node-major, so their position tells node and local rank.
         node, local = np.divmod(np.arange(len(ranks)), ranks_by_node.shape[1])
-        source, target = np.nonzero(~np.eye(len(ranks), dtype=bool))
-        mate = ranks_by_node[node[source], local[target]]
-        source = ranks[source]
-        target = ranks[target]
-        hops = (source, mate), (mate, target)
-        legs = {
-            number: np.stack([source, target, *leg])[:, leg[0] != leg[1]]
-            for number, leg in enumerate(hops)
-        }
-        return {number: legs_of_hop for number, legs_of_hop in legs.items() if legs_of_hop.shape[1]}
+        source_position, target_position = np.nonzero(~np.eye(len(ranks), dtype=bool))
+        mate = ranks_by_node[node[source_position], local[target_position]]
+        source = ranks[source_position]
+        target = ranks[target_position]
+
+        legs_by_hop = {}
+        for hop, (leg_source, leg_target) in enumerate([(source, mate), (mate, target)]):
+            legs = np.stack([source, target, leg_source, leg_target])
+            legs = legs[:, leg_source != leg_target]
+            if legs.shape[1]:
+                legs_by_hop[hop] = legs
+        return legs_by_hop
 
 
 class NaiveAggregation(AbstractAllToAll):
@@ -109,7 +117,8 @@ class NaiveAggregation(AbstractAllToAll):
 
     def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         inside = range(len(node_map.nodes))
-        return *(Hop(Lane.INTRA) for _ in inside), Hop(Lane.INTER, (-1, *inside))
+        hops_inside = [Hop(Lane.INTRA) for _ in inside]
+        return (*hops_inside, Hop(Lane.INTER, (-1, *inside)))
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         node = node_map.node(target)
@@ -137,9 +146,9 @@ class Hier3D(AbstractAllToAll):
         source_node = node_map.node(source)
         target_node = node_map.node(target)
         mate = node_map.rank(source_node, node_map.local(target))
-        relay_node = node_map.like(
-            source_node, target_node, self.nodes_per_group(len(node_map.nodes))
-        )
+        # In the source's group of nodes, the node at the place that the target's has in its group.
+        nodes_per_group = self.nodes_per_group(len(node_map.nodes))
+        relay_node = node_map.like(source_node, target_node, nodes_per_group)
         relay = node_map.rank(relay_node, node_map.local(target))
         return legs_of((0, source, mate), (1, mate, relay), (2, relay, target))
 

@@ -1,5 +1,9 @@
 """The interface of an all-to-all algorithm: the hops, and the ranks through which a packet travels
-from source to target."""
+from source to target.
+
+A packet is what one rank of a group sends to another. A hop is one round of messages, a leg the
+way of a packet in one hop, and its path all its legs in order.
+"""
 
 from __future__ import annotations
 
@@ -135,15 +139,20 @@ def legs_by_hop(
     (4, packets) int64 each. A hop without packets is left out.
     """
     by_hop: dict[int, list[np.ndarray]] = {}
-    kinds = grid.kinds_of_groups(group)
-    for ranks in kinds:
+    first_groups = grid.kinds_of_groups(group)
+    for ranks in first_groups:
         for hop, legs in link.paths(NodeMap(grid, ranks)).items():
             by_hop.setdefault(hop, []).append(legs)
-    shifts = np.arange(0, grid.world, sum(map(len, kinds)))
-    return {
-        hop: (np.concatenate(legs, axis=1)[:, None] + shifts[:, None]).reshape(4, -1)
-        for hop, legs in by_hop.items()
-    }
+
+    # These groups cover the first ranks; all others are the same, shifted by as many ranks.
+    num_ranks = sum(len(ranks) for ranks in first_groups)
+    shifts = np.arange(0, grid.world, num_ranks)
+    all_legs = {}
+    for hop, parts in by_hop.items():
+        legs = np.concatenate(parts, axis=1)
+        shifted = legs[:, None, :] + shifts[:, None]  # (4, shifts, packets)
+        all_legs[hop] = shifted.reshape(4, -1)
+    return all_legs
 
 
 def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
@@ -208,36 +217,39 @@ def check_paths(link: AbstractAllToAll, node_map: NodeMap, where: str) -> None:
     to its target."""
     hops = link.hops(node_map)
     for source, target in permutations(node_map.ranks, 2):
-        at = source
-        last = PACKED
+        rank = source  # where the packet is
+        last_hop = PACKED
         path = f"{where}the path from rank {source} to {target}"
         legs = link.path(node_map, source, target)
         if not isinstance(legs, tuple) or not all(isinstance(leg, Leg) for leg in legs):
             raise InputError(f"{path} is {legs!r}: return a tuple of Leg(hop, source, target)")
         for leg in legs:
             name = f"{path}: the leg {leg.source} to {leg.target} in hop {leg.hop}"
-            if not last < leg.hop < len(hops):
+            if not last_hop < leg.hop < len(hops):
                 raise InputError(
-                    f"{name} needs a hop after {last}, of hops 0 to {len(hops) - 1}: change its hop"
+                    f"{name} needs a hop after {last_hop}, of hops 0 to {len(hops) - 1}: "
+                    "change its hop"
                 )
-            if leg.source != at or leg.target == at or leg.target not in node_map.ranks:
+            if leg.source != rank or leg.target == rank or leg.target not in node_map.ranks:
                 raise InputError(
-                    f"{name} does not start at {at}, or not end at another rank of "
+                    f"{name} does not start at {rank}, or not end at another rank of "
                     f"{node_map.ranks}: change it"
                 )
-            if last not in hops[leg.hop].reads:
+            hop = hops[leg.hop]
+            if last_hop not in hop.reads:
                 raise InputError(
-                    f"{name} passes on a packet of hop {last}: add {last} to the reads of hop "
-                    f"{leg.hop}"
+                    f"{name} passes on a packet of hop {last_hop}: add {last_hop} to the reads of "
+                    f"hop {leg.hop}"
                 )
-            if hops[leg.hop].lane is Lane.INTRA and node_map.node(at) != node_map.node(leg.target):
+            stays_inside = node_map.node(rank) == node_map.node(leg.target)
+            if hop.lane is Lane.INTRA and not stays_inside:
                 raise InputError(f"{name} leaves a node: put the hop on Lane.INTER")
-            at = leg.target
-            last = leg.hop
-        if at != target:
-            raise InputError(f"{path} ends at rank {at}: add the legs from there")
+            rank = leg.target
+            last_hop = leg.hop
+        if rank != target:
+            raise InputError(f"{path} ends at rank {rank}: add the legs from there")
 
 
 def legs_of(*legs: tuple[int, int, int]) -> tuple[Leg, ...]:
     """Return legs from (hop, source, target) triples, without those from a rank to itself."""
-    return tuple(Leg(*leg) for leg in legs if leg[1] != leg[2])
+    return tuple(Leg(hop, source, target) for hop, source, target in legs if source != target)

@@ -25,11 +25,13 @@ class Sequential(AbstractAllToAll):
     is_searched = False
 
     def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
-        rounds = range(max(len(node_map.ranks) - 1, 1))
-        return tuple(
-            Hop(Lane.INTER, (PACKED, number - 1) if number else (PACKED,)) for number in rounds
-        )
+        num_rounds = max(len(node_map.ranks) - 1, 1)
+        hops = [Hop(Lane.INTER, (PACKED,))]
+        for number in range(1, num_rounds):  # each waits for the one before
+            hops.append(Hop(Lane.INTER, (PACKED, number - 1)))
+        return tuple(hops)
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        places = {rank: place for place, rank in enumerate(node_map.ranks)}
-        return legs_of(((places[target] - places[source]) % len(places) - 1, source, target))
+        ranks = node_map.ranks
+        distance = (ranks.index(target) - ranks.index(source)) % len(ranks)
+        return legs_of((distance - 1, source, target))

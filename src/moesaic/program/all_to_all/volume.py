@@ -1,5 +1,9 @@
 """Counts what a program moves: rows and messages per link, from the same sizes that the executor
-uses."""
+uses.
+
+A slot is a named value of a program, on every rank. A movement takes rows from one slot to another;
+an all-to-all may do so in several hops, rounds of messages that forward each other's packets.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +53,15 @@ class Traffic:
             unit_columns: columns of a hidden unit's weights, for movements of weights; 3 * dim for
                 SwiGLU. A bias has dim columns.
         """
-        row = {Kind.LANE: lane_bytes, Kind.INDEX: INDEX_BYTES}.get(self.kind, dim * element_bytes)
-        if self.flow == "weights":
-            row = unit_columns * element_bytes
-        return self.inside_rows * row, self.across_rows * row
+        if self.kind is Kind.LANE:
+            row_bytes = lane_bytes
+        elif self.kind is Kind.INDEX:
+            row_bytes = INDEX_BYTES
+        elif self.flow == "weights":
+            row_bytes = unit_columns * element_bytes
+        else:
+            row_bytes = dim * element_bytes
+        return self.inside_rows * row_bytes, self.across_rows * row_bytes
 
 
 def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -> list[Traffic]:
@@ -68,24 +77,25 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
     for task in program.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
-        source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
-        rows = [0, 0]
-        messages = [0, 0]
-        for sender, receiver, count in messages_of(task, slots, sizes):
-            crosses = node_of(sender) != node_of(receiver)
-            rows[crosses] += count
-            messages[crosses] += 1
+        source, target = task.of or (task.reads[0], task.writes[0])
+        inside = list[int]()  # rows of each message inside a node
+        across = list[int]()
+        for sender, receiver, rows in messages_of(task, slots, sizes):
+            if node_of(sender) == node_of(receiver):
+                inside.append(rows)
+            else:
+                across.append(rows)
         entries.append(
             Traffic(
                 task=task.name,
                 collective=collective(program, task.name) if task.op is Op.MOVE else task.link,
-                kind=source.kind,
-                flow=source.layout.flow,
-                codec=codecs.get(f"{target.name}@pack", ""),
-                inside_rows=rows[0],
-                across_rows=rows[1],
-                inside_messages=messages[0],
-                across_messages=messages[1],
+                kind=slots[source].kind,
+                flow=slots[source].layout.flow,
+                codec=codecs.get(f"{target}@pack", ""),
+                inside_rows=sum(inside),
+                across_rows=sum(across),
+                inside_messages=len(inside),
+                across_messages=len(across),
             )
         )
     return entries

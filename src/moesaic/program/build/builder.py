@@ -1,5 +1,11 @@
 """Builds a program task by task, so that the code of a schedule reads like its description in the
-paper."""
+paper.
+
+Each method of `Builder` adds one task and the slot that it writes, a named value, and returns the
+slot's name; the arguments are names of slots too. A slot has a layout, which says which rows it has
+on each rank, and a state per axis, which says how its values on the ranks of the axis relate: S
+sharded, R replicated, P partial, I identical (`task.py`).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,16 @@ class Builder:
     def permute(
         self, tokens: str, index: str, name: str, layout: Layout, states: States | None = None
     ) -> str:
-        """Copy tokens to rows. Pass `states` if ranks with the same tokens take different rows."""
+        """Copy tokens to rows, one for each entry of an index.
+
+        Args:
+            tokens: the slot of the tokens.
+            index: the slot that says which token each row is.
+            name: of the slot of the rows.
+            layout: of the rows.
+            states: of the rows, if ranks with the same tokens take different rows. None: those of
+                the tokens.
+        """
         row_states = self._states(tokens) if states is None else states
         return self._task(
             Op.PERMUTE,
@@ -46,7 +61,16 @@ class Builder:
     def combine(
         self, rows: str, index: str, name: str, layout: Layout, states: States | None = None
     ) -> str:
-        """Sum rows to tokens. Pass `states` if ranks sum different rows into the same tokens."""
+        """Sum rows to tokens, the inverse of `permute`.
+
+        Args:
+            rows: the slot of the rows.
+            index: the slot that says which token each row is.
+            name: of the slot of the sums.
+            layout: of the sums.
+            states: of the sums, if ranks sum different rows into the same tokens. None: those of
+                the rows.
+        """
         kind = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS
         summed_states = self._states(rows) if states is None else states
         return self._task(
@@ -64,29 +88,26 @@ class Builder:
         over etp."""
         weights = [self.input("w", Kind.WEIGHT, Layout(flow="weights", experts="rank"), {})]
         if self._bias:
-            bias = self.input(
-                "b", Kind.WEIGHT, Layout(flow="bias", experts="rank"), {"etp": State.IDENTICAL}
+            layout = Layout(flow="bias", experts="rank")
+            bias = self.input("b", Kind.WEIGHT, layout, {"etp": State.IDENTICAL})
+            # No rank sends anything; the transpose adds up what the shards contribute.
+            bias_of_shards = self.move(
+                bias,
+                "b_shards",
+                layout,
+                group=("etp",),
+                states={"etp": State.REPLICATED},
+                stage=Stage.DISPATCH,
             )
-            shard_layout = Layout(flow="bias", experts="rank")
-            weights.append(
-                self.move(
-                    bias,
-                    "b_shards",
-                    shard_layout,
-                    ("etp",),
-                    {"etp": State.REPLICATED},
-                    Stage.DISPATCH,
-                )
-            )
+            weights.append(bias_of_shards)
         states = self._states(rows) | {"etp": State.PARTIAL}
         reads = (rows, gates, *weights)
-        layout = self._slots[rows].layout
         return self._task(
             Op.EXPERT,
             reads,
             name=name,
             kind=Kind.ROWS,
-            layout=layout,
+            layout=self._slots[rows].layout,
             states=states,
             stage=Stage.EXPERT,
         )
@@ -100,7 +121,16 @@ class Builder:
         states: States,
         stage: Stage,
     ) -> str:
-        """Move rows to another layout over `group`. `states` are the states that change."""
+        """Move rows to another layout over `group`.
+
+        Args:
+            source: the slot that is read.
+            name: of the slot that is written.
+            layout: of that slot.
+            group: axes over which ranks exchange.
+            states: the states that change.
+            stage: the part of the layer to which the movement belongs.
+        """
         kind = self._slots[source].kind
         merged = self._states(source) | states
         return self._task(
@@ -141,8 +171,8 @@ class Builder:
     def _scale(
         self, source: str, name: str, axis: Axis, state: State, stage: Stage, dual_power: int
     ) -> str:
-        """Add a task that multiplies a slot by a power of the size of `axis`, whose state becomes
-        `state`."""
+        """Add a task that is the identity forward and whose transpose multiplies by the size of
+        `axis`, raised to `dual_power`. The state on `axis` becomes `state`."""
         slot = self._slots[source]
         states = self._states(source) | {axis: state}
         return self._task(
@@ -169,10 +199,11 @@ class Builder:
         group: tuple[Axis, ...] = (),
         dual_power: int = 0,
     ) -> str:
-        """Add a task and the slot that it writes; return the slot's name."""
+        """Add a task and the slot that it writes; return the slot's name. The arguments are the
+        fields of `Task` and `Slot`."""
         self._slot(name, kind, layout, states)
         lane = Lane.COMPUTE
-        if op is Op.MOVE:
+        if op is Op.MOVE:  # groups over other axes than these lie inside nodes
             lane = Lane.INTER if {"ep", "node"}.intersection(group) else Lane.INTRA
         self._tasks.append(
             Task(
@@ -189,6 +220,7 @@ class Builder:
         return name
 
     def _states(self, name: str) -> States:
+        """Return the states of a slot by axis."""
         return dict(self._slots[name].state)
 
     def _slot(self, name: str, kind: Kind, layout: Layout, states: States) -> str:
@@ -209,7 +241,14 @@ def declare(
     gate_states: States | None = None,
 ) -> tuple[str, str, str]:
     """Declare the inputs of every schedule: tokens `x`, routing weights `gates`, and `index`, the
-    token of each copy."""
+    token of each copy.
+
+    Args:
+        tokens: layout of `x`.
+        copies: layout of `gates` and `index`.
+        states: of all three.
+        gate_states: of `gates` and `index`, if they differ from those of `x`.
+    """
     copy_states = states if gate_states is None else gate_states
     return (
         build.input("x", Kind.TOKENS, tokens, states),
@@ -221,24 +260,14 @@ def declare(
 def deliver(build: Builder, rows: str, gates: str) -> str:
     """Send rows and gates to all shards of their experts (S -> R over etp) and run the experts (->
     P)."""
-    layout = Layout(spread=("ep", "etp"), experts="rank")
-    h = build.move(
-        rows,
-        "h",
-        layout,
-        group=("ep", "etp"),
-        states={"etp": State.REPLICATED},
-        stage=Stage.DISPATCH,
+    at_experts = Layout(spread=("ep", "etp"), experts="rank")
+    group: tuple[Axis, ...] = ("ep", "etp")
+    shards: States = {"etp": State.REPLICATED}
+    rows_there = build.move(rows, "h", at_experts, group=group, states=shards, stage=Stage.DISPATCH)
+    gates_there = build.move(
+        gates, "g", at_experts, group=group, states=shards, stage=Stage.DISPATCH
     )
-    g = build.move(
-        gates,
-        "g",
-        layout,
-        group=("ep", "etp"),
-        states={"etp": State.REPLICATED},
-        stage=Stage.DISPATCH,
-    )
-    return build.expert(h, g, "out")
+    return build.expert(rows_there, gates_there, "out")
 
 
 def collect(build: Builder, out: str, layout: Layout) -> str:

@@ -5,6 +5,13 @@ is S2 with an all-gather and reduce-scatter among the expert shards.
 
 Pan et al., "Parm: Efficient Training of Large Sparsely-Activated Models with Dedicated Schedules"
 (INFOCOM 2024).
+
+A line of a schedule is a task; its result is the name of a slot, a value on every rank. Inputs are
+`x` the tokens, `gates` the routing weights, `index` the token of each copy; `y` is the result, `h`
+and `g` are rows and gates at the experts. A layout says which rows a slot has on a rank: those of
+all ranks over the axes `spread` (the rank itself alone if none), for all experts or those of the
+rank; with `whole_tp`, a tensor-parallel group counts as one origin. A state says how the values on
+the ranks of an axis relate (`State` in `task.py`); axes that are not named are sharded.
 """
 
 from __future__ import annotations
@@ -41,9 +48,11 @@ def baseline(bias: bool = False) -> Program:
     )
     rows = build.permute(x_wide, index_wide, "rows", wide)
     at_experts = Layout(spread=("ep", "etp"), experts="rank")
-    h = build.move(rows, "h", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
-    g = build.move(gates_wide, "g", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
-    out = build.expert(h, g, "out")
+    rows_there = build.move(rows, "h", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
+    gates_there = build.move(
+        gates_wide, "g", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH
+    )
+    out = build.expert(rows_there, gates_there, "out")
     summed = build.move(
         out,
         "summed",
@@ -75,12 +84,18 @@ def ted(bias: bool = False) -> Program:
     x, gates, index = declare(build, tokens, copies, {"etp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", copies)
     at_experts = Layout(spread=("ep",), whole_tp=True, experts="rank")
-    h = build.move(rows, "h_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
-    g = build.move(gates, "g_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
+    arrived = build.move(rows, "h_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH)
+    gates_arrived = build.move(
+        gates, "g_same", at_experts, group=("ep",), states={}, stage=Stage.DISPATCH
+    )
     shards: States = {"etp": State.REPLICATED}
-    h = build.move(h, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
-    g = build.move(g, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
-    out = build.expert(h, g, "out")
+    rows_there = build.move(
+        arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
+    gates_there = build.move(
+        gates_arrived, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
+    out = build.expert(rows_there, gates_there, "out")
     summed = build.move(
         out,
         "summed",
@@ -111,8 +126,8 @@ def s1(bias: bool = False) -> Program:
     )
     rows = build.permute(x_mine, index, "rows", copies)
     out = deliver(build, rows, gates)
-    z = collect(build, out, copies)
-    y_mine = build.combine(z, index, "y_mine", own)
+    returned = collect(build, out, copies)
+    y_mine = build.combine(returned, index, "y_mine", own)
     build.move(
         y_mine, "y", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
     )
@@ -143,9 +158,14 @@ def s2(bias: bool = False) -> Program:
         stage=Stage.DISPATCH,
     )
     out = deliver(build, mine, gates_mine)
-    z = collect(build, out, share)
+    returned = collect(build, out, share)
     full = build.move(
-        z, "z_full", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
+        returned,
+        "z_full",
+        whole,
+        group=("tp",),
+        states={"tp": State.IDENTICAL},
+        stage=Stage.COMBINE,
     )
     build.combine(full, index, "y", whole_tokens)
     return build.build("y")
@@ -179,11 +199,13 @@ def s3(bias: bool = False) -> Program:
     gates_arrived = build.move(
         gates_mine, "gates_arrived", at_ep_ranks, group=("ep",), states={}, stage=Stage.DISPATCH
     )
-    h = build.move(arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH)
-    g = build.move(
+    rows_there = build.move(
+        arrived, "h", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
+    )
+    gates_there = build.move(
         gates_arrived, "g", at_experts, group=("etp",), states=shards, stage=Stage.DISPATCH
     )
-    out = build.expert(h, g, "out")
+    out = build.expert(rows_there, gates_there, "out")
     reduced = build.move(
         out,
         "reduced",
@@ -192,9 +214,14 @@ def s3(bias: bool = False) -> Program:
         states={"etp": State.SHARDED},
         stage=Stage.COMBINE,
     )
-    z = build.move(reduced, "z", share, group=("ep",), states={}, stage=Stage.COMBINE)
+    returned = build.move(reduced, "z", share, group=("ep",), states={}, stage=Stage.COMBINE)
     full = build.move(
-        z, "z_full", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE
+        returned,
+        "z_full",
+        whole,
+        group=("tp",),
+        states={"tp": State.IDENTICAL},
+        stage=Stage.COMBINE,
     )
     build.combine(full, index, "y", whole_tokens)
     return build.build("y")

@@ -1,7 +1,9 @@
 """The dependency graph of a program's tasks, and the orders that need nothing else: by priority, as
 built, and eager.
 
-Orders that use durations have modules of their own.
+Orders that use durations have modules of their own. A program is a list of tasks that read and
+write slots, its named values. A task is given by its number, its position in the program; `rank`
+stands for a priority, not for a process.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from moesaic.program.task import HELPERS, Kind, Lane, Layout, Op, Program, Stage
 def predecessors(program: Program) -> list[tuple[int, ...]]:
     """Return for each task the positions of the tasks that write what it reads, ascending."""
     writer = {name: number for number, task in enumerate(program.tasks) for name in task.writes}
-    return [
-        tuple(sorted({writer[name] for name in task.reads if name in writer}))
-        for task in program.tasks
-    ]
+    before = []
+    for task in program.tasks:
+        writers = {writer[name] for name in task.reads if name in writer}
+        before.append(tuple(sorted(writers)))
+    return before
 
 
 def successors(before: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -41,9 +44,9 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
     ties in the program's order."""
     before = predecessors(program)
     after = successors(before)
-    missing = [len(waits) for waits in before]
+    num_missing = [len(waits) for waits in before]  # predecessors that have not run
     ready = [
-        (rank(task), number) for number, task in enumerate(program.tasks) if not missing[number]
+        (rank(task), number) for number, task in enumerate(program.tasks) if not num_missing[number]
     ]
     heapq.heapify(ready)
     ordered = []
@@ -51,8 +54,8 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
         _, number = heapq.heappop(ready)
         ordered.append(program.tasks[number])
         for other in after[number]:
-            missing[other] -= 1
-            if not missing[other]:
+            num_missing[other] -= 1
+            if not num_missing[other]:
                 heapq.heappush(ready, (rank(program.tasks[other]), other))
     assert len(ordered) == len(program.tasks), f"{program.name}: some tasks wait for each other"
     return tuple(ordered)
@@ -70,9 +73,12 @@ def moves_replicated_weights(program: Program) -> Callable[[Task], bool]:
         for slot in program.slots
         if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS
     }
-    return lambda task: (
-        task.op is Op.MOVE and task.stage is Stage.DISPATCH and task.writes[0] in replicated
-    )
+
+    def moves_them(task: Task) -> bool:
+        is_dispatch = task.op is Op.MOVE and task.stage is Stage.DISPATCH
+        return is_dispatch and task.writes[0] in replicated
+
+    return moves_them
 
 
 def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
@@ -83,10 +89,8 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
     while everything else runs (FasterMoE, He et al., PPoPP 2022, section 4.2).
     """
     is_backward = any(task.op is Op.EXPERT_GRAD for task in program.tasks)
-    last = 1 + max(
-        (slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)),
-        default=0,
-    )
+    chunks = [slot.layout.chunk for slot in program.slots]
+    last_number = max((chunk for chunk in chunks if isinstance(chunk, int)), default=0)
 
     def number(layout: Layout) -> int | None:
         """Return the number of a layout's chunk; None if its rows are not cut into chunks."""
@@ -94,7 +98,7 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
         if chunk is None:
             return None
         if isinstance(chunk, str):  # replicated copies, whose chunks have names
-            return 0 if is_backward else last
+            return 0 if is_backward else last_number + 1
         return chunk + 1 if is_backward else chunk
 
     return number
@@ -119,10 +123,12 @@ def early(program: Program) -> Program:
     is_replicated = moves_replicated_weights(program)
 
     def rank(task: Task) -> tuple[bool, int]:
-        """Return the place of a task: movements first, then by chunk."""
+        """Return the place of a task: movements first (False sorts before True), then by chunk."""
         chunk = number(slots[task.writes[0]].layout)
-        if is_replicated(task):
-            return True, 0 if task.lane is Lane.INTER else chunk or 0
-        return task.op not in (Op.MOVE, Op.HOP), -1 if chunk is None else chunk
+        if is_replicated(task):  # among the computations: see `moves_replicated_weights`
+            is_first_movement = task.lane is Lane.INTER
+            return True, 0 if is_first_movement or chunk is None else chunk
+        is_computed = task.op not in (Op.MOVE, Op.HOP)
+        return is_computed, -1 if chunk is None else chunk
 
     return replace(program, tasks=in_order(program, rank))

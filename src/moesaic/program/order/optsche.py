@@ -31,7 +31,7 @@ from moesaic.program.order.graph import (
     moves_replicated_weights,
     predecessors,
 )
-from moesaic.program.task import Lane, Layout, Program, Stage, Task
+from moesaic.program.task import Lane, Program, Stage, Task
 from moesaic.program.timeline import MOVING
 
 
@@ -47,59 +47,61 @@ def optsche(program: Program) -> Program:
     levels = _levels(program)
     parts = _parts(program)
     is_replicated = moves_replicated_weights(program)
-    last = max(levels.values(), default=0)
+    last_level = max(levels.values(), default=0)
 
     def rank(task: Task) -> tuple[int, int, int]:
         """Return the place of a task in the order: its phase, a part or level, and a rank among
         equals."""
         phase = phases[task.name]
         part = parts[task.name]
-        if is_replicated(task):
-            return (
-                (_Phase.BEFORE, last, part)
-                if task.lane is Lane.INTER
-                else (_Phase.MIDDLE, part - 1, 3)
-            )
+        if is_replicated(task):  # see `moves_replicated_weights`
+            if task.lane is Lane.INTER:
+                return _Phase.BEFORE, last_level, part
+            return _Phase.MIDDLE, part - 1, 3
         if phase is not _Phase.MIDDLE:
             return phase, levels[task.name], part
-        # within a chunk: its expert, the next chunk's movements inside a node, its result
+        # Of a chunk: 0, its expert; 1, the next chunk's movements inside a node; 2, its result.
         if task.stage is Stage.DISPATCH and task.lane in MOVING:
             return phase, part - 1, 1
-        return phase, part, 2 if task.stage is Stage.COMBINE else 0
+        if task.stage is Stage.COMBINE:
+            return phase, part, 2
+        return phase, part, 0
 
     return replace(program, tasks=in_order(program, rank))
 
 
 def _phases(program: Program) -> dict[str, _Phase]:
     """Return the phase of each task. Phases never decrease along dependencies."""
-    phases: dict[str, _Phase] = {}
-    crossed: list[set[Stage]] = []
+    phases: list[_Phase] = []
+    crossings: list[set[Stage]] = []
     """For each task: the stages of the movements between nodes that lead to it, including
     itself."""
     for task, waits_for in zip(program.tasks, predecessors(program)):
-        crossed_before = set().union(*(crossed[number] for number in waits_for))
-        phase = max(
-            (phases[program.tasks[number].name] for number in waits_for), default=_Phase.BEFORE
-        )
-        if Stage.COMBINE in crossed_before:
+        crossings_before = set[Stage]()
+        phase = _Phase.BEFORE
+        for number in waits_for:
+            crossings_before |= crossings[number]
+            phase = max(phase, phases[number])
+        is_crossing = task.lane is Lane.INTER
+        follows_dispatch = bool(crossings_before) and not is_crossing
+        if Stage.COMBINE in crossings_before:
             phase = _Phase.LAST
-        elif task.stage in (Stage.EXPERT, Stage.COMBINE) or (
-            crossed_before and task.lane is not Lane.INTER
-        ):
+        elif task.stage in (Stage.EXPERT, Stage.COMBINE) or follows_dispatch:
             phase = max(phase, _Phase.MIDDLE)
-        phases[task.name] = phase
-        crossed.append(crossed_before | ({task.stage} if task.lane is Lane.INTER else set()))
-    return phases
+        phases.append(phase)
+        crossings.append(crossings_before | {task.stage} if is_crossing else crossings_before)
+    return {task.name: phase for task, phase in zip(program.tasks, phases)}
 
 
 def _levels(program: Program) -> dict[str, int]:
     """Return for each task the number of movements on the longest path to it."""
     levels: list[int] = []
     for waits_for in predecessors(program):
-        levels_before = (
-            levels[number] + (program.tasks[number].lane in MOVING) for number in waits_for
-        )
-        levels.append(max(levels_before, default=0))
+        level = 0
+        for number in waits_for:
+            is_movement = program.tasks[number].lane in MOVING
+            level = max(level, levels[number] + 1 if is_movement else levels[number])
+        levels.append(level)
     return {task.name: level for task, level in zip(program.tasks, levels)}
 
 
@@ -107,27 +109,30 @@ def _parts(program: Program) -> dict[str, int]:
     """Return the position of the chunk, or step of peers, of each task. A task of several comes
     before or after all of them."""
     slots = {slot.name: slot for slot in program.slots}
+    chunk_number = chunk_numbers(program)  # of a layout
 
-    number = chunk_numbers(program)
-
-    def part(layout: Layout) -> tuple[int, int]:
-        """Return a layout's chunk and step; -1 for whole ones."""
-        chunk = number(layout)
-        return -1 if chunk is None else chunk, -1 if layout.step is None else layout.step[0]
+    def part_of(name: str) -> tuple[int, int]:
+        """Return the chunk and the step of a slot's rows; -1 for whole ones."""
+        layout = slots[name].layout
+        chunk = chunk_number(layout)
+        step = None if layout.step is None else layout.step[0]
+        return -1 if chunk is None else chunk, -1 if step is None else step
 
     whole = (-1, -1)
-    parts_of_task = {
-        task.name: {part(slots[name].layout) for name in (*task.reads, *task.writes)} - {whole}
-        for task in program.tasks
-    }
-    positions = {
-        key: number for number, key in enumerate(sorted(set().union(*parts_of_task.values())))
-    }
+    parts_of_tasks = []
+    for task in program.tasks:
+        parts = {part_of(name) for name in (*task.reads, *task.writes)}
+        parts_of_tasks.append(parts - {whole})
+    all_parts = sorted(set().union(*parts_of_tasks))
+    position_of = {part: position for position, part in enumerate(all_parts)}
 
-    def place_of(task: Task) -> int:
-        """Return the position of a task's part; -1 before all parts, or their number after them."""
-        if len(parts_of_task[task.name]) == 1:
-            return positions[next(iter(parts_of_task[task.name]))]
-        return -1 if task.stage in (Stage.ROUTE, Stage.DISPATCH) else len(positions)
-
-    return {task.name: place_of(task) for task in program.tasks}
+    positions = {}
+    for task, parts in zip(program.tasks, parts_of_tasks):
+        if len(parts) == 1:
+            (only_part,) = parts
+            positions[task.name] = position_of[only_part]
+        elif task.stage in (Stage.ROUTE, Stage.DISPATCH):
+            positions[task.name] = -1
+        else:
+            positions[task.name] = len(all_parts)
+    return positions

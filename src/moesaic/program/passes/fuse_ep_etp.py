@@ -23,8 +23,10 @@ def fuse_ep_etp(program: Program) -> Program:
     unchanged.
     """
     program = _permute_first(program)
-    while (pair := _next_pair(program)) is not None:
+    pair = _next_pair(program)
+    while pair is not None:
         program = _fused(program, *pair)
+        pair = _next_pair(program)
     return program
 
 
@@ -66,17 +68,12 @@ def _permute_first(program: Program) -> Program:
 def _gathered_permute(program: Program) -> tuple[Task, str, str] | None:
     """Return the first permutation of which movements over etp alone write both tokens and index,
     and the slots that these two movements read: a rank's own tokens and index."""
-    writers = {task.writes[0]: task for task in program.tasks}
+    gathers = {task.writes[0]: task for task in program.moves() if task.group == ("etp",)}
     for task in program.tasks:
-        if task.op is not Op.PERMUTE:
-            continue
-        gathers = [
-            writers[name]
-            for name in task.reads
-            if name in writers and writers[name].op is Op.MOVE and writers[name].group == ("etp",)
-        ]
-        if len(gathers) == len(task.reads):
-            tokens, index = (gather.reads[0] for gather in gathers)
+        if task.op is Op.PERMUTE and gathers.keys() >= set(task.reads):
+            gathered_tokens, gathered_index = task.reads
+            tokens = gathers[gathered_tokens].reads[0]
+            index = gathers[gathered_index].reads[0]
             return task, tokens, index
     return None
 
@@ -88,13 +85,12 @@ def _next_pair(program: Program) -> tuple[Task, Task] | None:
         for name in task.reads:
             readers.setdefault(name, []).append(task)
     for first in program.tasks:
-        its_readers = readers.get(first.writes[0], [])
-        if (
-            len(its_readers) == 1
-            and _may_fuse(program, first)
-            and _may_fuse(program, its_readers[0])
-        ):
-            return first, its_readers[0]
+        readers_of_first = readers.get(first.writes[0], [])
+        if len(readers_of_first) != 1:
+            continue
+        second = readers_of_first[0]
+        if _may_fuse(program, first) and _may_fuse(program, second):
+            return first, second
     return None
 
 
@@ -104,21 +100,18 @@ def _may_fuse(program: Program, task: Task) -> bool:
     source = program.slot(task.reads[0])
     if task.op is not Op.MOVE or source.kind is Kind.WEIGHT or source.layout.flow != "copies":
         return False
-    shares = (
-        source.on("etp") is State.IDENTICAL
-        and program.slot(task.writes[0]).on("etp") is State.REPLICATED
-    )
-    return set(task.group) <= _SHARDS and not shares
+    target = program.slot(task.writes[0])
+    rows_are_there = source.on("etp") is State.IDENTICAL and target.on("etp") is State.REPLICATED
+    return set(task.group) <= _SHARDS and not rows_are_there
 
 
 def _fused(program: Program, first: Task, second: Task) -> Program:
     """Return the program with two movements made one over the axes of both."""
-    group: tuple[Axis, ...] = tuple(
-        axis for axis in ("ep", "etp") if axis in (*first.group, *second.group)
-    )
+    axes: tuple[Axis, ...] = ("ep", "etp")
+    group = tuple(axis for axis in axes if axis in first.group or axis in second.group)
     lane = Lane.INTER if "ep" in group else Lane.INTRA
-    one = replace(second, reads=first.reads, group=group, lane=lane)
-    tasks = tuple(one if task is second else task for task in program.tasks if task is not first)
+    fused = replace(second, reads=first.reads, group=group, lane=lane)
+    tasks = tuple(fused if task is second else task for task in program.tasks if task is not first)
     slots = tuple(slot for slot in program.slots if slot.name != first.writes[0])
     name = program.name if "fused" in program.name else f"{program.name}, fused"
     return replace(program, name=name, slots=slots, tasks=tasks)

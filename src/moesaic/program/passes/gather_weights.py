@@ -9,6 +9,10 @@ Tutel (Hwang et al., MLSys 2023), section 4.1. Each expert is stored in etp shar
 - r = 0: every rank gathers all experts of its replica, and tokens stay on their rank.
 
 Gradients are reduced back to the stored shards.
+
+A slot is a named value of the program, `w` the stored weights. Its layout says of which origins
+(`spread`, axes) and experts it has rows, its state how its values on the ranks of an axis relate
+(`task.py`).
 """
 
 from __future__ import annotations
@@ -37,20 +41,22 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
 
     Args:
         program: a forward program to which no r was applied yet.
-        r: 0 or a divisor of etp; etp returns the program unchanged.
+        r: number of shards of an expert that a token visits: 0 or a divisor of etp; etp returns the
+            program unchanged.
 
     Raises:
         InputError: for another r, or for a program in which r cannot change.
     """
     if r < 0 or (r > 0 and grid.etp % r):
-        divisors = [d for d in range(1, grid.etp + 1) if grid.etp % d == 0]
+        divisors = [size for size in range(1, grid.etp + 1) if grid.etp % size == 0]
         raise InputError(
             f"plan.gather_weights={r} does not divide mesh.etp={grid.etp}: choose 0 or one of "
             f"{divisors}"
         )
     if r == grid.etp:
         return program, grid
-    if any(slot.on("etp") is State.IDENTICAL for slot in program.slots if slot.kind is Kind.TOKENS):
+    tokens = [slot for slot in program.slots if slot.kind is Kind.TOKENS]
+    if any(slot.on("etp") is State.IDENTICAL for slot in tokens):
         raise InputError(
             f"gather_weights clashes with {program.name}, under which all shards of an expert get "
             f"the same tokens: choose plan.gather_weights={grid.etp}, or the schedule s1, s2 or s3"
@@ -67,68 +73,73 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
 
 
 def _visit_outer(program: Program) -> Program:
-    """Restrict the movements of rows to etp_outer."""
+    """Restrict the movements of rows to etp_outer, in place of etp."""
 
-    def renamed(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        return tuple("etp_outer" if axis == "etp" else axis for axis in axes)
+    def outer(axis: Axis) -> Axis:
+        return "etp_outer" if axis == "etp" else axis
 
-    def changed(slot: Slot) -> Slot:
-        """Return a slot whose rows are spread over the outer part of etp."""
-        if slot.kind is Kind.WEIGHT:
-            return slot
-        state = tuple(("etp_outer" if axis == "etp" else axis, value) for axis, value in slot.state)
-        return replace(
-            slot, layout=replace(slot.layout, spread=renamed(slot.layout.spread)), state=state
-        )
+    slots = list[Slot]()
+    for slot in program.slots:
+        if slot.kind is not Kind.WEIGHT:
+            spread = tuple(outer(axis) for axis in slot.layout.spread)
+            state = tuple((outer(axis), value) for axis, value in slot.state)
+            slot = replace(slot, layout=replace(slot.layout, spread=spread), state=state)
+        slots.append(slot)
 
     weights = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT}
-    tasks = tuple(
-        task if task.writes[0] in weights else replace(task, group=renamed(task.group))
-        for task in program.tasks
-    )
-    return replace(program, slots=tuple(map(changed, program.slots)), tasks=tasks)
+    tasks = list[Task]()
+    for task in program.tasks:
+        if task.writes[0] not in weights:
+            task = replace(task, group=tuple(outer(axis) for axis in task.group))
+        tasks.append(task)
+    return replace(program, slots=tuple(slots), tasks=tuple(tasks))
 
 
 def _stay_home(program: Program) -> Program:
-    """Remove all movements of rows to experts and back."""
+    """Remove all movements of rows to experts and back, so that every rank has its own rows for all
+    experts."""
+    slots = list[Slot]()
+    for slot in program.slots:
+        if slot.kind is not Kind.WEIGHT:
+            spread = tuple(axis for axis in slot.layout.spread if axis not in ("ep", "etp"))
+            layout = replace(slot.layout, spread=spread, experts="all")
+            state = tuple((axis, value) for axis, value in slot.state if axis not in ("ep", "etp"))
+            slot = replace(slot, layout=layout, state=state)
+        slots.append(slot)
 
-    def changed(slot: Slot) -> Slot:
-        """Return a slot whose rows are spread over the outer part of etp."""
-        if slot.kind is Kind.WEIGHT:
-            return slot
-        spread = tuple(axis for axis in slot.layout.spread if axis not in ("ep", "etp"))
-        state = tuple((axis, value) for axis, value in slot.state if axis not in ("ep", "etp"))
-        return replace(slot, layout=replace(slot.layout, spread=spread, experts="all"), state=state)
-
-    slots = tuple(map(changed, program.slots))
     weights = {slot.name for slot in slots if slot.kind is Kind.WEIGHT}
-    same: dict[str, str] = {}
+    source_of: dict[str, str] = {}  # a slot that is left out -> the slot that replaces it
     tasks = []
     for task in program.tasks:
-        reads = tuple(same.get(name, name) for name in task.reads)
+        reads = tuple(source_of.get(name, name) for name in task.reads)
         travels = (
             task.op is Op.MOVE
             and task.writes[0] not in weights
             and {"ep", "etp"}.intersection(task.group)
         )
         if travels:
-            same[task.writes[0]] = reads[0]
+            source_of[task.writes[0]] = reads[0]
         else:
             tasks.append(replace(task, reads=reads))
-    return replace(
-        program, slots=tuple(slot for slot in slots if slot.name not in same), tasks=tuple(tasks)
-    )
+    remaining = tuple(slot for slot in slots if slot.name not in source_of)
+    return replace(program, slots=remaining, tasks=tuple(tasks))
 
 
 def _fetch(
     program: Program, group: tuple[Axis, ...], spread: tuple[Axis, ...], suffix: str
 ) -> Program:
-    """Make the experts read weights that were gathered over `group`."""
-    everywhere: Which = "all" if "ep" in group else "rank"
-    gathered = tuple((axis, State.REPLICATED) for axis in sorted(group))
-    layout = Layout(flow="weights", spread=spread, experts=everywhere)
-    full = Slot(name="w_full", kind=Kind.WEIGHT, layout=layout, state=gathered)
-    lane = Lane.INTER if "ep" in group else Lane.INTRA
+    """Make the experts read weights that were gathered over `group`.
+
+    Args:
+        spread: axes whose ranks' shards are gathered.
+        suffix: added to the program's name.
+    """
+    gathers_experts = "ep" in group
+    experts: Which = "all" if gathers_experts else "rank"
+    replicated = tuple((axis, State.REPLICATED) for axis in sorted(group))
+    layout = Layout(flow="weights", spread=spread, experts=experts)
+    full = Slot(name="w_full", kind=Kind.WEIGHT, layout=layout, state=replicated)
+    lane = Lane.INTER if gathers_experts else Lane.INTRA
     move = Task(
         name="w_full",
         op=Op.MOVE,
@@ -138,17 +149,17 @@ def _fetch(
         lane=lane,
         group=group,
     )
-    slots = [
-        _shared_bias(slot) if slot.name == "b_shards" and everywhere == "all" else slot
-        for slot in program.slots
-    ]
+    slots = list[Slot]()
+    for slot in program.slots:
+        if slot.name == "b_shards" and gathers_experts:
+            slot = _shared_bias(slot)
+        slots.append(slot)
     tasks = []
     for task in program.tasks:
         if task.op is Op.EXPERT:
-            task = replace(
-                task, reads=tuple("w_full" if name == "w" else name for name in task.reads)
-            )
-        elif task.writes == ("b_shards",) and everywhere == "all":
+            reads = tuple("w_full" if name == "w" else name for name in task.reads)
+            task = replace(task, reads=reads)
+        elif task.writes == ("b_shards",) and gathers_experts:
             task = replace(task, group=("ep", "etp"), lane=lane)
         tasks.append(task)
     name = f"{program.name}, {suffix}"

@@ -22,26 +22,30 @@ def halve_reduce(program: Program) -> Program:
     slots = list(program.slots)
     tasks: list[Task] = []
     for task in program.tasks:
-        source, target = (program.slot(name) for name in (task.reads[0], task.writes[0]))
-        share = (
-            _share(source.layout, task)
-            if task.op is Op.MOVE and source.kind is not Kind.WEIGHT
-            else None
+        source = program.slot(task.reads[0])
+        target = program.slot(task.writes[0])
+        is_all_reduce = (
+            task.op is Op.MOVE
+            and source.kind is not Kind.WEIGHT
+            and source.layout == target.layout
+            and reduces(source, target)
         )
-        if share is None or source.layout != target.layout or not reduces(source, target):
+        share = _share(source.layout, task) if is_all_reduce else None
+        if share is None:
             tasks.append(task)
             continue
         name = f"{target.name}/sums"
         state = tuple((axis, value) for axis, value in target.state if axis not in task.group)
         slots.append(replace(target, name=name, layout=share, state=state))
-        tasks.append(replace(task, name=name, writes=(name,)))
-        tasks.append(replace(task, reads=(name,)))
+        reduce_scatter = replace(task, name=name, writes=(name,))
+        all_gather = replace(task, reads=(name,))
+        tasks += [reduce_scatter, all_gather]
     return replace(program, slots=tuple(slots), tasks=tuple(tasks))
 
 
 def _share(layout: Layout, task: Task) -> Layout | None:
-    """Return the layout with each rank of the group as the origin of its own rows; None if the
-    layout does not allow it."""
+    """Return the layout with each rank of a movement's group as the origin of its own rows; None if
+    the layout does not allow it."""
     if len(task.group) != 1:
         return None
     axis = task.group[0]

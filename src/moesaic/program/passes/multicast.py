@@ -22,6 +22,7 @@ copies before and after. `in_pieces` returns such a program for simulation.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from moesaic.errors import InputError
 from moesaic.program.build import s1, s2
@@ -63,87 +64,94 @@ def multicast(program: Program, grid: Grid) -> Program:
         )
     slices = program.routes_slices
     build = Builder(f"{program.name}, multicast", bias)
-    tokens, y_layout, tp = _tokens(build, slices)
-    index, places, (rank_tokens, copy_index, gates) = _to_ranks(build, grid, tokens, slices)
-    copies = build.permute(rank_tokens, copy_index, "h", _at_ranks("copies"))
-    outputs = build.expert(copies, gates, "out")
-    sums = build.combine(outputs, copy_index, "sums", _at_ranks("rank_tokens"))
-    y = build.combine(_home(build, grid, sums, places), index, "y_part", y_layout, tp)
+    tokens, y_layout, y_states = _tokens(build, slices)
+    arrived = _to_ranks(build, grid, tokens, slices)
+    copies = build.permute(arrived.tokens, arrived.copy_index, "h", _at_ranks("copies"))
+    outputs = build.expert(copies, arrived.gates, "out")
+    sums = build.combine(outputs, arrived.copy_index, "sums", _at_ranks("rank_tokens"))
+    returned = _home(build, grid, sums, arrived.mate_index)
+    y = build.combine(returned, arrived.token_index, "y_part", y_layout, y_states)
     whole = Layout(flow="tokens", whole_tp=True)
     build.move(y, "y", whole, group=("tp",), states={"tp": State.IDENTICAL}, stage=Stage.COMBINE)
     return build.build("y")
 
 
-def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[str, str, list[str]]:
+class _Arrived(NamedTuple):
+    """Names of the slots at the ranks of the experts, and of the indices by which tokens came."""
+
+    tokens: str
+    copy_index: str
+    gates: str
+    """Routing weights."""
+    token_index: str
+    """The index by which origins sent their tokens."""
+    mate_index: str
+    """The index by which mates made rank_tokens of node_tokens; "" if they did not."""
+
+
+def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> _Arrived:
     """Send tokens, routing weights and copy indices to the ranks of the experts.
 
-    Returns:
-        - the index by which tokens were sent;
-        - the index by which mates made rank_tokens of node_tokens, "" if they did not;
-        - the slots that arrived: tokens, copy indices, routing weights.
+    Args:
+        tokens: the slot of the tokens that a rank sends.
+        slices: whether these are a slice of the tokens of the tensor-parallel group.
     """
-    flow: Flow = "node_tokens" if len(grid.cast_levels) > 1 else "rank_tokens"
+    has_node_tokens = len(grid.cast_levels) > 1
+    flow: Flow = "node_tokens" if has_node_tokens else "rank_tokens"
     rank_token_index = build.input("rank_token_index", Kind.INDEX, Layout(flow="rank_tokens"), {})
-    index = (
-        build.input("node_token_index", Kind.INDEX, Layout(flow="node_tokens"), {})
-        if flow == "node_tokens"
-        else rank_token_index
-    )
+    token_index = rank_token_index
+    if has_node_tokens:
+        token_index = build.input("node_token_index", Kind.INDEX, Layout(flow="node_tokens"), {})
     copy_index = build.input("copy_index", Kind.INDEX, Layout(), {})
-    sent = {
-        flow: build.permute(tokens, index, flow, Layout(flow=flow), {}),
-        "rank_token_index": rank_token_index,
-    }
-    if flow == "rank_tokens":
-        del sent["rank_token_index"]
-    sent |= {"copy_index": copy_index, "gates": _gates(build, slices)}
-    places = ""
+    rows = build.permute(tokens, token_index, flow, Layout(flow=flow), {})
+    gates = _gates(build, slices)
+
+    mate_index = ""
     if _has_mates(grid):
-        sent = {
-            name: build.move(
-                slot,
-                f"{name}_here",
-                _at_mate(build.flow(slot)),
-                group=("node",),
-                states={},
-                stage=Stage.DISPATCH,
-            )
-            for name, slot in sent.items()
-        }
-        if flow == "node_tokens":
-            places = sent.pop("rank_token_index")
-            rows = build.permute(
-                sent.pop("node_tokens"), places, "rank_tokens", _at_mate("rank_tokens")
-            )
-            sent = {"rank_tokens": rows, **sent}
+        rows = _to_mate(build, rows, flow)
+        if has_node_tokens:
+            mate_index = _to_mate(build, rank_token_index, "rank_token_index")
+        copy_index = _to_mate(build, copy_index, "copy_index")
+        gates = _to_mate(build, gates, "gates")
+        if has_node_tokens:
+            rows = build.permute(rows, mate_index, "rank_tokens", _at_mate("rank_tokens"))
+
     group: tuple[Axis, ...] = ("local",) if _has_mates(grid) else ("ep", "etp")
-    shards: States = {"etp": State.REPLICATED}
-    names = {"rank_tokens": "rank_tokens_in", "copy_index": "copy_index_in", "gates": "g"}
-    arrived = [
-        build.move(
-            slot,
-            names[name],
-            _at_ranks(build.flow(slot)),
-            group=group,
-            states=shards,
-            stage=Stage.DISPATCH,
-        )
-        for name, slot in sent.items()
-    ]
-    return index, places, arrived
+    return _Arrived(
+        tokens=_to_experts(build, rows, "rank_tokens_in", group),
+        copy_index=_to_experts(build, copy_index, "copy_index_in", group),
+        gates=_to_experts(build, gates, "g", group),
+        token_index=token_index,
+        mate_index=mate_index,
+    )
 
 
-def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
-    """Return the sums of rank_tokens to their origins. With an index `places`, mates first sum them
-    to node_tokens."""
-    added: States = {"etp": State.SHARDED}
+def _to_mate(build: Builder, slot: str, name: str) -> str:
+    """Move a slot to the rail mates on the destination nodes."""
+    layout = _at_mate(build.flow(slot))
+    return build.move(
+        slot, f"{name}_here", layout, group=("node",), states={}, stage=Stage.DISPATCH
+    )
+
+
+def _to_experts(build: Builder, slot: str, name: str, group: tuple[Axis, ...]) -> str:
+    """Move a slot to the ranks of the experts, all shards included."""
+    layout = _at_ranks(build.flow(slot))
+    states: States = {"etp": State.REPLICATED}
+    return build.move(slot, name, layout, group=group, states=states, stage=Stage.DISPATCH)
+
+
+def _home(build: Builder, grid: Grid, sums: str, mate_index: str) -> str:
+    """Return the sums of rank_tokens to their origins. With an index, mates first sum them to
+    node_tokens."""
+    summed_shards: States = {"etp": State.SHARDED}
     if not _has_mates(grid):
         return build.move(
             sums,
             "z",
             Layout(flow="rank_tokens"),
             group=("ep", "etp"),
-            states=added,
+            states=summed_shards,
             stage=Stage.COMBINE,
         )
     at_mate = build.move(
@@ -151,11 +159,11 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
         "z_rank_tokens",
         _at_mate("rank_tokens"),
         group=("local",),
-        states=added,
+        states=summed_shards,
         stage=Stage.COMBINE,
     )
-    if places:
-        at_mate = build.combine(at_mate, places, "z_here", _at_mate("node_tokens"))
+    if mate_index:
+        at_mate = build.combine(at_mate, mate_index, "z_here", _at_mate("node_tokens"))
     at_origin = Layout(flow=build.flow(at_mate))
     return build.move(at_mate, "z", at_origin, group=("node",), states={}, stage=Stage.COMBINE)
 
@@ -167,10 +175,12 @@ def _has_mates(grid: Grid) -> bool:
 
 
 def _at_mate(flow: Flow) -> Layout:
+    """Return the layout of rows at the rail mates of their origins."""
     return Layout(flow=flow, spread=("node",), experts="node")
 
 
 def _at_ranks(flow: Flow) -> Layout:
+    """Return the layout of rows at the ranks of their experts, all shards included."""
     return Layout(flow=flow, spread=("ep", "etp"), experts="rank")
 
 
@@ -193,17 +203,12 @@ def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
     if slices:
         own = replace(whole, whole_tp=False)
         sharded: States = {"tp": State.SHARDED}
-        return (
-            build.move(x, "x_mine", own, group=("tp",), states=sharded, stage=Stage.DISPATCH),
-            own,
-            {},
-        )
+        x_mine = build.move(x, "x_mine", own, group=("tp",), states=sharded, stage=Stage.DISPATCH)
+        return x_mine, own, {}
+    # Each rank of the group sends its share of all tokens' copies, so their sums are partial.
     shared: States = {"tp": State.REPLICATED}
-    return (
-        build.move(x, "x_shared", whole, group=("tp",), states=shared, stage=Stage.DISPATCH),
-        whole,
-        {"tp": State.PARTIAL},
-    )
+    x_shared = build.move(x, "x_shared", whole, group=("tp",), states=shared, stage=Stage.DISPATCH)
+    return x_shared, whole, {"tp": State.PARTIAL}
 
 
 def in_pieces(program: Program, dispatched: str = "") -> Program:
@@ -222,8 +227,8 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
     kinds = {slot.name: slot.kind for slot in program.slots}
     writer = {name: task for task in program.tasks for name in task.writes}
     slots: list[Slot] = list(program.slots)
-    added_after: dict[str, list[Task]] = {}
-    replacements: dict[str, list[Task]] = {}
+    # By the name of a task, the tasks in its place.
+    replacements: dict[str, list[Task]] = {task.name: [task] for task in program.tasks}
     for second in program.tasks:
         if not _moves_rows(second, kinds):
             continue
@@ -235,20 +240,19 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         target = second.writes[0]
         arriving = replace(program.slot(target), name=f"{target}@")
         slots.append(arriving)
-        added_after[first.name] = [
-            replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))
-        ]
-        replacements[between.name] = []
+        at_once = replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))
         # A scale with power 0 takes no time.
         reads = (*first.writes, arriving.name)
-        replacements[second.name] = [
-            replace(between, op=Op.SCALE, power=0, reads=reads, writes=(target,))
-        ]
-    tasks = [
-        _by_kernel(new_task, dispatched) if _moves_rows(new_task, kinds) else new_task
-        for task in program.tasks
-        for new_task in (*replacements.get(task.name, [task]), *added_after.get(task.name, []))
-    ]
+        wait_for_both = replace(between, op=Op.SCALE, power=0, reads=reads, writes=(target,))
+        replacements[first.name].append(at_once)
+        replacements[between.name] = []
+        replacements[second.name] = [wait_for_both]
+    tasks = list[Task]()
+    for task in program.tasks:
+        for new_task in replacements[task.name]:
+            if _moves_rows(new_task, kinds):
+                new_task = _by_kernel(new_task, dispatched)
+            tasks.append(new_task)
     return replace(
         program, name=f"{program.name}, in pieces", slots=tuple(slots), tasks=tuple(tasks)
     )

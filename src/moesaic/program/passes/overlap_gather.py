@@ -38,6 +38,7 @@ def overlap_gather(program: Program, grid: Grid, *, required: bool = True) -> Pr
         raise InputError(f"overlap_gather clashes with {_clash(program)}")
     if grid.ep == 1 or grid.tp == 1 or not pairs:
         return program
+    # In phase p, rows go to the ep rank that is p places further on.
     parts = [StretchPart(f"~{phase}", steps(phase, grid.ep)) for phase in range(grid.ep)]
     for first, second in pairs:
         program = split_stretch(program, [first.name, second.name], parts)
@@ -49,17 +50,18 @@ def _pairs(program: Program) -> list[tuple[Task, Task]]:
     reader."""
     pairs = []
     for first in program.tasks:
-        if (
-            first.op is not Op.MOVE
-            or "ep" not in first.group
-            or program.slot(first.writes[0]).kind is not Kind.ROWS
-        ):
+        if first.op is not Op.MOVE or "ep" not in first.group:
             continue
-        readers = [task for task in program.tasks if first.writes[0] in task.reads]
-        if len(readers) == 1 and readers[0].op is Op.MOVE and readers[0].group == ("tp",):
-            target = program.slot(readers[0].writes[0])
-            if target.on("tp") is State.IDENTICAL:
-                pairs.append((first, readers[0]))
+        received = program.slot(first.writes[0])
+        if received.kind is not Kind.ROWS:
+            continue
+        readers = [task for task in program.tasks if received.name in task.reads]
+        if len(readers) != 1:
+            continue
+        second = readers[0]
+        is_over_tp = second.op is Op.MOVE and second.group == ("tp",)
+        if is_over_tp and program.slot(second.writes[0]).on("tp") is State.IDENTICAL:
+            pairs.append((first, second))
     return pairs
 
 
@@ -71,10 +73,8 @@ def _clash(program: Program) -> str:
             f"multicast, which leaves sums over tp rather than gathers: {instead} or another "
             "plan.all_to_all"
         )
-    if any(
-        "ep" in task.group and program.slot(task.writes[0]).kind is Kind.WEIGHT
-        for task in program.moves()
-    ):
+    moves_over_ep = [task for task in program.moves() if "ep" in task.group]
+    if any(program.slot(task.writes[0]).kind is Kind.WEIGHT for task in moves_over_ep):
         return f"gather_weights=0, under which no token travels: {instead}"
     return (
         f"{program.name}, where no gather over tp follows an all-to-all: {instead} or "

@@ -8,7 +8,7 @@ sent from origin to new home too, 4 bytes per copy, since the new home has not r
 Sums, routing weights and experts are unchanged. The transpose returns gradients by the same paths.
 
 Since only layouts change, the pass may run before or after lowering, order and transpose, forward
-or backward.
+or backward. A slot is a named value of a program; its layout says which rows it has on which rank.
 """
 
 from __future__ import annotations
@@ -36,35 +36,45 @@ def relocate(program: Program) -> Program:
         InputError: for a program in which results do not go from the experts to one rank in one
             movement.
     """
+    # The task between rows and tokens at the samples' home: the combine, backward its transpose.
     is_backward = cotangent("y") in program.inputs
-    boundary = next(
-        task for task in program.tasks if task.op is (Op.PERMUTE if is_backward else Op.COMBINE)
-    )
-    rows = boundary.writes[0] if is_backward else boundary.reads[0]
+    if is_backward:
+        at_home = next(task for task in program.tasks if task.op is Op.PERMUTE)
+        rows = at_home.writes[0]
+    else:
+        at_home = next(task for task in program.tasks if task.op is Op.COMBINE)
+        rows = at_home.reads[0]
     _check(program, rows)
     home_names = _parts(program, rows)
-    slots = tuple(
-        replace(slot, layout=_placed(slot.layout)) if slot.name in home_names else slot
-        for slot in program.slots
+    slots = list[Slot]()
+    for slot in program.slots:
+        if slot.name in home_names:
+            slot = replace(slot, layout=_placed(slot.layout))
+        slots.append(slot)
+    value, index = at_home.reads
+    index_slot = program.slot(index)
+    slots.append(
+        Slot(name=INDEX, kind=Kind.INDEX, layout=_placed(index_slot.layout), state=index_slot.state)
     )
-    index_slot = program.slot(boundary.reads[1])
-    home_index = Slot(
-        name=INDEX, kind=Kind.INDEX, layout=_placed(index_slot.layout), state=index_slot.state
-    )
-    reads = (boundary.reads[0], INDEX)
-    tasks = [replace(task, reads=reads) if task is boundary else task for task in program.tasks]
-    inputs = (*program.inputs, INDEX) if is_backward else program.inputs
-    if not is_backward:
-        first = next(
-            number
-            for number, task in enumerate(tasks)
-            if {*task.writes, *(task.of or ())} & home_names
-        )
-        tasks.insert(first, _index_move(index_slot.name))
+
+    tasks = list(program.tasks)
+    tasks[tasks.index(at_home)] = replace(at_home, reads=(value, INDEX))
+    inputs = program.inputs
+    if is_backward:  # the forward program has moved the index
+        inputs += (INDEX,)
+    else:
+        tasks.insert(_first_that_sends(tasks, home_names), _index_move(index))
     name = f"{program.name}, relocating"
-    return replace(
-        program, name=name, slots=(*slots, home_index), tasks=tuple(tasks), inputs=inputs
-    )
+    return replace(program, name=name, slots=tuple(slots), tasks=tuple(tasks), inputs=inputs)
+
+
+def _first_that_sends(tasks: list[Task], names: set[str]) -> int:
+    """Return the position of the first task that writes one of some slots, or is a part of a
+    movement to one."""
+    for number, task in enumerate(tasks):
+        if names.intersection(task.writes) or names.intersection(task.of or ()):
+            return number
+    raise AssertionError(f"no task writes {sorted(names)}")
 
 
 def _check(program: Program, rows: str) -> None:
@@ -83,17 +93,16 @@ def _check(program: Program, rows: str) -> None:
             "sample placement clashes with replication, which cuts runs of copies by helper, not "
             "by sample: leave replication none"
         )
-    if any(
-        task.op is Op.MOVE and layouts[task.reads[0]].flow == "weights" for task in program.tasks
-    ):
+    if any(layouts[task.reads[0]].flow == "weights" for task in program.moves()):
         raise InputError(
             "sample placement clashes with plan.gather_weights, under which copies visit some "
             "shards only: leave it unset"
         )
+    parts = _parts(program, rows)
     groups = {
         task.group
         for task in program.tasks
-        if {task.reads[0], *task.writes} & _parts(program, rows) and _moves(task)
+        if _moves(task) and parts.intersection((task.reads[0], *task.writes))
     }
     if layouts[rows] != Layout() or groups != {("ep", "etp")}:
         raise InputError(
@@ -104,28 +113,22 @@ def _check(program: Program, rows: str) -> None:
 
 
 def _moves(task: Task) -> bool:
+    """Return whether a task is a movement, or the first or the last part of one."""
     return task.op in (Op.MOVE, Op.PACK, Op.UNPACK)
 
 
 def _parts(program: Program, rows: str) -> set[str]:
     """Return a slot, the slots from which it is joined or into which it is split, and so on."""
     names = {rows}
-    while True:
-        joined = {
-            name
-            for task in program.tasks
-            if task.op is Op.JOIN and task.writes[0] in names
-            for name in task.reads
-        }
-        split_from = {
-            name
-            for task in program.tasks
-            if task.op is Op.TAKE and task.reads[0] in names
-            for name in task.writes
-        }
-        if joined | split_from <= names:
-            return names
-        names |= joined | split_from
+    num_before = 0
+    while len(names) > num_before:
+        num_before = len(names)
+        for task in program.tasks:
+            if task.op is Op.JOIN and task.writes[0] in names:
+                names.update(task.reads)
+            if task.op is Op.TAKE and task.reads[0] in names:
+                names.update(task.writes)
+    return names
 
 
 def _placed(layout: Layout) -> Placed:

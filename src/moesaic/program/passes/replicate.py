@@ -6,11 +6,12 @@ origin computes its own copies of a hot expert. Partial replication: some origin
 (least-loaded expert parallelism): the copies that overload a home go to idle ranks, whatever their
 origin. Which copies go where is an argument of `CallSizes`, call by call.
 
-A run gets one more chunk per ep rank. The copies of these chunks are sent to their helpers in the
-way that others are sent to their homes. The weights go over ep to the helpers that need them, once
-to each node and then on inside it. The results are joined. The derived backward program sends the
-gradients of the weights back the same way, summed on each node. The home adds them to its own
-gradient once.
+A run is the copies that one rank sends to one expert; the home is the ep rank that stores the
+expert. A run gets one more chunk per ep rank. The copies of these chunks are sent to their helpers
+in the way that others are sent to their homes. The weights go over ep to the helpers that need
+them, once to each node and then on inside it. The results are joined. The derived backward program
+sends the gradients of the weights back the same way, summed on each node. The home adds them to its
+own gradient once.
 """
 
 from __future__ import annotations
@@ -46,22 +47,20 @@ def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Pr
             "for all its experts there, even if a helper computes some of its copies: choose "
             "another plan.all_to_all"
         )
-    if any(
-        task.op is Op.MOVE and program.slot(task.reads[0]).layout.flow == "weights"
-        for task in program.tasks
-    ):
+    moved_flows = {program.slot(task.reads[0]).layout.flow for task in program.moves()}
+    if "weights" in moved_flows:
         raise InputError(
             "replication clashes with plan.gather_weights, which moves weights in another "
             "way: leave gather_weights unset"
         )
     parts = [chunk_part(chunk) for chunk in range(num_chunks)]
-    whole = split_stretch(
-        program, to_experts_and_back(program), [*parts, StretchPart(SUFFIX, _replicated)]
-    )
-    whole = _with_weights(whole, "w", "w", State.SHARDED, relayed=grid is not None and relays(grid))
-    if any(slot.name == "b_shards" for slot in whole.slots):
-        whole = _with_weights(whole, "b_shards", "b", State.REPLICATED)
-    return replace(whole, name=f"{program.name}, {num_chunks} chunks, replication")
+    parts.append(StretchPart(SUFFIX, _replicated))
+    cut = split_stretch(program, to_experts_and_back(program), parts)
+    relayed = grid is not None and relays(grid)
+    cut = _with_weights(cut, "w", "w", State.SHARDED, relayed=relayed)
+    if any(slot.name == "b_shards" for slot in cut.slots):
+        cut = _with_weights(cut, "b_shards", "b", State.REPLICATED)
+    return replace(cut, name=f"{program.name}, {num_chunks} chunks, replication")
 
 
 def _replicated(layout: Layout) -> Layout:
@@ -78,82 +77,99 @@ def relays(grid: Grid) -> bool:
     The gradients return the same way, summed on each node first. This needs more than one ep rank
     per node.
     """
-    mates = ((mate, rank) for rank in range(grid.period) for mate in grid.group(rank, ("local",)))
-    is_alone = all(
-        grid.coordinate(mate, "ep") == grid.coordinate(rank, "ep") for mate, rank in mates
-    )
-    if grid.nodes_per_replica < 2 or is_alone:
+    if grid.nodes_per_replica < 2:
         return False
-    return all(_reached(grid, rank) == set(range(grid.ep)) for rank in range(grid.period))
+    # After `period` ranks the positions of ranks on nodes repeat.
+    ranks = range(grid.period)
+    if all(_has_one_ep_rank_on_node(grid, rank) for rank in ranks):
+        return False
+    all_ep_ranks = set(range(grid.ep))
+    return all(_reached(grid, rank) == all_ep_ranks for rank in ranks)
+
+
+def _has_one_ep_rank_on_node(grid: Grid, rank: int) -> bool:
+    """Return whether the ranks of the rank's replica on its node have the same ep coordinate."""
+    neighbours = grid.group(rank, ("local",))
+    return len({grid.coordinate(neighbour, "ep") for neighbour in neighbours}) == 1
 
 
 def _reached(grid: Grid, rank: int) -> set[int]:
     """Return the ep ranks whose weights, of this rank's shard, reach its node through counterparts
     of its node's ranks."""
+    shard = grid.coordinate(rank, "etp")
+    reached = set[int]()
+    for neighbour in grid.group(rank, ("local",)):
+        if grid.coordinate(neighbour, "etp") != shard:
+            continue
+        for counterpart in grid.group(neighbour, ("node",)):
+            if grid.coordinate(counterpart, "etp") == shard:
+                reached.add(grid.coordinate(counterpart, "ep"))
+    return reached
 
-    def mates(peer: int, axis: Axis) -> list[int]:
-        return [
-            mate
-            for mate in grid.group(peer, (axis,))
-            if grid.coordinate(mate, "etp") == grid.coordinate(rank, "etp")
-        ]
 
-    return {
-        grid.coordinate(far, "ep") for near in mates(rank, "local") for far in mates(near, "node")
-    }
+def _sent_slot(
+    stored: Slot, name: str, chunk: Literal["near", "here"], changed: dict[Axis, State]
+) -> Slot:
+    """Return the slot of replicated weights after a movement, from that of the stored ones and the
+    states that change."""
+    states = dict(stored.state) | changed
+    listed_states = tuple(
+        (axis, state) for axis, state in sorted(states.items()) if state is not State.SHARDED
+    )
+    layout = replace(stored.layout, experts="all", chunk=chunk)
+    return Slot(name=f"{name}_{chunk}", kind=Kind.WEIGHT, layout=layout, state=listed_states)
+
+
+def _fetch(source: str, target: Slot, axis: Axis) -> Task:
+    """Return the task that fetches weights from a slot to another along one axis."""
+    return Task(
+        name=target.name,
+        op=Op.MOVE,
+        reads=(source,),
+        writes=(target.name,),
+        stage=Stage.DISPATCH,
+        lane=Lane.INTRA if axis == "local" else Lane.INTER,
+        group=(axis,),
+    )
 
 
 def _with_weights(
     program: Program, source: str, name: str, on_etp: State, *, relayed: bool = False
 ) -> Program:
-    """Make the experts of replicated copies read weights that were sent to their ranks."""
-    source_slot = program.slot(source)
+    """Make the experts of replicated copies read weights that were sent to their ranks.
 
-    def sent(suffix: str, chunk: Literal["near", "here"], over: tuple[Axis, ...]) -> Slot:
-        """Return a slot of replicated weights after a movement over some axes."""
-        state = {**dict(source_slot.state), **dict.fromkeys(over, State.REPLICATED), "etp": on_etp}
-        layout = replace(source_slot.layout, experts="all", chunk=chunk)
-        listed_states = tuple(
-            (axis, value) for axis, value in sorted(state.items()) if value is not State.SHARDED
-        )
-        return Slot(name=f"{name}_{suffix}", kind=Kind.WEIGHT, layout=layout, state=listed_states)
+    Args:
+        source: the slot of the stored weights.
+        name: with which the names of the new slots begin.
+        on_etp: state of the new slots on etp.
+        relayed: whether the weights go to each node once, and then on inside it.
+    """
+    stored = program.slot(source)
+    same = State.REPLICATED
+    if relayed:
+        near_slot = _sent_slot(stored, name, "near", {"node": same, "etp": on_etp})
+        here_slot = _sent_slot(stored, name, "here", {"node": same, "local": same, "etp": on_etp})
+        new_slots = [near_slot, here_slot]
+        first = _fetch(source, near_slot, "node")
+        second = [_fetch(near_slot.name, here_slot, "local")]
+    else:
+        here_slot = _sent_slot(stored, name, "here", {"ep": same, "etp": on_etp})
+        new_slots = [here_slot]
+        first = _fetch(source, here_slot, "ep")
+        second = []
 
-    def movement(read: str, slot: Slot, axis: Axis) -> Task:
-        """Return the task that fetches weights along one axis."""
-        lane = Lane.INTRA if axis == "local" else Lane.INTER
-        return Task(
-            name=slot.name,
-            op=Op.MOVE,
-            reads=(read,),
-            writes=(slot.name,),
-            stage=Stage.DISPATCH,
-            lane=lane,
-            group=(axis,),
-        )
-
-    here_slot = sent("here", "here", ("node", "local") if relayed else ("ep",))
-    near_slots = [sent("near", "near", ("node",))] if relayed else []
-    first = (
-        movement(source, near_slots[0], "node") if relayed else movement(source, here_slot, "ep")
-    )
-    second = [movement(near_slots[0].name, here_slot, "local")] if relayed else []
-    tasks = []
-    for task in program.tasks:
-        replicated = task.op is Op.EXPERT and task.name.endswith(SUFFIX)
-        if replicated:
-            task = replace(
-                task, reads=tuple(here_slot.name if read == source else read for read in task.reads)
-            )
-        tasks.append(task)
-    experts = [number for number, task in enumerate(tasks) if task.op is Op.EXPERT]
-    first_reader = next(number for number in experts if here_slot.name in tasks[number].reads)
     # The first movement comes after the first dispatch, the second just before the experts that
     # read its weights.
-    tasks = [
-        *tasks[: experts[0]],
-        first,
-        *tasks[experts[0] : first_reader],
-        *second,
-        *tasks[first_reader:],
-    ]
-    return replace(program, slots=(*program.slots, *near_slots, here_slot), tasks=tuple(tasks))
+    tasks = list[Task]()
+    has_experts = False
+    for task in program.tasks:
+        if task.op is Op.EXPERT and not has_experts:
+            tasks.append(first)
+            has_experts = True
+        if task.op is Op.EXPERT and task.name.endswith(SUFFIX):
+            tasks += second
+            second = []
+            reads = tuple(here_slot.name if read == source else read for read in task.reads)
+            task = replace(task, reads=reads)
+        tasks.append(task)
+    return replace(program, slots=(*program.slots, *new_slots), tasks=tuple(tasks))

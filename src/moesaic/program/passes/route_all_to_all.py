@@ -2,6 +2,9 @@
 
 Lowering and codecs run after the transpose, separately for each direction. They change how rows are
 sent, not which.
+
+Packing sorts rows into packets, one per target rank. A hop is one round of messages; it forwards
+the packets that earlier hops brought. A slot is a named value of the program (`task.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from dataclasses import replace
 from moesaic.codecs import is_coded
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS, Linear
-from moesaic.program.all_to_all.all_to_all import Hop, NodeMap, check_link
+from moesaic.program.all_to_all.all_to_all import PACKED, Hop, NodeMap, check_link
 from moesaic.program.grid import Grid
 from moesaic.program.task import Kind, Lane, Op, Program, Slot, Task
 
@@ -35,7 +38,8 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
         )
     if isinstance(ALL_TO_ALLS[algorithm], Linear):
         return program
-    for group in dict.fromkeys(task.group for task in program.tasks if is_long(program, task)):
+    groups = [task.group for task in program.tasks if is_long(program, task)]
+    for group in dict.fromkeys(groups):  # each once
         check_link(ALL_TO_ALLS[algorithm], algorithm, grid, group)
     slots: list[Slot] = list(program.slots)
     tasks: list[Task] = []
@@ -92,13 +96,20 @@ def is_long(program: Program, task: Task) -> bool:
 def lower(
     program: Program, task: Task, link: str, codec: str, grid: Grid
 ) -> tuple[list[Task], list[Slot]]:
-    """Return the tasks that perform a movement, and the slots between them."""
+    """Return the tasks that perform a movement, and the slots between them.
+
+    Args:
+        task: the movement.
+        link: name of the all-to-all algorithm in `ALL_TO_ALLS`.
+        codec: name of the codec of rows in transit; "" for none.
+    """
     source = task.reads[0]
     target = task.writes[0]
-    nodes = NodeMap(grid, grid.group(0, task.group))
-    hops: tuple[Hop, ...] = ALL_TO_ALLS[link].hops(nodes)
+    # Any group will do: `check_link` saw that all have the same hops.
+    node_map = NodeMap(grid, grid.group(0, task.group))
+    hops: tuple[Hop, ...] = ALL_TO_ALLS[link].hops(node_map)
     packed = f"{target}@pack"
-    names = [packed, *(f"{target}@{number}" for number in range(len(hops)))]
+    hop_names = [f"{target}@{number}" for number in range(len(hops))]
     common = replace(task, link=link, of=(source, target))
     tasks = [
         replace(
@@ -112,14 +123,17 @@ def lower(
         )
     ]
     for number, hop in enumerate(hops):
-        reads = tuple(names[read + 1] for read in hop.reads)
-        name = names[number + 1]
+        reads = tuple(packed if read == PACKED else hop_names[read] for read in hop.reads)
+        name = hop_names[number]
         tasks.append(
             replace(
                 common, name=name, op=Op.HOP, reads=reads, writes=(name,), hop=number, lane=hop.lane
             )
         )
-    tasks.append(replace(common, op=Op.UNPACK, reads=tuple(names), codec=codec, lane=Lane.COMPUTE))
+    # The rows that a rank sends itself stay in the packed slot, so unpacking reads all of these.
+    names = (packed, *hop_names)
+    tasks.append(replace(common, op=Op.UNPACK, reads=names, codec=codec, lane=Lane.COMPUTE))
     layout = program.slot(source).layout
     state = program.slot(source).state
-    return tasks, [Slot(name=name, kind=Kind.PACKETS, layout=layout, state=state) for name in names]
+    slots = [Slot(name=name, kind=Kind.PACKETS, layout=layout, state=state) for name in names]
+    return tasks, slots

@@ -1,6 +1,9 @@
 """Splits a stretch of a program into parts: by chunks of every run of copies, or by groups of
 peers.
 
+A stretch is a sequence of tasks. A run is the copies that one rank (the origin) sends to one
+expert. A slot is a named value of the program; its layout says which runs it has, whole or in part.
+
 `split_capacity` pipelines. It cuts every run of copies into n parts, so that the experts of one
 part run while another part is sent (Tutel: Hwang et al., MLSys 2023, section 4.2; ScheMoE: Shi et
 al., EuroSys 2024, section 3). Nothing is padded: each (origin, expert) run is cut into contiguous
@@ -54,40 +57,49 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
         for task in program.tasks
         if task.name in chosen and kinds[task.writes[0]] is not Kind.WEIGHT
     ]
-    inside = {task.name for task in stretch}
-    before, after = _around(program, inside)
+    before, after = _around(program, {task.name for task in stretch})
+
+    # Slots that enter the stretch, are written in it, and leave it; each once, in order.
     written = list(dict.fromkeys(name for task in stretch for name in task.writes))
-    read_later = {name for task in after for name in task.reads} | set(program.outputs)
+    read = dict.fromkeys(name for task in stretch for name in task.reads)
+    entering = [name for name in read if name not in written and kinds[name] is not Kind.WEIGHT]
+    read_later = {*program.outputs, *(name for task in after for name in task.reads)}
     leaving = [name for name in written if name in read_later]
-    entering = list(
-        dict.fromkeys(name for task in stretch for name in task.reads if name not in written)
-    )
-    entering = [name for name in entering if kinds[name] is not Kind.WEIGHT]
-    cut = set(entering) | set(written)
-    slots = [slot for slot in program.slots if slot.name not in set(written) - set(leaving)]
-    whole = [program.slot(name) for name in (*entering, *written)]
-    slots += [
-        replace(s, name=s.name + part.suffix, layout=part.cut(s.layout))
-        for s in whole
-        for part in parts
-    ]
-    dispatch = stretch[0].stage
-    combine = stretch[-1].stage
-    takes = [
-        _gathered(Op.TAKE, f"take-{name}", (name,), _names(name, parts), dispatch)
-        for name in entering
-    ]
-    joins = [
-        _gathered(Op.JOIN, f"join-{name}", _names(name, parts), (name,), combine)
-        for name in leaving
-    ]
-    pieces = [_part_task(task, part, cut) for part in parts for task in stretch]
-    return replace(program, slots=tuple(slots), tasks=(*before, *takes, *pieces, *joins, *after))
+
+    inner = set(written) - set(leaving)
+    slots = [slot for slot in program.slots if slot.name not in inner]
+    for name in (*entering, *written):
+        slot = program.slot(name)
+        for part in parts:
+            slots.append(replace(slot, name=name + part.suffix, layout=part.cut(slot.layout)))
+
+    takes = [_take(name, parts, stretch[0].stage) for name in entering]
+    joins = [_join(name, parts, stretch[-1].stage) for name in leaving]
+    cut = {*entering, *written}
+    part_tasks = [_part_task(task, part, cut) for part in parts for task in stretch]
+    tasks = (*before, *takes, *part_tasks, *joins, *after)
+    return replace(program, slots=tuple(slots), tasks=tasks)
+
+
+def _take(name: str, parts: Sequence[StretchPart], stage: Stage) -> Task:
+    """Return the task that splits a slot into its parts."""
+    part_names = tuple(name + part.suffix for part in parts)
+    return Task(name=f"take-{name}", op=Op.TAKE, reads=(name,), writes=part_names, stage=stage)
+
+
+def _join(name: str, parts: Sequence[StretchPart], stage: Stage) -> Task:
+    """Return the task that joins the parts of a slot."""
+    part_names = tuple(name + part.suffix for part in parts)
+    return Task(name=f"join-{name}", op=Op.JOIN, reads=part_names, writes=(name,), stage=stage)
 
 
 def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]:
     """Split the other tasks into those that may come before the stretch and those that depend on
-    it."""
+    it, directly or not.
+
+    Args:
+        inside: names of the stretch's tasks.
+    """
     downstream = {name for task in program.tasks if task.name in inside for name in task.writes}
     before: list[Task] = []
     after: list[Task] = []
@@ -110,16 +122,6 @@ def _part_task(task: Task, part: StretchPart, cut: set[str]) -> Task:
         reads=tuple(name + part.suffix if name in cut else name for name in task.reads),
         writes=tuple(name + part.suffix for name in task.writes),
     )
-
-
-def _names(name: str, parts: Sequence[StretchPart]) -> tuple[str, ...]:
-    return tuple(name + part.suffix for part in parts)
-
-
-def _gathered(
-    op: Op, name: str, reads: tuple[str, ...], writes: tuple[str, ...], stage: Stage
-) -> Task:
-    return Task(name=name, op=op, reads=reads, writes=writes, stage=stage)
 
 
 _BETWEEN = {"tp", "ep", "node"}
@@ -159,16 +161,17 @@ def to_experts_and_back(program: Program) -> list[str]:
     An all-gather of tokens over etp and the permutation after it stay outside. If no token is sent
     to an expert, because weights are gathered instead, only the experts are included.
     """
-    moved = [
-        number
-        for number, task in enumerate(program.tasks)
-        if task.op is Op.MOVE
-        and _BETWEEN.intersection(task.group)
-        and program.slot(task.reads[0]).layout.flow in ("copies", *ONCE)
-    ]
-    if not any({"ep", "node"}.intersection(program.tasks[number].group) for number in moved):
-        moved = [number for number, task in enumerate(program.tasks) if task.op is Op.EXPERT]
-    return [task.name for task in program.tasks[moved[0] : moved[-1] + 1]]
+    positions = []
+    sends_to_experts = False
+    for number, task in enumerate(program.tasks):
+        if task.op is not Op.MOVE or not _BETWEEN.intersection(task.group):
+            continue
+        if program.slot(task.reads[0]).layout.flow in ("copies", *ONCE):
+            positions.append(number)
+            sends_to_experts |= bool({"ep", "node"}.intersection(task.group))
+    if not sends_to_experts:
+        positions = [number for number, task in enumerate(program.tasks) if task.op is Op.EXPERT]
+    return [task.name for task in program.tasks[positions[0] : positions[-1] + 1]]
 
 
 def chunk_part(chunk: int) -> StretchPart:
@@ -206,15 +209,15 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
             "plan.all_to_all"
         )
     parts = [StretchPart(f"~{step}", steps(step, groups)) for step in range(groups)]
-    numbered = sorted(
-        {slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)}
-    )
-    chunks: list[int | None] = [*numbered] or [None]
-    for chunk in chunks:
+    numbered_chunks = {
+        slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)
+    }
+    if not numbered_chunks:
+        program = split_stretch(program, to_experts_and_back(program), parts)
+    for chunk in sorted(numbered_chunks):
         names = to_experts_and_back(program)
-        if chunk is not None:
-            names = [name for name in names if _chunk_of(program, name) == chunk]
-        program = split_stretch(program, names, parts)
+        names_of_chunk = [name for name in names if _chunk_of(program, name) == chunk]
+        program = split_stretch(program, names_of_chunk, parts)
     tasks = tuple(_on_its_lane(task, program, groups, grid) for task in program.tasks)
     return replace(program, name=f"{program.name}, {groups} peer groups", tasks=tasks)
 
@@ -222,11 +225,10 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
 def groups_inside_nodes(grid: Grid) -> int:
     """Return the fewest groups of peers such that each is inside a node: one per node, if ep is
     spread evenly over nodes."""
-    return next(
-        groups
-        for groups in range(1, grid.ep + 1)
-        if grid.ep % groups == 0 and (groups == grid.ep or _stay_inside(grid, groups, ("ep",)))
-    )
+    for groups in range(1, grid.ep):
+        if grid.ep % groups == 0 and _stay_inside(grid, groups, ("ep",)):
+            return groups
+    return grid.ep
 
 
 def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
@@ -234,11 +236,11 @@ def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
     node."""
     ranks_per_group = grid.ep // groups
     for members in grid.kinds_of_groups(axes):
-        nodes: dict[int, int] = {}
+        node_of_group: dict[int, int] = {}
         for rank in members:
             group = grid.coordinate(rank, "ep") // ranks_per_group
             node = grid.node_of(rank)
-            if nodes.setdefault(group, node) != node:
+            if node_of_group.setdefault(group, node) != node:
                 return False
     return True
 
@@ -246,16 +248,12 @@ def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
 def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:
     """Return a task of step 0 on the lane inside nodes, if that step stays there and other steps do
     not."""
-    is_local = (
-        task.op is Op.MOVE
-        and task.lane is Lane.INTER
-        and program.slot(task.writes[0]).layout.step == (0, groups)
-    )
-    if (
-        not is_local
-        or _stay_inside(grid, 1, task.group)
-        or not _stay_inside(grid, groups, task.group)
-    ):
+    if task.op is not Op.MOVE or task.lane is not Lane.INTER:
+        return task
+    if program.slot(task.writes[0]).layout.step != (0, groups):
+        return task
+    other_steps_stay = _stay_inside(grid, 1, task.group)
+    if other_steps_stay or not _stay_inside(grid, groups, task.group):
         return task
     return replace(task, lane=Lane.INTRA)
 
@@ -270,5 +268,6 @@ def steps(step: int, groups: int) -> Callable[[Layout], Layout]:
 
 
 def _chunk_of(program: Program, task_name: str) -> Chunk | None:
+    """Return the chunk that a task writes; None if its rows are not cut into chunks."""
     task = next(task for task in program.tasks if task.name == task_name)
     return program.slot(task.writes[0]).layout.chunk
