@@ -270,6 +270,7 @@ class FaultedRun:
                 began_at = self._inject(fault, attempt, strikes_at)
                 self._await_end(fault, attempt, outcome, began_at)
                 if fault.kind == "restart" and not outcome.hung:
+                    # A second attempt on the same store, within this fault.
                     self._judge(fault, attempt, outcome)
                     attempt.end()
                     self._complete()

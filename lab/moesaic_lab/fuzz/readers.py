@@ -350,25 +350,24 @@ def _used_table() -> PlanTable:
 
 
 def _silent(line: str) -> None:
-    pass
-
-
-def _seal(checkpoint: Path) -> None:
-    names = [path.name for path in checkpoint.iterdir() if path.is_file() and path.name != SUMS]
-    (checkpoint / SUMS).write_text(
-        "".join(f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names))
-    )
+    """Print nothing."""
 
 
 def _seal_last(folder: Path) -> None:
-    _seal(folder / "checkpoints" / "step-00000002")
+    """Write the checksums of a run's last checkpoint anew."""
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    names = [path.name for path in checkpoint.iterdir() if path.is_file() and path.name != SUMS]
+    lines = [f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names)]
+    (checkpoint / SUMS).write_text("".join(lines))
 
 
 def _train_config(path: Path) -> TrainConfig:
+    """Read a training configuration."""
     return override(TrainConfig(), read_table(path), source=str(path))
 
 
 def _resumed(folder: Path) -> object:
+    """Resume a run from its last checkpoint."""
     config = override(_train_config(folder / "config.json"), {"out": str(folder)}, source="fuzz")
     run = open_run(config, _silent)
     run.claim.release()
@@ -376,27 +375,33 @@ def _resumed(folder: Path) -> object:
 
 
 def _reported(folder: Path) -> object:
+    """Write the report of a run."""
     return write_page(read_runs([folder]), folder / "report.html")
 
 
 def _trace(folder: Path) -> object:
+    """Read a trace in our format."""
     read_trace_table(read_header(folder / "trace.npz"))
     return Trace.open(folder / "trace.npz").loads
 
 
 def _foreign(name: str, path: Path) -> object:
+    """Read a trace in a foreign format, and look for faults in it."""
     return faults(Trace.of(FORMATS[name].read(path, ReadOptions(top_k=2)), name))
 
 
 def _documents(path: Path) -> object:
+    """Read the texts of a table."""
     return read_documents(path, "text")
 
 
 def _finetune_in(folder: Path) -> FinetuneOptions:
+    """Return the options of a fine-tune that is resumed in a folder."""
     return FinetuneOptions(model="model", data="text", out=str(folder), resume=True)
 
 
 def _sealed(folder: Path) -> object:
+    """Compare a folder with its checksums."""
     try:
         require_sealed(folder)
         return sealed_sums(folder)
@@ -405,6 +410,7 @@ def _sealed(folder: Path) -> object:
 
 
 def _states(path: Path) -> object:
+    """Read a rank's states of a fine-tune."""
     try:
         return read_states(path)
     except DamagedError as damage:
@@ -412,6 +418,7 @@ def _states(path: Path) -> object:
 
 
 def _sequences(path: Path) -> object:
+    """Read the data of a fine-tune, with the tokenizer that lies beside it."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(path.with_name("tokenizer.json"))
     )
@@ -420,10 +427,12 @@ def _sequences(path: Path) -> object:
 
 
 def _elements(tensors: Mapping[str, Readable]) -> object:
+    """Read all elements of tensors."""
     return [tensor.read(full_region(tensor.shape)) for tensor in tensors.values()]
 
 
 def _plan_table(path: Path) -> object:
+    """Restore a plan table, and use it."""
     table = _used_table()
     table.restore(read_plan_table(path) or {})
     table.choose()
@@ -448,6 +457,7 @@ def _of_step(
 
 
 def _text_of(path: Path) -> str:
+    """Return a file's text, whatever its bytes."""
     return path.read_text("utf-8", "replace")
 
 

@@ -246,12 +246,10 @@ class Run:
         self.staged: StagedModel | None = None
         """The model in stages, if it has some."""
         if ranks.pp > 1:
-            tokens = options.micro_batch, options.length
-            base = model.get_base_model()
             self.staged = StagedModel(
-                base,
+                model.get_base_model(),
                 ranks,
-                tokens,
+                (options.micro_batch, options.length),
                 count=self._accumulation,
                 device=device,
                 flies=options.micro_batches_in_flight == 2,

@@ -350,7 +350,7 @@ def whole_factor(name: str, joined: Tensor, experts: int, ranks: int) -> Tensor:
     arguments as for `factor_part`."""
     if name == "lora_A":
         return joined
-    parts = joined.view(len(joined), ranks, -1, experts // ranks)
+    parts = joined.view(len(joined), ranks, -1, experts // ranks)  # (out, ranks, r, own experts)
     return parts.transpose(1, 2).reshape(len(joined), -1)
 
 

@@ -102,7 +102,14 @@ def _written(
     tensors: dict[str, Readable],
     others: Mapping[str, bytes],
 ) -> Checkpoint:
-    """Write a checkpoint in a format, with the other files of its folder, and open it again."""
+    """Write a checkpoint in a format, with the other files of its folder, and open it again.
+
+    Args:
+        to: the format.
+        before: the checkpoint, for its configuration.
+        tensors: what is written, by its names in the format's files.
+        others: contents of files that accompany the weights, by name; the model card comes later.
+    """
     before.model.config.save_pretrained(target)
     for name in others.keys() - {CARD}:
         write(target / name, others[name])

@@ -74,7 +74,8 @@ class Fp8:
         self._stored = stored
         self._table = table
         self._folder = folder
-        if packed := [name for name in stored if PACKED.fullmatch(name)]:
+        packed = [name for name in stored if PACKED.fullmatch(name)]
+        if packed:
             raise InputError(
                 f"{folder}: {first_names(packed)}: the weights are packed in four bits, and of "
                 "such only mxfp4 with _blocks and _scales is read: convert the checkpoint that "
@@ -82,8 +83,8 @@ class Fp8:
             )
         self._weights = {
             name
-            for name, each in stored.items()
-            if each.dtype in FP8 and not self._scales_something(name)
+            for name, tensor in stored.items()
+            if tensor.dtype in FP8 and not self._scales_something(name)
         }
         self.left_behind = self._others() if self._weights else []
         """Names of tensors that no value of a weight depends on."""

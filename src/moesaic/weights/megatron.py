@@ -223,9 +223,9 @@ class Megatron(AbstractFormat):
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,
             "common_backend": "torch",
+            "common_backend_version": 1,
         }
-        text = json.dumps(kind | {"common_backend_version": 1})
-        write(inside / "metadata.json", text)
+        write(inside / "metadata.json", json.dumps(kind))
         with writing(inside / "common.pt") as file:
             torch.save({"checkpoint_version": 3.0, "iteration": 0}, file)
         write(folder / "latest_checkpointed_iteration.txt", "release")

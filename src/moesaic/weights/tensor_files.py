@@ -109,6 +109,7 @@ class Part:
         """
         assert self.archive is not None
         try:
+            # without the elements: under this mode a storage only knows its place in the archive
             with open_file(self.path) as file, FakeTensorMode():
                 opened_file: Any = file
                 view: Any = _create_file_view(opened_file, self.start, self.archive)
