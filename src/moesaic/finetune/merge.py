@@ -266,30 +266,35 @@ def _weights(
     for stored in _tensors(model.get_base_model()):
         if stored.plain_name in own:
             wrapper = wrappers.get((id(stored.module), stored.name))
-            yield stored.plain_name, _merged(stored, wrapper, dtype, group)
+            merged = _merged(stored.module, stored.name, stored.tensor, wrapper, dtype, group)
+            yield stored.plain_name, merged
 
 
 def _merged(
-    stored: _StoredTensor, wrapper: Any, dtype: torch.dtype, group: dist.ProcessGroup | None
+    module: nn.Module,
+    name: str,
+    tensor: Tensor,
+    wrapper: Any,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Return a weight with what its adapter adds; whole on the group's first rank.
 
     Args:
+        module: the module that has the weight.
+        name: the weight's name within it.
+        tensor: this rank's part of the weight, or its codes in NF4.
         wrapper: PEFT's wrapper with the adapter; None for a weight without one.
         dtype: that of the result, in which the sum in float32 is rounded.
         group: the ranks that share experts.
     """
-    tensor = stored.tensor
     if wrapper is None:  # nothing was trained here
         return _whole(tensor)
     if not _is_of_experts(wrapper):  # of a linear layer: every rank has the whole adapter
         return (_whole(tensor).float() + wrapper.get_delta_weight("default").float()).to(dtype)
     # Of experts: each rank adds to its own part, maybe in NF4; the first rank gathers the parts.
-    if is_four_bit(stored.module):
-        part = dequantized(stored.module, stored.name)
-    else:
-        part = local_part(tensor).float()
-    part = (part + added(wrapper, stored.module, "default").float()).to(dtype).contiguous()
+    part = dequantized(module, name) if is_four_bit(module) else local_part(tensor).float()
+    part = (part + added(wrapper, module, "default").float()).to(dtype).contiguous()
     return _gathered(part, group) if isinstance(tensor, DTensor) else part
 
 
