@@ -9,6 +9,9 @@ compared bit by bit with those of an undisturbed run. A run that is asked to sto
 failed, must report the reason and exit within its patience of 5 s plus 30 s; otherwise it counts as
 hung.
 
+A course is one run of the training and the faults that are injected into it, one after another; the
+stage is the process that plays courses.
+
 moesaic chaos --json benchmarks/results/chaos.json
 """
 
@@ -90,24 +93,23 @@ def cases(options: ChaosOptions) -> Schedule:
     if options.steps < LEAST_STEPS:
         raise InputError(f"--steps {options.steps}: must be at least {LEAST_STEPS}")
     on_bed = options.bed and refusal() is None
-    return Schedule(
-        faults=draw_faults(options.faults, options.seed, kinds_of(words_of(options.kinds), on_bed)),
-        on_bed=on_bed,
-    )
+    kinds = kinds_of(words_of(options.kinds), on_bed)
+    return Schedule(faults=draw_faults(options.faults, options.seed, kinds), on_bed=on_bed)
 
 
 def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[str, Any]]:
     """Run the undisturbed reference, then runs with the scheduled faults, and return a row per
     fault."""
     of_writes = [fault for fault in schedule.faults if KINDS[fault.kind].is_of_writes]
-    others = replace(schedule, faults=[each for each in schedule.faults if each not in of_writes])
+    of_trainings = [fault for fault in schedule.faults if not KINDS[fault.kind].is_of_writes]
+    rows = []
     with keeping(options.keep) as folder:
-        rows = _in_courses(options, others, told, folder) if others.faults else []
-        if of_writes:
-            for begin in range(0, len(of_writes), AT_ONCE):
-                some = of_writes[begin : begin + AT_ONCE]
-                file = folder / f"writes-{begin}.json"
-                rows += kept(file, partial(_struck, some, folder, told))
+        if of_trainings:
+            rows += _in_courses(options, replace(schedule, faults=of_trainings), told, folder)
+        for begin in range(0, len(of_writes), AT_ONCE):
+            at_once = of_writes[begin : begin + AT_ONCE]
+            file = folder / f"writes-{begin}.json"
+            rows += kept(file, partial(_struck, at_once, folder, told))
     return rows
 
 
@@ -128,6 +130,7 @@ def _in_courses(
     with _stage(schedule.on_bed) as play, ThreadPoolExecutor(1) as pool:
 
         def played(course: Course) -> list[dict[str, Any]]:
+            """Play a course in a thread, and show its progress meanwhile."""
             shutil.rmtree(course.folder, ignore_errors=True)
             future = pool.submit(play, course)
             while not future.done():
@@ -143,17 +146,19 @@ def _in_courses(
             faults=(),
             told=folder / "told",
         )
-        reference = kept(folder / "undisturbed.json", lambda: played(undisturbed))[0]["losses"]
+        (reference,) = kept(folder / "undisturbed.json", lambda: played(undisturbed))
         numbers = itertools.count()
+        # A course may end before all of its faults: those that are left go into the next one.
         while remaining := schedule.faults[len(rows) :]:
             number = next(numbers)
+            # All pairs of a transport and of saving in the background, or not, come in turn.
             course = Course(
                 folder=folder / f"course-{number}",
                 steps=options.steps,
                 transport=TRANSPORTS[number % len(TRANSPORTS)],
                 in_background=number // len(TRANSPORTS) % 2 == 1,
                 faults=tuple(remaining[:PER_COURSE]),
-                reference=reference,
+                reference=reference["losses"],
                 told=folder / "told",
                 keeps=options.keep is not None,
             )
@@ -162,14 +167,18 @@ def _in_courses(
 
 
 def _progress(course: Any, done: int, schedule: Schedule) -> str:
-    """Return in words which fault the course is at."""
+    """Return in words which fault the course is at.
+
+    Args:
+        done: faults of earlier courses.
+    """
     if not course.faults:
         return "the undisturbed run"
-    lines = course.told.read_text().splitlines() if course.told.exists() else []
-    now = course.faults[min(len(lines), len(course.faults) - 1)]
+    past = len(course.told.read_text().splitlines()) if course.told.exists() else 0
+    fault = course.faults[min(past, len(course.faults) - 1)]  # the last one while the run ends
     return (
-        f"fault {done + len(lines) + 1} of {len(schedule.faults)}: {now.kind} {now.way} of rank "
-        f"{now.rank}"
+        f"fault {done + past + 1} of {len(schedule.faults)}: {fault.kind} {fault.way} of rank "
+        f"{fault.rank}"
     )
 
 
@@ -189,6 +198,7 @@ def _stage(on_bed: bool) -> Iterator[Play]:
     theirs.close()
 
     def ask(course: Any) -> list[dict[str, Any]]:
+        """Let the process play a course, and return its outcomes."""
         ours.send(course)
         answer = ours.recv()
         if isinstance(answer, BaseException):
@@ -229,18 +239,19 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     hangs, and so on."""
 
     def none(name: str, count: int) -> Claim:
+        """Return the claim that there is none of something."""
         return Claim(name=f"chaos.{name}", value=count, target=0)
 
     restarts = [row for row in rows if row["kind"] == "restart"]
     kinds = {row["kind"] for row in rows}
-    in_courses = [kind for kind in kinds if not KINDS[kind].is_of_writes]
+    of_trainings = [kind for kind in kinds if not KINDS[kind].is_of_writes]
+    lost_beyond = 0
+    for row in rows:
+        lost_beyond += max(row["lost"] - row.get("may_be_lost", INTERVAL), 0)
     return [
         Claim(name="chaos.faults", value=len(rows), target=LEAST_FAULTS, op=">="),
-        Claim(name="chaos.kinds", value=len(kinds), target=12 if in_courses else 1, op=">="),
-        none(
-            "steps_lost_beyond_interval",
-            sum(max(row["lost"] - row.get("may_be_lost", INTERVAL), 0) for row in rows),
-        ),
+        Claim(name="chaos.kinds", value=len(kinds), target=12 if of_trainings else 1, op=">="),
+        none("steps_lost_beyond_interval", lost_beyond),
         none("hangs", sum(row["hung"] for row in rows)),
         none("leftovers", sum(row["leftovers"] for row in rows)),
         none("unnamed", sum(not row["named"] for row in rows)),
@@ -259,10 +270,10 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
     """Return a table with a line per kind and way of fault, and one with the faults that broke a
     promise."""
     summed = []
-    for kind, way in sorted(
-        {(row["kind"], row["way"]) for row in rows}, key=lambda each: list(KINDS).index(each[0])
-    ):
-        matching = [row for row in rows if (row["kind"], row["way"]) == (kind, way)]
+    order = list(KINDS)
+    kinds_and_ways = {(row["kind"], row["way"]) for row in rows}
+    for kind, way in sorted(kinds_and_ways, key=lambda pair: order.index(pair[0])):
+        matching = [row for row in rows if row["kind"] == kind and row["way"] == way]
         summed.append(
             {
                 "fault": f"{kind} {way}".strip(),
@@ -274,9 +285,8 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
         )
     wrong = [row for row in rows if row["is_wrong"]]
     columns = ("number", "kind", "way", "rank", "transport", "line")
-    return Shown(title="Faults").of(summed) + Shown(title="What was wrong", columns=columns).of(
-        wrong
-    )
+    faults = Shown(title="Faults").of(summed)
+    return faults + Shown(title="What was wrong", columns=columns).of(wrong)
 
 
 BENCHMARK = Benchmark(

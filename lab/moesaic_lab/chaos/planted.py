@@ -1,5 +1,9 @@
 """Turn a forked process into a rank of `moesaic train` that faults itself where the schedule
-says."""
+says.
+
+The methods and functions that such a rank replaces keep their work; before or after it they count,
+and strike when it is time.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,8 @@ def die() -> None:
 
 
 def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
-    """Plant a fault in this process, for the step at which it strikes."""
+    """Plant a fault in this process, for the step at which it strikes; `step` returns the current
+    one."""
     instant = 1 + int(fault.chance * INSTANTS.get(fault.kind, 1))
     if fault.kind in ("forward", "backward", "restart"):
         name = "backward" if fault.kind == "backward" else "forward"
@@ -83,10 +88,11 @@ def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
         _in_save(lambda: step() >= strikes_at, lambda: _kill_at_event(instant), die)
     elif fault.kind == "disk":
         # leaves room for the log file with the rank's error message
-        limit = 4_000 + int(fault.chance * 16_000)
+        most_bytes = 4_000 + int(fault.chance * 16_000)
+        limits = (most_bytes, resource.RLIM_INFINITY)
         _in_save(
             lambda: step() >= strikes_at,
-            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),
+            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits),
             lambda: None,
         )
     elif fault.kind == "clock":
@@ -97,35 +103,46 @@ def _follow_steps(tells: Path, pace: float) -> Callable[[], int]:
     """Make each step last at least `pace` seconds and return a function that gives the number of
     the current step, from 1."""
     plain = loop.Trainer._step
-    now = [0]
+    current = 0
 
     def paced(self: Any) -> Any:
-        if not now[0] and self.ranks.is_first:
+        """Tell the number of the first step, then sleep and take the step."""
+        nonlocal current
+        if not current and self.ranks.is_first:
             tells.write_text(str(self.state.step + 1), encoding="utf-8")
-        now[0] = self.state.step + 1
+        current = self.state.step + 1
         time.sleep(pace)
         return plain(self)
 
     loop.Trainer._step = paced  # type: ignore[method-assign]
-    return lambda: now[0]
+    return lambda: current
 
 
 def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int) -> None:
-    """Kill the process between two messages of a layer's pass."""
+    """Kill the process between two messages of a layer's pass.
+
+    Args:
+        name: the pass, forward or backward.
+        instant: the message before which it dies, from 1; the end of the pass if there are fewer.
+    """
     plain = getattr(executor.RunProgram, name)
     start = vars(executor)["start"]
-    remaining = [0]
+    remaining = 0  # messages until it dies; it does not while this is at or below 0
 
     def counted(*arguments: Any, **options: Any) -> Any:
-        remaining[0] -= 1
-        if remaining[0] == 0:
+        """Start a message, unless it is time to die."""
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
             die()
         return start(*arguments, **options)
 
     def armed(*arguments: Any, **options: Any) -> Any:
-        remaining[0] = instant if is_time() else 0
+        """Run the pass, in which messages are counted when it is time."""
+        nonlocal remaining
+        remaining = instant if is_time() else 0
         result = plain(*arguments, **options)
-        if remaining[0] > 0:
+        if remaining > 0:
             die()
         return result
 
@@ -138,6 +155,7 @@ def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:
     plain = torch.optim.AdamW.step
 
     def step(self: Any, *arguments: Any) -> Any:
+        """Update the parameters, and die before or after it."""
         if is_time() and way == "before":
             die()
         result = plain(self, *arguments)
@@ -151,21 +169,24 @@ def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:
 def _in_save(
     is_time: Callable[[], bool], strike: Callable[[], None], afterwards: Callable[[], None]
 ) -> None:
-    """Strike while a checkpoint is saved."""
+    """Strike while a checkpoint is saved; call `afterwards` once that save is complete."""
     save = loop.Trainer._save
     finish = loop.Trainer._finish_saving
-    is_struck = [False]
+    has_struck = False
 
     def saving(self: Any) -> None:
+        """Strike when it is time, and save."""
+        nonlocal has_struck
         if is_time() and self.state.step % INTERVAL == 0:
-            is_struck[0] = True
+            has_struck = True
             strike()
         save(self)
 
     def finishing(self: Any) -> None:
+        """Wait for a save in the background, if there is one."""
         is_saving = self._saving is not None
         finish(self)
-        if is_saving and is_struck[0]:
+        if is_saving and has_struck:
             afterwards()
 
     loop.Trainer._save = saving  # type: ignore[method-assign]
@@ -174,26 +195,27 @@ def _in_save(
 
 def _kill_at_event(instant: int) -> None:
     """Kill the process when it opens, lists or changes a file for the `instant`-th time."""
-    remaining = [instant]
+    remaining = instant
+    events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 
     def hook(event: str, arguments: Any) -> None:
-        if event in (
-            "open",
-            "os.mkdir",
-            "os.rename",
-            "os.remove",
-            "os.rmdir",
-            "os.listdir",
-            "os.scandir",
-        ):
-            remaining[0] -= 1
-            if remaining[0] == 0:
+        """Count an event of Python's audit."""
+        nonlocal remaining
+        if event in events:
+            remaining -= 1
+            if remaining == 0:
                 die()
 
     sys.addaudithook(hook)
 
 
 def _jump(is_time: Callable[[], bool], draw: random.Random) -> None:
-    """Let the clock jump by years."""
+    """Let the wall clock jump by years at every look."""
     plain = time.time
-    time.time = lambda: plain() + (draw.uniform(-9, 9) * 365 * 86400 if is_time() else 0.0)
+
+    def jumping() -> float:
+        """Return the time, wrong by up to nine years when it is time."""
+        years = draw.uniform(-9, 9) if is_time() else 0.0
+        return plain() + years * 365 * 86400
+
+    time.time = jumping

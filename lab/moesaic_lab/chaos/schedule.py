@@ -132,9 +132,8 @@ class Fault:
     @property
     def is_stop(self) -> bool:
         """Whether the rank that is hit is stopped for good."""
-        return (
-            self.kind in ("stop", "startup") and self.is_fatal and not self.way.startswith("killed")
-        )
+        can_stop = self.kind in ("stop", "startup") and not self.way.startswith("killed")
+        return can_stop and self.is_fatal
 
     @property
     def has_store(self) -> bool:
@@ -151,21 +150,23 @@ def draw_faults(count: int, seed: int, kinds: Sequence[str]) -> list[Fault]:
     """Return `count` faults, evenly spread over `kinds`; the seed decides their order, ranks and
     instants."""
     draw = random.Random(seed)
-    names = [kinds[number % len(kinds)] for number in range(count)]
-    turns = [number // len(kinds) for number in range(count)]
-    order = list(zip(names, turns))
+    order = []  # (kind, its way)
+    for number in range(count):
+        turn, place = divmod(number, len(kinds))
+        kind = kinds[place]
+        ways = KINDS[kind].ways
+        order.append((kind, ways[turn % len(ways)]))
     draw.shuffle(order)
-    return [
-        Fault(
-            number=number,
-            kind=name,
-            way=KINDS[name].ways[turn % len(KINDS[name].ways)],
-            rank=draw.randrange(WORLD),
-            after=draw.randint(1, 2 * INTERVAL),
-            chance=draw.random(),
+
+    faults = []
+    for number, (kind, way) in enumerate(order):
+        rank = draw.randrange(WORLD)
+        after = draw.randint(1, 2 * INTERVAL)
+        chance = draw.random()
+        faults.append(
+            Fault(number=number, kind=kind, way=way, rank=rank, after=after, chance=chance)
         )
-        for number, (name, turn) in enumerate(order)
-    ]
+    return faults
 
 
 def kinds_of(asked: Sequence[str], on_bed: bool) -> list[str]:
@@ -189,5 +190,12 @@ def kinds_of(asked: Sequence[str], on_bed: bool) -> list[str]:
                 f"--kinds {name}: needs an emulated cluster, which this machine cannot make: "
                 "leave it out"
             )
-    possible = [name for name, kind in KINDS.items() if on_bed or not kind.needs_bed]
-    return list(asked) or [name for name in possible if can_watch() or not KINDS[name].is_of_writes]
+    if asked:
+        return list(asked)
+    possible = []
+    for name, kind in KINDS.items():
+        lacks_bed = kind.needs_bed and not on_bed
+        lacks_watching = kind.is_of_writes and not can_watch()
+        if not lacks_bed and not lacks_watching:
+            possible.append(name)
+    return possible

@@ -4,6 +4,9 @@ behind.
 This code runs inside the process namespace of an emulated cluster, where it can cut links, or in a
 plain process. The process has imported everything that ranks need and has a single thread, so ranks
 can be forked from it quickly.
+
+An attempt is one start of all ranks of a run; a run takes several, since faults end them. The store
+is the TCPStore at which ranks meet.
 """
 
 from __future__ import annotations
@@ -147,7 +150,9 @@ class FaultOutcome:
     def may_be_lost(self) -> int:
         """The most steps that may be lost: an interval, or two if a thread writes checkpoints,
         which completes them later; none where the run is asked to save."""
-        return 0 if self.kind == "hangup" else (2 if self.in_background else 1) * INTERVAL
+        if self.kind == "hangup":
+            return 0
+        return 2 * INTERVAL if self.in_background else INTERVAL
 
     @property
     def is_wrong(self) -> bool:
@@ -178,13 +183,17 @@ def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
             with course.told.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(outcomes[-1])) + "\n")
     stage.finish()
-    if not (course.keeps and any(each.is_wrong for each in outcomes)):
+    is_any_wrong = any(outcome.is_wrong for outcome in outcomes)
+    if not (course.keeps and is_any_wrong):
         shutil.rmtree(course.folder, ignore_errors=True)
-    return [
-        asdict(each)
-        | {"lost": each.lost, "may_be_lost": each.may_be_lost, "is_wrong": each.is_wrong}
-        for each in outcomes
-    ]
+    rows = []
+    for outcome in outcomes:
+        row = asdict(outcome)
+        row["lost"] = outcome.lost
+        row["may_be_lost"] = outcome.may_be_lost
+        row["is_wrong"] = outcome.is_wrong
+        rows.append(row)
+    return rows
 
 
 class FaultedRun:
@@ -201,29 +210,34 @@ class FaultedRun:
         self._attempts = 0
         # outcomes of faults after which no attempt has taken a step yet
         self._pending: list[FaultOutcome] = []
-        self._first = course.folder / "first"
-        text = course.folder / "text.txt"
+        self._first_step = course.folder / "first"
+        """The file into which the first rank of an attempt writes the number of its first step."""
         self._config_path = course.folder / "given.json"
-        draw = random.Random(0)
-        text.write_text(
-            " ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000))
-        )
-        config = override(
-            replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos"
-        )
-        save = {"every": INTERVAL, "background": course.in_background}
-        changes = {
-            "steps": course.steps,
-            "evaluate": {"every": course.steps, "sequences": 4},
-            "mesh": {"transport": course.transport},
-            "save": save,
-        }
-        config = override(config, changes, source="chaos")
-        self._config_path.write_text(
-            as_json(replace(config, data=replace(config.data, path=(str(text),))))
-        )
+        self._write_config()
         if wiring is None:
             adopt_orphans()
+
+    def _write_config(self) -> None:
+        """Write the configuration of the run, and a text of random words to train on."""
+        draw = random.Random(0)
+        words = []
+        for _ in range(2000):
+            length = draw.randint(1, 6)
+            words.append("".join(draw.choices("abcdefgh", k=length)))
+        text = self.course.folder / "text.txt"
+        text.write_text(" ".join(words))
+
+        config = replace(demo(), out=str(self.run), existing="resume")
+        config = override(config, SMALL, source="chaos")
+        changes = {
+            "steps": self.course.steps,
+            "evaluate": {"every": self.course.steps, "sequences": 4},
+            "mesh": {"transport": self.course.transport},
+            "save": {"every": INTERVAL, "background": self.course.in_background},
+        }
+        config = override(config, changes, source="chaos")
+        config = replace(config, data=replace(config.data, path=(str(text),)))
+        self._config_path.write_text(as_json(config))
 
     def newest(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is none."""
@@ -256,6 +270,7 @@ class FaultedRun:
                 began_at = self._inject(fault, attempt, strikes_at)
                 self._await_end(fault, attempt, outcome, began_at)
                 if fault.kind == "restart" and not outcome.hung:
+                    # A second attempt on the same store, within this fault.
                     self._judge(fault, attempt, outcome)
                     attempt.end()
                     self._complete()
@@ -280,25 +295,22 @@ class FaultedRun:
         check what is left over."""
         pending = list(self._pending)
         self._undisturbed(until=None)
+        leftovers = [
+            *(self.run / "checkpoints").glob(".*"),
+            *self.run.glob(".writing-*"),
+            *self.run.glob(".lock"),
+        ]
         for outcome in pending:
             outcome.same = outcome.same and self._is_same() and self._step() == self.course.steps
-            leftovers = [
-                *(self.run / "checkpoints").glob(".*"),
-                *self.run.glob(".writing-*"),
-                *self.run.glob(".lock"),
-            ]
             outcome.leftovers += len(leftovers)
 
     def _is_same(self) -> bool:
         """Return whether the metrics hold each step so far exactly once, with the loss of the
         undisturbed run."""
-        lines = (
-            [line for line in read_metrics(self.run) if line["kind"] == "train"]
-            if self._step()
-            else []
-        )
-        losses = [(line["step"], float(line["loss"])) for line in lines]
-        return losses == list(enumerate(self.course.reference, 1))[: len(losses)]
+        lines = read_metrics(self.run) if self._step() else []
+        losses = [(line["step"], float(line["loss"])) for line in lines if line["kind"] == "train"]
+        expected = list(enumerate(self.course.reference, 1))
+        return losses == expected[: len(losses)]
 
     def _undisturbed(self, until: int | None) -> None:
         """Run without a fault, to the end or to a step."""
@@ -324,17 +336,17 @@ class FaultedRun:
     def _complete(self) -> None:
         """Complete the pending outcomes with the step from which the newest attempt continued, if
         it has taken a step."""
-        began = self._resumed_step()
-        if began is not None:
+        resumed = self._resumed_step()
+        if resumed is not None:
             for outcome in self._pending:
-                outcome.resumed = began
+                outcome.resumed = resumed
                 outcome.recovered = True
             self._pending = []
 
     def _resumed_step(self) -> int | None:
         """Return the step from which the newest attempt continued; None if it has taken no step."""
         try:
-            return int(self._first.read_text(encoding="utf-8")) - 1
+            return int(self._first_step.read_text(encoding="utf-8")) - 1
         except (OSError, ValueError):
             return None
 
@@ -350,23 +362,23 @@ class FaultedRun:
         """Inject a fault, or wait until its rank has injected it, and return the time at which it
         began."""
         if fault.kind == "startup":
-            with suppress(_HungError):
+            with suppress(_HungError):  # waits up to two seconds, or until all ranks have ended
                 attempt.wait(lambda: False, 2 * fault.chance)
             attempt.signal(signal.SIGSTOP if fault.is_stop else signal.SIGKILL, fault.rank)
             return time.monotonic()
         if fault.kind == "strangers":
             self._send_strangers(fault, attempt)
-        if fault.kind in ("forward", "backward", "optimizer", "save", "restart", "disk"):
-            of_any = fault.kind == "disk"
-            attempt.wait(
-                lambda: bool(attempt.codes) if of_any else fault.rank in attempt.codes,
-                START_SECONDS,
-            )
+        if fault.kind in ("forward", "backward", "optimizer", "save", "restart"):
+            # `become_rank` has planted it
+            attempt.wait(lambda: fault.rank in attempt.codes, START_SECONDS)
+            return time.monotonic()
+        if fault.kind == "disk":  # planted too; any rank may be the first that ends
+            attempt.wait(lambda: bool(attempt.codes), START_SECONDS)
             return time.monotonic()
         attempt.wait(
             lambda: self._resumed_step() is not None and self._step() >= strikes_at, START_SECONDS
         )
-        at = time.monotonic()
+        began_at = time.monotonic()
         if fault.kind == "stop":
             attempt.signal(signal.SIGSTOP, fault.rank)
             if not fault.is_fatal:
@@ -374,7 +386,7 @@ class FaultedRun:
                 attempt.signal(signal.SIGCONT, fault.rank)
         elif KINDS[fault.kind].needs_bed:
             self._disturb_link(fault)
-        return at
+        return began_at
 
     def _disturb_link(self, fault: Fault) -> None:
         """Make a node's link slow, or cut it once or often."""
@@ -384,11 +396,16 @@ class FaultedRun:
             time.sleep(LASTS_SECONDS)
             self.wiring.change(fault.node, None)
             return
-        for _ in range(10 if fault.kind == "flap" else 1):
+        cuts = 1
+        down_seconds = LASTS_SECONDS
+        if fault.kind == "flap":
+            cuts = 10
+            down_seconds = LASTS_SECONDS / 20
+        for _ in range(cuts):
             self.wiring.switch(fault.node, on=False)
-            if fault.is_fatal:
+            if fault.is_fatal:  # for good
                 return
-            time.sleep(LASTS_SECONDS if fault.kind == "cut" else LASTS_SECONDS / 20)
+            time.sleep(down_seconds)
             self.wiring.switch(fault.node, on=True)
             time.sleep(LASTS_SECONDS / 20)
 
@@ -399,11 +416,12 @@ class FaultedRun:
         stop."""
         try:
             if fault.is_fatal:
-                stopped = {fault.rank} if fault.is_stop else set()
+                # a stopped rank does not end by itself
+                must_end = WORLD - 1 if fault.is_stop else WORLD
                 patience = MEETING_SECONDS if fault.kind == "startup" else PATIENCE
                 patience += SLACK - (time.monotonic() - began_at)
-                attempt.wait(lambda: len(attempt.codes) + len(stopped) >= WORLD, patience)
-                if stopped:
+                attempt.wait(lambda: len(attempt.codes) >= must_end, patience)
+                if fault.is_stop:
                     attempt.signal(signal.SIGKILL, fault.rank)
                     attempt.wait(lambda: False, SLACK)
             else:
@@ -430,12 +448,8 @@ class FaultedRun:
         output = attempt.messages()
         outcome.same = self._is_same()
         if fault.is_fatal or fault.kind == "damage":
-            others = "".join(
-                str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node
-            )
-            if fault.kind == "cut":
-                # each side of the cut link reports ranks of the other
-                others = "".join(map(str, range(WORLD)))
+            # each side of a cut link reports ranks of the other
+            others = "".join(str(rank) for rank in range(WORLD))
             pattern = SAYS.get(fault.kind, GONE).format(rank=fault.rank, others=others)
             lines = [line for line in output if re.search(pattern, line)]
             outcome.line = lines[0] if lines else " | ".join(output)[-2000:]
@@ -447,8 +461,17 @@ class FaultedRun:
     def _start(
         self, port: int, fault: Fault | None, strikes_at: int, restarts: int = 0, paced: bool = True
     ) -> Attempt:
-        """Start an attempt: the ranks of a run, in which a fault may be planted."""
-        self._first.unlink(missing_ok=True)
+        """Start an attempt: the ranks of a run, in which a fault may be planted.
+
+        Args:
+            port: that of the store.
+            fault: the fault; ranks that are disturbed from outside get it in vain.
+            strikes_at: the step in which it strikes.
+            restarts: how often a launcher has started the ranks anew on the same store.
+            paced: whether steps take some time; if not, no checkpoint is saved before the last
+                step.
+        """
+        self._first_step.unlink(missing_ok=True)
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
@@ -459,37 +482,40 @@ class FaultedRun:
             "--start-patience",
             str(MEETING_SECONDS),
         ]
-        words += [] if paced else ["--save.every", str(self.course.steps)]
+        if not paced:
+            words += ["--save.every", str(self.course.steps)]
         attempt = Attempt(logs)
         for rank in range(WORLD):
-            environment = launcher_variables(Bed(), rank, port) | {
-                "TORCHELASTIC_RESTART_COUNT": str(restarts)
-            }
-            if self.wiring is None:
-                environment |= {
-                    "MASTER_ADDR": "127.0.0.1",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    "TP_SOCKET_IFNAME": "lo",
-                }
+            environment = self._environment(rank, port, restarts)
             if fault is not None and not fault.has_store:
+                # as of a launcher without a store: rank 0 makes it
                 environment = {
                     name: text for name, text in environment.items() if "ELASTIC" not in name
                 }
-            planted = (
-                fault
-                if fault is not None and (fault.rank == rank or fault.kind == "clock")
-                else None
-            )
+            planted = None
+            if fault is not None and (fault.rank == rank or fault.kind == "clock"):
+                planted = fault
 
             def child(
                 rank: int = rank, environment: Any = environment, planted: Fault | None = planted
             ) -> NoReturn:
+                """Become the rank, on its node."""
                 self._enter(rank // RANKS_PER_NODE)
                 _redirect_output(logs / f"rank{rank}.txt")
-                become_rank(words, environment, planted, strikes_at, self._first, paced)
+                become_rank(words, environment, planted, strikes_at, self._first_step, paced)
 
             attempt.pids[rank] = _fork(child)
         return attempt
+
+    def _environment(self, rank: int, port: int, restarts: int) -> dict[str, str]:
+        """Return the variables that a launcher sets for a rank, whose store is at `port`."""
+        environment = dict(launcher_variables(Bed(), rank, port))
+        environment["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        if self.wiring is None:
+            environment["MASTER_ADDR"] = "127.0.0.1"
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+            environment["TP_SOCKET_IFNAME"] = "lo"
+        return environment
 
     def _enter(self, node: int) -> None:
         """Enter a node's network, if there is a bed."""
@@ -503,24 +529,25 @@ class FaultedRun:
         if not is_kept:
             with socket.socket() as free:
                 free.bind(("", 0))
-                port = free.getsockname()[1]
-            yield port
+                _, free_port = free.getsockname()
+            yield free_port
             return
-        ready, tell = os.pipe()
+        reading, writing = os.pipe()  # through which the store's process tells its port
         host = "127.0.0.1" if self.wiring is None else node_address(0)
 
         def child() -> None:
+            """Keep a store until this process is killed."""
             self._enter(0)
             _redirect_output(self.course.folder / "store.txt")
             store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            os.write(tell, str(store.port).encode())
+            os.write(writing, str(store.port).encode())
             while True:
                 signal.pause()
 
         pid = _fork(child)
-        os.close(tell)
-        port = os.read(ready, 20)
-        os.close(ready)
+        os.close(writing)
+        port = os.read(reading, 20)  # nothing if the process has ended
+        os.close(reading)
         if not port:
             raise InputError("the store that ranks meet at did not start")
         try:
@@ -533,13 +560,14 @@ class FaultedRun:
     def _send_strangers(self, fault: Fault, attempt: Attempt) -> None:
         """Connect strangers to every port that ranks open, from before they open the first until
         the attempt ends."""
-        ranks = dict(attempt.pids)
+        of_node = [
+            pid for rank, pid in attempt.pids.items() if rank // RANKS_PER_NODE == fault.node
+        ]
 
         def child() -> None:
+            """Call the ranks of the node from within it."""
             self._enter(fault.node)
-            _connect_strangers(
-                fault, [ranks[rank] for rank in ranks if rank // RANKS_PER_NODE == fault.node]
-            )
+            _connect_strangers(fault, of_node)
 
         attempt.strangers.append(_fork(child))
 
@@ -636,17 +664,10 @@ def _fork(child: Callable[[], None]) -> int:
             # else the first collection visits all objects of torch and copies their shared pages
             gc.freeze()
             die_with_parent()
-            for number in (
-                signal.SIGINT,
-                signal.SIGTERM,
-                signal.SIGHUP,
-                signal.SIGCHLD,
-                signal.SIGPIPE,
-            ):
-                signal.signal(
-                    number,
-                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
-                )
+            # what a new interpreter has, whatever this process does with signals
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_DFL)
             child()
         finally:
             os._exit(1)
@@ -665,12 +686,11 @@ def _children() -> list[int]:
     pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if (
-                int(
-                    path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]
-                )
-                == os.getpid()
-            ):
+            # "PID (NAME) STATE PARENT ...", in which the name may hold parentheses
+            text = path.read_text(encoding="ascii", errors="replace")
+            _, _, after_name = text.rpartition(")")
+            _, parent, *_ = after_name.split()
+            if int(parent) == os.getpid():
                 pids.append(int(path.parent.name))
     return pids
 
@@ -690,7 +710,8 @@ def _damage(checkpoint: Path, fault: Fault) -> None:
     elif fault.way == "cut":
         del data[place:]
     elif fault.way == "zeros":
-        data[place:] = (b"\0" if any(data[place:]) else b"\xff") * (len(data) - place)
+        filler = b"\0" if any(data[place:]) else b"\xff"  # where all is zero already
+        data[place:] = filler * (len(data) - place)
     else:
         data += draw.randbytes(100)
     path.write_bytes(data)
@@ -701,12 +722,12 @@ def _connect_strangers(fault: Fault, pids: Sequence[int]) -> NoReturn:
     returns."""
     draw = random.Random(fault.number)
     connections = list[socket.socket]()
-    called: dict[tuple[str, int], int] = {}
+    num_calls: dict[tuple[str, int], int] = {}  # by address
     while True:
         for address in _listening(pids):
-            if called.get(address, 0) >= 20:
+            if num_calls.get(address, 0) >= 20:
                 continue
-            called[address] = called.get(address, 0) + 1
+            num_calls[address] = num_calls.get(address, 0) + 1
             with suppress(OSError):
                 caller = socket.create_connection(address, timeout=0.2)
                 connections.append(caller)
@@ -722,20 +743,32 @@ def _connect_strangers(fault: Fault, pids: Sequence[int]) -> NoReturn:
 
 
 def _listening(pids: Sequence[int]) -> list[tuple[str, int]]:
-    """Return the addresses on which the given processes listen, in this network namespace."""
-    sockets = set()
+    """Return the addresses, (host, port), on which the given processes listen, in this network
+    namespace."""
+    files = set()  # what the processes have open; a socket is socket:[INODE]
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
-                sockets.add(os.readlink(link))
+                files.add(os.readlink(link))
     addresses = []
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
-            for line in Path(f"/proc/self/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
+            _, *lines = Path(f"/proc/self/net/{name}").read_text(encoding="ascii").splitlines()
+            for line in lines:
                 fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                    address, port = fields[1].split(":")
-                    parts = [str(int(address[-8:][i : i + 2], 16)) for i in (6, 4, 2, 0)]
-                    host = ".".join(parts) if any(part != "0" for part in parts) else "127.0.0.1"
-                    addresses.append((host, int(port, 16)))
+                local_address = fields[1]
+                state = fields[3]
+                inode = fields[9]
+                if state == "0A" and f"socket:[{inode}]" in files:  # 0A: it listens
+                    address, port = local_address.split(":")
+                    addresses.append((_ipv4(address), int(port, 16)))
     return addresses
+
+
+def _ipv4(address: str) -> str:
+    """Return an address of /proc/net/tcp, in hexadecimal digits with the last byte first, as text;
+    that of this machine for any address (0.0.0.0). Of IPv6 the last four bytes count."""
+    last_bytes = bytes.fromhex(address[-8:])
+    if not any(last_bytes):
+        return "127.0.0.1"
+    return ".".join(str(byte) for byte in reversed(last_bytes))

@@ -71,7 +71,9 @@ def _rows(bases: Path, faults: Sequence[Fault], told: Callable[[str], object]) -
     found = []
     for number, fault in enumerate(faults):
         told(f"fault {number + 1} of {len(faults)}: {fault.kind} {fault.way}")
-        name = "finetune" if fault.kind == "finetune" else fault.way.partition(",")[0]
+        name = "finetune"
+        if fault.kind == "output":
+            name, _, _ = fault.way.partition(",")  # such as "train, disk full"
         # half of the faults of fine-tuning strike one of two ranks
         ranks = 1 + fault.rank % 2 if name == "finetune" else 1
         place = Place(bases, STRUCK[name])
@@ -88,10 +90,11 @@ def _undisturbed(place: Place, ranks: int) -> Undisturbed:
     """Run a command to its end."""
     ended = _run(place, place.made(), ranks, lambda write: 0)
     assert ended.code == 0, f"{ended.out} {ended.err}"
+    writes_seen = ended.watched.writes
     return Undisturbed(
         wrote=place.example.wrote(place.folder),
-        saves=sum(map(_is_of_save, ended.watched.writes)),
-        prints=sum(write.path == STREAMS[1] for write in ended.watched.writes),
+        saves=len([write for write in writes_seen if _is_of_save(write)]),
+        prints=len([write for write in writes_seen if write.path == STREAMS[1]]),
     )
 
 
@@ -127,7 +130,8 @@ class Strike:
         return 0
 
     def _of_output(self, write: Write) -> int:
-        """Return the error of a write on standard output, from the chosen one on; or 0."""
+        """Return the error of a write on standard output: of the chosen one and of all after it; or
+        0."""
         if write.path != STREAMS[1]:
             return 0
         self._left -= 1
@@ -148,23 +152,24 @@ def _process_of(thread: int) -> int:
 def _row(place: Place, ranks: int, fault: Fault, known: Undisturbed) -> dict[str, Any]:
     """Disturb a command once, let it go on, and return what happened."""
     example = place.example
-    most = known.prints if fault.kind == "output" else known.saves
-    strike = Strike(fault, 1 + int(fault.chance * most))
+    loses_output = fault.kind == "output"
+    num_writes = known.prints if loses_output else known.saves
+    strike = Strike(fault, 1 + int(fault.chance * num_writes))
     started = time.monotonic()
     ended = _run(place, place.made(), ranks, strike)
     seconds = round(time.monotonic() - started, 2)
-    faults = list(example.faults(place.folder))
-    said = ended.out + ended.err
-    again = ended
-    if ended.code != 0 or "done: " not in said:
+    broken = list(example.faults(place.folder))  # what is wrong with what it left
+    output = ended.out + ended.err
+
+    last = ended  # of one or two runs, since a run that is done needs no second one
+    if ended.code != 0 or "done: " not in output:
         words = example.words_again(place.folder)
-        again = _run(place, place.folder, ranks, lambda write: 0, words)
-    is_lost = fault.kind == "output"  # then the output cannot say that it is done
-    if is_lost and ended.code == 0:
-        again = ended
-    same = again.code == 0 and example.wrote(place.folder) == known.wrote
-    named = "Traceback" not in said and (is_lost or _is_named(fault, ranks, ended))
-    left = [path.name for path in place.folder.glob(f"{example.out[0]}/.writing-*")]
+        last = _run(place, place.folder, ranks, lambda write: 0, words)
+    if loses_output and ended.code == 0:
+        last = ended  # whose output cannot say that it is done
+    same = last.code == 0 and example.wrote(place.folder) == known.wrote
+    named = "Traceback" not in output and (loses_output or _is_named(fault, ranks, ended))
+    leftovers = list(place.folder.glob(f"{example.out[0]}/.writing-*"))
     row = {
         "number": fault.number,
         "kind": fault.kind,
@@ -178,15 +183,17 @@ def _row(place: Place, ranks: int, fault: Fault, known: Undisturbed) -> dict[str
         "reached": 0,
         "resumed": 0,
         "lost": 0,
-        "hung": ended.code is None or again.code is None,
+        "hung": ended.code is None or last.code is None,
         "named": named,
-        "same": same and not faults,
-        "recovered": again.code == 0 and (not is_lost or ended.code == 0),
-        "leftovers": len(left),
-        "line": "" if same and named else " | ".join([*faults, said[-6000:], again.err[-1000:]]),
+        "same": same and not broken,
+        "recovered": last.code == 0 and (not loses_output or ended.code == 0),
+        "leftovers": len(leftovers),
+        "line": "",
     }
+    if not (same and named):
+        row["line"] = " | ".join([*broken, output[-6000:], last.err[-1000:]])
     sound = row["named"] and row["same"] and row["recovered"]
-    return row | {"is_wrong": not sound or row["hung"] or bool(left)}
+    return row | {"is_wrong": not sound or row["hung"] or bool(leftovers)}
 
 
 def _is_named(fault: Fault, ranks: int, ended: writes.Ended) -> bool:
@@ -203,7 +210,8 @@ def _run(
     decide: Callable[[Write], int],
     words: Sequence[str] = (),
 ) -> writes.Ended:
-    """Run the command of a place on one or two ranks, with other words if some are given."""
+    """Run the command of a place on one or two ranks, with other words if some are given; `decide`
+    returns the error of each of its writes, or 0."""
     words = words or place.example.words
     if ranks == 1:
         return writes.run(folder, words, decide)
@@ -215,7 +223,7 @@ def _on_ranks(ranks: int, words: Sequence[str]) -> int:
     the exit code of the first that failed, or 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        _, port = free.getsockname()
     processes = {}
     for rank in range(ranks):
         variables = {
@@ -254,16 +262,24 @@ def _become_rank(
 
 
 def _first_failure(processes: dict[int, int]) -> int:
-    """Wait for ranks, and kill those that do not end some time after another has failed."""
-    code = 0
+    """Wait for ranks, and kill those that do not end some time after another has failed.
+
+    Args:
+        processes: process id -> rank; emptied as they end.
+
+    Returns:
+        the exit code of the first that failed, as a shell gives it; 0 if none did, 99 if some had
+        to be killed.
+    """
+    first_failure = 0
     until = float("inf")
     while processes:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             processes.pop(pid, None)
-            ended = os.waitstatus_to_exitcode(status)
-            if ended and not code:
-                code = ended if ended > 0 else 128 - ended
+            code = os.waitstatus_to_exitcode(status)  # of a signal, minus its number
+            if code and not first_failure:
+                first_failure = code if code > 0 else 128 - code
                 until = time.monotonic() + WAITS_SECONDS
         elif time.monotonic() > until:
             for left in processes:
@@ -271,4 +287,4 @@ def _first_failure(processes: dict[int, int]) -> int:
             return 99
         else:
             time.sleep(0.02)
-    return code
+    return first_failure

@@ -7,6 +7,9 @@ TrainingError, a command with one line and exit code 2. Everything else is a cra
 of processor time or 2 GiB of memory for one input also count as a crash. Commands that train or
 measure are stopped once their arguments have been parsed and checked.
 
+A target is a reader or a command under test. Inputs are processed in a worker process, in batches,
+since an input may kill it; `told` shows progress.
+
 moesaic fuzz --json benchmarks/results/fuzz.json
 """
 
@@ -70,9 +73,8 @@ def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, A
     batch_rows = []
     with keeping(options.keep) as folder, _workers(words_of(options.only), told) as run_batch:
         for number, size in enumerate(sizes, options.seed):
-            batch_rows += kept(
-                folder / f"{options.engine}-{number}.json", partial(run_batch, size, number)
-            )
+            file = folder / f"{options.engine}-{number}.json"
+            batch_rows += kept(file, partial(run_batch, size, number))
     return _rows(batch_rows)
 
 
@@ -83,17 +85,17 @@ def _of_examples(options: FuzzOptions, told: Told) -> list[dict[str, Any]]:
     from moesaic_lab.fuzz.examples import named_examples
     from moesaic_lab.fuzz.readers import make_bases
 
-    only = tuple(words_of(options.only)) or ("",)
+    only = tuple(words_of(options.only)) or ("",)  # every name begins with ""
     engine = options.engine
     if engine == "writes":
         require_watching()
     names = [name for name in named_examples() if f"{engine} of {name}".startswith(only)]
     with (
         keeping(options.keep) as folder,
-        tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made,
+        tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as scratch,
     ):
         told("folders of valid files")
-        bases = Path(made, "bases")
+        bases = Path(scratch, "bases")
         process = get_context("spawn").Process(target=make_bases, args=(bases,))
         process.start()
         process.join()
@@ -106,7 +108,8 @@ def _of_examples(options: FuzzOptions, told: Told) -> list[dict[str, Any]]:
             """Return the row of a command line."""
             if engine == "kinds":
                 return kinds.row(bases, name, told)
-            return writes.rows(bases, told, [name])[0]
+            (row,) = writes.rows(bases, told, [name])
+            return row
 
         return [kept(folder / f"{engine} of {name}.json", partial(tried, name)) for name in names]
 
@@ -122,12 +125,14 @@ def _workers(
     after it has died.
     """
     with ExitStack() as stack:
-        started: list[tuple[Any, subprocess.Popen[bytes]]] = []
+        line: Any = None
+        process: subprocess.Popen[bytes] | None = None
 
         def run_batch(inputs: int, number: int) -> list[dict[str, Any]]:
-            if not started or started[-1][1].poll() is not None:
-                started.append(stack.enter_context(_worker(only)))
-            line, process = started[-1]
+            """Let the worker run a batch, and return its rows."""
+            nonlocal line, process
+            if process is None or process.poll() is not None:
+                line, process = stack.enter_context(_worker(only))
             with suppress(ConnectionError):  # receiving below detects a worker that has died
                 line.send((inputs, number))
             return _received_rows(line, process, lambda what: told(f"batch {number}: {what}"))
@@ -139,9 +144,9 @@ def _workers(
 def _worker(only: Sequence[str]) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
     """Start a worker process, and yield the connection to it with the process."""
     ours, theirs = Pipe()
-    with tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made:
+    with tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(theirs.fileno()), json.dumps([made, only])],
+            [sys.executable, "-m", WORKER, str(theirs.fileno()), json.dumps([folder, only])],
             pass_fds=[theirs.fileno()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -156,48 +161,51 @@ def _worker(only: Sequence[str]) -> Iterator[tuple[Any, subprocess.Popen[bytes]]
 
 def _received_rows(line: Any, process: subprocess.Popen[bytes], told: Told) -> list[dict[str, Any]]:
     """Receive a worker's progress and return its rows; if the worker fails, return a row with that
-    crash."""
-    last = "its start"
+    crash.
+
+    A message is a text (the worker's traceback), a list (its rows, at the end) or a tuple (the
+    target that it is at, and how many inputs that has had).
+    """
+    target = "its start"
     while True:
         try:
             message = line.recv()
         except (EOFError, ConnectionError):
-            message = ""
-        if isinstance(message, str):  # the worker's traceback, or "" if it died
-            line.close()
-            crashes = {f"the worker ended with {process.wait()}": f"in inputs of {last} {message}"}
-            return [
-                {
-                    "name": last,
-                    "inputs": 1,
-                    "edited": 0,
-                    "refused": 0,
-                    "seconds": 0.0,
-                    "crashes": crashes,
-                }
-            ]
+            message = ""  # it died
         if isinstance(message, list):
             rows: list[dict[str, Any]] = message
             return rows
-        last = message[0]
-        told(f"{message[0]}, after {message[1]:,} inputs of it")
+        if isinstance(message, tuple):
+            target, num_inputs = message
+            told(f"{target}, after {num_inputs:,} inputs of it")
+            continue
+        line.close()
+        crash = f"the worker ended with {process.wait()}"
+        failed = {
+            "name": target,
+            "inputs": 1,
+            "edited": 0,
+            "refused": 0,
+            "seconds": 0.0,
+            "crashes": {crash: f"in inputs of {target} {message}"},
+        }
+        return [failed]
 
 
 def _rows(batch_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the rows of several batches into one row per target."""
     rows: dict[str, dict[str, Any]] = {}
     for batch_row in batch_rows:
-        row = rows.setdefault(
-            batch_row["name"],
-            {**batch_row, **dict.fromkeys(_ADDED, 0), "seconds": 0.0, "crashes": {}},
-        )
-        row |= {key: row[key] + batch_row[key] for key in _ADDED}
+        name = batch_row["name"]
+        if name not in rows:
+            empty = {"inputs": 0, "edited": 0, "refused": 0, "seconds": 0.0, "crashes": {}}
+            rows[name] = batch_row | empty
+        row = rows[name]
+        for key in ("inputs", "edited", "refused"):
+            row[key] += batch_row[key]
         row["seconds"] = round(row["seconds"] + batch_row["seconds"], 1)
         row["crashes"] |= batch_row["crashes"]
     return list(rows.values())
-
-
-_ADDED = ("inputs", "edited", "refused")
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -212,7 +220,8 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
                 Claim(name=f"fuzz.{engine}_tried", value=tried, unit="1", op=">="),
                 Claim(name=f"fuzz.{engine}", value=wrong, unit="1", target=0, op="<="),
             ]
-    inputs, edited = (sum(row[key] for row in rows) for key in ("inputs", "edited"))
+    inputs = sum(row["inputs"] for row in rows)
+    edited = sum(row["edited"] for row in rows)
     crashes = sum(len(row["crashes"]) for row in rows)
     return [
         Claim(name="fuzz.inputs", value=inputs, target=LEAST_INPUTS, op=">="),

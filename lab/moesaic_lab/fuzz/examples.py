@@ -30,14 +30,15 @@ GOES_ON = ("train", "finetune", "convert", "tokenize")
 
 def hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """Return the SHA-256 of every file at or below some names of a folder."""
-    found = {}
+    hash_of = {}
     for name in names:
         place = folder / name
-        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        paths = sorted(place.rglob("*")) if place.is_dir() else [place]
+        for path in paths:
             if path.is_file():
                 digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                found[path.relative_to(folder).as_posix()] = digest
-    return found
+                hash_of[path.relative_to(folder).as_posix()] = digest
+    return hash_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +96,10 @@ def _damaged(
         sums_of: returns the checksums that a checkpoint lists.
         but: the file that lists them.
     """
-    found = checkpoints.listed(folder, typed=True)
-    if least and not any(checkpoints.step_of(path) >= least for path in found):
+    paths = checkpoints.listed(folder, typed=True)
+    if least and not any(checkpoints.step_of(path) >= least for path in paths):
         yield f"the checkpoint of step {least} is lost"
-    for path in found:
+    for path in paths:
         try:
             checkpoints.require_sums(path, sums_of(path), but)
         except (OSError, DamagedError) as error:
@@ -106,14 +107,19 @@ def _damaged(
 
 
 def _sums_of_train(path: Path) -> dict[str, str]:
-    lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
-    return {name: value for value, name in (line.split(maxsplit=1) for line in lines)}
+    """Return the checksums that a checkpoint of `train` lists, by the name of the file."""
+    sums = {}
+    for line in (path / SUMS).read_text(encoding="utf-8").splitlines():
+        value, name = line.split(maxsplit=1)
+        sums[name] = value
+    return sums
 
 
 def _of_train(least: int) -> Callable[[Path], Iterator[str]]:
     """Return a function that yields the faults of the run of `train` in `run`."""
 
     def faults(folder: Path) -> Iterator[str]:
+        """Yield what is damaged or lost in the run's checkpoints and metrics."""
         run = folder / "run"
         yield from _damaged(OF_TRAIN, run / "checkpoints", _sums_of_train, SUMS, least)
         if (run / METRICS).exists():
@@ -155,8 +161,8 @@ def _tuned(folder: Path) -> object:
 
 def _tune_again(folder: Path) -> tuple[str, ...]:
     """Return the words of a fine-tune that has begun, or not yet."""
-    begun = (folder / "tuned" / RUN).exists() and "--resume" not in TUNE
-    return (*TUNE, "--merge", "--resume") if begun else (*TUNE, "--merge")
+    has_begun = (folder / "tuned" / RUN).exists()
+    return (*TUNE, "--merge", "--resume") if has_begun else (*TUNE, "--merge")
 
 
 TRAIN = ("train", "--config", "run/config.json", "--out", "run")
@@ -333,10 +339,11 @@ EXAMPLES: Mapping[str, tuple[Example, ...]] = {
 def require_examples() -> None:
     """Raise InputError if a command of the command line has no example, or an example no
     command."""
-    missing = COMMANDS.keys() ^ EXAMPLES.keys()
-    wrong = {each.command for name, of in EXAMPLES.items() for each in of if each.command != name}
-    if missing or wrong or not all(EXAMPLES.values()):
-        raise InputError(f"commands without a smallest input: {sorted(missing | wrong)}")
+    wrong = set(COMMANDS.keys() ^ EXAMPLES.keys())  # those in one of the two alone
+    for name, examples in EXAMPLES.items():
+        wrong |= {example.command for example in examples if example.command != name}
+    if wrong or not all(EXAMPLES.values()):
+        raise InputError(f"commands without a smallest input: {sorted(wrong)}")
 
 
 def named_examples() -> dict[str, Example]:

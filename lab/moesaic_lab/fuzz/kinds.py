@@ -118,11 +118,14 @@ def row(
         scratch = Path(made, "one")
         names = names_of(bases, command, scratch)
         tries = [(name, kind) for name in names for kind in KINDS]
-        tries = tries[:: every * len(KINDS) if named_examples()[command].is_slow else every]
+        if named_examples()[command].is_slow:
+            every *= len(KINDS)
+        tries = tries[::every]
         crashes = {}
         for name, kind in tries:
             told(f"kinds of {command}: {name} as {kind}")
-            if problem := tried(bases, command, name, kind, scratch):
+            problem = tried(bases, command, name, kind, scratch)
+            if problem:
                 crashes[f"{name} as {kind}"] = problem
     seconds = round(time.monotonic() - started, 1)
     counts = {"inputs": len(tries), "edited": 0, "refused": 0, "names": len(names)}
@@ -151,15 +154,17 @@ def tried(bases: Path, command: str, name: str, kind: str, scratch: Path) -> str
     outside = scratch / "outside"
     place = folder / name
     _make_outside(outside, place)
-    kept = scratch / "before"
+
+    original = scratch / "before"
     place.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(place):
-        place.rename(kept)
-    KINDS[kind](place, outside, kept if kept.exists() else None)
+        place.rename(original)
+    KINDS[kind](place, outside, original if original.exists() else None)
+
     before = _contents(outside)
     ended = _run(example.words, folder)
-    may_change = is_typed(name, example.words)
-    problem = _problem(ended, before, before if may_change else _contents(outside))
+    after = before if is_typed(name, example.words) else _contents(outside)
+    problem = _problem(ended, before, after)
     shutil.rmtree(scratch)
     return problem
 
@@ -183,7 +188,8 @@ def _make_outside(outside: Path, place: Path) -> None:
 
 
 def _problem(ended: Ended, before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return what a command should not have done, or ""."""
+    """Return what a command should not have done, or ""; `before` and `after` are the contents
+    outside its folder."""
     changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     if changed:
         return f"wrote outside: {', '.join(changed)}"
@@ -195,13 +201,14 @@ def _problem(ended: Ended, before: Mapping[str, str], after: Mapping[str, str]) 
 
 
 def _contents(folder: Path) -> dict[str, str]:
-    """Return the names below a folder with the hashes of their contents."""
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.is_file()
-        else "folder"
-        for path in folder.rglob("*")
-    }
+    """Return the names below a folder with the hashes of their contents; "folder" for folders."""
+    contents = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        contents[name] = "folder"
+        if path.is_file():
+            contents[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return contents
 
 
 def _copied(bases: Path, names: Sequence[str], scratch: Path) -> Path:
@@ -239,20 +246,33 @@ def _run(words: Sequence[str], folder: Path) -> Ended:
 
 
 def _comes(what: Any, process: int) -> bool:
-    """Wait for something of a process; return whether it comes before `MOST_SECONDS`, however busy
-    the machine is."""
-    used = 0.0
+    """Wait for something of a process; return whether it comes before the process has used
+    `MOST_SECONDS` of processor time, or has used none for so long: however busy the machine is.
+
+    Args:
+        what: a connection, or a sentinel of `multiprocessing`.
+        process: its id.
+    """
+    used_seconds = 0.0
     since = time.monotonic()
     while not wait([what], min(1.0, MOST_SECONDS)):
         with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            before = used
-            used = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-            if used > before:
+            used_before = used_seconds
+            used_seconds = _processor_seconds(process)
+            if used_seconds > used_before:
                 since = time.monotonic()
-        if used > MOST_SECONDS or time.monotonic() - since > MOST_SECONDS:
+        if used_seconds > MOST_SECONDS or time.monotonic() - since > MOST_SECONDS:
             return False
     return True
+
+
+def _processor_seconds(process: int) -> float:
+    """Return the processor time that a process has used; OSError if there is none."""
+    # "PID (NAME) STATE PARENT ...": the name may hold parentheses, and of what follows it the
+    # fields 11 and 12 are the ticks in the program and in the system
+    _, _, after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")
+    user_ticks, system_ticks = after_name.split()[11:13]
+    return (int(user_ticks) + int(system_ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def _command(line: Any, words: Sequence[str], folder: Path, output: Path) -> None:
@@ -265,13 +285,20 @@ def _command(line: Any, words: Sequence[str], folder: Path, output: Path) -> Non
     sys.stderr = os.fdopen(2, "w", closefd=False)
     os.chdir(folder)
     renew_thread_pool()
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
+    num_pages, *_ = Path("/proc/self/statm").read_text().split()
+    used_bytes = int(num_pages) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MOST_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, resource.RLIM_INFINITY))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    names: dict[str, None] = {}
-    sys.addaudithook(lambda event, arguments: names.update(_names(event, arguments, folder)))
+    names: dict[str, None] = {}  # a set that keeps the order
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        """Note the names that an audit event is about."""
+        for name in _names(event, arguments, folder):
+            names[name] = None
+
+    sys.addaudithook(note)
     try:
         code = main.main(list(words))
     except SystemExit as stop:
@@ -300,18 +327,21 @@ EVENTS = (
 """Python's audit events whose first argument is a path; that of os.rename has a second one."""
 
 
-def _names(event: str, arguments: tuple[Any, ...], folder: Path) -> Iterator[tuple[str, None]]:
+def _names(event: str, arguments: tuple[Any, ...], folder: Path) -> Iterator[str]:
     """Yield the names below a folder that an audit event is about."""
     if event not in EVENTS:
         return
-    for argument in arguments[: 2 if event == "os.rename" else 1]:
-        if isinstance(argument, (str, bytes, os.PathLike)):
+    num_paths = 2 if event == "os.rename" else 1
+    for argument in arguments[:num_paths]:
+        if isinstance(argument, (str, bytes, os.PathLike)):  # not a file descriptor
             name = os.path.relpath(os.path.join(folder, os.fsdecode(argument)), folder)
-            if name != "." and not name.startswith(("..", "/")) and not _is_new(name):
-                yield name, None
+            is_below = name != "." and not name.startswith(("..", "/"))
+            if is_below and not _is_new(name):
+                yield name
 
 
 def _is_new(name: str) -> bool:
     """Return whether a name is drawn anew in every run, so that nobody can put anything there
     beforehand."""
-    return "/.writing-" in f"/{name}" and not name.rpartition("/.writing-")[2].isdigit()
+    _, _, drawn = name.rpartition("/.writing-")
+    return "/.writing-" in f"/{name}" and not drawn.isdigit()

@@ -2,7 +2,8 @@
 bytes.
 
 Edits depend on the kind of file, so an edited file still passes the checks of headers, lengths and
-checksums.
+checksums. A strategy is hypothesis's word for what draws values; an edit is drawn as (where, what
+to do, a value), and `apply` turns some edits into an input.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def either(
         True: edited.map(lambda value: (True, value)),
         False: other.map(lambda value: (False, value)),
     }
-    return st.sampled_from((True, True, False)).flatmap(marked.__getitem__)
+    return st.sampled_from((True, True, False)).flatmap(lambda is_edited: marked[is_edited])
 
 
 def _kind(name: str, data: bytes) -> str:
@@ -123,18 +124,17 @@ def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
         return _tables(json.loads(data)).map(_dumped)
     if kind == "jsonl":
         lines = [json.loads(line) for line in data.splitlines()]
-        return _tables(lines).map(
-            lambda tree: b"\n".join(map(_dumped, tree)) if isinstance(tree, list) else b""
-        )
+        return _tables(lines).map(_dumped_lines)
     if kind == "safetensors":
-        size = struct.unpack("<Q", data[:8])[0]
+        (size,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + size])
         body = data[8 + size :]
-        return (
-            _tables(header)
-            .map(_dumped)
-            .map(lambda text: struct.pack("<Q", len(text)) + text + body)
-        )
+
+        def with_header(text: bytes) -> bytes:
+            """Return a file of another header and the same elements."""
+            return struct.pack("<Q", len(text)) + text + body
+
+        return _tables(header).map(_dumped).map(with_header)
     if kind == "npz":
         return _archives(data)
     if kind == "npy":
@@ -148,9 +148,8 @@ def _damaged(data: bytes) -> st.SearchStrategy[bytes]:
     """Return a strategy for inputs unrelated to any valid file, and for copies of a valid file with
     damaged bytes."""
     text = st.text(max_size=60).map(lambda drawn_text: drawn_text.encode("utf-8", "replace"))
-    deep = st.tuples(st.sampled_from((b"[", b'{"a":')), st.integers(0, 50_000)).map(
-        lambda drawn: drawn[0] * drawn[1]
-    )
+    opening_and_depth = st.tuples(st.sampled_from((b"[", b'{"a":')), st.integers(0, 50_000))
+    deep = opening_and_depth.map(lambda drawn: drawn[0] * drawn[1])
     return st.one_of(st.binary(max_size=200), ODD.map(_dumped), text, deep, _bytes(data))
 
 
@@ -159,16 +158,24 @@ def _dumped(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+def _dumped_lines(values: Any) -> bytes:
+    """Return a list of values as lines of JSON; nothing for what an edit has made no list."""
+    if not isinstance(values, list):
+        return b""
+    return b"\n".join(_dumped(value) for value in values)
+
+
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the paths of the values in a tree of lists and dicts, as tuples of keys; of a list,
-    only the first four."""
-    paths = [at]
+    """Return the paths of the values in a tree of lists and dicts, as tuples of keys that begin
+    with `at`, the path of `value`; of a list, only the first four."""
+    children: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
-        paths += [path for key, child in value.items() for path in _places(child, (*at, key))]
+        children = list(value.items())
     elif isinstance(value, list):
-        paths += [
-            path for key, child in enumerate(value[:4]) for path in _places(child, (*at, key))
-        ]
+        children = list(enumerate(value[:4]))
+    paths = [at]
+    for key, child in children:
+        paths += _places(child, (*at, key))
     return paths
 
 
@@ -180,43 +187,56 @@ def _tables(tree: Any) -> st.SearchStrategy[Any]:
         ODD,
     )
     return st.lists(edit, min_size=1, max_size=3).map(
-        lambda edits: _apply_edits(json.loads(json.dumps(tree)), edits)
+        lambda edits: _apply_edits(json.loads(json.dumps(tree)), edits)  # of a copy
     )
 
 
 def _apply_edits(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
-    """Return a value of JSON after edits."""
-    for place, act, drawn in edits:
+    """Return a value of JSON after edits, each a path, what to do there, and a value. Edits at
+    paths that earlier ones have removed do nothing."""
+    for path, act, drawn in edits:
         value = copy.deepcopy(drawn)  # later edits may change the inserted value
-        holder = {"": tree}
-        inner: Any = holder
-        key: Any = ""
-        for step in place:
-            inner = inner[key]
-            key = step
-            if not isinstance(inner, dict | list) or (
-                isinstance(inner, list) and not isinstance(key, int)
-            ):
-                break
-            if (isinstance(inner, dict) and key not in inner) or (
-                isinstance(inner, list) and key >= len(inner)
-            ):
-                break
-        else:
-            if act == "drop" and place:
-                del inner[key]
-            elif act == "add" and isinstance(inner[key], dict):
-                inner[key][str(value)[:9]] = value
-            elif act == "wrap":
-                inner[key] = [inner[key]]
-            elif act == "name" and place and isinstance(inner, dict):
-                inner[str(value)[:9]] = inner.pop(key)
-            elif act == "bend":
-                inner[key] = _bent(inner[key])
-            else:
-                inner[key] = value
-        tree = holder[""]
+        # The tree is an entry of a table too, so that it can be replaced as a whole.
+        root = {"": tree}
+        keys = ("", *path)
+        container = _container(root, keys)
+        if container is not None:
+            _edit(container, keys[-1], act, value, is_root=not path)
+        tree = root[""]
     return tree
+
+
+def _container(root: Any, keys: tuple[Any, ...]) -> Any:
+    """Return the dict or list in which the last of the keys is; None if the path does not exist."""
+    container = root
+    for place, key in enumerate(keys):
+        if isinstance(container, dict):
+            exists = key in container
+        elif isinstance(container, list):
+            exists = isinstance(key, int) and key < len(container)
+        else:
+            exists = False
+        if not exists:
+            return None
+        if place < len(keys) - 1:
+            container = container[key]
+    return container
+
+
+def _edit(container: Any, key: Any, act: str, value: Any, *, is_root: bool) -> None:
+    """Edit an entry of a dict or list; what cannot be done sets the entry to the value."""
+    if act == "drop" and not is_root:
+        del container[key]
+    elif act == "add" and isinstance(container[key], dict):
+        container[key][str(value)[:9]] = value
+    elif act == "wrap":
+        container[key] = [container[key]]
+    elif act == "name" and not is_root and isinstance(container, dict):
+        container[str(value)[:9]] = container.pop(key)
+    elif act == "bend":
+        container[key] = _bent(container[key])
+    else:
+        container[key] = value
 
 
 def _bent(value: Any) -> Any:
@@ -237,6 +257,7 @@ def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
     )
 
     def apply(edits: list[tuple[int, str, bytes]]) -> bytes:
+        """Return the bytes after edits, each a position, what to do there, and some bytes."""
         changed = bytearray(data)
         for at, act, extra in edits:
             if act == "cut":
@@ -264,15 +285,12 @@ def _words(text: str) -> st.SearchStrategy[bytes]:
     )
 
     def apply(edits: list[tuple[int, str, str]]) -> bytes:
+        """Return the text after edits, each the number of a word, what to do, and another word."""
         changed = list(pieces)
-        for at, act, value in edits:
-            word = changed[2 * at]
-            changed[2 * at] = {
-                "set": value,
-                "drop": "",
-                "twice": f"{word} {word}",
-                "on": word + value,
-            }[act]
+        for number, act, value in edits:
+            word = changed[2 * number]
+            results = {"set": value, "drop": "", "twice": f"{word} {word}", "on": word + value}
+            changed[2 * number] = results[act]
         return "".join(changed).encode()
 
     return st.one_of(st.lists(edit, min_size=1, max_size=3).map(apply), _bytes(text.encode()))
@@ -282,9 +300,8 @@ def _arrays(data: bytes) -> st.SearchStrategy[bytes]:
     """Return a strategy for arrays of other shapes, dtypes and values, and for a valid array with a
     few odd numbers."""
     valid = np.load(io.BytesIO(data), allow_pickle=False)
-    drawn = arrays(
-        scalar_dtypes(), array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
-    ).map(_saved)
+    shapes = array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
+    drawn = arrays(scalar_dtypes(), shapes).map(_saved)
     if not valid.size or valid.dtype.kind not in "iu":
         return drawn
     edit = st.tuples(
@@ -292,6 +309,7 @@ def _arrays(data: bytes) -> st.SearchStrategy[bytes]:
     )
 
     def apply(edits: list[tuple[int, int]]) -> bytes:
+        """Return the array after edits, each a position and a number, which wraps around."""
         changed = valid.copy()
         for at, value in edits:
             changed.flat[at] = np.array(value).astype(changed.dtype)
@@ -314,6 +332,7 @@ def _archives(data: bytes) -> st.SearchStrategy[bytes]:
         members = {name: archive.read(name) for name in archive.namelist()}
 
     def with_member(name: str) -> st.SearchStrategy[bytes]:
+        """Return a strategy for archives in which one member is edited."""
         changed = st.one_of(_arrays(members[name]), _bytes(members[name]))
         return changed.map(lambda member: _packed(members | {name: member}))
 

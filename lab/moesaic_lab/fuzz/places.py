@@ -66,7 +66,8 @@ class Place:
         """Return whether a path is of a temporary file. Where one cannot be written, tempfile looks
         for another place, at last in the current folder, by a file with a random name."""
         if path.startswith(f"{self._made}/"):
-            is_probe = bool(PROBE.fullmatch(Path(path).name)) and Path(path).parent == self.folder
+            is_in_folder = Path(path).parent == self.folder
+            is_probe = is_in_folder and bool(PROBE.fullmatch(Path(path).name))
             return is_probe or path.startswith(f"{self._made}/tmp/")
         return path.startswith(("/tmp/", "/var/tmp/", "/usr/tmp/"))
 

@@ -13,7 +13,7 @@ import shutil
 import struct
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,15 +101,13 @@ class Reader:
 def make_bases(folder: Path) -> None:
     """Write a valid file of every kind into subfolders of `folder`."""
 
+    words = "one two three four five six seven eight nine ten"
     text = folder / "text" / "a.txt"
     text.parent.mkdir(parents=True)
-    text.write_text("one two three four five six seven eight nine ten\n" * 40, encoding="utf-8")
+    text.write_text(f"{words}\n" * 40, encoding="utf-8")
     config = override(TrainConfig(), _TINY | {"out": str(folder / "run")}, source="fuzz")
     config = override(config, {"data": {"path": [str(text)]}}, source="fuzz")
     train(config, console=Console(file=io.StringIO()))
-    one = folder / "one"
-    one.mkdir()
-    (one / "config.json").write_text(as_json(config))
     stuck = {
         "rank": 0,
         "process": "process 1 on a",
@@ -118,53 +116,49 @@ def make_bases(folder: Path) -> None:
         "stack": ["a"],
     }
     RunFolder(folder / "run").write(HANG, json.dumps({"line": "it hung", "ranks": [stuck]}))
-    words = {
-        word: number for number, word in enumerate(text.read_text(encoding="utf-8").split()[:10])
-    }
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="one")).save(
-        str(one / "tokenizer.json")
-    )
+
+    one = folder / "one"
+    one.mkdir()
+    (one / "config.json").write_text(as_json(config))
+    vocabulary = {word: number for number, word in enumerate(words.split())}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="one"))
+    tokenizer.save(str(one / "tokenizer.json"))
     _make_tables(one)
-    _make_texts(one, text)
+    _make_texts(one)
     _make_traces(folder, one)
     _make_weights(folder)
 
 
 def _make_tables(one: Path) -> None:
+    """Write plans, configurations, clusters and tables of counts."""
     write_plan(Plan(), one / "plan.json")
-    planned = json.loads((one / "plan.json").read_text()) | {
-        "mesh": {"tp": 1, "ep": 2, "etp": 1, "innermost": "etp"}
-    }
+    planned = json.loads((one / "plan.json").read_text())
+    planned["mesh"] = {"tp": 1, "ep": 2, "etp": 1, "innermost": "etp"}
     (one / "planned.json").write_text(json.dumps(planned))
     (one / "table.toml").write_text('out = "x"\nsteps = 3\n[model]\ndim = 16\nnum_heads = 2\n')
-    (one / "cluster.toml").write_text(
-        (Path(cluster.__file__).parent / "clusters" / "bed-2x2.toml").read_text(encoding="utf-8")
-    )
+    preset = Path(cluster.__file__).parent / "clusters" / "bed-2x2.toml"
+    (one / "cluster.toml").write_text(preset.read_text(encoding="utf-8"))
     np.save(one / "counts.npy", np.arange(8).reshape(2, 4))
     (one / "counts.csv").write_text("1, 2, 3\n4, 5, 6\n")
     (one / "plan-table.json").write_text(json.dumps(_used_table().state()))
 
 
-def _make_texts(one: Path, text: Path) -> None:
+def _make_texts(one: Path) -> None:
+    """Write texts, chats and pairs, tokens, and files of a fine-tune."""
     (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
     parquet.write_table(pyarrow.table({"text": ["a b", "c"] * 9}), one / "table.parquet")
     (one / "messages.mo").write_bytes(_catalogue({"one": "eins", "two": "zwei"}))
     (one / "pairs.jsonl").write_text(
         '{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n'
     )
-    (one / RUN).write_text(
-        json.dumps(_finetune_in(one).kept(1) | {"contents": {"data": "", "model": ""}})
-    )
+    run = _finetune_in(one).kept(1) | {"contents": {"data": "", "model": ""}}
+    (one / RUN).write_text(json.dumps(run))
     (one / COMPLETE).write_text(json.dumps({"sha256": {RUN: checksum(one / RUN)}}))
-    (one / "chats.json").write_text(
-        json.dumps(
-            [{"text": "a b"}, {"messages": [{"role": "a", "content": "b"}], "tools": "[{}]"}]
-        )
-    )
+    chat = {"messages": [{"role": "a", "content": "b"}], "tools": "[{}]"}
+    (one / "chats.json").write_text(json.dumps([{"text": "a b"}, chat]))
     (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
-    write_states(
-        one / "states.safetensors", {"optimizer": {}, "schedule": {}, "random": [torch.zeros(2)]}
-    )
+    states = {"optimizer": {}, "schedule": {}, "random": [torch.zeros(2)]}
+    write_states(one / "states.safetensors", states)
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
     (one / "flags.txt").write_text(
         "--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep"
@@ -172,31 +166,26 @@ def _make_texts(one: Path, text: Path) -> None:
 
 
 def _make_traces(folder: Path, one: Path) -> None:
-    write_segment(
-        make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)),
-        one / "trace.npz",
-    )
-    write_segment(
-        make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)),
-        folder / "segments" / segment_name(0),
-    )
-    tokens = make_trace(
-        SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8, tokens=True)
-    )
+    """Write a routing trace in our format, and one in each foreign format."""
+    routing = SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)
+    write_segment(make_segment(routing), one / "trace.npz")
+    write_segment(make_segment(routing), folder / "segments" / segment_name(0))
+    tokens = make_trace(replace(routing, tokens=True))
     for name, format in FORMATS.items():
         (folder / name).mkdir()
         format.write(tokens, folder / name / "trace")
-    experts = [[[0, 3], [1, 2]], [[2, 0], [3, 1]]]
-    (one / "routed.json").write_text(
-        json.dumps({"prompt_routed_experts": experts, "choices": [{"routed_experts": experts}]})
-    )
-    answer = json.loads(next((folder / "sglang").rglob("*.json")).read_text())
-    asked = {
-        "routed_experts": answer["meta_info"]["routed_experts"],
+
+    experts = [[[0, 3], [1, 2]], [[2, 0], [3, 1]]]  # (tokens, layers, top_k)
+    of_vllm = {"prompt_routed_experts": experts, "choices": [{"routed_experts": experts}]}
+    (one / "routed.json").write_text(json.dumps(of_vllm))
+    # a response of SGLang without the shape, which has the numbers of tokens instead
+    response = json.loads(next((folder / "sglang").rglob("*.json")).read_text())
+    without_shape = {
+        "routed_experts": response["meta_info"]["routed_experts"],
         "prompt_tokens": 6,
         "completion_tokens": 3,
     }
-    (one / "answer.json").write_text(json.dumps([{"meta_info": asked}]))
+    (one / "answer.json").write_text(json.dumps([{"meta_info": without_shape}]))
     (one / "laer.csv").write_text(
         "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,3\n1,A,m,0,0,1\n"
     )
@@ -204,40 +193,43 @@ def _make_traces(folder: Path, one: Path) -> None:
 
 
 def _make_weights(folder: Path) -> None:
+    """Write checkpoints: of tensors alone, of whole models, quantized, converted, sharded."""
     hub = folder / "hub"
     hub.mkdir()
     (hub / "config.json").write_text(json.dumps(_HUB))
     save_file({"a": torch.zeros(2, 3), "b": torch.ones(4)}, hub / "model.safetensors")
-    (hub / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")})
-    )
-    whole = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**_HUB | {"hidden_size": 16, "vocab_size": 20})
-    )
-    whole.save_pretrained(folder / "whole")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}
+    (hub / "model.safetensors.index.json").write_text(json.dumps(index))
+    small = transformers.MixtralConfig(**_HUB | {"hidden_size": 16, "vocab_size": 20})
+    transformers.MixtralForCausalLM(small).save_pretrained(folder / "whole")
     convert(folder / "whole", folder / "converted", to="megatron", logits=False)
     _make_finetuned(folder)
-    fp8 = folder / "fp8"
-    fp8.mkdir()
-    (fp8 / "config.json").write_text(
-        json.dumps(_HUB | {"quantization_config": {"weight_block_size": [2, 2]}})
-    )
-    sizes = json.dumps({"shape": [1, 64], "blocksize": 64, "quant_type": "nf4"}).encode()
-    four_bit = {"b": torch.zeros(32, 1, dtype=torch.uint8), "b.absmax": torch.ones(1)}
-    four_bit["b.quant_state.bitsandbytes__nf4"] = torch.tensor(list(sizes), dtype=torch.uint8)
-    tensors = {"a": torch.ones(4, 4).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(2, 2)}
-    save_file(tensors | four_bit, fp8 / "model.safetensors")
+    _make_quantized(folder / "fp8")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state_dict_saver.save(
             {"model.a": torch.zeros(2, 3)}, checkpoint_id=folder / "shards", no_dist=True
         )
     write_tensors(folder / "ours", {"model.a": torch.zeros(2, 3)}, is_alone=True)
-    write_nested(
-        folder / "states.safetensors",
-        {"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "a": torch.ones(2)},
-    )
+    nested = {"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "a": torch.ones(2)}
+    write_nested(folder / "states.safetensors", nested)
     (folder / "schedule.json").write_text(dumped({"last_lr": [0.1], "step": 3}))
+
+
+def _make_quantized(folder: Path) -> None:
+    """Write a weight in fp8 and one in NF4."""
+    folder.mkdir()
+    config = _HUB | {"quantization_config": {"weight_block_size": [2, 2]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    sizes = json.dumps({"shape": [1, 64], "blocksize": 64, "quant_type": "nf4"}).encode()
+    tensors = {
+        "a": torch.ones(4, 4).to(torch.float8_e4m3fn),
+        "a_scale_inv": torch.ones(2, 2),
+        "b": torch.zeros(32, 1, dtype=torch.uint8),
+        "b.absmax": torch.ones(1),
+        "b.quant_state.bitsandbytes__nf4": torch.tensor(list(sizes), dtype=torch.uint8),
+    }
+    save_file(tensors, folder / "model.safetensors")
 
 
 def _make_finetuned(folder: Path) -> None:
@@ -245,10 +237,11 @@ def _make_finetuned(folder: Path) -> None:
     words = {f"w{number}": number for number in range(20)}
     of_words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
     of_words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    shutil.copytree(folder / "whole", folder / "mixtral")
-    transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=of_words, pad_token="w0", eos_token="w2"
-    ).save_pretrained(folder / "mixtral")
+    )
+    shutil.copytree(folder / "whole", folder / "mixtral")
+    tokenizer.save_pretrained(folder / "mixtral")
     (folder / "words.txt").write_text(" ".join(f"w{number % 17 + 3}" for number in range(100)))
     (folder / "system.py").write_text(_SYSTEM)
     before = Path.cwd()
@@ -259,6 +252,7 @@ def _make_finetuned(folder: Path) -> None:
         os.chdir(before)
     if code:
         raise TrainingError(f"the fine-tune of {folder} ended with code {code}")
+    # as if it had been killed after the first of its two steps
     for path in (folder / "tuned").iterdir():
         if path.name == "checkpoint-2":
             shutil.rmtree(path)
@@ -325,47 +319,55 @@ _HUB = {
 
 
 def _catalogue(texts: Mapping[str, str]) -> bytes:
-    """Return a compiled gettext catalogue (a .mo file) with these texts and translations."""
-    flat = [text.encode() for text in (*texts, *texts.values())]
-    begin = 20 + 8 * len(flat)
-    places = [
-        (len(text), begin + sum(len(each) + 1 for each in flat[:number]))
-        for number, text in enumerate(flat)
-    ]
-    numbers = [number for place in places for number in place]
-    head = struct.pack(f"<4x4I{len(numbers)}I", 0, len(texts), 20, 20 + 8 * len(texts), *numbers)
-    return CATALOGUE + head[4:] + b"".join(text + b"\0" for text in flat)
+    """Return a compiled gettext catalogue (a .mo file) with these texts and translations.
+
+    Its parts are the format's mark, four numbers (version, number of texts, and the places of the
+    two tables), the tables of texts and of translations, of (length, place) each, and all of these
+    with a zero byte at the end.
+    """
+    encoded = [text.encode() for text in (*texts, *texts.values())]
+    head_bytes = 20
+    table_bytes = 8 * len(texts)
+    place = head_bytes + 2 * table_bytes
+    entries: list[int] = []
+    for text in encoded:
+        entries += [len(text), place]
+        place += len(text) + 1
+    numbers = [0, len(texts), head_bytes, head_bytes + table_bytes, *entries]
+    packed = struct.pack(f"<{len(numbers)}I", *numbers)
+    return CATALOGUE + packed + b"".join(text + b"\0" for text in encoded)
 
 
 def _used_table() -> PlanTable:
     """Return a plan table that has recorded some measured steps."""
     plans = [Plan(), Plan(chunks=2), Plan(schedule="s1")]
-    table = PlanTable(plans, lambda load: [0.3, 0.2, 0.25])
+    seconds = [0.3, 0.2, 0.25]
+    table = PlanTable(plans, lambda load: list(seconds))
     for _ in range(60):
-        table.record((0.3, 0.2, 0.25)[table.choose()], 100.0)
+        chosen = table.choose()
+        table.record(seconds[chosen], 100.0)
     return table
 
 
 def _silent(line: str) -> None:
-    pass
-
-
-def _seal(checkpoint: Path) -> None:
-    names = [path.name for path in checkpoint.iterdir() if path.is_file() and path.name != SUMS]
-    (checkpoint / SUMS).write_text(
-        "".join(f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names))
-    )
+    """Print nothing."""
 
 
 def _seal_last(folder: Path) -> None:
-    _seal(folder / "checkpoints" / "step-00000002")
+    """Write the checksums of a run's last checkpoint anew."""
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    names = [path.name for path in checkpoint.iterdir() if path.is_file() and path.name != SUMS]
+    lines = [f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names)]
+    (checkpoint / SUMS).write_text("".join(lines))
 
 
 def _train_config(path: Path) -> TrainConfig:
+    """Read a training configuration."""
     return override(TrainConfig(), read_table(path), source=str(path))
 
 
 def _resumed(folder: Path) -> object:
+    """Resume a run from its last checkpoint."""
     config = override(_train_config(folder / "config.json"), {"out": str(folder)}, source="fuzz")
     run = open_run(config, _silent)
     run.claim.release()
@@ -373,27 +375,33 @@ def _resumed(folder: Path) -> object:
 
 
 def _reported(folder: Path) -> object:
+    """Write the report of a run."""
     return write_page(read_runs([folder]), folder / "report.html")
 
 
 def _trace(folder: Path) -> object:
+    """Read a trace in our format."""
     read_trace_table(read_header(folder / "trace.npz"))
     return Trace.open(folder / "trace.npz").loads
 
 
 def _foreign(name: str, path: Path) -> object:
+    """Read a trace in a foreign format, and look for faults in it."""
     return faults(Trace.of(FORMATS[name].read(path, ReadOptions(top_k=2)), name))
 
 
 def _documents(path: Path) -> object:
+    """Read the texts of a table."""
     return read_documents(path, "text")
 
 
 def _finetune_in(folder: Path) -> FinetuneOptions:
+    """Return the options of a fine-tune that is resumed in a folder."""
     return FinetuneOptions(model="model", data="text", out=str(folder), resume=True)
 
 
 def _sealed(folder: Path) -> object:
+    """Compare a folder with its checksums."""
     try:
         require_sealed(folder)
         return sealed_sums(folder)
@@ -402,6 +410,7 @@ def _sealed(folder: Path) -> object:
 
 
 def _states(path: Path) -> object:
+    """Read a rank's states of a fine-tune."""
     try:
         return read_states(path)
     except DamagedError as damage:
@@ -409,6 +418,7 @@ def _states(path: Path) -> object:
 
 
 def _sequences(path: Path) -> object:
+    """Read the data of a fine-tune, with the tokenizer that lies beside it."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(path.with_name("tokenizer.json"))
     )
@@ -417,10 +427,12 @@ def _sequences(path: Path) -> object:
 
 
 def _elements(tensors: Mapping[str, Readable]) -> object:
+    """Read all elements of tensors."""
     return [tensor.read(full_region(tensor.shape)) for tensor in tensors.values()]
 
 
 def _plan_table(path: Path) -> object:
+    """Restore a plan table, and use it."""
     table = _used_table()
     table.restore(read_plan_table(path) or {})
     table.choose()
@@ -445,6 +457,7 @@ def _of_step(
 
 
 def _text_of(path: Path) -> str:
+    """Return a file's text, whatever its bytes."""
     return path.read_text("utf-8", "replace")
 
 

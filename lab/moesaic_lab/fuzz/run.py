@@ -1,7 +1,8 @@
 """Run readers and commands on inputs, under limits of memory and time, and record unexpected
 exceptions.
 
-`python -m moesaic_lab.fuzz.run` is a worker process.
+`python -m moesaic_lab.fuzz.run` is a worker process. An edited input is a valid one with some
+edits, as in `mutate`; a strategy is hypothesis's word for what draws inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -88,10 +89,11 @@ class Target:
             for name in ("name", "inputs", "edited", "refused", "seconds", "crashes")
         }
 
-    def take(self, value: Any, edited: bool) -> None:
+    def take(self, value: Any, is_edited: bool) -> None:
         """Process an input and record an unexpected exception as a crash."""
         self.inputs += 1
-        self.edited += edited
+        if is_edited:
+            self.edited += 1
         try:
             signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
             self.takes(value)
@@ -100,19 +102,7 @@ class Target:
         except _ParsedError:
             pass
         except BaseException as error:  # any other exception is a crash
-            frames = traceback.extract_tb(error.__traceback__)
-            at = [
-                frame for frame in frames if Path(frame.filename).is_relative_to(SOURCE / "moesaic")
-            ][-1:]
-            place = (
-                (
-                    f"{type(error).__name__} at "
-                    f"{os.path.relpath(at[0].filename, SOURCE)}:{at[0].lineno}"
-                )
-                if at
-                else repr(error)
-            )
-            self.crashes.setdefault(place, f"{error!r:.200} on {value!r:.300}")
+            self.crashes.setdefault(_place_of(error), f"{error!r:.200} on {value!r:.300}")
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -129,9 +119,25 @@ class Target:
         )
         @given(self.draws)
         def each(drawn: tuple[bool, Any]) -> None:
-            self.take(drawn[1], drawn[0])
+            """Process an input that hypothesis has drawn."""
+            is_edited, value = drawn
+            self.take(value, is_edited)
 
         return each
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the kind of an error, and the last line of the library that it passed; the error
+    itself if it passed none."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(SOURCE / "moesaic")
+    ]
+    if not frames:
+        return repr(error)
+    last = frames[-1]
+    return f"{type(error).__name__} at {os.path.relpath(last.filename, SOURCE)}:{last.lineno}"
 
 
 def start(words: Sequence[str]) -> None:
@@ -165,11 +171,10 @@ def work(line: Connection, folder: Path, only: Sequence[str]) -> None:
     # open until the process ends; a real file, as some code calls fileno
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    used_bytes = (
-        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        if sys.platform == "linux"
-        else 0
-    )
+    used_bytes = 0
+    if sys.platform == "linux":
+        num_pages, *_ = Path("/proc/self/statm").read_text().split()
+        used_bytes = int(num_pages) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MOST_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, _stop)
     targets = [*_readers(folder, only), *_commands(only)]
@@ -184,25 +189,45 @@ def work(line: Connection, folder: Path, only: Sequence[str]) -> None:
 
 
 def _batch(line: Connection, targets: list[Target], inputs: int, number: int) -> None:
-    """Run the targets on `inputs` inputs in total, round by round."""
+    """Run the targets on `inputs` inputs in total, round by round.
+
+    Targets get about equal processor time, so slow ones get fewer inputs, but each gets at least
+    `FIRST`.
+
+    Args:
+        line: gets the target that is at work, and how many inputs it has had.
+        number: seed of the batch.
+    """
+    first_seed = number * 1_000_003
+    for target in targets:
+        _run_round(line, target, FIRST, first_seed)
+
     has_readers = any(target.name.startswith("read") for target in targets)
-    rounds = 0
+    rounds = 1
     while (missing := inputs - sum(target.inputs for target in targets)) > 0:
         left = [each for each in targets if not (has_readers and _has_enough(each, inputs))]
-        # Targets get about equal processor time, so slow ones get fewer inputs, but each gets at
-        # least `FIRST`.
-        share = sum(each.seconds for each in left) / len(left)
-        count = -(-missing // len(left))
-        for target in targets if rounds == 0 else left:
-            if rounds == 0 or target.seconds <= share:
-                line.send((target.name, target.inputs))
-                fit = int(target.inputs / max(target.seconds, 0.01)) + 1
-                started = sum(os.times()[:4])
-                target.drawn(
-                    min(AT_ONCE, fit, count) if rounds else FIRST, number * 1_000_003 + rounds
-                )()
-                target.seconds += sum(os.times()[:4]) - started
+        mean_seconds = sum(each.seconds for each in left) / len(left)
+        share = -(-missing // len(left))
+        for target in left:
+            if target.seconds <= mean_seconds:
+                per_second = int(target.inputs / max(target.seconds, 0.01)) + 1
+                count = min(AT_ONCE, per_second, share)
+                _run_round(line, target, count, first_seed + rounds)
         rounds += 1
+
+
+def _run_round(line: Connection, target: Target, count: int, seed_of_round: int) -> None:
+    """Run a target on `count` inputs, and add the processor time."""
+    line.send((target.name, target.inputs))
+    started = _processor_seconds()
+    target.drawn(count, seed_of_round)()
+    target.seconds += _processor_seconds() - started
+
+
+def _processor_seconds() -> float:
+    """Return the processor time of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _has_enough(target: Target, inputs: int) -> bool:
@@ -227,21 +252,22 @@ def _readers(folder: Path, only: Sequence[str]) -> Iterator[Target]:
             continue
         path = reader.path(folder)
         data = path.read_bytes()
-        yield Target(
-            f"read {name}", drawn_from(path.name, data), _reading(folder, reader, path, data)
-        )
+        reading = _reading(reader, folder / reader.base, path)
+        yield Target(f"read {name}", drawn_from(path.name, data), reading)
 
 
-def _reading(folder: Path, reader: Reader, path: Path, data: bytes) -> Callable[[Any], None]:
-    """Return a function that reads a changed file and restores it."""
-    place = folder / reader.base
+def _reading(reader: Reader, base: Path, path: Path) -> Callable[[Any], None]:
+    """Return a function that puts other bytes into the file at `path`, below the folder `base`,
+    reads it and restores it."""
+    data = path.read_bytes()
 
     def read(changed: bytes) -> None:
+        """Read a changed file."""
         path.write_bytes(changed)
         try:
             if reader.seal is not None:
-                reader.seal(place)
-            reader.read(place)
+                reader.seal(base)
+            reader.read(base)
         finally:
             path.write_bytes(data)
 
@@ -254,22 +280,22 @@ def _commands(only: Sequence[str]) -> Iterator[Target]:
     Possible arguments are read from the commands' help, which takes a second for all commands
     together.
     """
-    offered = {entry.name for entry in entry_points(group=main.GROUP)}
-    for name in filter(
-        lambda name: _is_asked(f"command {name}", only), (*main.COMMANDS, *sorted(offered))
-    ):
-        yield Target(f"command {name}", _command_lines(name), _running(name, name in main.COMMANDS))
+    of_other_packages = sorted({entry.name for entry in entry_points(group=main.GROUP)})
+    for name in (*main.COMMANDS, *of_other_packages):
+        if _is_asked(f"command {name}", only):
+            running = _running(name, is_ours=name in main.COMMANDS)
+            yield Target(f"command {name}", _command_lines(name), running)
 
 
 def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
     """Return a strategy for edited command lines from the documentation, and for ones of words and
     flags from the help."""
-    first, listed = _help_of([name])
-    known: dict[tuple[str, ...], tuple[list[str], list[str]]] = {(): first}
-    for word in listed:
-        words, flags = _help_of([name, word])[0]
-        if flags:
-            known[(word,)] = (words, flags)
+    help_of_command = _help_of([name])
+    known: dict[tuple[str, ...], _Help] = {(): help_of_command}  # by what precedes the words
+    for word in help_of_command.listed:
+        help_of_word = _help_of([name, word])
+        if help_of_word.flags:
+            known[(word,)] = help_of_word
     value = st.one_of(
         st.sampled_from(ODD_WORDS),
         st.sampled_from(_FILES),
@@ -279,50 +305,60 @@ def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
 
     def lines(prefix: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
         """Return a strategy for command lines that begin with a prefix."""
-        return _lines_of(prefix, *known[prefix], value)
+        return _lines_of(prefix, known[prefix], value)
 
     drawn = st.sampled_from(list(known)).flatmap(lines).map(_harmless)
     documented = _documented(name)
     if not documented:
         return drawn.map(lambda words: (False, words))
     edit = st.tuples(st.integers(0, 20), st.sampled_from(["set", "drop", "none"]), value)
-    extra = st.lists(st.sampled_from(known[()][1] or ["--x"]), max_size=1)
+    extra = st.lists(st.sampled_from(help_of_command.flags or ["--x"]), max_size=1)
     changed = st.tuples(st.sampled_from(documented), edit, extra, value).map(_changed)
     return either(changed.map(_harmless), drawn)
 
 
 def _lines_of(
-    prefix: Sequence[str], words: Sequence[str], flags: Sequence[str], value: st.SearchStrategy[str]
+    prefix: Sequence[str], command_help: _Help, value: st.SearchStrategy[str]
 ) -> st.SearchStrategy[list[str]]:
-    """Return a strategy for command lines of a prefix and up to four flags or values."""
-    flag = st.sampled_from(flags or ["--x"])
+    """Return a strategy for command lines of a prefix and up to four flags or values.
+
+    Args:
+        command_help: what the help of the prefix tells.
+        value: a strategy for values of flags.
+    """
+    flag = st.sampled_from(command_help.flags or ["--x"])
+    # "--flag value", "--flag=value", "--flag" or "value", each as a list of words
     piece = st.one_of(
-        st.tuples(flag, st.one_of(value, st.sampled_from(words or ["x"]))).map(list),
+        st.tuples(flag, st.one_of(value, st.sampled_from(command_help.words or ["x"]))).map(list),
         st.tuples(flag, value).map("=".join).map(lambda word: [word]),
         flag.map(lambda word: [word]),
         value.map(lambda word: [word]),
     )
     return st.lists(piece, max_size=4).map(
-        lambda pieces: [*prefix, *(word for each in pieces for word in each)]
+        lambda pieces: [*prefix, *(word for words in pieces for word in words)]
     )
 
 
 def _documented(name: str) -> list[list[str]]:
     """Return the documentation's command lines that use a command; [] if docs/ is missing, as in an
     installed package."""
+    # at the beginning of a line, or after a backtick within one; up to what ends a command
+    pattern = re.compile(rf"^(?:.*`)?moesaic {name} ([^`|&>\n]+)", re.MULTILINE)
     command_lines = []
     for page in sorted((ROOT / "docs").glob("*.md")):
-        for line in re.findall(
-            rf"^(?:.*`)?moesaic {name} ([^`|&>\n]+)", page.read_text(encoding="utf-8"), re.MULTILINE
-        ):
-            with contextlib.suppress(ValueError):
+        for line in pattern.findall(page.read_text(encoding="utf-8")):
+            with contextlib.suppress(ValueError):  # of quotes that are not closed in it
                 command_lines.append(shlex.split(line.rstrip("\\ "), comments=True))
     return command_lines
 
 
 def _changed(drawn: tuple[list[str], tuple[int, str, str], list[str], str]) -> list[str]:
-    """Return a command line after an edit."""
-    words, (at, act, value), extra, other = drawn
+    """Return a command line after an edit.
+
+    Args:
+        drawn: the command line; (which word, the edit, a value); a flag to add, or none; its value.
+    """
+    words, (at, act, value), extra, value_of_extra = drawn
     changed = list(words)
     if act != "none" and changed:
         at %= len(changed)
@@ -332,7 +368,7 @@ def _changed(drawn: tuple[list[str], tuple[int, str, str], list[str], str]) -> l
         else:
             changed[at] = flag + equals + value if equals else value
     if extra and changed:
-        changed += [*extra, other]
+        changed += [*extra, value_of_extra]
     return changed
 
 
@@ -357,13 +393,25 @@ _FILES = (
 
 def _harmless(words: list[str]) -> list[str]:
     """Return the words without parts of paths that lead out of the worker's folder."""
-    parts = [word.replace("\0", "").rpartition("=") for word in words]
-    return [flag + equals + value.replace("..", "__").lstrip("/~") for flag, equals, value in parts]
+    harmless = []
+    for word in words:
+        flag, equals, value = word.replace("\0", "").rpartition("=")
+        harmless.append(flag + equals + value.replace("..", "__").lstrip("/~"))
+    return harmless
 
 
-def _help_of(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
-    """Return the words and flags in a command's help, and those of the words that are
-    subcommands."""
+class _Help(NamedTuple):
+    """What a command's help tells."""
+
+    words: list[str]
+    """Its subcommands, and the values that its flags may have."""
+    flags: list[str]
+    listed: list[str]
+    """Words at the beginning of lines, as of subcommands."""
+
+
+def _help_of(words: list[str]) -> _Help:
+    """Return what the help of a command, or of a subcommand, tells."""
     output = io.StringIO()
     with (
         contextlib.redirect_stdout(output),
@@ -371,33 +419,43 @@ def _help_of(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
         contextlib.suppress(BaseException),
     ):
         main.main([*words, "--help"])
-    text = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())
+    text = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())  # without colours
     flags = sorted(set(re.findall(r"--[a-z][\w.-]*", text)))
     listed = re.findall(r"^ {2,}([a-z][\w-]+) {2,}\S", text, re.MULTILINE)
-    choices = [word for found in re.findall(r"\{([\w,.-]+)\}", text) for word in found.split(",")]
-    return (sorted({*listed, *choices}), flags), listed
+    choices = set()
+    for in_braces in re.findall(r"\{([\w,.-]+)\}", text):
+        choices |= set(in_braces.split(","))
+    return _Help(sorted({*listed, *choices}), flags, listed)
 
 
 def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
-    """Return a function that runs a command line in this process."""
+    """Return a function that runs a command line in this process.
+
+    Args:
+        is_ours: whether the command is the library's own, not another package's.
+    """
     stops = not is_ours or name in STOPS_AFTER_PARSING
     plain = arguments.parse
-    parsing = [
+    # modules that have imported the function by its name
+    with_parse = [
         module
         for module in list(sys.modules.values())
         if getattr(module, "__dict__", {}).get("parse") is plain
     ]
 
     def parse(*args: Any, **options: Any) -> Any:
+        """Parse the arguments, and stop slow commands."""
         parsed = plain(*args, **options)
         if stops:
             raise _ParsedError
         return parsed
 
     def take(words: list[str]) -> None:
+        """Run a command line; InputError if it was refused in one line, AssertionError if in
+        others."""
         errors = io.StringIO()
         try:
-            for module in parsing:
+            for module in with_parse:
                 module.parse = parse  # type: ignore[attr-defined]
             with (
                 contextlib.redirect_stdout(io.StringIO()),
@@ -407,10 +465,13 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
             ):
                 code = main.main([name, *words])
         finally:
-            for module in parsing:
+            for module in with_parse:
                 module.parse = plain  # type: ignore[attr-defined]
             for path in Path().glob("out*"):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
         lines = errors.getvalue().strip().splitlines()
         if code == 2:
             if len(lines) != 1:

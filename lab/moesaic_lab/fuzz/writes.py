@@ -101,9 +101,11 @@ class Failing:
             return self._failure.number
         if self.write is None or not self._failure.stays:
             return 0
-        is_stream = self.write.path in STREAMS
-        is_same = write.path == self.write.path if is_stream else write.path not in STREAMS
-        return self._failure.number if is_same else 0
+        if self.write.path in STREAMS:
+            fails_too = write.path == self.write.path
+        else:
+            fails_too = write.path not in STREAMS  # a full disk is full for all files
+        return self._failure.number if fails_too else 0
 
 
 def rows(
@@ -140,12 +142,12 @@ def in_new_process(
     theirs.close()
     try:
         while True:
-            is_result, said = ours.recv()
-            if isinstance(said, Exception):
-                raise said
+            is_result, message = ours.recv()
+            if isinstance(message, Exception):
+                raise message
             if is_result:
-                return said
-            told(said)
+                return message
+            told(message)
     finally:
         process.kill()
         process.join()
@@ -156,8 +158,13 @@ def _send_result(line: Connection, function: Callable[[Callable[[str], object]],
     for module in PRELOAD:
         importlib.import_module(module)
     sys.modules["torch"].set_num_threads(1)
+
+    def tell(text: str) -> None:
+        """Send what is tried."""
+        line.send((False, text))
+
     try:
-        line.send((True, function(lambda text: line.send((False, text)))))
+        line.send((True, function(tell)))
     except Exception as error:
         line.send((True, error))
     signal.pause()  # the parent kills this process
@@ -182,16 +189,19 @@ def row(
     started = time.monotonic()
     example = named_examples()[name]
     place = Place(bases, example)
-    usual = run(place.made(), example.words, Failing(0, OF_FILES[0]))
-    assert usual.code == 0, f"{name}: {usual.out} {usual.err}"
+    undisturbed = run(place.made(), example.words, Failing(0, OF_FILES[0]))
+    assert undisturbed.code == 0, f"{name}: {undisturbed.out} {undisturbed.err}"
+    writes = undisturbed.watched.writes
     expected = example.wrote(place.folder)
     whole = hashes(place.folder, example.out)
     crashes: dict[str, str] = {}
-    if strange := outside(place, usual.watched.writes):
+    strange = outside(place, writes)
+    if strange:
         crashes["undisturbed"] = f"wrote outside: {strange}"
-    tries = list(_tries(example, usual.watched.writes))[first::every]
+
+    tries = list(_tries(example, writes))[first::every]
     for number, failure in tries:
-        about = f"write {number} of {len(usual.watched.writes)}, {failure.name}"
+        about = f"write {number} of {len(writes)}, {failure.name}"
         told(f"writes of {name}: {about}")
         failing = Failing(number, failure)
         before = hashes(place.made(), example.out)
@@ -200,11 +210,12 @@ def row(
         if problem:
             crashes[f"{about} ({place.shown(failing.write)})"] = problem
     place.remove()
-    counts = {"inputs": len(tries), "edited": 0, "refused": 0}
     return {
         "name": f"writes of {name}",
-        **counts,
-        "writes": len(usual.watched.writes),
+        "inputs": len(tries),
+        "edited": 0,
+        "refused": 0,
+        "writes": len(writes),
         "seconds": round(time.monotonic() - started, 1),
         "crashes": crashes,
     }
@@ -213,11 +224,13 @@ def row(
 def _tries(example: Example, writes: Sequence[Write]) -> Iterator[tuple[int, Failure]]:
     """Yield the number of each write that fails, and how."""
     chosen: Sequence[Write] = writes
-    if example.command not in GOES_ON:
+    if writes and example.command not in GOES_ON:
         last = len(writes) - 1
-        chosen = [writes[number] for number in sorted({0, last // 2, last}) if writes]
+        first_middle_last = sorted({0, last // 2, last})
+        chosen = [writes[place] for place in first_middle_last]
     for write in chosen:
-        for failure in OF_STREAMS if write.path in STREAMS else OF_FILES:
+        failures = OF_STREAMS if write.path in STREAMS else OF_FILES
+        for failure in failures:
             yield write.number, failure
 
 
@@ -236,12 +249,15 @@ def problem_of(
     """
     example = place.example
     before, whole, expected = known
-    if problem := _ending(example, ended, failed):
+    problem = _ending(example, ended, failed)
+    if problem:
         return problem
-    if strange := outside(place, ended.watched.writes):
+    strange = outside(place, ended.watched.writes)
+    if strange:
         return f"wrote outside: {strange}"
-    for fault in (*example.faults(place.folder), *_halves(place, before, whole)):
-        return f"code {ended.code}: {fault}"
+    faults = [*example.faults(place.folder), *_halves(place, before, whole)]
+    if faults:
+        return f"code {ended.code}: {faults[0]}"
     if ended.code == 0:
         return "" if example.wrote(place.folder) == expected else "code 0, and other results"
     again = run(place.folder, example.words_again(place.folder), Failing(0, OF_FILES[0]))
@@ -253,28 +269,38 @@ def problem_of(
 
 
 def _ending(example: Example, ended: Ended, failed: Write | None) -> str:
-    """Return what is wrong with a command's exit code and its lines, or ""."""
+    """Return what is wrong with a command's exit code and its lines, or ""; `failed` is the write
+    that failed, if one did."""
     if ended.code is None:
         return "had no end"
-    said = ended.out + ended.err
-    if "Traceback (most recent call last)" in said or "Exception ignored" in said:
-        return f"code {ended.code}: {said[-1500:]}"
-    stream = failed.path if failed is not None and failed.path in STREAMS else ""
-    if stream and example.command in LASTING:
-        return "" if ended.code == 0 else f"code {ended.code} for a lost stream: {said[-300:]}"
-    codes = (0, 1, 2, READER_GONE) if stream else (0, 1, 2)
+    output = ended.out + ended.err
+    if "Traceback (most recent call last)" in output or "Exception ignored" in output:
+        return f"code {ended.code}: {output[-1500:]}"
+
+    lost_stream = failed.path if failed is not None and failed.path in STREAMS else ""
+    if lost_stream and example.command in LASTING:  # which go on without their output
+        return "" if ended.code == 0 else f"code {ended.code} for a lost stream: {output[-300:]}"
+    codes = (0, 1, 2, READER_GONE) if lost_stream else (0, 1, 2)
     if ended.code not in codes:
-        return f"code {ended.code}: {said[-300:]}"
+        return f"code {ended.code}: {output[-300:]}"
+
+    is_refusal = ended.code in (1, 2)
     refusals = [
         line for line in ended.err.splitlines() if line.startswith(f"moesaic {example.command}: ")
     ]
-    if ended.code in (1, 2) and len(refusals) != 1 and stream != STREAMS[2]:
+    # with standard error lost, the line is lost too
+    if is_refusal and len(refusals) != 1 and lost_stream != STREAMS[2]:
         return f"code {ended.code} with {len(refusals)} lines: {ended.err[-500:]}"
     return ""
 
 
 def _halves(place: Place, before: Mapping[str, str], whole: Mapping[str, str]) -> Iterator[str]:
-    """Yield each file of a command's output that is neither as before nor whole."""
+    """Yield each file of a command's output that is neither as before nor whole.
+
+    Args:
+        before: the hashes of the files before the command, by name.
+        whole: those after an undisturbed one.
+    """
     for name, value in hashes(place.folder, place.example.out).items():
         if any(part in name for part in UNFINISHED) and name not in before:
             yield f"{name} is left over"
@@ -313,11 +339,13 @@ def run(
         streams = (out.fileno(), err.fileno())
         child = partial(_command, command or main.main, words, folder, streams)
         found = watched(child, decide, MOST_SECONDS)
-        said = []
-        for file in (out, err):
-            file.seek(0)
-            said.append(file.read().decode("utf-8", "replace"))
-    return Ended(watched=found, out=said[0], err=said[1])
+        out.seek(0)
+        err.seek(0)
+        return Ended(
+            watched=found,
+            out=out.read().decode("utf-8", "replace"),
+            err=err.read().decode("utf-8", "replace"),
+        )
 
 
 def _command(
@@ -326,19 +354,26 @@ def _command(
     folder: Path,
     streams: Sequence[int],
 ) -> int:
-    """Run a command in this process; return its exit code, as an interpreter would end with it."""
+    """Run a command in this process; return its exit code, as an interpreter would end with it.
+
+    Args:
+        streams: file descriptors for standard output and standard error.
+    """
     gc.freeze()  # collections then skip what is shared with the parent
     renew_thread_pool()
-    for number, opened in zip((1, 2), streams):
-        os.dup2(opened, number)
+    out, err = streams
+    os.dup2(out, 1)
+    os.dup2(err, 2)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.chdir(folder)
     sys.dont_write_bytecode = True  # of modules that the command imports late
     tempfile.tempdir = None
     os.environ |= {"TMPDIR": str(folder.parent / "tmp"), "HOME": str(folder.parent / "home")}
-    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(kind, signal.default_int_handler if kind == signal.SIGINT else signal.SIG_DFL)
+    # what a new interpreter has
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         code = command(list(words))
     except SystemExit as stop:

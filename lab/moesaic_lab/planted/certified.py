@@ -2,6 +2,8 @@
 notice.
 
 They were reported in August and September 2026. Each let a training run go on with wrong numbers.
+A patch is a context manager that replaces parts of a library while it is entered; a system is an
+implementation of a layer that `certify` accepts, such as that of transformers.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ def _replaced(*places: tuple[Any, str, Any]) -> Patch:
     name; value)."""
 
     def patch() -> ExitStack:
+        """Replace the attributes, until the stack is closed."""
         stack = ExitStack()
         for owner, name, value in places:
-            stack.enter_context(
-                mock.patch.object(owner() if isfunction(owner) else owner, name, value)
-            )
+            module_or_class = owner() if isfunction(owner) else owner
+            stack.enter_context(mock.patch.object(module_or_class, name, value))
         return stack
 
     return patch
@@ -53,12 +55,14 @@ _masked_fill = Tensor.masked_fill
 
 def _masked_forward_only(self: Tensor, mask: Tensor, value: float) -> Tensor:
     """Fill as usual, but let the gradient through as if nothing were filled."""
-    return self + (_masked_fill(self, mask, value) - self).detach()
+    change = _masked_fill(self, mask, value) - self
+    return self + change.detach()
 
 
 def _rows_left(self: Tensor, mask: Tensor, value: float) -> Tensor:
-    """Fill all except whole rows."""
-    return self if mask.dim() == 2 and mask.shape[1] == 1 else _masked_fill(self, mask, value)
+    """Fill all except whole rows, whose mask is (rows, 1)."""
+    is_of_rows = mask.dim() == 2 and mask.shape[1] == 1
+    return self if is_of_rows else _masked_fill(self, mask, value)
 
 
 Norm = Callable[[Tensor, Tensor], Tensor]
@@ -75,14 +79,23 @@ def _mean_of_ranks(shared: Tensor, own: Tensor) -> Tensor:
 
 def _clip_by(norm_of: Norm, module: nn.Module, max_norm: float) -> Tensor:
     """Clip as `moesaic.clip_grad_norm_` does, but to another norm."""
-    gradients = [each.grad for each in module.parameters() if each.grad is not None]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-    squares = torch.zeros(2, dtype=torch.float64)
-    for whole, own in zip(gradients, local):
-        squares[int(isinstance(whole, DTensor))] += own.double().square().sum()
-    norm = norm_of(*squares)
-    for own in local:
-        own.mul_(float((max_norm / norm).clamp(max=1)))
+    shared_square = torch.zeros((), dtype=torch.float64)
+    own_square = torch.zeros((), dtype=torch.float64)
+    local_gradients = []
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):  # of this rank's own experts
+            local = gradient.to_local()
+            own_square += local.double().square().sum()
+        else:
+            local = gradient
+            shared_square += local.double().square().sum()
+        local_gradients.append(local)
+    norm = norm_of(shared_square, own_square)
+    for local in local_gradients:
+        local.mul_(float((max_norm / norm).clamp(max=1)))
     return norm
 
 
@@ -168,29 +181,34 @@ FAULTS = (
 def wrong_quantities() -> list[tuple[set[str], set[str]]]:
     """Return for each fault what `certify` finds wrong without it and with it; all ranks call it
     together."""
-    found: list[tuple[set[str], set[str]]] = []
+    wrong = []
     for fault in FAULTS:
         layer = certified_systems.SYSTEMS[fault.system].layer
-        wrong = []
-        for patch in (ExitStack, fault.patch):
-            with patch():
-                findings = certify(layer, situations=LAYER_SITUATIONS[:1])
-            wrong.append({each.failed or each.quantity for each in findings if not each.holds()})
-        found.append((wrong[0], wrong[1]))
-    return found
+        without_fault = _wrong_in(layer)
+        with fault.patch():
+            with_fault = _wrong_in(layer)
+        wrong.append((without_fault, with_fault))
+    return wrong
+
+
+def _wrong_in(layer: Any) -> set[str]:
+    """Return what `certify` finds wrong in a layer: quantities, or what has failed."""
+    findings = certify(layer, situations=LAYER_SITUATIONS[:1])
+    return {finding.failed or finding.quantity for finding in findings if not finding.holds()}
 
 
 def planted_rows() -> list[dict[str, Any]]:
     """Plant every fault on two ranks; return a row for each that says whether exactly what it makes
     wrong was found."""
-    found = on_ranks(2, wrong_quantities, timeout_seconds=certified_systems.TIMEOUT_SECONDS)[0]
-    return [
-        {
+    of_ranks = on_ranks(2, wrong_quantities, timeout_seconds=certified_systems.TIMEOUT_SECONDS)
+    rows = []
+    for fault, (without_fault, with_fault) in zip(FAULTS, of_ranks[0]):
+        row = {
             "system": fault.system,
             "fault": fault.name,
             "source": fault.source,
-            "wrong": sorted(planted),
-            "caught": not without and planted == fault.wrong,
+            "wrong": sorted(with_fault),
+            "caught": not without_fault and with_fault == fault.wrong,
         }
-        for fault, (without, planted) in zip(FAULTS, found)
-    ]
+        rows.append(row)
+    return rows

@@ -1,7 +1,8 @@
 """Planted bugs that the conformance cases must catch.
 
 Each is a mistake that somebody has made, or one that a pass could make. Its source is given as
-repository#number of a public thread, or as the name of a paper or of its code.
+repository#number of a public thread, or as the name of a paper or of its code. A mutant is the
+library with one such bug; a case compares a layer on several ranks with a float64 reference.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -570,17 +571,13 @@ def judge(mutant: Mutant) -> MutantVerdict:
     """Run a mutant that needs no processes and return what catches it."""
     assert mutant.case != "gloo", f"{mutant.name} needs processes"
     try:
-        return _verdict_of(
-            mutant, ran_case(CASES[mutant.case], partial(_validated, mutant), mutant.patch)
-        )
+        ran = ran_case(CASES[mutant.case], partial(_validated, mutant), mutant.patch)
+        return _verdict_of(mutant, ran)
     except ProgramError as error:
         return MutantVerdict(mutant, "validator", str(error))
     except Exception as error:  # any exception catches a bug
-        return MutantVerdict(
-            mutant,
-            "crash",
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-        )
+        first_line, _, _ = str(error).partition("\n")
+        return MutantVerdict(mutant, "crash", f"{type(error).__name__}: {first_line}")
 
 
 def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
@@ -589,15 +586,18 @@ def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
     Args:
         ran: the results of the cases `GLOO`, run with the mutant.
     """
-    return _verdict_of(mutant, next((each for each in ran if each.wrong), ran[0]))
+    wrong = [each for each in ran if each.wrong]
+    return _verdict_of(mutant, wrong[0] if wrong else ran[0])
 
 
 def _verdict_of(mutant: Mutant, ran: Ran) -> MutantVerdict:
     """Return the verdict on a mutant that ran without an exception."""
-    wrong = ran.wrong
-    ratios = (f"{quantity}: {ratio:.4g}" for quantity, ratio in ran.ratios.items())
+    ratios = [f"{quantity}: {ratio:.4g}" for quantity, ratio in ran.ratios.items()]
     return MutantVerdict(
-        mutant, "numbers" if wrong else "nobody", ", ".join(wrong), next(ratios, "")
+        mutant,
+        caught_by="numbers" if ran.wrong else "nobody",
+        how=", ".join(ran.wrong),
+        off_by=ratios[0] if ratios else "",
     )
 
 
@@ -616,21 +616,22 @@ def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVer
         workers: number of processes that run the mutants; 1 runs them in this process.
         told: called with each mutant's name after it has run.
     """
-    mutants = [mutant for mutant in MUTANTS if mutant.case != "gloo"]
+    numbers = [number for number, mutant in enumerate(MUTANTS) if mutant.case != "gloo"]
     with ExitStack() as stack:
-        run: Callable[..., Iterable[Sequence[Any]]] = map
+        run: Callable[..., Iterable[tuple[Catcher, str, str]]] = map
         if workers > 1:
             context = multiprocessing.get_context("spawn")
-            run = stack.enter_context(
-                ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,))
-            ).map
-        for mutant, verdict in zip(mutants, run(_judge_number, map(MUTANTS.index, mutants))):
+            pool = ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,))
+            run = stack.enter_context(pool).map
+        for number, (caught_by, how, off_by) in zip(numbers, run(_judge_number, numbers)):
+            mutant = MUTANTS[number]
             told(mutant.name)
-            yield MutantVerdict(mutant, *verdict)
+            yield MutantVerdict(mutant, caught_by, how, off_by)
 
 
 def _judge_number(number: int) -> tuple[Catcher, str, str]:
-    """Return the verdict on a mutant without the mutant, which cannot be pickled."""
+    """Return (caught by, how, off by) of a mutant in `MUTANTS`: its verdict without the mutant,
+    which cannot be pickled."""
     verdict = judge(MUTANTS[number])
     return verdict.caught_by, verdict.how, verdict.off_by
 
@@ -640,4 +641,5 @@ def judge_all_on_gloo() -> Iterator[MutantVerdict]:
     mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo"]
     results = run_on_gloo([ProcessCase(case, mutant.patch) for mutant in mutants for case in GLOO])
     for number, mutant in enumerate(mutants):
-        yield judge_on_gloo(mutant, results[number * len(GLOO) : (number + 1) * len(GLOO)])
+        first = number * len(GLOO)
+        yield judge_on_gloo(mutant, results[first : first + len(GLOO)])

@@ -3,6 +3,11 @@ library.
 
 Each plant is a real mistake in one place. Its docstring describes the library's behaviour with the
 bug. The source of the bug is given in `mutants.py`.
+
+A `Patch` returns a context manager that replaces something of the library while it is entered. What
+`around` puts in place of a function gets the original first, then its arguments. dp, tp, ep and etp
+are the sizes of the axes of a mesh: data, tensor and expert parallelism, and shards of an expert;
+edp is the number of copies of an expert.
 """
 
 from __future__ import annotations
@@ -57,10 +62,14 @@ def around(owner: object, name: str, change: Callable[..., Any]) -> Patch:
     original and its arguments."""
 
     def patch() -> AbstractContextManager[object]:
+        """Replace the function as it is now."""
         original = getattr(owner, name)
-        return mock.patch.object(
-            owner, name, lambda *args, **options: change(original, *args, **options)
-        )
+
+        def changed(*args: Any, **options: Any) -> Any:
+            """Call `change` in place of the original."""
+            return change(original, *args, **options)
+
+        return mock.patch.object(owner, name, changed)
 
     return patch
 
@@ -80,9 +89,8 @@ def changed_slots(
 
 def backward_scale_dropped(compiled: Compiled) -> Compiled:
     """The baseline's redundant copies are summed and never divided."""
-    return replace(
-        compiled, backward=_each_task(compiled.backward, lambda task: replace(task, power=0))
-    )
+    undivided = _each_task(compiled.backward, lambda task: replace(task, power=0))
+    return replace(compiled, backward=undivided)
 
 
 def last_gather_reduced(compiled: Compiled) -> Compiled:
@@ -100,21 +108,19 @@ def last_gather_reduced(compiled: Compiled) -> Compiled:
 def chunks_swapped(compiled: Compiled) -> Compiled:
     """The experts multiply one chunk's rows by the other chunk's routing weights."""
     other = {"g.0": "g.1", "g.1": "g.0"}
-    forward = _each_task(
-        compiled.forward,
-        lambda t: (
-            replace(t, reads=tuple(other.get(name, name) for name in t.reads))
-            if t.op is Op.EXPERT
-            else t
-        ),
-    )
-    moves = [
-        task
-        for task in forward.tasks
-        if task.op is not Op.EXPERT and task.name not in _after_experts(forward)
-    ]
-    rest = [task for task in forward.tasks if task not in moves]
-    return replace(compiled, forward=replace(forward, tasks=(*moves, *rest)))
+
+    def swapped(task: Task) -> Task:
+        """Return an expert task that reads the other chunk's weights; other tasks unchanged."""
+        if task.op is not Op.EXPERT:
+            return task
+        return replace(task, reads=tuple(other.get(name, name) for name in task.reads))
+
+    forward = _each_task(compiled.forward, swapped)
+    # The weights of both chunks must have arrived before the first expert task.
+    after_experts = _after_experts(forward)
+    before = [task for task in forward.tasks if task.name not in after_experts]
+    after = [task for task in forward.tasks if task.name in after_experts]
+    return replace(compiled, forward=replace(forward, tasks=(*before, *after)))
 
 
 def gradients_coded(compiled: Compiled) -> Compiled:
@@ -128,39 +134,38 @@ def shards_not_summed_backward(compiled: Compiled) -> Compiled:
     summed."""
 
     def is_gradient(slot: Slot) -> bool:
+        """Whether a slot holds the gradient of gathered rows; a gradient's name has a prime."""
         return slot.name.startswith("h.") and "'" in slot.name
 
-    return replace(
-        compiled,
-        backward=changed_slots(compiled.backward, is_gradient, (("etp", State.REPLICATED),)),
-    )
+    backward = changed_slots(compiled.backward, is_gradient, (("etp", State.REPLICATED),))
+    return replace(compiled, backward=backward)
 
 
 def edge_removed(compiled: Compiled) -> Compiled:
     """The experts run before their rows have been exchanged."""
-    tasks = sorted(compiled.forward.tasks, key=lambda task: task.op is not Op.EXPERT)
-    return replace(compiled, forward=replace(compiled.forward, tasks=tuple(tasks)))
+    experts = [task for task in compiled.forward.tasks if task.op is Op.EXPERT]
+    others = [task for task in compiled.forward.tasks if task.op is not Op.EXPERT]
+    return replace(compiled, forward=replace(compiled.forward, tasks=(*experts, *others)))
 
 
 def partial_forgotten(compiled: Compiled) -> Compiled:
     """A pass does not declare that the shards' results are partial sums."""
-    return replace(
-        compiled, forward=changed_slots(compiled.forward, lambda slot: slot.name == "out", ())
-    )
+    forward = changed_slots(compiled.forward, lambda slot: slot.name == "out", ())
+    return replace(compiled, forward=forward)
 
 
 def _each_task(program: Program, change: Callable[[Task], Task]) -> Program:
     """Return the program with every task changed."""
-    return replace(program, tasks=tuple(map(change, program.tasks)))
+    return replace(program, tasks=tuple(change(task) for task in program.tasks))
 
 
 def _after_experts(program: Program) -> set[str]:
     """Return the names of the expert tasks and of the tasks that depend on them."""
-    deferred_wgrad: set[str] = set()
+    written: set[str] = set()  # slots that these tasks write
     names = set()
     for task in program.tasks:
-        if task.op is Op.EXPERT or deferred_wgrad.intersection(task.reads):
-            deferred_wgrad.update(task.writes)
+        if task.op is Op.EXPERT or not written.isdisjoint(task.reads):
+            written.update(task.writes)
             names.add(task.name)
     return names
 
@@ -175,8 +180,11 @@ def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) 
     """
 
     def spoiled(average: Callable[..., None], module: nn.Module, mesh: Any) -> None:
+        """Average the gradients, then spoil them."""
         before = {
-            name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+            name: parameter.grad.clone()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
         }
         average(module, mesh)
         change(module, mesh, before)
@@ -188,6 +196,7 @@ def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
     """Expert gradients are wrong by a factor, which depends on the layer and the mesh."""
 
     def scaled(module: nn.Module, mesh: Any, before: dict[str, Tensor]) -> None:
+        """Scale the gradients of experts."""
         _scale(data_parallel.expert_parameters(module), factor(module, mesh.grid))
 
     return gradients_then(scaled)
@@ -290,12 +299,12 @@ def _with_local_weights(
     *rest: Any,
     **options: Any,
 ) -> Tensor:
-    """Run with gradients of this rank's routing weights only."""
+    """Run with gradients of the routing weights of this rank's experts only."""
     routing = routed.routing
-    local = routing.expert // (routing.num_experts // self.grid.ep) == self.grid.coordinate(
-        self.rank, "ep"
-    )
-    weight = torch.where(local, routing.weight, routing.weight.detach())
+    experts_per_place = routing.num_experts // self.grid.ep
+    own_place = self.grid.coordinate(self.rank, "ep")
+    is_local = routing.expert // experts_per_place == own_place
+    weight = torch.where(is_local, routing.weight, routing.weight.detach())
     changed = routed._replace(routing=replace(routing, weight=weight))
     return run(self, experts, x_TD, changed, *rest, **options)
 
@@ -311,13 +320,15 @@ def norm_with(
     multiplied by factors."""
 
     def wrapped(layer: MoE, mesh: Any) -> float:
-        spread = list(data_parallel.expert_parameters(layer))
-        known = {id(parameter) for parameter in spread}
-        others = [parameter for parameter in layer.parameters() if id(parameter) not in known]
-        of_spread = norm_module.gradient_norm(spread).square() * of_experts(mesh.grid)
-        return float(
-            (of_spread + norm_module.gradient_norm(others).square() * of_others(mesh.grid)).sqrt()
-        )
+        """Return the wrong norm of a layer's gradients."""
+        experts = list(data_parallel.expert_parameters(layer))
+        ids_of_experts = {id(parameter) for parameter in experts}
+        others = [
+            parameter for parameter in layer.parameters() if id(parameter) not in ids_of_experts
+        ]
+        experts_square = norm_module.gradient_norm(experts).square() * of_experts(mesh.grid)
+        others_square = norm_module.gradient_norm(others).square() * of_others(mesh.grid)
+        return float((experts_square + others_square).sqrt())
 
     return mock.patch.object(runner, "_norm", wrapped)
 
@@ -371,9 +382,10 @@ def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
     returns True."""
 
     def counted(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
+        """Route, and count the copies once more."""
         routed = route(self, *args)
-        replaying = self.routing_cache is not None and self.routing_cache.is_replaying
-        if also(self, routed, replaying):
+        is_replaying = self.routing_cache is not None and self.routing_cache.is_replaying
+        if also(self, routed, is_replaying):
             self.step_counts += routed.routing.requested
         return routed
 
@@ -383,12 +395,12 @@ def counting(also: Callable[[MoE, Any, bool], bool]) -> Patch:
 def _with_padding(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
     """Route, and count padding too."""
     routed = route(self, *args)
-    valid_T = args[1].mask.reshape(-1)
-    if self.training and len(routed.record.choice.token):
-        padded = ~valid_T[routed.record.choice.token]
-        self.step_counts += torch.bincount(
-            routed.record.choice.expert[padded], minlength=self.num_experts
-        )
+    _, call, *_ = args
+    is_token_T = call.mask.reshape(-1)
+    choice = routed.record.choice  # the token and the expert of each copy
+    if self.training and len(choice.token):
+        is_padding = ~is_token_T[choice.token]
+        self.step_counts += torch.bincount(choice.expert[is_padding], minlength=self.num_experts)
     return routed
 
 
@@ -401,6 +413,7 @@ def counting_anew(count: Callable[[MoE, Any], Tensor | int]) -> Patch:
     copies."""
 
     def counted(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
+        """Route, and count in another way where the layer counts."""
         before = self.step_counts.clone()
         routed = route(self, *args)
         if not torch.equal(self.step_counts, before):
@@ -458,9 +471,10 @@ def load_balance(value: Callable[[LoadBalance, RouterStatistics], Tensor]) -> Pa
 def balance_over_wrong_pairs(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
     """Shares and mean scores are broadcast against each other. The sum over all pairs hardly
     depends on the routing."""
-    share = statistics.counts_GE.sum(0) / statistics.counts_GE.sum().clamp_min(1)
-    score = statistics.probs_GE.sum(0) / statistics.tokens_G.sum().clamp_min(1)
-    return (share.unsqueeze(1) * score).sum()
+    share_E = statistics.counts_GE.sum(0) / statistics.counts_GE.sum().clamp_min(1)
+    score_E = statistics.probs_GE.sum(0) / statistics.tokens_G.sum().clamp_min(1)
+    products_EE = share_E.unsqueeze(1) * score_E
+    return products_EE.sum()
 
 
 def balance_without_experts(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
@@ -494,7 +508,9 @@ def softmax_again() -> AbstractContextManager[object]:
     original = RouterStatistics.of.__func__  # type: ignore[attr-defined]
 
     def wrapped(cls: type, scores: Scores, *args: Any, **options: Any) -> Any:
-        return original(cls, scores._replace(probs=scores.probs.softmax(-1)), *args, **options)
+        """Return the statistics of scores after another softmax."""
+        twice = scores._replace(probs=scores.probs.softmax(-1))
+        return original(cls, twice, *args, **options)
 
     return mock.patch.object(RouterStatistics, "of", classmethod(wrapped))
 
@@ -590,16 +606,20 @@ def last_shard_only(
     if not sums:
         return tasks.placed(parts, runs, num_rows, sums=False, indices=indices)
     out = parts[0].new_zeros(num_rows, parts[0].shape[1])
-    return out.index_copy_(0, torch.from_numpy(runs.rows), torch.cat([*parts]))
+    rows = torch.from_numpy(runs.rows)
+    return out.index_copy_(0, rows, torch.cat([*parts]))  # where `index_add_` would be right
 
 
 def sorted_again(
     parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices
 ) -> Tensor | tasks.IndexedRows:
     """Rows are restored by the permutation that sorted them instead of by its inverse."""
-    is_order = not sums and runs.total == num_rows and len(set(runs.rows.tolist())) == num_rows
-    wrong = Runs(np.argsort(runs.rows), np.ones(runs.total, dtype=np.int64)) if is_order else runs
-    return tasks.placed(parts, wrong, num_rows, sums, indices)
+    num_places = len(set(runs.rows.tolist()))
+    is_permutation = not sums and runs.total == num_rows and num_places == num_rows
+    if is_permutation:
+        inverse = np.argsort(runs.rows)
+        runs = Runs(inverse, np.ones(runs.total, dtype=np.int64))
+    return tasks.placed(parts, runs, num_rows, sums, indices)
 
 
 class StrideByColumns(Hier2D):
@@ -608,12 +628,10 @@ class StrideByColumns(Hier2D):
 
     def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         number = places.ranks.index(target)
-        nodes = len({places.node(rank) for rank in places.ranks})
-        local, node = divmod(number, nodes)
-        return legs_of(
-            (0, source, places.rank(places.node(source), local)),
-            (1, places.rank(places.node(source), local), places.rank(node, local)),
-        )
+        num_nodes = len({places.node(rank) for rank in places.ranks})
+        local, node = divmod(number, num_nodes)
+        intermediate = places.rank(places.node(source), local)
+        return legs_of((0, source, intermediate), (1, intermediate, places.rank(node, local)))
 
 
 @contextmanager
@@ -634,9 +652,8 @@ def _with_own_rows_coded(
     packed = pack(task, slots, value, call)
     codec = codec_named(task.codec or "none")
     if packed.own is not None and len(packed.own):
-        packed.own = codec.decode(
-            codec.encode(packed.own), len(packed.own), packed.dim, packed.dtype
-        )
+        coded = codec.encode(packed.own)
+        packed.own = codec.decode(coded, len(packed.own), packed.dim, packed.dtype)
     return packed
 
 
@@ -647,14 +664,13 @@ own_rows_coded = around(executor, "pack", _with_own_rows_coded)
 def _next_tokens(find: Callable[..., NodeTokens], *args: Any) -> NodeTokens:
     """Return the tokens that visit a node, with each copy taken from the next of them."""
     node_tokens = find(*args)
-    counts = node_tokens.counts.flatten()[node_tokens.counts.flatten() > 0]
-    last = int(counts.min()) if len(counts) else 1
-    return replace(
-        node_tokens,
-        copy_index=torch.where(
-            node_tokens.copy_index + 1 < last, node_tokens.copy_index + 1, node_tokens.copy_index
-        ),
-    )
+    counts = node_tokens.counts.flatten()
+    counts = counts[counts > 0]
+    # the smallest number of tokens: an index below it is in range wherever it is used
+    num_safe = int(counts.min()) if len(counts) else 1
+    next_index = node_tokens.copy_index + 1
+    shifted = torch.where(next_index < num_safe, next_index, node_tokens.copy_index)
+    return replace(node_tokens, copy_index=shifted)
 
 
 node_tokens_off_by_one = around(expert_parallel, "find_node_tokens", _next_tokens)
@@ -662,7 +678,12 @@ node_tokens_off_by_one = around(expert_parallel, "find_node_tokens", _next_token
 
 
 def _driven(steps: Any, transport: AbstractTransport, wait: Callable[[Handle], None]) -> Any:
-    """Drive a program as the executor does, except that `wait` handles its waits."""
+    """Drive a program as the executor does, except that `wait` handles its waits.
+
+    Args:
+        steps: a generator that yields transfers, for which it gets handles, and handles to wait
+            for; it returns the result.
+    """
     answer = None
     while True:
         try:
@@ -691,13 +712,16 @@ def _swapping(steps: Any, transport: AbstractTransport) -> Any:
     """Swap the first two messages that a step receives."""
 
     def wait(handle: Handle) -> None:
+        """Wait for the messages, and swap the first two."""
         transport.wait(handle)
         buffers = list(handle.transfer.receives.values())
-        if len(buffers) > 1 and buffers[0].shape == buffers[1].shape:
-            first = buffers[0].clone()
-            second = buffers[1].clone()
-            buffers[0].copy_(second)
-            buffers[1].copy_(first)
+        if len(buffers) < 2:
+            return
+        one, other, *_ = buffers
+        if one.shape == other.shape:
+            of_one = one.clone()
+            one.copy_(other)
+            other.copy_(of_one)
 
     return _driven(steps, transport, wait)
 

@@ -14,6 +14,9 @@ parallelism as in torchtitan sends rows through one all-to-all without overlap a
 with FSDP2, which gathers and reduces in each micro-batch; its layers are ours (`moesaic bench
 train` times layers of others). Bytes are those that the first node's device sent in a step.
 
+A bed is an emulated cluster, a cell one bed with a model, and a split a mesh and a plan for its
+ranks. A split *by hand* is one that `cells.splits_of` lists; others are chosen by the planner.
+
     moesaic bench step --json benchmarks/results/step.json
     python -m moesaic_lab.step.page
 """
@@ -90,21 +93,21 @@ class _CellRun:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each split; fewer if some are neither kept nor can be run."""
-        texts = self._profiles()
-        chosen = self._chosen(texts)
-        by_hand = splits_of(self.config, self.cell)
+        profiles = self._profiles()
+        chosen = self._chosen(profiles)
+        first, *others = splits_of(self.config, self.cell)
         # the first split is often the fastest, and then spares the slow ones their further steps
-        splits = [by_hand[0], *dict.fromkeys(chosen), *by_hand[1:]]
+        splits = [first, *dict.fromkeys(chosen), *others]
         left_out = []
         for number, split in enumerate(splits):
             if split.role or self._minutes < self.config.minutes:
                 self._run(split, f"split {number + 1} of {len(splits)}")
             else:
                 left_out.append(split)
-        self._run(replace(by_hand[0], role=AGAIN), "the first one again")
+        self._run(replace(first, role=AGAIN), "the first one again")
         if not self._runs:
             return []
-        rows = rows_of(self.config, self.cell, self._runs, chosen, texts)
+        rows = rows_of(self.config, self.cell, self._runs, chosen, profiles)
         return rows + [unmeasured_row(self.config, self.cell, split) for split in left_out]
 
     @property
@@ -117,14 +120,21 @@ class _CellRun:
         cell = self.cell
 
         def profile(ranks: Cluster) -> str:
+            """Return a profile as a file has it; that of any rank."""
             return ranks.run(profile_on_rank, cell.ranks_per_node, REPEATS_OF_PROFILE)[0]
 
         bed = f"{cell.shape} {cell.inter} {cell.intra}"
-        names = [f"profile {number + 1} of {bed}" for number in range(cell.profiles)]
-        return [text for name in names if (text := self._kept(name, name, profile)) is not None]
+        texts = []
+        for number in range(cell.profiles):
+            name = f"profile {number + 1} of {bed}"
+            text = self._kept(name, name, profile)
+            if text is not None:
+                texts.append(text)
+        return texts
 
     def _chosen(self, profiles: Sequence[str]) -> list[BedSplit]:
-        """Return the split that a search chooses from each profile."""
+        """Return the split that a search chooses from each profile; of those that are kept or can
+        be run."""
         run = self.config.run_of(self.cell, BedSplit())
         chosen = []
         for number, profile in enumerate(profiles):
@@ -150,7 +160,13 @@ class _CellRun:
             self._runs.append(run)
 
     def _kept(self, name: str, what: str, make: Callable[[Cluster], Any]) -> Any:
-        """Return a kept part, or make it on the bed; None if there is neither."""
+        """Return a kept part, or make it on the bed; None if there is neither.
+
+        Args:
+            name: of the part's file.
+            what: what is made, for the line that shows progress.
+            make: makes it, given the ranks.
+        """
         path = self._folder / f"{name}.json"
         ranks = self._ranks
         self._told(f"{self.cell.name}: {what}; {self._minutes:.0f} minutes of runs so far")
@@ -169,19 +185,25 @@ def _searched(ranks: Cluster, run: TrainConfig, profile: str) -> dict[str, Any]:
 def one_run(
     ranks: Cluster, config: StepConfig, cell: StepCell, split: BedSplit, most_seconds: float
 ) -> dict[str, Any]:
-    """Train under a split, and return seconds and bytes of each step, and the last loss."""
+    """Train under a split, and return seconds and bytes of each step, and the last loss.
+
+    Args:
+        most_seconds: a first step that takes longer is the only one.
+    """
     started = time.monotonic()
     gflops = config.gflops if cell.compute == "virtual" else None
     with tempfile.TemporaryDirectory() as out:
         run = config.run_of(cell, split, f"{out}/run")
         trained = ranks.run(train_on_rank, run, gflops, most_seconds)
-    ends = [max(end.at for end in of_step) for of_step in zip(*(each.ends for each in trained))]
-    sent = [end.sent_bytes for end in trained[0].ends]
+    # a step ends with its slowest rank
+    ends_of_steps = zip(*(of_rank.ends for of_rank in trained))
+    ends = [max(end.at for end in of_ranks) for of_ranks in ends_of_steps]
+    sent_bytes = [end.sent_bytes for end in trained[0].ends]
     return {
         "key": split.key,
         "first_seconds": trained[0].first_seconds,
-        "seconds": [later - end for end, later in itertools.pairwise(ends)],
-        "bytes": [later - end for end, later in itertools.pairwise(sent)],
+        "seconds": [later - earlier for earlier, later in itertools.pairwise(ends)],
+        "bytes": [later - earlier for earlier, later in itertools.pairwise(sent_bytes)],
         "loss": trained[0].loss,
         "run_seconds": time.monotonic() - started,
         "cpu": describe_machine()["cpu"],
@@ -224,26 +246,23 @@ def rows_of(
         split = splits[run["key"]]
         is_timed = bool(run["seconds"])
         seconds = run["seconds"] or [run["first_seconds"]]
-        predicted = [
-            each
-            for simulator in simulators
-            if (each := predicted_seconds(config, cell, split, simulator)) is not None
+        predictions = [
+            predicted_seconds(config, cell, split, simulator) for simulator in simulators
         ]
-        rows.append(
-            unmeasured_row(config, cell, split)
-            | {
-                "chosen_by": [number for number, each in enumerate(chosen) if each == split],
-                "state": "timed" if is_timed else "stopped after a step",
-                "seconds": seconds,
-                **Timing.of(seconds).row(),
-                "first_seconds": run["first_seconds"],
-                "predicted_seconds": predicted,
-                "node_bytes": statistics.median_high(run["bytes"]) if is_timed else None,
-                "loss": run["loss"],
-                "cpu": run["cpu"],
-                "date": run["date"],
-            }
-        )
+        chosen_by = [number for number, each in enumerate(chosen) if each == split]
+        measured = {
+            "chosen_by": chosen_by,
+            "state": "timed" if is_timed else "stopped after a step",
+            "seconds": seconds,
+            **Timing.of(seconds).row(),
+            "first_seconds": run["first_seconds"],
+            "predicted_seconds": [each for each in predictions if each is not None],
+            "node_bytes": statistics.median_high(run["bytes"]) if is_timed else None,
+            "loss": run["loss"],
+            "cpu": run["cpu"],
+            "date": run["date"],
+        }
+        rows.append(unmeasured_row(config, cell, split) | measured)
     return rows
 
 

@@ -1,4 +1,9 @@
-"""The cells of `moesaic bench step`, and the splits of the ranks that run on each."""
+"""The cells of `moesaic bench step`, and the splits of the ranks that run on each.
+
+pp is the number of stages of layers, ep that of ranks over which a layer's experts are spread,
+parts that of parts of a stage (interleaved schedules). "shard" says over which ranks weights are
+sharded, "hold" what a rank holds from one micro-batch to the next.
+"""
 
 from __future__ import annotations
 
@@ -96,38 +101,45 @@ class BedSplit:
     def words(self) -> str:
         """The split in words, for tables."""
         mesh = self.mesh
-        parts = [f"pp {mesh.pp}"] * (mesh.pp > 1)
-        parts += [f"ep {mesh.ep}"] * (mesh.ep > 1 or mesh.pp == 1)
-        parts += [f"{mesh.parts_per_stage} parts a stage"] * (mesh.parts_per_stage > 1)
-        parts += ["sharded in nodes"] * (mesh.shard == "node")
-        parts += ["sharded over all"] * (mesh.shard == "all" and mesh.pp == 1)
-        parts += ["nothing held"] * (mesh.hold == "nothing")
-        parts += [f"micro-batches cut in {self.finer}"] * (self.finer > 1)
-        parts += ["two in flight"] * (self.in_flight > 1)
         plan = self.plan
-        parts += [f"{plan.chunks} chunks"] * (plan.chunks > 1)
-        parts += [plan.all_to_all] * (plan.all_to_all != "linear")
-        return ", ".join(filter(None, parts))
+        all_words = (
+            (mesh.pp > 1, f"pp {mesh.pp}"),
+            (mesh.ep > 1 or mesh.pp == 1, f"ep {mesh.ep}"),
+            (mesh.parts_per_stage > 1, f"{mesh.parts_per_stage} parts a stage"),
+            (mesh.shard == "node", "sharded in nodes"),
+            (mesh.shard == "all" and mesh.pp == 1, "sharded over all"),
+            (mesh.hold == "nothing", "nothing held"),
+            (self.finer > 1, f"micro-batches cut in {self.finer}"),
+            (self.in_flight > 1, "two in flight"),
+            (plan.chunks > 1, f"{plan.chunks} chunks"),
+            (plan.all_to_all != "linear", plan.all_to_all),
+        )
+        return ", ".join(words for is_said, words in all_words if is_said)
 
     def flags(self, config: StepConfig) -> str:
         """Return the flags of `moesaic train`."""
-        words = []
-        for name, own, plain in (
-            ("mesh", self.mesh, MeshConfig()),
-            ("plan", self.plan, StaticPlan()),
-        ):
-            words += [
-                f"--{name}.{each.name.replace('_', '-')} {getattr(own, each.name)}"
-                for each in fields(plain)
-                if getattr(own, each.name) != getattr(plain, each.name)
-            ]
-        words += ["--micro-batches-in-flight 2"] if self.in_flight > 1 else []
+        words = _flags_of("mesh", self.mesh, MeshConfig())
+        words += _flags_of("plan", self.plan, StaticPlan())
+        if self.in_flight > 1:
+            words.append("--micro-batches-in-flight 2")
         if self.finer > 1:
             words += [
                 f"--batch-size {config.batch_size // self.finer}",
                 f"--accumulation {config.accumulation * self.finer}",
             ]
         return " ".join(words) or "the default"
+
+
+def _flags_of(
+    section: str, settings: MeshConfig | StaticPlan, default: MeshConfig | StaticPlan
+) -> list[str]:
+    """Return the flags of the settings that differ from the default."""
+    flags = []
+    for each in fields(default):
+        value = getattr(settings, each.name)
+        if value != getattr(default, each.name):
+            flags.append(f"--{section}.{each.name.replace('_', '-')} {value}")
+    return flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +179,10 @@ class StepConfig(BedConfig[StepCell]):
 
     def digest(self, cell: StepCell) -> str:
         """Return a name of all that decides what a run in a cell measures."""
-        where = {name: getattr(cell, name) for name in ("inter", "intra", "top_k", "compute")}
-        key = [cell.shape, where, self.steps, self.accumulation, self.batch_size, self.gflops]
-        return hashlib.sha256(json.dumps([*key, self.seed]).encode()).hexdigest()[:8]
+        of_cell = {name: getattr(cell, name) for name in ("inter", "intra", "top_k", "compute")}
+        of_runs = [self.steps, self.accumulation, self.batch_size, self.gflops, self.seed]
+        text = json.dumps([cell.shape, of_cell, *of_runs])
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def read_config(path: Path = CONFIG) -> StepConfig:
@@ -182,22 +195,27 @@ def splits_of(config: StepConfig, cell: StepCell) -> tuple[BedSplit, ...]:
     stages, experts inside nodes and over them, shards over all ranks, and two micro-batches in
     flight."""
     world = cell.world
-    stages = max(pp for pp in _divisors(world) if pp <= config.model(cell).num_layers)
+    most_stages = max(pp for pp in _divisors(world) if pp <= config.model(cell).num_layers)
     first = [
-        BedSplit(mesh=_mesh(cell, stages, 1, 1, "all"), role=STAGES),
+        BedSplit(mesh=_mesh(cell, pp=most_stages, ep=1, parts=1, shard="all"), role=STAGES),
         BedSplit(mesh=MeshConfig(ep=world, shard="all", hold="nothing"), role=TOKENS),
     ]
-    others = sorted(
-        _by_hand(config, cell),
-        key=lambda split: (split.in_flight, split.mesh.shard == "all" and split.mesh.pp == 1),
-    )
+    known = {(split.mesh, split.finer) for split in first}
+    others = [split for split in _by_hand(config, cell) if (split.mesh, split.finer) not in known]
+    others.sort(key=_order)
     last = [BedSplit(mesh=MeshConfig(shard="all", hold="nothing"), role=WEIGHTS)]
     if cell.nodes > 1 and cell.ranks_per_node > 1:
         multicast = StaticPlan(all_to_all="multicast", chunks=2)
-        last.append(BedSplit(mesh=_mesh(cell, 1, world, 1, "node"), plan=multicast))
-    known = {(split.mesh, split.finer) for split in first}
-    others = [split for split in others if (split.mesh, split.finer) not in known]
+        over_all = _mesh(cell, pp=1, ep=world, parts=1, shard="node")
+        last.append(BedSplit(mesh=over_all, plan=multicast))
     return (*first, *others, *last)
+
+
+def _order(split: BedSplit) -> tuple[int, bool]:
+    """Return the key by which splits by hand are sorted: one micro-batch in flight before two, and
+    those that shard over all ranks, often slow, after others."""
+    is_sharded_over_all = split.mesh.shard == "all" and split.mesh.pp == 1
+    return split.in_flight, is_sharded_over_all
 
 
 def _by_hand(config: StepConfig, cell: StepCell) -> Iterator[BedSplit]:
@@ -210,7 +228,7 @@ def _by_hand(config: StepConfig, cell: StepCell) -> Iterator[BedSplit]:
         for ep, parts, shard in itertools.product(_divisors(ranks), (1, 2), shards):
             if pp * parts > layers or (pp == 1 and parts > 1):
                 continue
-            mesh = _mesh(cell, pp, ep, parts, shard)
+            mesh = _mesh(cell, pp=pp, ep=ep, parts=parts, shard=shard)
             yield BedSplit(mesh=mesh)
             if pp == 1 and ep > 1:
                 yield BedSplit(mesh=mesh, in_flight=2)
@@ -218,10 +236,12 @@ def _by_hand(config: StepConfig, cell: StepCell) -> Iterator[BedSplit]:
                 yield BedSplit(mesh=mesh, finer=pp)
 
 
-def _mesh(cell: StepCell, pp: int, ep: int, parts: int, shard: Sharding) -> MeshConfig:
+def _mesh(cell: StepCell, *, pp: int, ep: int, parts: int, shard: Sharding) -> MeshConfig:
     """Return a mesh whose ranks hold what one micro-batch after another needs."""
     mesh = MeshConfig(pp=pp, ep=ep, parts_per_stage=parts)
-    return mesh if pp == cell.world else replace(mesh, shard=shard, hold="parameters")
+    if pp == cell.world:  # a stage is one rank: nothing is sharded
+        return mesh
+    return replace(mesh, shard=shard, hold="parameters")
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,8 @@
-"""The claims of `moesaic bench step`."""
+"""The claims of `moesaic bench step`.
+
+The regret of a choice is how much longer its step takes than the fastest one, as a share of that.
+A row's role says what its split stands for; see `cells`.
+"""
 
 from __future__ import annotations
 
@@ -45,65 +49,64 @@ def is_by_hand(row: Row) -> bool:
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """Return the claims of every cell of the repository's configuration, then those of all
     cells."""
-    found: list[Claim] = []
+    of_cells: list[Claim] = []
+    regrets: list[float] = []
     for cell in read_config().cells:
         own = [row for row in rows if row["cell"] == cell.name]
-        found += _of_cell(cell, own)
-    regrets = [each for cell in read_config().cells for each in _regrets(rows, cell)]
+        of_cells += _of_cell(cell, own)
+        regrets += _regrets(own)
 
-    def regret(of: Callable[[list[float]], float]) -> float:
+    def summary(summarize: Callable[[list[float]], float]) -> float:
+        """Return one number for all regrets."""
         if not regrets:
             raise NotMeasuredError("not run")
-        return of(regrets)
+        return summarize(regrets)
 
     return [
-        *found,
-        claimed("step.pick_regret.median", lambda: regret(statistics.median), 0.03),
-        claimed("step.pick_regret.worst", lambda: regret(max), 0.10),
+        *of_cells,
+        claimed("step.pick_regret.median", lambda: summary(statistics.median), 0.03),
+        claimed("step.pick_regret.worst", lambda: summary(max), 0.10),
     ]
 
 
 def _of_cell(cell: StepCell, rows: Sequence[Row]) -> list[Claim]:
     """Return the claims of one cell."""
     name = f"step.{cell.name}"
+    chosen = [row for row in rows if row["role"] == SEARCHED]
+    by_hand = [row for row in rows if is_by_hand(row)]
+    hybrids = [row for row in rows if _is_hybrid(row)]
+    others = [row for row in rows if not _is_hybrid(row)]
+    again = [row for row in rows if row["role"] == AGAIN]
+    first = [row for row in rows if row["role"] == STAGES]
     found = []
     if cell.profiles:
-        pairs = {
-            "chosen_over_best": (is_by_hand, cell.best_at_most),
-            "chosen_over_ep": (lambda row: _is_ep(row, cell), cell.ep_at_most),
-        }
+        over_all_ranks = [row for row in rows if _is_ep(row, cell)]
         found += [
-            _ratio_claim(f"{name}.{what}", rows, lambda row: row["role"] == SEARCHED, other, target)
-            for what, (other, target) in pairs.items()
+            _ratio_claim(f"{name}.chosen_over_best", chosen, by_hand, cell.best_at_most),
+            _ratio_claim(f"{name}.chosen_over_ep", chosen, over_all_ranks, cell.ep_at_most),
+            claimed(f"{name}.order", lambda: _order(rows), None),
         ]
-        found.append(claimed(f"{name}.order", lambda: _order(rows), None))
     found += [
-        _ratio_claim(f"{name}.hybrid", rows, _is_hybrid, lambda row: not _is_hybrid(row), 0.0),
-        _ratio_claim(
-            f"{name}.again",
-            rows,
-            lambda row: row["role"] == AGAIN,
-            lambda row: row["role"] == STAGES,
-            0.0,
-        ),
+        _ratio_claim(f"{name}.hybrid", hybrids, others, 0.0),
+        _ratio_claim(f"{name}.again", again, first, 0.0),
         claimed(f"{name}.losses_differ", lambda: _losses(rows), LOSSES_AGREE),
     ]
     return found
 
 
-def _ratio_claim(
-    name: str,
-    rows: Sequence[Row],
-    one: Callable[[Row], bool],
-    other: Callable[[Row], bool],
-    target: float,
-) -> Claim:
-    """Return the claim about the fastest row of one kind over that of another."""
+def _ratio_claim(name: str, rows: Sequence[Row], others: Sequence[Row], target: float) -> Claim:
+    """Return the claim about the fastest of some rows over that of others; a target of 0 is
+    none."""
     try:
-        value, interval = ratio(fastest(rows, one), fastest(rows, other))
+        value, interval = ratio(_fastest_of(rows), _fastest_of(others))
     except NotMeasuredError as reason:
         return Claim(name=name, value=None, target=target or None, reason=str(reason))
     return Claim(name=name, value=value, target=target or None, interval=interval)
+
+
+def _fastest_of(rows: Sequence[Row]) -> Row:
+    """Return the row with the shortest step; NotMeasuredError if there is none."""
+    return fastest(rows, lambda row: True)
 
 
 def _is_ep(row: Row, cell: StepCell) -> bool:
@@ -119,14 +122,12 @@ def _is_hybrid(row: Row) -> bool:
 
 def _order(rows: Sequence[Row]) -> float:
     """Return Spearman's rank correlation of predicted and measured steps by hand."""
-    pairs = [
-        (statistics.median(row["predicted_seconds"]), row["median_seconds"])
-        for row in rows
-        if is_by_hand(row) and row.get("predicted_seconds")
-    ]
-    if len(pairs) < 3:
+    both = [row for row in rows if is_by_hand(row) and row.get("predicted_seconds")]
+    if len(both) < 3:
         raise NotMeasuredError("not run")
-    return float(spearmanr(*zip(*pairs)).statistic)
+    predicted = [statistics.median(row["predicted_seconds"]) for row in both]
+    measured = [row["median_seconds"] for row in both]
+    return float(spearmanr(predicted, measured).statistic)
 
 
 def _losses(rows: Sequence[Row]) -> float:
@@ -137,10 +138,14 @@ def _losses(rows: Sequence[Row]) -> float:
     return max(losses) / min(losses) - 1
 
 
-def _regrets(rows: Sequence[Row], cell: StepCell) -> list[float]:
-    """Return for each profile how much longer the step of its split takes than the fastest."""
-    own = [row for row in rows if row["cell"] == cell.name and "seconds" in row]
-    if not own:
+def _regrets(rows: Sequence[Row]) -> list[float]:
+    """Return the regret of each choice in a cell, one for each of its profiles."""
+    measured = [row for row in rows if "seconds" in row]
+    if not measured:
         return []
-    best = min(row["median_seconds"] for row in own if row["role"] != AGAIN)
-    return [row["median_seconds"] / best - 1 for row in own for _ in row["chosen_by"]]
+    best = min(row["median_seconds"] for row in measured if row["role"] != AGAIN)
+    regrets = []
+    for row in measured:
+        regret = row["median_seconds"] / best - 1
+        regrets += [regret] * len(row["chosen_by"])
+    return regrets

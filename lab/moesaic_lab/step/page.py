@@ -1,6 +1,9 @@
 """Writes what pages say of `moesaic bench step` from its committed results: README's table, the
 tables of docs/choose_a_split.md, and the picture by which people decide.
 
+What crosses the slow link between nodes decides: the rows of tokens, if experts are spread over
+nodes; weights and gradients, if these are sharded over them; or the activations between stages.
+
     python -m moesaic_lab.step.page
 """
 
@@ -56,26 +59,30 @@ def best_of_kinds(rows: Sequence[Row], cell: StepCell) -> dict[str, Row | None]:
     """Return for each thing that may cross the slow link the fastest split by hand, and the chosen
     split."""
 
-    def best(is_one: Any) -> Row | None:
-        try:
-            return fastest(rows, is_one)
-        except NotMeasuredError:
-            return None
+    best: dict[str, Row | None] = {}
+    for kind in KINDS:
+        of_kind = [row for row in rows if is_by_hand(row) and crossing(row, cell) == kind]
+        best[kind] = _fastest_of(of_kind)
+    best[SEARCHED] = _fastest_of([row for row in rows if row["role"] == SEARCHED])
+    return best
 
-    found = {
-        kind: best(lambda row, kind=kind: is_by_hand(row) and crossing(row, cell) == kind)
-        for kind in KINDS
-    }
-    return found | {SEARCHED: best(lambda row: row["role"] == SEARCHED)}
+
+def _fastest_of(rows: Sequence[Row]) -> Row | None:
+    """Return the row with the shortest step; None if none was measured."""
+    try:
+        return fastest(rows, lambda row: True)
+    except NotMeasuredError:
+        return None
 
 
 def cells_of(result: Mapping[str, Any]) -> list[tuple[StepCell, list[Row]]]:
     """Return the cells that were measured, with their rows."""
-    rows = result["rows"]
-    found = [
-        (cell, [row for row in rows if row["cell"] == cell.name]) for cell in read_config().cells
-    ]
-    return [(cell, own) for cell, own in found if own]
+    found = []
+    for cell in read_config().cells:
+        rows = [row for row in result["rows"] if row["cell"] == cell.name]
+        if rows:
+            found.append((cell, rows))
+    return found
 
 
 def seconds(row: Row | None) -> str:
@@ -83,7 +90,8 @@ def seconds(row: Row | None) -> str:
     stopped."""
     if row is None or "seconds" not in row:
         return ""
-    return f"{'' if row['state'] == 'timed' else '≈ '}{row['median_seconds']:.2f}"
+    sign = "" if row["state"] == "timed" else "≈ "
+    return f"{sign}{row['median_seconds']:.2f}"
 
 
 def front(result: Mapping[str, Any]) -> str:
@@ -106,18 +114,34 @@ def page(result: Mapping[str, Any]) -> str:
     cells = cells_of(result)
     for shape in dict.fromkeys(cell.shape for cell, _ in cells):
         own = [(cell, rows) for cell, rows in cells if cell.shape == shape]
-        lines = [["split", "crosses", *(cell.name.removeprefix(f"{shape}_") for cell, _ in own)]]
-        keys = dict.fromkeys((row["split"], row["role"]) for _, rows in own for row in rows)
-        for split, role in sorted(keys, key=lambda key: (key[1] == SEARCHED, key[1] == AGAIN)):
-            of_cells = [
-                next((row for row in rows if (row["split"], row["role"]) == (split, role)), None)
-                for _, rows in own
-            ]
-            first = next(row for row in of_cells if row is not None)
-            name = f"{split} ({role})" if role else split
-            lines.append([name, crossing(first, own[0][0]), *map(seconds, of_cells)])
-        parts += [f"{shape} ranks, seconds of a step:", markdown_table(lines)]
+        parts += [f"{shape} ranks, seconds of a step:", _table_of_shape(shape, own)]
     return "\n\n".join([*parts, claims_table(result), f"Measured {measured({'step': result})}."])
+
+
+def _table_of_shape(shape: str, cells: Sequence[tuple[StepCell, list[Row]]]) -> str:
+    """Return the table of the cells on beds of one shape: by hand, chosen, and run again."""
+    columns = [cell.name.removeprefix(f"{shape}_") for cell, _ in cells]
+    lines = [["split", "crosses", *columns]]
+    splits_and_roles = list(
+        dict.fromkeys((row["split"], row["role"]) for _, rows in cells for row in rows)
+    )
+    splits_and_roles.sort(key=lambda pair: (pair[1] == SEARCHED, pair[1] == AGAIN))
+    first_cell, _ = cells[0]
+    for split, role in splits_and_roles:
+        of_cells = [_row_of(rows, split, role) for _, rows in cells]
+        measured_ones = [row for row in of_cells if row is not None]
+        name = f"{split} ({role})" if role else split
+        crosses = crossing(measured_ones[0], first_cell)  # the same in all cells of a shape
+        lines.append([name, crosses, *(seconds(row) for row in of_cells)])
+    return markdown_table(lines)
+
+
+def _row_of(rows: Sequence[Row], split: str, role: str) -> Row | None:
+    """Return the first row of a split in a role; None if there is none."""
+    for row in rows:
+        if row["split"] == split and row["role"] == role:
+            return row
+    return None
 
 
 def claims_table(result: Mapping[str, Any]) -> str:
@@ -130,11 +154,9 @@ def claims_table(result: Mapping[str, Any]) -> str:
     for cell, _ in cells_of(result):
         of_cell = [by_name.get(f"step.{cell.name}.{name}") for name in names]
         lines.append([cell.name, *map(claim_in_words, of_cell)])
-    regrets = [
-        f"{name} {claim_in_words(by_name[f'step.pick_regret.{name}'])}"
-        for name in ("median", "worst")
-    ]
-    return f"{markdown_table(lines)}\n\n`step.pick_regret`: {', '.join(regrets)}."
+    median = claim_in_words(by_name["step.pick_regret.median"])
+    worst = claim_in_words(by_name["step.pick_regret.worst"])
+    return f"{markdown_table(lines)}\n\n`step.pick_regret`: median {median}, worst {worst}."
 
 
 def claim_in_words(claim: Mapping[str, Any] | None) -> str:
@@ -143,15 +165,16 @@ def claim_in_words(claim: Mapping[str, Any] | None) -> str:
         return ""
     text = f"{claim['value']:.2g}" if claim["value"] < 1e-3 else f"{claim['value']:.2f}"
     if "interval" in claim:
-        text += " ({:.2f} to {:.2f})".format(*claim["interval"])
+        low, high = claim["interval"]
+        text += f" ({low:.2f} to {high:.2f})"
     if claim["target"] is not None:
         text += f", target {claim['target']:g}"
     return f"**{text}**" if claim["holds"] is False else text
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Return the picture: for each cell a bar for each thing that may cross the slow link, and for
-    the chosen split."""
+    """Return the picture as SVG: for each cell a bar for each thing that may cross the slow link,
+    and for the chosen split."""
     parts: list[str] = []
     y = 20.0
     parts.append(_text(8, y, "What should cross the slow link?", 15, bold=True))
@@ -160,20 +183,20 @@ def picture(result: Mapping[str, Any]) -> str:
     y += 8
     for cell, rows in cells_of(result):
         best = {kind: row for kind, row in best_of_kinds(rows, cell).items() if row is not None}
-        most = max(row["median_seconds"] for row in best.values())
-        fast = min(row["median_seconds"] for row in best.values())
+        slowest = max(row["median_seconds"] for row in best.values())
+        fastest_of_all = min(row["median_seconds"] for row in best.values())
         y += LINE
         title = cell.title + ("" if cell.compute == "virtual" else ", computed")
         parts.append(_text(8, y, title, 12, bold=True))
         for kind, row in best.items():
             y += LINE
-            length = BAR * row["median_seconds"] / most
+            length = BAR * row["median_seconds"] / slowest
             colour = KINDS.get(kind, CHOSEN)
             parts.append(_text(8, y, kind, 12))
             parts.append(
                 f'<rect x="66" y="{y - 11:g}" width="{length:.1f}" height="13" fill="{colour}"/>'
             )
-            is_best = row["median_seconds"] == fast
+            is_best = row["median_seconds"] == fastest_of_all
             parts.append(_text(70 + length, y, f"{seconds(row)} s", 12, bold=is_best))
         y += 6
     height = y + 10

@@ -59,10 +59,10 @@ def predicted_seconds(
     if split.in_flight > 1:
         return None
     mesh = split.mesh
-    ranks = cell.world // mesh.pp
-    per_node = min(cell.ranks_per_node, ranks)
+    ranks_of_stage = cell.world // mesh.pp
+    per_node = min(cell.ranks_per_node, ranks_of_stage)
     grid = Grid(
-        world=ranks,
+        world=ranks_of_stage,
         tp=mesh.tp,
         ep=mesh.ep,
         etp=mesh.etp,

@@ -80,6 +80,7 @@ class _Watch:
         self.ends.append(StepEnd(at=time.monotonic(), sent_bytes=_sent_bytes()))
         if len(self.ends) > 1:
             return
+        # the last end minus the first beginning: the largest of the negative ones is the first
         span = torch.tensor([self.ends[0].at, -self._began], dtype=torch.float64)
         dist.all_reduce(span, dist.ReduceOp.MAX)
         self.first_seconds = float(span.sum())
@@ -96,9 +97,8 @@ def train_on_rank(config: TrainConfig, gflops: float | None, most_seconds: float
     """
     task = DECODER
     if gflops is not None:
-        task = replace(
-            task, make_model=partial(virtual_model, Accelerator(flops_per_second=1e9 * gflops))
-        )
+        accelerator = Accelerator(flops_per_second=1e9 * gflops)
+        task = replace(task, make_model=partial(virtual_model, accelerator))
     watch = _Watch(most_seconds)
     hooks = [
         register_module_forward_pre_hook(watch.begin),
@@ -142,7 +142,8 @@ def _sent_bytes() -> int:
     for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == NODE_DEVICE:
-            return int(counts.split()[8])
+            sent_bytes = counts.split()[8]  # after the eight counts of what was received
+            return int(sent_bytes)
     raise RuntimeError(f"no device {NODE_DEVICE}: this is no rank of a bed")
 
 

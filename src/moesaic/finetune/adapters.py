@@ -24,7 +24,7 @@ def save_adapters(model: peft.PeftModel, ranks: Ranks, folder: Path) -> None:
             str(folder), is_main_process=ranks.is_first, save_embedding_layers=False
         )
         return
-    state = {name: each for name, each in model.state_dict().items() if "lora_" in name}
+    state = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
     own = peft.get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     whole = dict(on_first(own.items(), ranks))
     if ranks.is_first:
@@ -53,12 +53,14 @@ def on_first(own: Iterable[tuple[str, Tensor]], ranks: Ranks) -> Iterator[tuple[
         dist.send_object_list([None], 0, device=CPU)
     if ranks.is_first:
         for stage in range(1, ranks.pp):
+            sender = stage * sharing
             while True:
-                said: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
-                dist.recv_object_list(said, stage * sharing, device=CPU)
-                if said[0] is None:
+                # what comes next, before it comes: (name, shape, dtype), or None at the end
+                description: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
+                dist.recv_object_list(description, sender, device=CPU)
+                if description[0] is None:
                     break
-                name, shape, dtype = said[0]
+                name, shape, dtype = description[0]
                 received = torch.empty(shape, dtype=dtype)
-                dist.recv(received, stage * sharing)
+                dist.recv(received, sender)
                 yield name, received

@@ -55,23 +55,16 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             f"{options.model}: {config.model_type} has no experts that transformers stacks: "
             "choose an MoE model"
         )
-    number = next(iter(experts.values())).num_experts
-    _require_top_k(config, number, options.model)
-    if number % sharing:
+    num_experts = next(iter(experts.values())).num_experts
+    _require_top_k(config, num_experts, options.model)
+    if num_experts % sharing:
         raise InputError(
-            f"{options.model}: {sharing} ranks do not divide its {number} experts: choose "
+            f"{options.model}: {sharing} ranks do not divide its {num_experts} experts: choose "
             "--ranks that divide them"
         )
     if options.method != "lora":
         for module in experts.values():
-            for name in Targets.weights(module):
-                shape = module._parameters[name].shape
-                width = shape[1] if module.is_transposed else shape[2]
-                if width % nf4.BLOCK:
-                    raise InputError(
-                        f"{options.model}: {name} reads {width} inputs, no multiple of "
-                        f"{nf4.BLOCK} as NF4 needs: give --method lora"
-                    )
+            _require_whole_blocks(module, options.model)
     if options.pp > 1:
         layers = config.get_text_config().num_hidden_layers
         if layers < options.pp:
@@ -81,6 +74,19 @@ def require_model(options: FinetuneOptions, world: int) -> None:
             )
         require_stages(model, options.pp, options.model)
     _require_memory(options, world, folder)
+
+
+def _require_whole_blocks(experts: Any, model: str) -> None:
+    """Raise InputError if the inputs of a weight of an experts module are no whole blocks of
+    NF4."""
+    for name in Targets.weights(experts):
+        shape = experts._parameters[name].shape  # (experts, out, in), or transposed
+        num_inputs = shape[1] if experts.is_transposed else shape[2]
+        if num_inputs % nf4.BLOCK:
+            raise InputError(
+                f"{model}: {name} reads {num_inputs} inputs, no multiple of "
+                f"{nf4.BLOCK} as NF4 needs: give --method lora"
+            )
 
 
 def _require_top_k(config: Any, num_experts: int, model: str) -> None:
@@ -109,7 +115,7 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
 
     def predicted(length: int, ranks: int) -> FinetunePrediction:
         """Return the prediction for a length of sequences and a number of ranks."""
-        at_once = max(ranks // options.pp, 1) * options.micro_batch
+        at_once = max(ranks // options.pp, 1) * options.micro_batch  # sequences, of all ranks
         return predict_finetune(
             shape,
             ranks=ranks,
@@ -123,19 +129,26 @@ def _require_memory(options: FinetuneOptions, world: int, folder: Path) -> None:
             stages=(options.pp, max(options.batch // at_once, 1)),
         )
 
-    found = predicted(options.length, world)
-    if found.fits:
+    prediction = predicted(options.length, world)
+    if prediction.fits:
         return
-    parts = sorted(found.parts.items(), key=lambda part: -part[1])[:3]
-    largest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
-    shorter = (options.length >> halvings for halvings in range(1, 8) if options.length >> halvings)
-    advice = [f"--length {each}" for each in shorter if predicted(each, world).fits][:1]
-    more = (each for each in (2 * world, 4 * world, 8 * world) if shape.moe.num_experts % each == 0)
-    advice += [f"--ranks {each}" for each in more if predicted(options.length, each).fits][:1]
+    parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:3])
+
+    advice = []
+    for halvings in range(1, 8):
+        length = options.length >> halvings
+        if length and predicted(length, world).fits:
+            advice.append(f"--length {length}")
+            break
+    for ranks in (2 * world, 4 * world, 8 * world):
+        if shape.moe.num_experts % ranks == 0 and predicted(options.length, ranks).fits:
+            advice.append(f"--ranks {ranks}")
+            break
+    remedy = "give " + " or ".join(advice) if advice else "take more or larger devices"
     raise InputError(
-        f"{options.model}: each of {world} ranks would need {found.bytes / GIB:.1f} GiB "
-        f"({largest}) besides the framework's, and has {memory / GIB:.1f}: "
-        f"{'give ' + ' or '.join(advice) if advice else 'take more or larger devices'}"
+        f"{options.model}: each of {world} ranks would need {prediction.bytes / GIB:.1f} GiB "
+        f"({largest}) besides the framework's, and has {memory / GIB:.1f}: {remedy}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,31 +41,44 @@ def sequences(data: str, tokenizer: Any, length: int, batch: int) -> Tensor:
     Raises:
         InputError: DATA cannot be read, or has no text, or less than one sequence.
     """
-    found: list[Tensor] = []
+    tokens_of_documents: list[Tensor] = []
     documents = _documents(data)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    while some := list(islice(documents, AT_ONCE)):
-        texts = [
-            text for where, each in some if (text := _text(each, f"{data}: {where}", tokenizer))
-        ]
+    while at_once := list(islice(documents, AT_ONCE)):
+        texts = [_text(document, f"{data}: {where}", tokenizer) for where, document in at_once]
         # JSON may hold halves of surrogate pairs
-        texts = [text.encode(errors="replace").decode() for text in texts]
-        rows_of_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        found += [torch.tensor([*ids, *end]) for ids in rows_of_ids]
-    tokens = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        texts = [text.encode(errors="replace").decode() for text in texts if text]
+        ids_of_texts = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        tokens_of_documents += [torch.tensor([*ids, *end]) for ids in ids_of_texts]
+
+    tokens = torch.empty(0, dtype=torch.int64)
+    if tokens_of_documents:
+        tokens = torch.cat(tokens_of_documents)
     if len(tokens) < length:
-        missing = (
-            f"has {len(tokens)} tokens, fewer than one sequence: choose a --length of at most "
-            f"{len(tokens)}"
-        )
-        raise InputError(f"{data}: {missing if len(tokens) else 'has no text'}, or name other data")
-    rows = tokens[: len(tokens) // length * length].view(-1, length)
-    return rows[torch.arange(-(-len(rows) // batch) * batch) % len(rows)]
+        reason = "has no text"
+        if len(tokens):
+            reason = (
+                f"has {len(tokens)} tokens, fewer than one sequence: choose a --length of at most "
+                f"{len(tokens)}"
+            )
+        raise InputError(f"{data}: {reason}, or name other data")
+
+    num_whole = len(tokens) // length
+    rows = tokens[: num_whole * length].view(-1, length)
+    num_rows = -(-num_whole // batch) * batch  # the next multiple of the batch
+    return rows[torch.arange(num_rows) % num_whole]
 
 
 def _text(document: Any, where: str, tokenizer: Any) -> str:
-    """Return the text of a document, or of its messages by the tokenizer's chat template; `where`
-    names it in messages."""
+    """Return the text of a document, or of its messages by the tokenizer's chat template.
+
+    Args:
+        document: an entry of DATA, maybe no table at all.
+        where: names it in messages.
+
+    Raises:
+        InputError: it has neither, or the template leaves out something of it.
+    """
     if isinstance(document, dict) and isinstance(document.get("text"), str):
         return str(document["text"])
     if not isinstance(document, dict) or not isinstance(document.get("messages"), list):
@@ -83,15 +97,15 @@ def _text(document: Any, where: str, tokenizer: Any) -> str:
         _require_message(message, f"{where}: message {number}")
     try:
         text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
-        is_read = tools is None or text != str(
-            tokenizer.apply_chat_template(messages, tokenize=False)
-        )
+        without_tools = None
+        if tools is not None:
+            without_tools = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # a template may raise anything
         reason = " ".join(str(error).split())
         raise InputError(
             f"{where}: the chat template refuses its messages ({reason:.200}): correct them"
         ) from error
-    if not is_read:
+    if text == without_tools:
         raise InputError(
             f'{where}: has "tools", which the model\'s chat template does not write: leave them out'
         )
@@ -106,12 +120,14 @@ def _text(document: Any, where: str, tokenizer: Any) -> str:
 
 def _require_message(message: Any, where: str) -> None:
     """Raise InputError if a template would find no role or no content in a message."""
-    is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
-    if is_message and (isinstance(message.get("content"), str | list) or message.get("tool_calls")):
-        return
-    raise InputError(
-        f'{where} has no "role" and "content" ({message!r:.60}): give it both, or leave it out'
-    )
+    is_whole = False
+    if isinstance(message, dict) and isinstance(message.get("role"), str):
+        has_content = isinstance(message.get("content"), str | list)
+        is_whole = has_content or bool(message.get("tool_calls"))
+    if not is_whole:
+        raise InputError(
+            f'{where} has no "role" and "content" ({message!r:.60}): give it both, or leave it out'
+        )
 
 
 def _is_written(message: dict[str, Any], text: str) -> bool:
@@ -120,18 +136,28 @@ def _is_written(message: dict[str, Any], text: str) -> bool:
     if message["role"] in TOOL_ROLES:
         return True
     content = message.get("content") or ""
-    parts = [{"text": content}] if isinstance(content, str) else content
-    said = [part.get("text") or "" for part in parts if isinstance(part, dict)]
-    said = [each.rpartition(END_OF_REASONING)[2].strip() for each in said]
-    names = [
-        function["name"]
-        for call in message.get("tool_calls") or []
-        if isinstance(call, dict)
-        and isinstance(function := call.get("function", call), dict)
-        and isinstance(function.get("name"), str)
-    ]
-    is_plain = isinstance(content, str) or repr(content) not in text
-    return is_plain and all(each in text for each in (*said, *names))
+    if isinstance(content, str):
+        contents = [content]
+    else:
+        if repr(content) in text:
+            return False  # the template takes content for a text, and writes Python's own form
+        contents = [part.get("text") or "" for part in content if isinstance(part, dict)]
+    for part in contents:
+        _, _, after_reasoning = part.rpartition(END_OF_REASONING)
+        if after_reasoning.strip() not in text:
+            return False
+    return all(name in text for name in _called_functions(message))
+
+
+def _called_functions(message: dict[str, Any]) -> list[str]:
+    """Return the names of the functions that a message calls."""
+    names = []
+    for call in message.get("tool_calls") or []:
+        # either {"function": {"name": ...}} or {"name": ...}
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            names.append(function["name"])
+    return names
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
@@ -140,11 +166,13 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
     Raises:
         InputError: they are something else.
     """
-    try:
-        found = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
-    except (ValueError, RecursionError):
-        found = tools
-    if found is None or (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+    found = tools or None
+    if isinstance(tools, str) and tools.strip():
+        with suppress(ValueError, RecursionError):
+            found = json.loads(tools)
+    if found is None:
+        return None
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
         return found or None
     raise InputError(
         f'{where}: its "tools" are no list of JSON schemas ({tools!r:.60}): correct them'
@@ -158,25 +186,24 @@ def _documents(data: str) -> Iterator[tuple[str, Any]]:
     where = ""
     try:
         if not path.is_file() or suffix in TABLES:
-            yield from ((f"row {number}", each) for number, each in enumerate(_dataset(data), 1))
+            for number, row in enumerate(_dataset(data), 1):
+                yield f"row {number}", row
         elif suffix not in (LINES, LIST):
             text = read_bytes(path).decode("utf-8-sig")
             if "\0" in text:
                 raise ValueError("it has zero bytes")
             yield "the text", {"text": text}
         elif suffix == LIST and _is_list(path):
-            yield from (
-                (f"entry {number}", each) for number, each in enumerate(parsed(read_bytes(path)), 1)
-            )
+            for number, entry in enumerate(parsed(read_bytes(path)), 1):
+                yield f"entry {number}", entry
         else:
             with open_file(path) as file:
                 for number, line in enumerate(file, 1):
                     where = f" line {number}:"
+                    if number == 1:
+                        line = line.removeprefix(BOM)
                     if line.strip(SPACE):
-                        yield (
-                            f"line {number}",
-                            parsed(line.removeprefix(BOM) if number == 1 else line),
-                        )
+                        yield f"line {number}", parsed(line)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
@@ -189,9 +216,7 @@ def _documents(data: str) -> Iterator[tuple[str, Any]]:
 def _is_list(path: Path) -> bool:
     """Whether a file begins as a list of JSON does."""
     with open_file(path) as file:
-        return next(
-            (part for part in iter(lambda: file.read(4096).lstrip(SPACE), b"") if part), b""
-        ).startswith(b"[")
+        return file.read(4096).lstrip(SPACE).startswith(b"[")
 
 
 def _dataset(data: str) -> Any:

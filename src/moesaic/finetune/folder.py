@@ -8,6 +8,9 @@ from, who writes there.
 A folder may come from somebody else. PEFT and transformers save into new folders of ours; files get
 their places one by one, and checkpoints as a whole. A link, or anything else where a file is to be,
 is named before the run begins.
+
+A checkpoint is *sealed* by complete.json, which has the checksums of its other files.
+`require_place` refuses what is in a place that something else is to have.
 """
 
 from __future__ import annotations
@@ -102,23 +105,25 @@ def require_folder(options: FinetuneOptions, world: int) -> None:
         return
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
-            is_folder = CHECKPOINTS.name.fullmatch(path.name) or path.name == MERGED
-            require_place(
-                path,
-                "a folder"
-                if is_folder or (path.is_dir() and path.name not in (*OF_PEFT, RUN))
-                else "a file",
-            )
+            if path.name in (*OF_PEFT, RUN):
+                is_folder = False
+            elif CHECKPOINTS.name.fullmatch(path.name) or path.name == MERGED:
+                is_folder = True
+            else:
+                is_folder = path.is_dir()  # of others: only links are refused
+            require_place(path, "a folder" if is_folder else "a file")
     read_run(options, world)
 
 
 def saved_steps(out: str) -> list[tuple[str, int]]:
     """Return names of the complete checkpoints of a run, with the times at which they were
-    completed."""
-    marks = (path / COMPLETE for path in CHECKPOINTS.listed(Path(out), typed=True))
-    return [
-        (path.parent.name, path.lstat().st_mtime_ns) for path in marks if kind_of(path) == "a file"
-    ]
+    completed, in nanoseconds."""
+    saved = []
+    for checkpoint in CHECKPOINTS.listed(Path(out), typed=True):
+        mark = checkpoint / COMPLETE
+        if kind_of(mark) == "a file":
+            saved.append((checkpoint.name, mark.lstat().st_mtime_ns))
+    return saved
 
 
 def _others(folder: Path) -> list[Path]:
@@ -138,25 +143,26 @@ def read_run(options: FinetuneOptions, world: int) -> dict[str, Any]:
     """
     folder = Path(options.out)
     kept = options.kept(world)
-    for path in (
-        folder / RUN,
-        *(each / RUN for each in reversed(CHECKPOINTS.listed(folder, typed=True))),
-    ):
-        found = _table(path)
-        if found.keys() >= {*kept, "contents"} and isinstance(found["contents"], dict):
+    # Each checkpoint has a copy of the description, should the folder's be lost.
+    checkpoints = reversed(CHECKPOINTS.listed(folder, typed=True))
+    described: dict[str, Any] | None = None
+    for place in (folder, *checkpoints):
+        table = _table(place / RUN)
+        if table.keys() >= {*kept, "contents"} and isinstance(table["contents"], dict):
+            described = table
             break
-    else:
+    if described is None:
         raise InputError(
             f"--resume: {folder / RUN} is missing or damaged: start anew without --resume"
         )
     for name, value in kept.items():
-        if name != "ranks" and found[name] != value:
-            flag = f"--{name.replace('_', '-')} {found[name]}"
+        if name != "ranks" and described[name] != value:  # any number of ranks goes on
+            flag = f"--{name.replace('_', '-')} {described[name]}"
             raise InputError(
                 f"--resume: the run in {folder} has {flag}: give the same, or start in "
                 "another --out"
             )
-    return found
+    return described
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -217,8 +223,8 @@ class FinetuneFolder:
                 self._claim.claim()
                 require_folder(self._options, self._ranks.world)
                 self._remove_unfinished()
-            if _table(self.path / RUN) != self._said:
-                write(self.path / RUN, json.dumps(self._said, indent=1) + "\n")
+            if _table(self.path / RUN) != self._description:
+                write(self.path / RUN, json.dumps(self._description, indent=1) + "\n")
 
     def release(self) -> None:
         """Let other processes have the folder."""
@@ -239,28 +245,27 @@ class FinetuneFolder:
             InputError: on all ranks: it cannot be written. Earlier checkpoints are kept.
         """
         target = self.path / f"checkpoint-{step}"
-        with self._on_first(
-            f"checkpoint {target} could not be written", "earlier checkpoints are intact"
-        ):
+        what = f"checkpoint {target} could not be written"
+        rest = "earlier checkpoints are intact"
+        # Between two blocks all ranks wait for each other.
+        with self._on_first(what, rest):
             unfinished = self._new_folder("checkpoint")
-        with self._on_first(
-            f"checkpoint {target} could not be written", "earlier checkpoints are intact"
-        ):
+        with self._on_first(what, rest):
             own = unfinished / states_name(self._ranks.rank, self._ranks.world)
             write_into(unfinished)
             write_own(own)
-            sums = {own.name: checksum(own)}
-        found = self._ranks.gathered(sums)
-        with self._on_first(
-            f"checkpoint {target} could not be written", "earlier checkpoints are intact"
-        ):
+            own_sum = {own.name: checksum(own)}
+        sums_of_ranks = self._ranks.gathered(own_sum)
+        with self._on_first(what, rest):
             if self._ranks.is_first:
-                write(unfinished / RUN, json.dumps(self._said, indent=1) + "\n")
-                all_sums = {name: value for part in found for name, value in part.items()}
+                write(unfinished / RUN, json.dumps(self._description, indent=1) + "\n")
+                sums: dict[str, Any] = {}
+                for of_rank in sums_of_ranks:
+                    sums |= of_rank
                 for path in CHECKPOINTS.own_files(unfinished):
                     flush(path)
-                    all_sums.setdefault(path.name, checksum(path))
-                seal(unfinished, all_sums)
+                    sums.setdefault(path.name, checksum(path))
+                seal(unfinished, sums)
                 flush(unfinished)
                 require_place(target, "a folder")
                 CHECKPOINTS.put(unfinished, target, KEEP, typed=True)
@@ -280,7 +285,8 @@ class FinetuneFolder:
         Raises:
             InputError: on all ranks: it cannot be written.
         """
-        what = f"{self.path / within if within else self.path}: the {kind} could not be written"
+        target = self.path / within if within else self.path
+        what = f"{target}: the {kind} could not be written"
         with self._on_first(what):
             unfinished = self._new_folder(kind)
         with self._on_first(what):
@@ -290,14 +296,14 @@ class FinetuneFolder:
                 for path in sorted(unfinished.iterdir()):
                     flush(path)
                 flush(unfinished)
-                require_place(self.path / within, "nothing")
-                os.replace(unfinished, self.path / within)
+                require_place(target, "nothing")
+                os.replace(unfinished, target)
             elif self._ranks.is_first:
-                found = sorted(unfinished.iterdir())
-                for path in found:
-                    require_place(self.path / path.name)
-                for path in found:
-                    put(path, self.path / path.name)
+                files = sorted(unfinished.iterdir())
+                for path in files:  # all of them before the first one is put
+                    require_place(target / path.name)
+                for path in files:
+                    put(path, target / path.name)
                 unfinished.rmdir()
 
     def require_places(self, names: list[str]) -> None:
@@ -312,10 +318,14 @@ class FinetuneFolder:
                     require_place(self.path / name)
 
     @property
-    def _said(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
         """What the folder says of its run."""
-        named = {name: getattr(self._options, name) for name in ("model", "data")}
-        return named | self._options.kept(self._ranks.world) | {"contents": self._contents}
+        return {
+            "model": self._options.model,
+            "data": self._options.data,
+            **self._options.kept(self._ranks.world),
+            "contents": self._contents,
+        }
 
     def _require_contents(self) -> None:
         """Raise InputError if the run has other data or another model, under whatever names."""
@@ -336,16 +346,12 @@ class FinetuneFolder:
 
     def _checked(self, path: Path) -> Path:
         """Return a checkpoint if all its files match their checksums; DamagedError if not."""
-        number_of_ranks = saved_ranks(sealed_sums(path))
-        names = [
-            ADAPTERS,
-            TRAINER_STATE,
-            RUN,
-            *(states_name(rank, number_of_ranks) for rank in range(number_of_ranks)),
-        ]
-        sums = sealed_sums(path, names)
-        if strange := [name for name in sums if not CHECKPOINTS.is_own(name)]:
-            raise DamagedError(f"{COMPLETE} lists {strange[0]!r:.100}, which no checkpoint has")
+        num_ranks = saved_ranks(sealed_sums(path))
+        states = [states_name(rank, num_ranks) for rank in range(num_ranks)]
+        sums = sealed_sums(path, [ADAPTERS, TRAINER_STATE, RUN, *states])
+        for name in sums:
+            if not CHECKPOINTS.is_own(name):
+                raise DamagedError(f"{COMPLETE} lists {name!r:.100}, which no checkpoint has")
         try:
             CHECKPOINTS.require_sums(path, sums, COMPLETE)
             step = TrainerState.load_from_json(str(path / TRAINER_STATE)).global_step
@@ -382,22 +388,27 @@ class FinetuneFolder:
     @contextmanager
     def _on_first(self, what: str = "", rest: str = "") -> Iterator[None]:
         """Raise what any rank raises on all ranks; what cannot be written becomes an InputError of
-        one line."""
+        one line.
+
+        Args:
+            what: says what could not be written, and lets what was begun be deleted; "" names the
+                folder.
+            rest: says what there is nevertheless.
+        """
         with self._ranks.together():
             try:
                 yield
             except BaseException as error:
                 if what:
                     self._remove_unfinished()
-                found = system_error(error)
-                if found is None:
+                of_system = system_error(error)
+                if of_system is None:
                     raise
                 if not what:
-                    raise unwritable(self.path, found) from error
-                full = found.errno in (errno.ENOSPC, errno.EDQUOT)
-                reason = (
-                    "the disk is full: free space"
-                    if full
-                    else f"{found.strerror or found}: check the folder"
-                )
-                raise InputError(f"{what}, {reason}{rest and '; '}{rest}") from error
+                    raise unwritable(self.path, of_system) from error
+                reason = f"{of_system.strerror or of_system}: check the folder"
+                if of_system.errno in (errno.ENOSPC, errno.EDQUOT):
+                    reason = "the disk is full: free space"
+                if rest:
+                    reason += f"; {rest}"
+                raise InputError(f"{what}, {reason}") from error

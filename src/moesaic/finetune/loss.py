@@ -31,6 +31,7 @@ def loss_in_parts(
     Args:
         model: the model, under PEFT or not; all ranks call it together.
         ids: (1, length) a sequence to try it with, the same on all ranks.
+        tokens: whose logits are computed at a time.
         loss_of: computes the loss of sequences, all ranks together; None if `model` does.
 
     Returns:
@@ -38,42 +39,55 @@ def loss_in_parts(
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = base.get_output_embeddings()
-    usual = base.loss_function
-    project = head.forward
-
-    def of_part(hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(project(hidden).float(), targets, reduction="sum")
+    usual_loss = base.loss_function
+    logits_of = head.forward
 
     def loss_of_hidden(
         logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any
     ) -> Tensor:
-        """Return the loss of hidden states, computing the logits of `tokens` at a time, again in
-        backward."""
-        hidden = logits  # the head passes hidden states through; transformers calls by this name
+        """Return the mean loss; the head passes hidden states through, which get here under the
+        name by which transformers calls."""
+        # Each token's target is the next token; -100 marks tokens that do not count.
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
-        parts = zip(hidden.flatten(0, 1).split(tokens), targets.split(tokens))
-        total = torch.stack(
-            [checkpoint(of_part, *part, use_reentrant=False) for part in parts]
-        ).sum()
-        return total / (
-            (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        )
+        total = _summed_loss(logits.flatten(0, 1), targets, tokens, logits_of)
+        if num_items_in_batch is None:
+            return total / (targets != -100).sum()
+        return total / num_items_in_batch
 
-    def tried() -> float:
+    def loss_of_ids() -> float:
+        """Return the loss of the sequence to try."""
         with torch.no_grad():
             if loss_of is not None:
                 return loss_of(ids)
             return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
 
     def restore() -> None:
-        head.forward = project
-        base.loss_function = usual
+        """Make the model compute logits again."""
+        head.forward = logits_of
+        base.loss_function = usual_loss
 
-    expected = tried()
+    expected = loss_of_ids()
     # a copy, since FSDP2 warns of views
     head.forward = Tensor.clone
     base.loss_function = loss_of_hidden
-    if abs(tried() - expected) <= 1e-4 * abs(expected):
+    if abs(loss_of_ids() - expected) <= 1e-4 * abs(expected):
         return restore
     restore()
     return None
+
+
+def _summed_loss(
+    hidden: Tensor, targets: Tensor, tokens: int, logits_of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the summed cross entropy of hidden states, (tokens, width), whose logits are computed
+    for `tokens` of them at a time, and again in backward."""
+
+    def loss_of_part(part: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed cross entropy of some tokens."""
+        return F.cross_entropy(logits_of(part).float(), targets, reduction="sum")
+
+    losses = [
+        checkpoint(loss_of_part, part, of_part, use_reentrant=False)
+        for part, of_part in zip(hidden.split(tokens), targets.split(tokens))
+    ]
+    return torch.stack(losses).sum()

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,9 +72,10 @@ def write_merged(
     base = model.get_base_model()
     architecture = _architecture(base, Path(source), dtype, ranks)
     own = _own_places(base, architecture, ranks)
-    size = sum(math.prod(shape) for shape in architecture.shapes.values()) * dtype.itemsize
-    adapted = _logits(model, logits_of) if compares_logits(size, compares) else None
+    num_bytes = sum(math.prod(shape) for shape in architecture.shapes.values()) * dtype.itemsize
+    adapted = _logits(model, logits_of) if compares_logits(num_bytes, compares) else None
     group = None if ranks.mesh is None else ranks.mesh.process_group
+    # Computed, and sent to the first rank, as they are iterated: so all ranks exhaust it.
     weights = on_first(_weights(model, own, dtype, group), ranks)
     if not ranks.is_first:
         for _ in weights:
@@ -96,14 +97,14 @@ def _architecture(base: Any, source: Path, dtype: torch.dtype, ranks: Ranks) -> 
     config = read_config(source, None, LOADED)
     config.dtype = dtype
     architecture = Architecture(config)
-    pairs = [
-        (one, other)
-        for name, twin in architecture.tied.items()
-        if (one := _parameter(base, name)) is not None
-        and (other := _parameter(base, twin)) is not None
-    ]
-    same = all(one is other or torch.equal(_whole(one), _whole(other)) for one, other in pairs)
-    return architecture if all(ranks.gathered(same)) else architecture.untied()
+    are_equal = True
+    for name, twin in architecture.tied.items():
+        one = _parameter(base, name)
+        other = _parameter(base, twin)
+        if one is None or other is None or one is other:
+            continue  # each stage compares what it has
+        are_equal = are_equal and torch.equal(_whole(one), _whole(other))
+    return architecture if all(ranks.gathered(are_equal)) else architecture.untied()
 
 
 def _parameter(base: nn.Module, name: str) -> Tensor | None:
@@ -127,40 +128,51 @@ def _own_places(base: nn.Module, architecture: Architecture, ranks: Ranks) -> se
     Raises:
         InputError: a tensor of the model has no place in the output, or no stage fills one.
     """
-    of_all = ranks.gathered([name for name, _, _, _ in _tensors(base)])
-    found = {name for of_rank in of_all for name in of_rank}
-    helpers = {
-        made(name) for name in found for made in (scales_name, groups_name)
-    } - architecture.shapes.keys()
-    lost = found - architecture.shapes.keys() - architecture.tied.keys() - helpers
+    places = architecture.shapes.keys()
+    names_of_ranks = ranks.gathered([stored.plain_name for stored in _tensors(base)])
+    names = {name for of_rank in names_of_ranks for name in of_rank}
+    # Scales of weights in NF4 go into the weights.
+    of_scales = {scales_name(name) for name in names} | {groups_name(name) for name in names}
+    lost = names - places - architecture.tied.keys() - of_scales
     if lost:
         raise InputError(
             f"--merge: the merged model has no place for {first_names(lost)}: the adapters "
             "are saved"
         )
-    if empty := architecture.shapes.keys() - found:
+    empty = places - names
+    if empty:
         raise InputError(
             f"--merge: the model has no {first_names(empty)} to merge: the adapters are saved"
         )
-    earlier = of_all[: ranks.stage * (ranks.world // ranks.pp)]  # a tied embedding is in two stages
-    others = {name for of_rank in earlier for name in of_rank}
-    return {name for name in of_all[ranks.rank] if name in architecture.shapes} - others
+    # A tied embedding is in two stages: the earlier one fills it.
+    first_of_stage = ranks.stage * (ranks.world // ranks.pp)
+    earlier = {name for of_rank in names_of_ranks[:first_of_stage] for name in of_rank}
+    return (set(names_of_ranks[ranks.rank]) & places) - earlier
 
 
-def _tensors(base: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield (plain name, module, name within it, tensor) of each stored tensor of a model without
-    those of adapters."""
+class _StoredTensor(NamedTuple):
+    """A tensor of a model that a checkpoint holds."""
+
+    plain_name: str
+    """Its name in the model without adapters."""
+    module: nn.Module
+    name: str
+    """Its name within the module."""
+    tensor: Tensor
+
+
+def _tensors(base: nn.Module) -> Iterator[_StoredTensor]:
+    """Yield the tensors of a model that a checkpoint holds, without those of adapters."""
     for path, module in base.named_modules():
         if "lora_" in path:
             continue
-        buffers = module.named_buffers(recurse=False)
-        kept = [
-            (name, tensor)
-            for name, tensor in buffers
-            if name not in module._non_persistent_buffers_set
-        ]
-        for name, tensor in (*module.named_parameters(recurse=False), *kept):
-            yield f"{path}.{name}".replace(".base_layer", ""), module, name, tensor
+        tensors = dict(module.named_parameters(recurse=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[name] = buffer
+        for name, tensor in tensors.items():
+            plain_name = f"{path}.{name}".replace(".base_layer", "")
+            yield _StoredTensor(plain_name, module, name, tensor)
 
 
 def _logits(model: Any, logits_of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -189,17 +201,18 @@ def _write_files(
     architecture.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    file_of: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    total = 0
+    file_of: dict[str, str] = {}  # name of a tensor -> its file
+    of_file: dict[str, Tensor] = {}  # what the next file will hold
+    total_bytes = 0
     for name, tensor in weights:
-        total += tensor.nbytes
-        stored = revert_weight_conversion(architecture.model, {name: tensor.cpu()})
-        shard |= {key: part.clone() for key, part in stored.items()}
-        if sum(each.nbytes for each in shard.values()) > SHARD_BYTES:
-            _write(folder, shard, file_of)
-    _write(folder, shard, file_of)
-    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        total_bytes += tensor.nbytes
+        hub_tensors = revert_weight_conversion(architecture.model, {name: tensor.cpu()})
+        for hub_name, part in hub_tensors.items():
+            of_file[hub_name] = part.clone()  # safetensors refuses views of one memory
+        if sum(each.nbytes for each in of_file.values()) > SHARD_BYTES:
+            _write(folder, of_file, file_of)
+    _write(folder, of_file, file_of)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
     write(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
@@ -229,12 +242,14 @@ def _require_same(
     compare_merged(adapted, _logits(merged), dtype, "--merge")
 
 
-def _write(folder: Path, shard: dict[str, Tensor], file_of: dict[str, str]) -> None:
-    """Write a file of tensors, note their names, and forget them."""
-    name = f"model-{len(set(file_of.values())) + 1:05}.safetensors"
-    save_file(shard, folder / name, metadata={"format": "pt"})
-    file_of |= dict.fromkeys(shard, name)
-    shard.clear()
+def _write(folder: Path, of_file: dict[str, Tensor], file_of: dict[str, str]) -> None:
+    """Write a file of tensors, note in `file_of` which file has them, and forget them."""
+    number = len(set(file_of.values())) + 1
+    file = f"model-{number:05}.safetensors"
+    save_file(of_file, folder / file, metadata={"format": "pt"})
+    for name in of_file:
+        file_of[name] = file
+    of_file.clear()
 
 
 def _weights(
@@ -242,15 +257,17 @@ def _weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each of its `own` weights of the model under its plain name; on other ranks than the
     first of the group, the value may be a part."""
-    wrappers = {
-        (id(each.get_base_layer()), getattr(each, "parameter_name", "weight")): each
-        for each in model.modules()
-        if hasattr(each, "lora_A")
-    }
-    for plain, module, name, tensor in _tensors(model.get_base_model()):
-        if plain in own:
-            wrapper = wrappers.get((id(module), name))
-            yield plain, _merged(module, name, tensor, wrapper, dtype, group)
+    # PEFT's wrappers, by the module and the parameter that they adapt
+    wrappers = {}
+    for part in model.modules():
+        if hasattr(part, "lora_A"):
+            parameter_name = getattr(part, "parameter_name", "weight")
+            wrappers[id(part.get_base_layer()), parameter_name] = part
+    for stored in _tensors(model.get_base_model()):
+        if stored.plain_name in own:
+            wrapper = wrappers.get((id(stored.module), stored.name))
+            merged = _merged(stored.module, stored.name, stored.tensor, wrapper, dtype, group)
+            yield stored.plain_name, merged
 
 
 def _merged(
@@ -261,8 +278,16 @@ def _merged(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return a weight with what its adapter adds, if it has one; whole on the group's first
-    rank."""
+    """Return a weight with what its adapter adds; whole on the group's first rank.
+
+    Args:
+        module: the module that has the weight.
+        name: the weight's name within it.
+        tensor: this rank's part of the weight, or its codes in NF4.
+        wrapper: PEFT's wrapper with the adapter; None for a weight without one.
+        dtype: that of the result, in which the sum in float32 is rounded.
+        group: the ranks that share experts.
+    """
     if wrapper is None:  # nothing was trained here
         return _whole(tensor)
     if not _is_of_experts(wrapper):  # of a linear layer: every rank has the whole adapter
@@ -283,10 +308,8 @@ def _gathered(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the parts of all ranks of a group on its first rank, on the CPU; elsewhere the
     part."""
     own = part.cpu()
-    parts = (
-        [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        if dist.get_rank(group) == 0
-        else None
-    )
+    parts: list[Tensor] | None = None
+    if dist.get_rank(group) == 0:
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.gather(own, parts, group=group, group_dst=0)
     return own if parts is None else torch.cat(parts)

@@ -122,10 +122,9 @@ class FinetuneOptions:
             raise InputError(f"--learning-rate {self.learning_rate}: must be between 0 and 1")
 
     def kept(self, world: int) -> dict[str, Any]:
-        """Return what a resumed run must have in common with the run."""
-        return {name: value for name, value in asdict(self).items() if name not in FREE} | {
-            "ranks": world
-        }
+        """Return what a resumed run must have in common with the run, and the number of ranks."""
+        compared = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return compared | {"ranks": world}
 
 
 def require_data(data: str) -> None:
@@ -135,7 +134,8 @@ def require_data(data: str) -> None:
     if path.is_file():
         if not path.stat().st_size:
             raise InputError(f"{data}: is empty: name a file with text")
-    elif not path.exists() and (
-        path.suffix or data.count("/") > 1 or path.is_absolute() or data.startswith(".")
-    ):
+        return
+    # A name on the hub is NAME or OWNER/NAME.
+    is_like_a_path = path.is_absolute() or data.startswith(".") or data.count("/") > 1
+    if not path.exists() and (path.suffix or is_like_a_path):
         raise InputError(f"{data}: no such file: name a text, a .jsonl or .json file, or a dataset")

@@ -4,6 +4,9 @@ checkpoint holds.
 Trainer would save the optimizer of the first rank alone. Here each rank saves its own states, and a
 checkpoint counts once all ranks have saved theirs. The same number of ranks goes on from it with
 the same bits.
+
+With stages (`--pp`) the layers of a model are spread over groups of ranks; the ranks of a stage
+share its experts, as all ranks do without stages.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +116,20 @@ def finetune(options: FinetuneOptions, world: int) -> bool:
         folder.place("results", partial(_save_results, model, tokenizer, ranks))
         if options.merge:
             run.restore_logits()
-            dtype, compares = getattr(torch, options.dtype), COMPARES[options.logits]
-            merge = partial(
-                write_merged,
-                model,
-                source,
-                dtype=dtype,
-                tokenizer=tokenizer,
-                compares=compares,
-                ranks=ranks,
-                logits_of=None if run.staged is None else run.staged.logits_on_first,
-            )
+
+            def merge(merged: Path) -> None:
+                """Write the merged model into a new folder."""
+                write_merged(
+                    model,
+                    source,
+                    merged,
+                    dtype=getattr(torch, options.dtype),
+                    tokenizer=tokenizer,
+                    compares=COMPARES[options.logits],
+                    ranks=ranks,
+                    logits_of=None if run.staged is None else run.staged.logits_on_first,
+                )
+
             folder.place("merged", merge, within=MERGED)
         return True
     finally:
@@ -139,7 +144,7 @@ def say(line: str) -> None:
 def hash_of(rows: Tensor) -> str:
     """Return a hash of sequences, (sequences, length) int64."""
     digest = hashlib.sha256(str(list(rows.shape)).encode())
-    for part in rows.split(4096):
+    for part in rows.split(4096):  # so that only a part is copied
         digest.update(part.numpy().tobytes())
     return digest.hexdigest()
 
@@ -161,32 +166,44 @@ def _save_results(model: peft.PeftModel, tokenizer: Any, ranks: Ranks, folder: P
 def adapted(
     source: Path, options: FinetuneOptions, device: str, ranks: Ranks, cut: StageCut | None
 ) -> peft.PeftModel:
-    """Return this rank's part of a frozen model, or of its stage, with new adapters."""
+    """Return this rank's part of a frozen model with new adapters.
+
+    Args:
+        source: folder of the model.
+        device: type of the device.
+        cut: the stage that this rank has; None without stages.
+    """
     if cut is None:
-        return adapt(load_model(source, **loading(options, ranks.world, device)), options)
-    of_stage = loading(options, ranks.world // ranks.pp, device)
-    base = load_stage(source, cut, **of_stage)
+        base = load_model(source, **loading(options, ranks.world, device))
+        return adapt(base, options)
+    per_stage = ranks.world // ranks.pp
+    base = load_stage(source, cut, **loading(options, per_stage, device))
     whole = Architecture(read_config(source, None, LOADED)).model
+    group = None if ranks.mesh is None else ranks.mesh.process_group
     with cut.layers_on_meta(base, whole):
-        return adapt(base, options, None if ranks.mesh is None else ranks.mesh.process_group)
+        return adapt(base, options, group)
 
 
 def loading(options: FinetuneOptions, sharing: int, device: str) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` loads a rank's part of the frozen model,
     whose experts `sharing` ranks share."""
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dtype": getattr(torch, options.dtype),
         "experts_implementation": "moesaic",
     }
     if options.method != "lora":
-        found["quantization_config"] = FourBitExpertsConfig(double=options.method == "qlora-double")
+        is_double = options.method == "qlora-double"
+        arguments["quantization_config"] = FourBitExpertsConfig(double=is_double)
     if sharing == 1:
-        return found | {"device_map": device}
-    spread = partial(distributed_config, sharing, fsdp_size=sharing)
-    if options.plan == "auto":
-        return found | {"distributed_config": spread()}
-    register_plan(FIXED, Plan())
-    return found | {"distributed_config": spread(ep_implementation=FIXED)}
+        return arguments | {"device_map": device}
+    implementation = "moesaic"  # which chooses a plan while it trains
+    if options.plan == "default":
+        register_plan(FIXED, Plan())
+        implementation = FIXED
+    arguments["distributed_config"] = distributed_config(
+        sharing, fsdp_size=sharing, ep_implementation=implementation
+    )
+    return arguments
 
 
 def adapt(
@@ -229,12 +246,10 @@ class Run:
         self.staged: StagedModel | None = None
         """The model in stages, if it has some."""
         if ranks.pp > 1:
-            tokens = options.micro_batch, options.length
-            base = model.get_base_model()
             self.staged = StagedModel(
-                base,
+                model.get_base_model(),
                 ranks,
-                tokens,
+                (options.micro_batch, options.length),
                 count=self._accumulation,
                 device=device,
                 flies=options.micro_batches_in_flight == 2,
@@ -254,10 +269,9 @@ class Run:
         options = self._options
         states: dict[str, Any] | None = None
         if start is not None:
-            sharing = self._ranks.world // self._ranks.pp
-            adapters = self._ranks.gathered(adapters_of(self._model))[::sharing]
+            adapters = self._adapters_of_all_stages()
             with self._ranks.together():
-                states = self._loaded(start, [*chain(*adapters)])
+                states = self._loaded(start, adapters)
         steps = options.steps or options.epochs * len(rows) // options.batch
         done = 0 if start is None else CHECKPOINTS.step_of(start)
         self._restore = loss_in_parts(
@@ -267,22 +281,14 @@ class Run:
         )
         if done >= steps:
             return True
+
         with (
             TrainingProgress(steps, done, label="fine-tuning") as progress,
-            stop_requests() as asked,
+            stop_requests() as signals,
         ):
-            keep = Keep(states, asked, self._ranks)
-            trainer = self._trainer_class()(
-                model=self._model,
-                args=self._arguments(),
-                train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-                callbacks=[keep, Show(progress, options.batch * options.length)],
-            )
-            trainer.save_as = self._save
-            if self.staged is not None and isinstance(trainer, StagedTrainer):
-                trainer.staged = self.staged
-                trainer.ranks = self._ranks
-            trainer.remove_callback(transformers.PrinterCallback)
+            keep = Keep(states, signals, self._ranks)
+            show = Show(progress, options.batch * options.length)
+            trainer = self._trainer(rows, [keep, show])
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
             step = trainer.state.global_step
             if keep.stopped_by is None or step >= steps:
@@ -295,22 +301,47 @@ class Run:
                 )
             return False
 
+    def _trainer(
+        self, rows: Tensor, callbacks: list[transformers.TrainerCallback]
+    ) -> AdapterTrainer:
+        """Return transformers' Trainer over sequences, (sequences, length)."""
+        trainer = self._trainer_class()(
+            model=self._model,
+            args=self._arguments(),
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            callbacks=callbacks,
+        )
+        trainer.save_as = self._save
+        if self.staged is not None and isinstance(trainer, StagedTrainer):
+            trainer.staged = self.staged
+            trainer.ranks = self._ranks
+        trainer.remove_callback(transformers.PrinterCallback)
+        return trainer
+
+    def _adapters_of_all_stages(self) -> list[Adapter]:
+        """Return the adapters of the whole model, in its order; all ranks call it together."""
+        of_ranks = self._ranks.gathered(adapters_of(self._model))
+        per_stage = self._ranks.world // self._ranks.pp
+        of_stages = of_ranks[::per_stage]  # the ranks of a stage have the same ones
+        return [adapter for of_stage in of_stages for adapter in of_stage]
+
     def restore_logits(self) -> None:
         """Make the model compute logits again, in place of the loss in parts."""
         if self._restore is not None:
             self._restore()
 
-    def _loaded(self, start: Path, of_all: list[Adapter]) -> dict[str, Any]:
-        """Give the model the adapters of a checkpoint, and return this rank's other states of
-        it."""
+    def _loaded(self, start: Path, all_adapters: list[Adapter]) -> dict[str, Any]:
+        """Give the model the adapters of a checkpoint, and return this rank's other states of it,
+        those of `states_of_split`."""
         try:
-            states = states_of_split(start, self._model, self._ranks, of_all)
-            adapters = load_file(start / ADAPTERS)
+            states = states_of_split(start, self._model, self._ranks, all_adapters)
+            tensors = load_file(start / ADAPTERS)
             if self._ranks.pp > 1:
+                # PEFT's names in files are without the adapter's, "default"
                 own = {each.name.replace(".default", "") for each in adapters_of(self._model)}
-                adapters = {name: each for name, each in adapters.items() if name in own}
+                tensors = {name: tensor for name, tensor in tensors.items() if name in own}
             found: Any = peft.set_peft_model_state_dict(
-                self._model, adapters, adapter_name="default"
+                self._model, tensors, adapter_name="default"
             )
         except DamagedError as error:
             raise InputError(
@@ -330,6 +361,7 @@ class Run:
         return states
 
     def _trainer_class(self) -> type[AdapterTrainer]:
+        """Return the kind of trainer that the options ask for."""
         if self.staged is not None:
             return StagedTrainer
         return AdapterTrainer if self._options.micro_batches_in_flight == 1 else FlyingTrainer
@@ -338,7 +370,8 @@ class Run:
     def _accumulation(self) -> int:
         """Micro-batches of a step on this rank."""
         options = self._options
-        return options.batch // (self._ranks.world // options.pp * options.micro_batch)
+        ranks_with_data = self._ranks.world // options.pp
+        return options.batch // (ranks_with_data * options.micro_batch)
 
     def _arguments(self) -> transformers.TrainingArguments:
         """Return the settings of transformers' Trainer, which saves nothing by itself."""
@@ -370,6 +403,7 @@ class Run:
         """Write a checkpoint."""
 
         def write_into(folder: Path) -> None:
+            """Write what the ranks write once: the adapters, and the trainer's state."""
             save_adapters(self._model, self._ranks, folder)
             if self._ranks.is_first:
                 trainer.state.save_to_json(str(folder / TRAINER_STATE))

@@ -51,14 +51,16 @@ class StagedModel:
         self._ranks = ranks
         self._part = _Part(base, reads_tokens=ranks.stage == 0, flies=flies)
         self._is_last = ranks.stage == ranks.pp - 1
-        self._targets = count * tokens[0] * (tokens[1] - 1)
+        sequences, length = tokens
+        # Tokens with a target in a step of this rank: all but the last one of each sequence.
+        self._num_targets = count * sequences * (length - 1)
         self._zero = torch.zeros((), device=device)
         self._route = Route(
             stage=ranks.stage,
             stages=ranks.pp,
             group=ranks.stages["pp"].get_group(),
             device=self._zero.device,
-            sent=(tokens[1], base.config.get_text_config().hidden_size),
+            sent=(length, base.config.get_text_config().hidden_size),
             dtype=base.dtype,
         )
         self._schedule = self._route.schedule([self._part], tokens, count, self._loss_of)
@@ -92,14 +94,14 @@ class StagedModel:
 
     def logits_on_first(self, ids: Tensor) -> Tensor:
         """Return the logits of sequences, (sequences, length), on the first rank."""
-        found = self.logits(ids)
-        last = (self._ranks.pp - 1) * (self._ranks.world // self._ranks.pp)
-        if self._ranks.rank == last:
-            dist.send(found.float().cpu(), 0)
+        logits = self.logits(ids)
+        first_of_last_stage = (self._ranks.pp - 1) * (self._ranks.world // self._ranks.pp)
+        if self._ranks.rank == first_of_last_stage:
+            dist.send(logits.float().cpu(), 0)
         elif self._ranks.is_first:
-            found = torch.empty(*ids.shape, self._vocab_size)
-            dist.recv(found, last)
-        return found
+            logits = torch.empty(*ids.shape, self._vocab_size)
+            dist.recv(logits, first_of_last_stage)
+        return logits
 
     @torch.no_grad()
     def loss(self, ids: Tensor) -> float:
@@ -125,12 +127,13 @@ class StagedModel:
             logits=logits,
             labels=labels,
             vocab_size=self._vocab_size,
-            num_items_in_batch=self._targets,
+            num_items_in_batch=self._num_targets,
         )
         return loss
 
     @property
     def _vocab_size(self) -> int:
+        """Number of token ids."""
         size: int = self._base.config.get_text_config().vocab_size
         return size
 
@@ -151,6 +154,8 @@ class _Part(nn.Module):
         return self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
+        """Return what the stage computes of some sequences; without a head, its hidden states stand
+        for logits."""
         found: Tensor = self.base(**{self._name: x}, use_cache=False).logits
         return found
 
@@ -177,11 +182,12 @@ class StagedTrainer(AdapterTrainer):
             collate_fn=self.data_collator,
         )
         accelerator = self.accelerator
+        per_stage = self.ranks.world // self.ranks.pp
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
             accelerator.device,
-            num_processes=self.ranks.world // self.ranks.pp,
-            process_index=self.ranks.rank % (self.ranks.world // self.ranks.pp),
+            num_processes=per_stage,
+            process_index=self.ranks.rank % per_stage,
             put_on_device=True,
             rng_types=accelerator.rng_types.copy(),
             use_seedable_sampler=accelerator.use_seedable_sampler,
@@ -196,7 +202,7 @@ class StagedTrainer(AdapterTrainer):
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         """Clip by the norm of the gradients of all stages."""
-        own = [each for each in model.parameters() if each.requires_grad]
+        own = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return self.staged.clip(own, self.args.max_grad_norm)
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:

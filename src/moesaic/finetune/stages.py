@@ -60,9 +60,10 @@ class StageCut:
     def layers(self, number: int) -> range:
         """Return the layers that the stage has, of a number of them: as many as other stages, or
         one more in the first ones."""
-        each, more = divmod(number, self.count)
-        start = self.stage * each + min(self.stage, more)
-        return range(start, start + each + (1 if self.stage < more else 0))
+        per_stage, num_longer = divmod(number, self.count)
+        start = self.stage * per_stage + min(self.stage, num_longer)
+        length = per_stage + 1 if self.stage < num_longer else per_stage
+        return range(start, start + length)
 
     def cut(self, model: Any) -> None:
         """Take what other stages have out of a model, before its weights are loaded."""
@@ -72,7 +73,8 @@ class StageCut:
             if number not in own:
                 decoder.layers[number] = Absent()
         is_tied = bool(model.all_tied_weights_keys)
-        if self.stage and not (is_tied and self.is_last):
+        has_embedding = self.stage == 0 or (is_tied and self.is_last)  # the head may be tied to it
+        if not has_embedding:
             decoder.embed_tokens = Absent()
         if not self.is_last:
             decoder.norm = Absent()
@@ -80,7 +82,8 @@ class StageCut:
             model.all_tied_weights_keys = {}
 
     def class_of(self, kind: Any) -> Any:
-        """Return a class of transformers whose `from_pretrained` loads this stage alone."""
+        """Return a subclass of a class of transformers whose `from_pretrained` loads this stage
+        alone; it has the name of its parent, which transformers writes and looks up."""
         cut = self
 
         class Stage(kind):
@@ -113,12 +116,12 @@ class StageCut:
         """
         layers = decoder_of(model).layers
         others = decoder_of(whole).layers
-        absent = {number: each for number, each in enumerate(layers) if isinstance(each, Absent)}
+        absent = {number: layer for number, layer in enumerate(layers) if isinstance(layer, Absent)}
         for number in absent:
             layers[number] = others[number]
         yield
-        for number, each in absent.items():
-            layers[number] = each
+        for number, layer in absent.items():
+            layers[number] = layer
 
 
 def decoder_of(model: Any) -> Any:
@@ -155,7 +158,11 @@ def require_stages(model: Any, count: int, name: str) -> None:
 
 
 def _unlike_stages(model: Any) -> str | None:
-    """Return why a model cannot be cut into stages, as a predicate; None if it can."""
+    """Return why a model cannot be cut into stages, as a predicate; None if it can.
+
+    The model, on the meta device, then runs without its layers: if it can be cut, it returns the
+    very tensor that it gets.
+    """
     decoder: Any = getattr(model, model.base_model_prefix, None)
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -163,12 +170,14 @@ def _unlike_stages(model: Any) -> str | None:
     for part in ("embed_tokens", "norm"):
         if not isinstance(getattr(decoder, part, None), nn.Module):
             return "has no embedding before its layers, or no norm after them"
-    known = {id(each) for each in (layers, decoder.embed_tokens, decoder.norm, decoder)}
-    known.add(id(model.get_output_embeddings()))
+    head = model.get_output_embeddings()
+    known = {id(part) for part in (layers, decoder.embed_tokens, decoder.norm, decoder, head)}
     for owner in (model, decoder):
-        for part, module in owner.named_children():
-            if id(module) not in known and next(module.parameters(), None) is not None:
-                return f"has {part} beside its layers"
+        for name, module in owner.named_children():
+            has_parameters = any(True for _ in module.parameters())
+            if id(module) not in known and has_parameters:
+                return f"has {name} beside its layers"
+
     for number in range(len(layers)):
         layers[number] = Absent()
     decoder.embed_tokens = Absent()
@@ -178,40 +187,34 @@ def _unlike_stages(model: Any) -> str | None:
     x = torch.zeros(1, 2, model.config.get_text_config().hidden_size)
     try:
         with torch.no_grad():
-            found = model(inputs_embeds=x, use_cache=False).logits
+            out = model(inputs_embeds=x, use_cache=False).logits
     except Exception as error:  # of the family's code, which may ask a layer for anything
         reason = " ".join(str(error).split())
         return f"does not run without its layers ({reason:.100})"
-    if found.shape != x.shape or (found is not x and found._base is not x):
+    is_input = out is x or out._base is x  # a view of all of it, with the same shape
+    if out.shape != x.shape or not is_input:
         return "changes what passes between its layers"
     return None
 
 
 def ranks_in_stages(stages: int, device_type: DeviceType) -> tuple[Ranks, StageCut]:
-    """Return all ranks in a number of stages, which divides them, and this rank's stage."""
-    sharing = dist.get_world_size() // stages
-    of_all = init_device_mesh(device_type, (stages, sharing), mesh_dim_names=("pp", "stage"))
+    """Return all ranks in a number of stages, which divides them, and this rank's stage. The ranks
+    of a stage share its experts."""
+    per_stage = dist.get_world_size() // stages
+    of_all = init_device_mesh(device_type, (stages, per_stage), mesh_dim_names=("pp", "stage"))
     group = keep_timeout(of_all)["stage"].get_group()
-    mesh = Mesh.create(ep=sharing, device_type=device_type, group=group)
-    meshes = _meshes(device_type, stages, sharing) if sharing > 1 else None
+    mesh = Mesh.create(ep=per_stage, device_type=device_type, group=group)
+    meshes = _meshes(device_type, stages, per_stage) if per_stage > 1 else None
     return Ranks(mesh, of_all), StageCut(of_all.get_local_rank("pp"), stages, meshes)
 
 
-def _meshes(device_type: str, stages: int, ranks: int) -> TransformersDeviceMesh:
+def _meshes(device_type: str, stages: int, per_stage: int) -> TransformersDeviceMesh:
     """Return all ranks as transformers' meshes: stages of some ranks that share experts."""
-    return TransformersDeviceMesh(
-        keep_timeout(
-            init_device_mesh(
-                device_type,
-                (stages, 1, ranks, 1),
-                mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
-            )
-        ),
-        keep_timeout(
-            init_device_mesh(
-                device_type,
-                (stages, 1, 1, ranks),
-                mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
-            )
-        ),
+    dense = init_device_mesh(
+        device_type, (stages, 1, per_stage, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
     )
+    dense = keep_timeout(dense)
+    of_experts = init_device_mesh(
+        device_type, (stages, 1, 1, per_stage), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
+    )
+    return TransformersDeviceMesh(dense, keep_timeout(of_experts))

@@ -1,12 +1,16 @@
 """The files of a checkpoint that hold what a rank needs to go on with the same bits: optimizer,
-schedule, random numbers. Another split of the ranks goes on from them too."""
+schedule, random numbers. Another split of the ranks goes on from them too.
+
+A *split* says which layers and experts each rank has. An optimizer numbers its parameters, in an
+order that depends on the split, so parameters of another split are found by their names, such as
+`base_model.model.model.layers.3.mlp.experts.lora_A.default.weight`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +42,14 @@ def saved_ranks(names: Iterable[str]) -> int:
     Raises:
         DamagedError: it has no states, or those of several runs.
     """
-    found = set()
-    for each in names:
-        match = re.fullmatch(r"states-[0-9]+-of-([0-9]{1,6})\.safetensors", each)
+    worlds = set()
+    for name in names:
+        match = re.fullmatch(r"states-[0-9]+-of-([0-9]{1,6})\.safetensors", name)
         if match is not None:
-            found.add(int(match[1]))
-    if len(found) != 1:
-        raise DamagedError(f"{COMPLETE} lists the states of {len(found)} runs")
-    return found.pop()
+            worlds.add(int(match[1]))
+    if len(worlds) != 1:
+        raise DamagedError(f"{COMPLETE} lists the states of {len(worlds)} runs")
+    return worlds.pop()
 
 
 def write_states(path: Path, states: dict[str, Any]) -> None:
@@ -80,24 +84,25 @@ class Adapter:
 
 def adapters_of(model: nn.Module) -> list[Adapter]:
     """Return the trained parameters of a model, or of a stage, in its order."""
-    found = []
-    for name, each in model.named_parameters():
-        if each.requires_grad:
-            path = name.rsplit(".", 3)[0]
-            wrapper = model.get_submodule(path)
-            adapter = Adapter(name, hasattr(wrapper, "parameter_name"))
-            found.append(adapter)
-    return found
+    adapters = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            wrapper_path, _, _, _ = name.rsplit(".", 3)  # without lora_A.default.weight
+            wrapper = model.get_submodule(wrapper_path)
+            # PEFT's wrapper of a parameter, not of a linear layer
+            is_of_experts = hasattr(wrapper, "parameter_name")
+            adapters.append(Adapter(name, is_of_experts))
+    return adapters
 
 
 def names_in(optimizer: Any, model: nn.Module) -> list[str]:
     """Return the names of an optimizer's parameters, as it counts them."""
-    names = {id(each): name for name, each in model.named_parameters()}
-    found = []
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = []
     for group in optimizer.param_groups:
-        for each in group["params"]:
-            found.append(names[id(each)])
-    return found
+        for parameter in group["params"]:
+            names.append(name_of[id(parameter)])
+    return names
 
 
 def states_of_split(
@@ -112,81 +117,90 @@ def states_of_split(
         ranks: the ranks.
         all_adapters: the adapters of all stages.
 
+    Returns:
+        "optimizer", "schedule" and "random". "optimizer" is an optimizer's state dict if this rank
+        wrote it, else "named", the state of each adapter by name, and "options".
+
     Raises:
         DamagedError: a file cannot be read, or lacks an adapter.
     """
-    own = [each.name for each in adapters_of(model)]
-    saved = saved_ranks(sealed_sums(folder))
-    unnamed = _as_counted(all_adapters, saved)
-    if saved == ranks.world:
-        states = read_states(folder / states_name(ranks.rank, saved))
-        if sorted(states.pop(NAMES, unnamed)) == sorted(own):
+    own = [adapter.name for adapter in adapters_of(model)]
+    world_before = saved_ranks(sealed_sums(folder))
+    without_stages = _as_counted(all_adapters, world_before)  # files of such runs have no names
+    if world_before == ranks.world:
+        states = read_states(folder / states_name(ranks.rank, world_before))
+        names = states.pop(NAMES, without_stages)
+        if sorted(names) == sorted(own):
             return states
+
     parts: dict[str, list[dict[str, Any]]] = {name: [] for name in own}
-    for other in range(saved):
-        states = read_states(folder / states_name(other, saved))
-        kept = states["optimizer"]["state"]
-        for number, name in enumerate(states.pop(NAMES, unnamed)):
-            if name in parts and number in kept:
-                parts[name].append(kept[number])
-        if other == ranks.rank % saved:
+    for rank_before in range(world_before):
+        states = read_states(folder / states_name(rank_before, world_before))
+        state_of = states["optimizer"]["state"]  # by number
+        for number, name in enumerate(states.pop(NAMES, without_stages)):
+            if name in parts and number in state_of:
+                parts[name].append(state_of[number])
+        # Schedule and random numbers are those of one earlier rank.
+        if rank_before == ranks.rank % world_before:
             result = states
     named = {}
-    for name, found in parts.items():
-        if not found:
+    for name, of_ranks in parts.items():
+        if not of_ranks:
             raise DamagedError(f"no states-*.safetensors has {name}")
-        named[name] = _joined(model, name, found)
+        named[name] = _joined(model, name, of_ranks)
     options = result["optimizer"]["param_groups"][0]
     return result | {"optimizer": {"named": named, "options": options}}
 
 
 def numbered(states: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's states as `load_state_dict` takes them, from those of
+    """Return an optimizer's states as `load_state_dict` takes them, from "optimizer" of
     `states_of_split`."""
     if "named" not in states:
         return states
     own = optimizer.state_dict()
     options = dict(states["options"])
-    del options["params"]
+    del options["params"]  # the numbers of its parameters are those of now
     groups = [group | options for group in own["param_groups"]]
-    found = {}
+    by_number = {}
     for number, name in enumerate(names_in(optimizer, model)):
-        found[number] = states["named"][name]
-    return {"state": found, "param_groups": groups}
+        by_number[number] = states["named"][name]
+    return {"state": by_number, "param_groups": groups}
 
 
 def _as_counted(adapters: Sequence[Adapter], ranks: int) -> list[str]:
     """Return the names of a model's adapters as the optimizer of a run without stages counts them:
     on several ranks, those of experts apart from the others."""
     if ranks == 1:
-        return [each.name for each in adapters]
-    kinds: dict[bool, list[str]] = {}
-    for each in adapters:
-        of_kind = kinds.setdefault(each.is_of_experts, [])
-        of_kind.append(each.name)
-    return [*chain(*kinds.values())]
+        return [adapter.name for adapter in adapters]
+    # The kind of the first adapter comes first.
+    names_of_kind: dict[bool, list[str]] = {}
+    for adapter in adapters:
+        names_of_kind.setdefault(adapter.is_of_experts, []).append(adapter.name)
+    return [name for names in names_of_kind.values() for name in names]
 
 
 def _joined(model: nn.Module, name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the optimizer's state of this rank's part of an adapter, from those of all ranks."""
-    path, factor, _, _ = name.rsplit(".", 3)
-    wrapper: Any = model.get_submodule(path)
+    """Return the optimizer's state of this rank's part of an adapter, from those of all ranks that
+    wrote one."""
+    wrapper_path, factor, _, _ = name.rsplit(".", 3)  # ...experts, lora_A, default, weight
+    wrapper: Any = model.get_submodule(wrapper_path)
     parameter = model.get_parameter(name)
-    if not hasattr(wrapper, "parameter_name"):  # whole on every rank
+    if not hasattr(wrapper, "parameter_name"):  # of a linear layer: whole on every rank
         return parts[0]
     ranks = 1
     place = 0
     if isinstance(parameter, DTensor):
         ranks = parameter.device_mesh.size()
         place = parameter.device_mesh.get_local_rank()
-    experts = wrapper.num_experts * ranks
+    num_experts = wrapper.num_experts * ranks
 
-    def own(values: list[Any]) -> Any:
+    def own_part(values: list[Any]) -> Any:
         """Return this rank's part of a state of which `values` are the parts; numbers are equal."""
         if not isinstance(values[0], Tensor) or not values[0].dim():
             return values[0]
-        joined = torch.cat(values, int(factor == "lora_B"))
-        whole = whole_factor(factor, joined, experts, len(values))
-        return factor_part(factor, whole, experts, ranks, place).contiguous()
+        experts_dim = 1 if factor == "lora_B" else 0
+        joined = torch.cat(values, experts_dim)
+        whole = whole_factor(factor, joined, num_experts, len(values))
+        return factor_part(factor, whole, num_experts, ranks, place).contiguous()
 
-    return {key: own([part[key] for part in parts]) for key in parts[0]}
+    return {key: own_part([part[key] for part in parts]) for key in parts[0]}

@@ -1,4 +1,7 @@
-"""What adapters adapt in a model: the attention beside its experts, and the experts."""
+"""What adapters adapt in a model: the attention beside its experts, and the experts.
+
+PEFT is told names within a layer, such as `self_attn.q_proj` and `mlp.experts.down_proj`.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,24 @@ class Targets:
     """The targets of adapters, as PEFT takes them: names within a layer."""
 
     def __init__(self, model: nn.Module) -> None:
-        experts = {_place(path): module for path, module in self.experts(model).items()}
-        layers = {layer for layer, _ in experts}
-        blocks = {name.split(".")[0] for _, name in experts}
-        self.parameters = sorted(
-            {
-                f"{name}.{weight}"
-                for (_, name), each in experts.items()
-                for weight in self.weights(each)
-            }
-        )
+        parameters = set()
+        stacks = set()  # the lists of layers that have experts
+        blocks = set()  # the blocks of a layer that have experts, such as mlp
+        for path, experts in self.experts(model).items():
+            stack, name = _place(path)
+            stacks.add(stack)
+            blocks.add(name.split(".")[0])
+            parameters |= {f"{name}.{weight}" for weight in self.weights(experts)}
+        self.parameters = sorted(parameters)
         """Weights of experts."""
-        linear = {
-            _place(path) for path, module in model.named_modules() if isinstance(module, nn.Linear)
-        }
-        self.modules = sorted(
-            {n for layer, n in linear if layer in layers and n.split(".")[0] not in blocks}
-        )
+
+        linear_layers = set()
+        for path, module in model.named_modules():
+            stack, name = _place(path)
+            is_beside = stack in stacks and name.split(".")[0] not in blocks
+            if isinstance(module, nn.Linear) and is_beside:
+                linear_layers.add(name)
+        self.modules = sorted(linear_layers)
         """Linear layers beside the block of the experts."""
 
     @staticmethod
@@ -52,6 +56,7 @@ class Targets:
 
 
 def _place(path: str) -> tuple[str, str]:
-    """Return the list of layers that a module is in, and its name within its layer."""
-    found = re.fullmatch(r"(.+?)\.\d+\.(.+)", path)
-    return (found[1], found[2]) if found else ("", path)
+    """Return the name of the list of layers that a module is in, "" if it is in none, and the
+    module's name within its layer."""
+    match = re.fullmatch(r"(.+?)\.\d+\.(.+)", path)
+    return (match[1], match[2]) if match else ("", path)

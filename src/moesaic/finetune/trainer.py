@@ -26,6 +26,7 @@ class AdapterTrainer(transformers.Trainer):
     save_as: Callable[[Any], None]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save as the run does."""
         self.save_as(self)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -67,19 +68,20 @@ class FlyingTrainer(AdapterTrainer):
 def write_own(optimizer: Any, schedule: Any, names: list[str] | None, path: Path) -> None:
     """Write a rank's states of the training, with the names of its adapters if it has a stage."""
     own = optimizer.state_dict()
-    own["state"] = {
-        number: {
+    local: dict[int, dict[str, Any]] = {}  # the state of each parameter, by its number
+    for number, state in own["state"].items():
+        local[number] = {
             name: value.to_local() if isinstance(value, DTensor) else value
-            for name, value in each.items()
+            for name, value in state.items()
         }
-        for number, each in own["state"].items()
-    }
-    random = [
-        torch.get_rng_state(),
-        *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
-    ]
+    own["state"] = local
+    random = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        random += torch.cuda.get_rng_state_all()
     states = {"optimizer": own, "schedule": schedule.state_dict(), "random": random}
-    write_states(path, states if names is None else states | {NAMES: names})
+    if names is not None:
+        states[NAMES] = names
+    write_states(path, states)
 
 
 class Keep(transformers.TrainerCallback):
@@ -115,24 +117,19 @@ class Keep(transformers.TrainerCallback):
         """Load this rank's states before the first step."""
         if self._states is None:
             return
-        kept = self._states
+        states = self._states
         self._states = None
-        kept["optimizer"] = numbered(kept["optimizer"], optimizer, model)
+        of_optimizer = numbered(states["optimizer"], optimizer, model)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        for number, values in kept["optimizer"]["state"].items():
+        for number, values in of_optimizer["state"].items():
             parameter = parameters[number]
             if isinstance(parameter, DTensor):
-                for name, value in values.items():
-                    if value.dim():
-                        local = value.to(parameter.device)
-                        values[name] = DTensor.from_local(
-                            local, parameter.device_mesh, parameter.placements, run_check=False
-                        )
-        optimizer.load_state_dict(kept["optimizer"])
-        lr_scheduler.load_state_dict(kept["schedule"])
-        torch.set_rng_state(kept["random"][0])
+                _distribute_like(parameter, values)
+        optimizer.load_state_dict(of_optimizer)
+        lr_scheduler.load_state_dict(states["schedule"])
+        torch.set_rng_state(states["random"][0])
         if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(kept["random"][1:])
+            torch.cuda.set_rng_state_all(states["random"][1:])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save and end if any rank received a signal."""
@@ -140,6 +137,17 @@ class Keep(transformers.TrainerCallback):
         if self.stopped_by is not None:
             control.should_save = True
             control.should_training_stop = True
+
+
+def _distribute_like(parameter: DTensor, values: dict[str, Any]) -> None:
+    """Make an optimizer's state of a parameter DTensors like the parameter: of the tensors in it,
+    which are this rank's parts. Numbers stay."""
+    for name, value in values.items():
+        if value.dim():
+            local = value.to(parameter.device)
+            values[name] = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, run_check=False
+            )
 
 
 class Show(transformers.TrainerCallback):
@@ -157,7 +165,7 @@ class Show(transformers.TrainerCallback):
         now = time.perf_counter()
         speed = self._tokens / (now - self._before)
         self._before = now
-        if not abs(logs["loss"]) < float("inf"):
+        if not abs(logs["loss"]) < float("inf"):  # so that a NaN is refused too
             raise TrainingError(
                 f"the loss of step {state.global_step} is {logs['loss']}: go on from the newest "
                 "checkpoint with a lower --learning-rate, in another --out"

@@ -68,14 +68,14 @@ def _members(file: BinaryIO, names: Sequence[str]) -> dict[str, np.ndarray]:
         arrays = {}
         for name in names:
             member = archive.getinfo(f"{name}.npy")
-            room = max(MOST_BYTES, MOST_INFLATED * member.compress_size)
+            most_bytes = max(MOST_BYTES, MOST_INFLATED * member.compress_size)
             with archive.open(member) as stream:
-                arrays[name] = array_of(stream, min(room, member.file_size))
+                arrays[name] = array_of(stream, min(most_bytes, member.file_size))
         return arrays
 
 
-def array_of(file: IO[bytes], room: int) -> np.ndarray:
-    """Read an array of at most `room` bytes from an open `.npy` file; raises as `read_array`."""
+def array_of(file: IO[bytes], most_bytes: int) -> np.ndarray:
+    """Read an array of at most that many bytes from an open `.npy` file; raises as `read_array`."""
     version = npy.read_magic(file)
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of the format is not read")
@@ -84,10 +84,10 @@ def array_of(file: IO[bytes], room: int) -> np.ndarray:
     if dtype.hasobject:
         raise ValueError("it holds pickled objects")
     size = math.prod(shape) * dtype.itemsize
-    if size > room:
-        raise ValueError(f"its header says {size:,} bytes, and at most {room:,} can be there")
+    if size > most_bytes:
+        raise ValueError(f"its header says {size:,} bytes, and at most {most_bytes:,} can be there")
     data = file.read(size)
     if len(data) < size:
         raise EOFError(f"it ends after {len(data):,} of {size:,} bytes")
-    flat = np.frombuffer(bytearray(data), dtype)
+    flat = np.frombuffer(bytearray(data), dtype)  # an array over bytes cannot be written
     return flat.reshape(shape, order="F" if is_fortran else "C")

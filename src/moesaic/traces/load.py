@@ -1,10 +1,14 @@
 """Statistics of a routing trace: imbalance, drift, within-sequence locality, and faults that
-prevent a replay."""
+prevent a replay.
+
+A layer's loads are its copies for each expert; a copy is a token on its way to one of its experts.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -69,7 +73,9 @@ def max_violation(loads: np.ndarray) -> np.ndarray:
         (...).
     """
     mean = loads.mean(axis=-1)
-    violation: np.ndarray = loads.max(axis=-1) / np.where(mean > 0, mean, 1) - (mean > 0)
+    has_copies = mean > 0
+    largest_over_mean = loads.max(axis=-1) / np.where(has_copies, mean, 1)
+    violation: np.ndarray = largest_over_mean - np.where(has_copies, 1, 0)
     return violation
 
 
@@ -112,11 +118,14 @@ def locality(samples: np.ndarray, top_k: int) -> float:
     pairs_across = totals.sum() ** 2 - (totals**2).sum()
     if pairs_within <= 0 or pairs_across <= 0:
         return 0.0
-    # of these, the share with the same expert
+    # Of these, the share with the same expert: w and b above. A token's copies go to different
+    # experts, so of the pairs in a sequence only those of a copy with itself are taken away.
     within = (squares - totals.sum()) / pairs_within
     between = ((of_experts**2).sum() - squares) / pairs_across
     largest = 1 / top_k
-    return float((within - between) / (largest - between)) if between < largest - 1e-9 else 0.0
+    if between >= largest - 1e-9:
+        return 0.0
+    return float((within - between) / (largest - between))
 
 
 def _shares(loads: np.ndarray) -> np.ndarray:
@@ -138,29 +147,46 @@ def faults(trace: Trace) -> list[str]:
     for layer in range(trace.shape.num_layers):
         lines += _layer_faults(trace, layer)
     gaps = _gaps(trace.steps)
-    return [*lines, *([f"gaps: {gaps}"] if gaps else [])]
+    if gaps:
+        lines.append(f"gaps: {gaps}")
+    return lines
 
 
 def _layer_faults(trace: Trace, layer: int) -> list[str]:
     """Return the faults of one layer."""
-    shape = trace.shape
-    lines = []
-    copies_per_sequence = shape.seq_len * shape.top_k
-    wrong_sequences = 0
+    if trace.holds == "tokens":
+        return _faults_of_experts(trace, layer)
+    return _faults_of_counts(trace, layer)
+
+
+def _faults_of_experts(trace: Trace, layer: int) -> list[str]:
+    """Return the faults of one layer of a trace of tokens' experts."""
     repeated_tokens = 0
+    num_copies = 0
+    for step in trace.steps:
+        for micro in range(trace.shape.accumulation):
+            experts = trace.experts(layer, step, micro)
+            chosen = np.where(experts < 0, -1 - experts.astype(np.int64), experts)
+            # sorted, equal experts of a token are neighbours
+            in_order = np.sort(chosen, axis=1)
+            repeats = (in_order[:, 1:] == in_order[:, :-1]).any(axis=1)
+            repeated_tokens += int(repeats.sum())
+            num_copies += experts.size
+    if not num_copies:
+        return [f"layers: layer {layer} has no copies at all"]
+    if repeated_tokens:
+        return [f"top-k: layer {layer}: {repeated_tokens} tokens chose an expert twice"]
+    return []
+
+
+def _faults_of_counts(trace: Trace, layer: int) -> list[str]:
+    """Return the faults of one layer of a trace of counts."""
+    copies_per_sequence = trace.shape.seq_len * trace.shape.top_k
+    wrong_sequences = 0
     num_copies = 0
     first_wrong = ""
     for step in trace.steps:
-        for micro in range(shape.accumulation):
-            if trace.holds == "tokens":
-                experts = trace.experts(layer, step, micro)
-                chosen = np.sort(
-                    np.where(experts < 0, -1 - experts.astype(np.int64), experts), axis=1
-                )
-                repeats = (chosen[:, 1:] == chosen[:, :-1]).any(axis=1)
-                repeated_tokens += int(repeats.sum())
-                num_copies += experts.size
-                continue
+        for micro in range(trace.shape.accumulation):
             copies = trace.samples(layer, step, micro).sum(axis=1)
             num_copies += int(copies.sum())
             wrong = np.flatnonzero(copies != copies_per_sequence)
@@ -170,13 +196,11 @@ def _layer_faults(trace: Trace, layer: int) -> list[str]:
     if not num_copies:
         return [f"layers: layer {layer} has no copies at all"]
     if wrong_sequences:
-        lines.append(
+        return [
             f"sums: layer {layer}: {wrong_sequences} sequences do not have "
             f"{copies_per_sequence} copies, {first_wrong}"
-        )
-    if repeated_tokens:
-        lines.append(f"top-k: layer {layer}: {repeated_tokens} tokens chose an expert twice")
-    return lines
+        ]
+    return []
 
 
 def _gaps(steps: list[int]) -> str:
@@ -185,15 +209,17 @@ def _gaps(steps: list[int]) -> str:
     distances = np.diff(steps)
     if not len(distances):
         return ""
-    usual_distance = Counter(distances.tolist()).most_common(1)[0][0]
+    usual_distance, _ = Counter(distances.tolist()).most_common(1)[0]
     gaps = [
-        (steps[place], steps[place + 1]) for place in np.flatnonzero(distances != usual_distance)
+        f"{step} to {following}"
+        for step, following in pairwise(steps)
+        if following - step != usual_distance
     ]
     if not gaps:
         return ""
-    examples = ", ".join(f"{start} to {stop}" for start, stop in gaps[:4]) + (
-        ", ..." if len(gaps) > 4 else ""
-    )
+    examples = ", ".join(gaps[:4])
+    if len(gaps) > 4:
+        examples += ", ..."
     return (
         f"{len(gaps)} in steps {steps_in_words(steps)} that are {usual_distance} apart: {examples}"
     )

@@ -11,7 +11,9 @@ steps, and one table in the smallest integer dtype that fits:
 
 Experts give samples, and samples give counts per rank, since ranks have whole sequences. A choice
 that the router decided not to send (GShard's second expert) is stored as -1 - expert: it is not
-computed, but a replay needs it.
+computed, but a replay needs it. A copy is a token on its way to one of its experts: a token has
+top_k of them. A group is a data-parallel group of ranks; accumulation is the number of a step's
+micro-batches.
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ class Trace:
         self.holds = parts[0].holds
         self.name = name
         self._parts = parts
-        self._place = {
-            int(step): (number, row)
-            for number, part in enumerate(parts)
-            for row, step in enumerate(part.steps)
-        }
+        self._place: dict[int, tuple[int, int]] = {}  # step -> (segment, its row there)
+        for number, part in enumerate(parts):
+            for row, step in enumerate(part.steps):
+                self._place[int(step)] = (number, row)
         self._last: tuple[int, np.ndarray] | None = None
+        """Number and table of the segment that was read last."""
 
     @classmethod
     def of(cls, segment: TraceSegment, name: str = "in memory") -> Trace:
@@ -127,17 +129,17 @@ class Trace:
         Raises:
             InputError: the number of groups does not divide the number of sequences.
         """
-        num_groups = self._parts[self._find(step)[0]].groups if groups is None else groups
+        num_groups = groups
+        if num_groups is None:
+            segment, _ = self._find(step)
+            num_groups = self._parts[segment].groups
         if num_groups < 1 or self.shape.sequences % num_groups:
             raise InputError(
                 f"trace {self.name}: {self.shape.sequences} sequences do not split into "
                 f"{num_groups} groups: choose a divisor"
             )
-        return (
-            self.samples(layer, step, micro)
-            .reshape(num_groups, -1, self.shape.num_experts)
-            .sum(axis=1)
-        )
+        samples = self.samples(layer, step, micro)
+        return samples.reshape(num_groups, -1, self.shape.num_experts).sum(axis=1)
 
     def experts(self, layer: int, step: int, micro: int = 0) -> np.ndarray:
         """Return every token's experts, best first, (sequences * seq_len, top_k); -1 - expert for
@@ -156,17 +158,13 @@ class Trace:
     def loads(self) -> np.ndarray:
         """Return the number of copies for each expert, (steps, layers, num_experts) int64,
         micro-batches added up."""
-        layers = range(self.shape.num_layers)
-        micros = range(self.shape.accumulation)
-        return np.array(
-            [
-                [
-                    sum(self.samples(layer, step, micro).sum(0) for micro in micros)
-                    for layer in layers
-                ]
-                for step in self.steps
-            ]
-        )
+        shape = self.shape
+        loads = np.zeros((len(self.steps), shape.num_layers, shape.num_experts), dtype=np.int64)
+        for row, step in enumerate(self.steps):
+            for layer in range(shape.num_layers):
+                for micro in range(shape.accumulation):
+                    loads[row, layer] += self.samples(layer, step, micro).sum(axis=0)
+        return loads
 
     def segments(self, source: dict[str, object] | None = None) -> Iterator[TraceSegment]:
         """Yield the segments with their tables; each gets `source` in place of its own."""
@@ -181,7 +179,8 @@ class Trace:
             )
 
     def _table(self, layer: int, step: int, micro: int) -> np.ndarray:
-        """Return the counts of a layer in a micro-batch of a step."""
+        """Return what is recorded of a layer in a micro-batch of a step: counts, (sequences,
+        num_experts), or experts, (tokens, top_k)."""
         for noun, index, size in (
             ("layer", layer, self.shape.num_layers),
             ("micro-batch", micro, self.shape.accumulation),
@@ -195,7 +194,7 @@ class Trace:
         return table
 
     def _find(self, step: int) -> tuple[int, int]:
-        """Return the segment that holds a step, and the step's place in it."""
+        """Return the number of the segment that holds a step, and the step's row in it."""
         if step not in self._place:
             raise InputError(
                 f"trace {self.name}: has no step {step}, only {steps_in_words(self.steps)}"
@@ -203,11 +202,15 @@ class Trace:
         return self._place[step]
 
     def _read_segment(self, number: int) -> np.ndarray:
-        """Return the counts of a segment; the last one that was read is kept."""
-        if self._last is None or self._last[0] != number:
-            part = self._parts[number]
-            self._last = (number, read_table(part) if isinstance(part, Header) else part.table)
-        return self._last[1]
+        """Return the table of a segment, given its number; the last one that was read is kept."""
+        if self._last is not None:
+            last_number, last_table = self._last
+            if last_number == number:
+                return last_table
+        part = self._parts[number]
+        table = read_table(part) if isinstance(part, Header) else part.table
+        self._last = (number, table)
+        return table
 
 
 def segments_of(path: Path) -> list[Path]:
@@ -231,20 +234,25 @@ def segments_of(path: Path) -> list[Path]:
 def samples_of(experts: np.ndarray, shape: TraceShape) -> np.ndarray:
     """Count the copies of each sequence for each expert: (tokens, top_k) experts -> (sequences,
     num_experts) int64."""
-    sequence = np.arange(shape.tokens) // shape.seq_len
-    cell = sequence[:, None] * shape.num_experts + experts.astype(np.int64)
-    counted = np.bincount(cell[experts >= 0], minlength=shape.sequences * shape.num_experts)
-    return counted.reshape(shape.sequences, shape.num_experts)
+    sequence_of_token = np.arange(shape.tokens) // shape.seq_len
+    # the cell of each copy in the flat result; what was not sent, below 0, is not counted
+    cell = sequence_of_token[:, None] * shape.num_experts + experts.astype(np.int64)
+    counts = np.bincount(cell[experts >= 0], minlength=shape.sequences * shape.num_experts)
+    return counts.reshape(shape.sequences, shape.num_experts)
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
     """Return steps as text: "0 to 49 and 60 to 99", or the number of steps and their range if there
     are many runs."""
-    cuts = [place for place in range(1, len(steps)) if steps[place] != steps[place - 1] + 1]
-    starts = [0, *cuts]
-    ends = [*cuts, len(steps)]
-    runs = [(steps[start], steps[end - 1]) for start, end in zip(starts, ends)]
-    words = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    runs: list[list[int]] = []  # consecutive steps
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    words = []
+    for run in runs:
+        words.append(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}")
     if len(words) > 4:
         return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
     return " and ".join(words)
@@ -253,8 +261,13 @@ def steps_in_words(steps: Sequence[int]) -> str:
 def differences(shape: TraceShape, other: TraceShape) -> list[str]:
     """Return the sizes in which a trace differs from another trace or a model, each as
     "num_experts=16 (not 64)"."""
-    pairs = zip(asdict(shape).items(), asdict(other).values())
-    return [f"{name}={value} (not {others})" for (name, value), others in pairs if value != others]
+    sizes = asdict(shape)
+    other_sizes = asdict(other)
+    return [
+        f"{name}={size} (not {other_sizes[name]})"
+        for name, size in sizes.items()
+        if size != other_sizes[name]
+    ]
 
 
 def _require_same(first: Header, header: Header) -> None:
@@ -311,14 +324,13 @@ class TraceShape:
 
     def table(self, holds: Holds) -> tuple[int, ...]:
         """Return the shape of a step's table."""
-        last = (
-            (self.sequences, self.num_experts) if holds == "counts" else (self.tokens, self.top_k)
-        )
-        return (self.accumulation, self.num_layers, *last)
+        if holds == "counts":
+            return (self.accumulation, self.num_layers, self.sequences, self.num_experts)
+        return (self.accumulation, self.num_layers, self.tokens, self.top_k)
 
     def dtype(self, holds: Holds) -> np.dtype[Any]:
         """Return the integer dtype of a table; a sequence has at most `seq_len` copies for an
-        expert."""
+        expert, and a choice that was not sent is -1 - expert."""
         return np.min_scalar_type(self.seq_len if holds == "counts" else -self.num_experts)
 
     def bytes_per_step(self, holds: Holds) -> int:
@@ -441,20 +453,20 @@ def read_header(path: Path) -> Header:
         raise InputError(
             f"trace {path}: its header is damaged ({error}): record it again"
         ) from error
-    steps = segment.steps
-    if (
-        not isinstance(segment.holds, str)
-        or segment.holds not in TABLES
-        or steps.dtype.kind not in "iu"
-        or steps.ndim != 1
-        or not len(steps)
-        or (np.diff(steps) <= 0).any()
-    ):
+    holds_table = isinstance(segment.holds, str) and segment.holds in TABLES
+    if not holds_table or not _are_ascending(segment.steps):
         raise InputError(
             f"trace {path}: its header is damaged (holds {segment.holds}, steps not "
             "ascending): record it again"
         )
     return segment
+
+
+def _are_ascending(steps: np.ndarray) -> bool:
+    """Return whether an array of any form has steps in ascending order, at least one."""
+    if steps.dtype.kind not in "iu" or steps.ndim != 1 or not len(steps):
+        return False
+    return not (np.diff(steps) <= 0).any()
 
 
 def read_table(header: Header) -> np.ndarray:
@@ -473,11 +485,12 @@ def read_table(header: Header) -> np.ndarray:
             f"trace {path}: its table has shape {table.shape}, its header says {expected}: "
             "record it again"
         )
-    low, high = (
-        (0, shape.seq_len)
-        if header.holds == "counts"
-        else (-shape.num_experts, shape.num_experts - 1)
-    )
+    if header.holds == "counts":
+        low = 0
+        high = shape.seq_len
+    else:
+        low = -shape.num_experts  # -1 - expert for the last expert
+        high = shape.num_experts - 1
     if table.dtype.kind not in "iu" or (table < low).any() or (table > high).any():
         raise InputError(
             f"trace {path}: its table holds other values than whole numbers from {low} to "

@@ -4,7 +4,8 @@ programs and plans.
 transformers shards the stacked experts over its ep mesh and gives each experts module an
 implementation, which dispatches tokens and combines results. This implementation interprets
 Moesaic's compiled programs, with all features of a plan: overlapping chunks, hierarchical
-all-to-alls, multicast, replication of overloaded experts.
+all-to-alls, multicast, replication of overloaded experts. An ep mesh (transformers' word) has the
+ranks over which experts are spread; within it, the ranks of a tp mesh hold the same tokens.
 
 Gradients are those of transformers' own all-to-all: an expert's is the sum over all tokens that
 reach the expert; those of a token and of its routing weights are complete.
@@ -81,6 +82,7 @@ class MoesaicEP(EPImplementation):
             )
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
+
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
         self._experts = weakref.ref(experts)
@@ -117,13 +119,11 @@ class MoesaicEP(EPImplementation):
         self.run.exchange(self._spread(experts))
 
     def _spread(self, experts: nn.Module) -> AbstractExperts:
-        """Return the experts of a family for the ranks of ep."""
-        number = self.num_local_experts * self.ep_mesh.size()
-        return (
-            FamilyFrozenExperts(experts, number)
-            if is_frozen(experts)
-            else family_experts(experts, number)
-        )
+        """Return an experts module of transformers as Moesaic's experts of all ranks of ep."""
+        num_experts = self.num_local_experts * self.ep_mesh.size()
+        if is_frozen(experts):
+            return FamilyFrozenExperts(experts, num_experts)
+        return family_experts(experts, num_experts)
 
 
 def register_plan(name: str, plan: Plan | Compiled) -> None:
@@ -163,7 +163,7 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
             their mesh.
     """
     attached = [getattr(module, "_moesaic", None) for module in model.modules()]
-    implementations = [mark for mark in attached if isinstance(mark, MoesaicEP)]
+    implementations = [each for each in attached if isinstance(each, MoesaicEP)]
     if not implementations:
         raise InputError(
             "use_plan: no experts of this model run on Moesaic: load it with "
@@ -191,14 +191,14 @@ def distributed_config(
         InputError: ep_size does not divide the processes that share a model.
     """
     if options.get("fsdp_size") is None and ep_size > 1:
-        world = (
-            dist.get_world_size()
-            if dist.is_initialized()
-            else int(os.environ.get("WORLD_SIZE", "1"))
-        )
+        if dist.is_initialized():
+            world = dist.get_world_size()
+        else:
+            world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
         tp = options.get("tp_size") or 1
-        others = (options.get("pp_size") or 1) * (options.get("dp_replicate_size") or 1)
-        fsdp = max(world // (tp * others), 1)
+        pp = options.get("pp_size") or 1
+        replicas = options.get("dp_replicate_size") or 1
+        fsdp = max(world // (tp * pp * replicas), 1)
         if fsdp * tp % ep_size:
             raise InputError(
                 f"ep_size={ep_size} does not divide the processes that share a model, {world} of "

@@ -67,31 +67,27 @@ class Matrices:
     @classmethod
     def of(cls, module: Any) -> Matrices:
         """Return the matrices of a transformers experts module."""
-        names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-        up, down = (getattr(module, name) for name in names)
+        up_name = "gate_up_proj" if module.has_gate else "up_proj"
+        up = getattr(module, up_name)
+        down = module.down_proj
         if module.is_transposed:
             up = up.transpose(1, 2)
             down = down.transpose(1, 2)
-        biases = (
-            [getattr(module, f"{name}_bias") for name in names] if module.has_bias else [None, None]
-        )
-        return cls(
-            split_inputs(module, up),
-            None if biases[0] is None else split_inputs(module, biases[0]),
-            down,
-            biases[1],
-        )
+        up_bias = None
+        down_bias = None
+        if module.has_bias:
+            up_bias = split_inputs(module, getattr(module, f"{up_name}_bias"))
+            down_bias = module.down_proj_bias
+        return cls(split_inputs(module, up), up_bias, down, down_bias)
 
 
 def split_inputs(module: Any, whole: Tensor) -> Tensor:
-    """Split (E, C H, ...) into (E, C, H, ...), the gate's rows first."""
+    """Split (E, C H, ...) into (E, C, H, ...), the gate's rows first; letters as in `Matrices`."""
     if not module.has_gate:
         return whole.unsqueeze(1)
-    return (
-        whole.unflatten(1, (2, -1))
-        if module.is_concatenated
-        else whole.unflatten(1, (-1, 2)).transpose(1, 2)
-    )
+    if module.is_concatenated:
+        return whole.unflatten(1, (2, -1))
+    return whole.unflatten(1, (-1, 2)).transpose(1, 2)  # rows of gate and up in turn
 
 
 def refusal(module: Any) -> str | None:
@@ -101,7 +97,8 @@ def refusal(module: Any) -> str | None:
     if missing:
         return f"has no {missing[0]}, which this version of transformers should set"
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-    names += [f"{name}_bias" for name in names] if module.has_bias else []
+    if module.has_bias:
+        names += [f"{name}_bias" for name in names]
     for name in names:
         weight = getattr(module, name, None)
         if not isinstance(weight, Tensor):
@@ -130,23 +127,27 @@ def _recognised(module: Any) -> Gate | None:
     own_ids = {id(parameter) for parameter in module._parameters.values()}
     if module.has_post_expert_norm or any(id(each) not in own_ids for each in module.parameters()):
         return None  # a norm after the expert, or a gate with parameters
-    points = torch.tensor(
-        [0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 9.0, 30.0, 300.0], dtype=torch.float64, device="cpu"
-    )
+
+    # Around zero, at usual values, beyond usual limits; the gate gets all pairs of them.
+    positive = [0.01, 0.3, 1.0, 2.5, 6.0, 9.0, 30.0, 300.0]
+    points = torch.tensor([0.0, *positive], dtype=torch.float64, device="cpu")
     points = torch.cat([points, -points[1:]])
-    gate, up = (each.reshape(1, -1) for each in torch.meshgrid(points, points, indexing="ij"))
     if module.has_gate:
-        pre = [gate, up]
-        together = torch.cat(pre, 1) if module.is_concatenated else torch.stack(pre, 2).flatten(1)
-        computed = module._apply_gate(together)
+        gate, up = torch.meshgrid(points, points, indexing="ij")
+        pre_activations = [gate.reshape(1, -1), up.reshape(1, -1)]
+        if module.is_concatenated:
+            computed = module._apply_gate(torch.cat(pre_activations, 1))
+        else:
+            computed = module._apply_gate(torch.stack(pre_activations, 2).flatten(1))
     else:
-        pre = [points.reshape(1, -1)]
-        computed = module.act_fn(pre[0])
+        pre_activations = [points.reshape(1, -1)]
+        computed = module.act_fn(pre_activations[0])
+
     for candidate in _candidates(module):
-        expected = hidden_rows(pre, candidate.activation, candidate.clamp)
-        if computed.shape == expected.shape and torch.allclose(
-            computed.double(), expected, rtol=1e-6, atol=1e-6
-        ):
+        expected = hidden_rows(pre_activations, candidate.activation, candidate.clamp)
+        if computed.shape != expected.shape:
+            continue
+        if torch.allclose(computed.double(), expected, rtol=1e-6, atol=1e-6):
             return candidate
     return None
 
@@ -154,25 +155,22 @@ def _recognised(module: Any) -> Gate | None:
 def _candidates(module: Any) -> Iterator[Gate]:
     """Yield the gates that a module may have, with limits and slopes that it stores under the usual
     attribute names."""
-    yield from map(Gate, ACTIVATIONS)
-    values = {
-        name: getattr(module, name, None)
-        for name in ("limit", "swiglu_limit", "alpha", "swiglu_alpha")
-    }
-    numbers = {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and value > 0
-    }
-    limits = (
-        [value for name, value in numbers.items() if name.endswith("limit")]
-        if module.has_gate
-        else []
-    )
+    for activation in ACTIVATIONS:
+        yield Gate(activation)
+    if not module.has_gate:
+        return
+    limits = _positive_numbers(module, ("limit", "swiglu_limit"))
+    alphas = _positive_numbers(module, ("alpha", "swiglu_alpha"))
     for limit in limits:
-        for alpha in (1.0, *(value for name, value in numbers.items() if name.endswith("alpha"))):
+        for alpha in (1.0, *alphas):
             for offset in (0.0, 1.0):
                 yield Gate("silu", Clamp(limit, alpha, offset))
+
+
+def _positive_numbers(module: Any, names: tuple[str, ...]) -> list[float]:
+    """Return those of a module's attributes that are numbers above 0."""
+    values = [getattr(module, name, None) for name in names]
+    return [float(value) for value in values if isinstance(value, int | float) and value > 0]
 
 
 def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation) -> Tensor:
@@ -189,47 +187,61 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     """
     dtype = compute_dtype(x.dtype, x.device)
     gate = gate_of(module)
-    matrices = Matrices.of(module)
-    up = matrices.up.to(dtype)
-    down = matrices.down.to(dtype)
-    up_bias, down_bias = (
-        None if each is None else each.to(dtype) for each in (matrices.up_bias, matrices.down_bias)
+    stored = Matrices.of(module)
+    matrices = Matrices(
+        up=stored.up.to(dtype),
+        up_bias=None if stored.up_bias is None else stored.up_bias.to(dtype),
+        down=stored.down.to(dtype),
+        down_bias=None if stored.down_bias is None else stored.down_bias.to(dtype),
     )
-    gates = in_expert_order(weight, permutation)
-    ends = permutation.ends
-    if gate is not None:
-        work = ExpertWork(
-            x=x.to(dtype),
-            dispatch=permutation.dispatch,
-            gates=gates,
-            gates_first=False,
-            ends=ends,
-            up=up,
-            up_bias=up_bias,
-            down=down,
-            down_bias=down_bias,
-            activation=gate.activation,
-            clamp=gate.clamp,
-        )
-        return expert_ffn(work, x.dtype)
-    rows = permute(x.to(dtype), permutation)
-    own = expert_of_rows(ends, len(rows))
+    weight_of_row = in_expert_order(weight, permutation)
+    if gate is None:
+        rows = permute(x.to(dtype), permutation)
+        out = _family_rows(module, matrices, rows, permutation)
+        weight_of_row = only_sent(weight_of_row, permutation)
+        weighted = out * weight_of_row.to(out.dtype).unsqueeze(1)
+        return unpermute(weighted, permutation, dtype=x.dtype)
+    work = ExpertWork(
+        x=x.to(dtype),
+        dispatch=permutation.dispatch,
+        gates=weight_of_row,
+        gates_first=False,
+        ends=permutation.ends,
+        up=matrices.up,
+        up_bias=matrices.up_bias,
+        down=matrices.down,
+        down_bias=matrices.down_bias,
+        activation=gate.activation,
+        clamp=gate.clamp,
+    )
+    return expert_ffn(work, x.dtype)
+
+
+def _family_rows(module: Any, matrices: Matrices, rows: Tensor, permutation: Permutation) -> Tensor:
+    """Return the outputs of experts whose gate or norm is the family's own, (R, dim), of the rows
+    (R, dim) in the order of experts."""
+    expert = expert_of_rows(permutation.ends, len(rows))
 
     def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        out = grouped_matmul(rows, matrix, ends)
+        """Return each row's product with its expert's matrix (out, in), plus the bias."""
+        out = grouped_matmul(rows, matrix, permutation.ends)
         if bias is not None:
-            out = out + bias.index_select(0, own)
+            out = out + bias.index_select(0, expert)
         return only_sent(out, permutation)
 
-    pre = product(rows, up.flatten(1, 2), None if up_bias is None else up_bias.flatten(1))
-    if module.has_gate and not module.is_concatenated:
-        pre = pre.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
-    hidden = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
-    out = product(hidden, down, down_bias)
+    up_bias = None if matrices.up_bias is None else matrices.up_bias.flatten(1)
+    pre_activation = product(rows, matrices.up.flatten(1, 2), up_bias)
+    if not module.has_gate:
+        hidden = module.act_fn(pre_activation)
+    else:
+        if not module.is_concatenated:  # the family's gate takes gate and up in turn
+            in_turn = pre_activation.unflatten(1, (2, -1)).transpose(1, 2)
+            pre_activation = in_turn.flatten(1)
+        hidden = module._apply_gate(pre_activation)
+    out = product(hidden, matrices.down, matrices.down_bias)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
-    gates = only_sent(gates, permutation)
-    return unpermute(out * gates.to(out.dtype).unsqueeze(1), permutation, dtype=x.dtype)
+    return out
 
 
 def experts_forward(
@@ -262,7 +274,13 @@ def sorted_copies(
     module: Any, top_k_index: Tensor, top_k_weights: Tensor
 ) -> tuple[Tensor, Permutation]:
     """Return the routing weights of the copies for this rank's experts, (R,), and what sorts the
-    copies by expert. On a GPU, copies for other ranks come last and are not sent."""
+    copies by expert. On a GPU, copies for other ranks come last and are not sent: to pick the
+    others would make the host wait for their number.
+
+    Args:
+        top_k_index: (tokens, K) experts; `module.num_experts` marks one of another rank.
+        top_k_weights: (tokens, K).
+    """
     num_tokens, top_k = top_k_index.shape
     expert = top_k_index.reshape(-1).long()
     weight = top_k_weights.reshape(-1)
@@ -273,12 +291,15 @@ def sorted_copies(
     has_unsent = module._is_expert_parallel and expert.device.type != "cpu"
     if module._is_expert_parallel and not has_unsent:
         local = (expert < module.num_experts).nonzero().squeeze(1)
-        token, expert, weight = (each.index_select(0, local) for each in (token, expert, weight))
-        rows_per_token = None
+        token = token.index_select(0, local)
+        expert = expert.index_select(0, local)
+        weight = weight.index_select(0, local)
+        rows_per_token = None  # it differs from token to token
     counts = count(expert, None, module.num_experts + 1)[: module.num_experts]
-    return weight, sort_by_expert(
+    permutation = sort_by_expert(
         token, expert, counts, num_tokens, rows_per_token, has_unsent=has_unsent
     )
+    return weight, permutation
 
 
 def warn(line: str) -> None:
@@ -301,13 +322,14 @@ def family_experts(module: nn.Module, num_experts: int) -> BorrowedExperts:
     bias = bool(module.has_bias)
 
     def read() -> tuple[Weights, Weights]:
-        """Return the experts' tensors, sharded ones and common ones, as the layer takes them."""
+        """Return the experts' tensors: those that shards of an expert split, up, down and up's
+        bias, and those that they have in common, down's bias."""
         matrices = Matrices.of(module)
-        ups = [parameter for parameter in (matrices.up, matrices.up_bias) if parameter is not None]
-        reading = ups if gated else [parameter.squeeze(1) for parameter in ups]
-        return (reading[0], matrices.down, *reading[1:]), () if matrices.down_bias is None else (
-            matrices.down_bias,
-        )
+        up = matrices.up if gated else matrices.up.squeeze(1)
+        if matrices.up_bias is None or matrices.down_bias is None:
+            return (up, matrices.down), ()
+        up_bias = matrices.up_bias if gated else matrices.up_bias.squeeze(1)
+        return (up, matrices.down, up_bias), (matrices.down_bias,)
 
     return BorrowedExperts(
         dim,

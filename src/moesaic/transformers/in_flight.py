@@ -30,36 +30,42 @@ class InFlight:
         compute = super().compute_loss  # type: ignore[misc]
         if return_outputs or not model.training:
             return compute(model, inputs, return_outputs, num_items_in_batch)
-        losses = both(
-            lambda half: compute(model, half, num_items_in_batch=num_items_in_batch), halves(inputs)
-        )
+
+        def loss_of(half: dict[str, Any]) -> Any:
+            """Return the loss of half a micro-batch."""
+            return compute(model, half, num_items_in_batch=num_items_in_batch)
+
+        losses = both(loss_of, halves(inputs))
         total = torch.stack(losses).sum()
-        if num_items_in_batch is None:
+        if num_items_in_batch is None:  # then each loss is a mean over its half
             return total / len(losses)
         return total
 
 
 def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the two halves of a micro-batch, whose tensors have sequences as first dimension."""
-    counts = []
-    for each in inputs.values():
-        if isinstance(each, Tensor) and each.dim():
-            counts.append(len(each))
+    counts = [len(value) for value in inputs.values() if _has_sequences(value)]
     count = max(counts, default=0)
-    if min(counts, default=0) != count or count < 2 or count % 2:
+    is_same_for_all = min(counts, default=0) == count
+    if not is_same_for_all or count < 2 or count % 2:
         raise InputError(
             f"two halves in flight: a micro-batch has {count} sequences: choose an even number"
         )
-    found = []
-    for part in (slice(count // 2), slice(count // 2, None)):
-        half = {}
-        for name, each in inputs.items():
-            has_rows = isinstance(each, Tensor) and each.dim()
-            half[name] = each[part] if has_rows else each
-        found.append(half)
-    return found
+    both_halves = []
+    for sequences in (slice(count // 2), slice(count // 2, None)):
+        half = {
+            name: value[sequences] if _has_sequences(value) else value
+            for name, value in inputs.items()
+        }
+        both_halves.append(half)
+    return both_halves
+
+
+def _has_sequences(value: Any) -> bool:
+    """Whether an input of a model has sequences as first dimension; a number has none."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def both(compute: Any, parts: Sequence[Any]) -> list[Tensor]:
     """Return what `compute` returns for each part, a tensor, computed in flight."""
-    return [each for pair in in_flight(compute, parts) for each in pair]
+    return [result for results in in_flight(compute, parts) for result in results]

@@ -5,6 +5,10 @@ PEFT gives every rank the factors for all experts and adds their product to the 
 a call. Here each rank keeps the factors of its own experts, and the experts multiply rows by them.
 Factors stay PEFT's parameters, under PEFT's names, so optimizers, trainers and `save_pretrained`
 work as ever: a state dict has whole factors, gathered from all ranks together.
+
+A *wrapper* is PEFT's module around a parameter of an experts module. Its factors, `lora_A` and
+`lora_B`, are called inner and outer here, as in `moesaic.experts.frozen`. A *whole* factor is that
+of all experts; E: experts, r: an adapter's rank, in PEFT's sense.
 """
 
 from __future__ import annotations
@@ -99,23 +103,7 @@ def _weights_of(module: Any) -> FrozenWeights:
     """Return the tensors of an experts module and of its adapters; those of adapters
     differentiable."""
     if is_four_bit(module):
-        names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-        up, down = (local_part(getattr(module, name)) for name in names)
-        up_scales, down_scales = (scales_of(module, name) for name in names)
-        parts = (2 if module.has_gate else 1, -1)
-        biases = (
-            [local_part(getattr(module, f"{name}_bias")) for name in names]
-            if module.has_bias
-            else [None, None]
-        )
-        weights = FrozenWeights(
-            up=up.unflatten(1, parts),
-            down=down,
-            up_scales=up_scales.unflatten(1, parts),
-            down_scales=down_scales,
-            up_bias=None if biases[0] is None else split_inputs(module, biases[0]),
-            down_bias=biases[1],
-        )
+        weights = _four_bit_weights_of(module)
     else:
         own = Matrices.of(module)
         weights = FrozenWeights(
@@ -130,10 +118,31 @@ def _weights_of(module: Any) -> FrozenWeights:
     return weights
 
 
+def _four_bit_weights_of(module: Any) -> FrozenWeights:
+    """Return the tensors of an experts module in NF4, without adapters."""
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    up_bias = None
+    down_bias = None
+    if module.has_bias:
+        up_bias = split_inputs(module, local_part(getattr(module, f"{up_name}_bias")))
+        down_bias = local_part(module.down_proj_bias)
+    # codes and scales have the gate's rows first, whatever the family's layout
+    up_matrices = (2 if module.has_gate else 1, -1)
+    return FrozenWeights(
+        up=local_part(getattr(module, up_name)).unflatten(1, up_matrices),
+        down=local_part(module.down_proj),
+        up_scales=scales_of(module, up_name).unflatten(1, up_matrices),
+        down_scales=scales_of(module, "down_proj"),
+        up_bias=up_bias,
+        down_bias=down_bias,
+    )
+
+
 def hidden_of(module: nn.Module) -> int:
     """Return the inner width of a whole expert."""
     weights = _weights_of(module)
-    return weights.down.shape[2] * (2 if weights.form.four_bit else 1)
+    per_element = 2 if weights.form.four_bit else 1  # a byte has two codes
+    return weights.down.shape[2] * per_element
 
 
 def adapters_of(module: nn.Module) -> dict[str, Any]:
@@ -148,23 +157,30 @@ def factors(wrapper: Any) -> tuple[Tensor, Tensor]:
     are scaled by zero."""
     inner = []
     outer = []
-    for name, first in wrapper.lora_A.items():
-        off = wrapper.disable_adapters or wrapper.merged or name not in wrapper.active_adapters
-        a = local_part(first.weight)
-        b = local_part(wrapper.lora_B[name].weight)
-        inner.append(a.reshape(wrapper.num_experts, -1, a.shape[1]))
-        whole = b.reshape(len(b), -1, wrapper.num_experts).permute(2, 0, 1)
-        outer.append(whole * (0.0 if off else wrapper.scaling[name]))
+    is_off = wrapper.disable_adapters or wrapper.merged
+    for adapter in wrapper.lora_A:
+        is_active = not is_off and adapter in wrapper.active_adapters
+        inner.append(_inner_factor(wrapper, local_part(wrapper.lora_A[adapter].weight)))
+        of_adapter = _outer_factor(wrapper, local_part(wrapper.lora_B[adapter].weight))
+        outer.append(of_adapter * (wrapper.scaling[adapter] if is_active else 0.0))
     return torch.cat(inner, 1), torch.cat(outer, 2)
+
+
+def _inner_factor(wrapper: Any, lora_a: Tensor) -> Tensor:
+    """Return (E, r, in) from PEFT's (E r, in)."""
+    return lora_a.reshape(wrapper.num_experts, -1, lora_a.shape[1])
+
+
+def _outer_factor(wrapper: Any, lora_b: Tensor) -> Tensor:
+    """Return (E, out, r) from PEFT's (out, r E), in which experts count fastest."""
+    return lora_b.reshape(len(lora_b), -1, wrapper.num_experts).permute(2, 0, 1)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; the gradient is sharded like the tensor."""
-    return (
-        tensor.to_local(grad_placements=tensor.placements)
-        if isinstance(tensor, DTensor)
-        else tensor
-    )
+    if isinstance(tensor, DTensor):
+        return tensor.to_local(grad_placements=tensor.placements)
+    return tensor
 
 
 def is_frozen(experts: nn.Module) -> bool:
@@ -203,14 +219,17 @@ def experts_forward(
 def adopt_at_first_call(experts: nn.Module) -> None:
     """Call `adopt_adapters` when a model with these experts is first called."""
 
-    def adopt(reference: Callable[[], nn.Module | None], module: nn.Module, _: Any) -> None:
+    # The hook is called before every module of the process; it does not keep the experts alive.
+    reference = weakref.ref(experts)
+
+    def adopt(module: nn.Module, _: Any) -> None:
         """Adopt the adapters if `module`, which is being called, holds the experts."""
-        own = reference()
-        if own is not None and any(each is own for each in module.modules()):
+        experts = reference()
+        if experts is not None and any(each is experts for each in module.modules()):
             handle.remove()
             adopt_adapters(module)
 
-    handle = register_module_forward_pre_hook(partial(adopt, weakref.ref(experts)))
+    handle = register_module_forward_pre_hook(adopt)
     weakref.finalize(experts, handle.remove)
 
 
@@ -231,24 +250,26 @@ def adopt_adapters(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     Raises:
         InputError: experts are on several ranks, and tensor or pipeline parallelism is on too.
     """
-    spread: list[Any] = []
+    spread: list[Any] = []  # wrappers of experts on several ranks
+    implementations = []
     for wrapper in _as_peft_made(model):
         if hasattr(wrapper, "reset_lora_parameters"):
             _draw(wrapper, getattr(model, "peft_config", {}))
-        module = _adapted(wrapper)
-        if module is None or wrapper.parameter_name in adapters_of(module):
+        experts = _adapted(wrapper)
+        if experts is None or wrapper.parameter_name in adapters_of(experts):
             continue
-        adapters_of(module)[wrapper.parameter_name] = wrapper
+        adapters_of(experts)[wrapper.parameter_name] = wrapper
         # does nothing: PEFT would change the whole weight during a call
         wrapper._activate_lora = nullcontext
-        implementation = getattr(module, "_moesaic", None)
+        implementation = _implementation_of(experts)
         if implementation is not None:
             _cut(wrapper, implementation.ep_mesh)
             implementation.exchange()
-            spread.append((wrapper, implementation))
-        _replace_merging(wrapper, module)
+            spread.append(wrapper)
+            implementations.append(implementation)
+        _replace_merging(wrapper, experts)
     if spread:
-        _average(model, [wrapper for wrapper, _ in spread], spread[0][1], group)
+        _average(model, spread, implementations[0], group)
         for part in model.modules():
             if getattr(part, "_tp_size", None) == 1:
                 # else PEFT gathers the whole model to save an adapter
@@ -260,41 +281,52 @@ def _adapted(wrapper: Any) -> nn.Module | None:
     apply it."""
     if not hasattr(wrapper, "parameter_name") or not hasattr(wrapper, "lora_A"):
         return None
-    module = wrapper.get_base_layer()
-    return module if is_four_bit(module) or getattr(module, "_moesaic", None) is not None else None
+    experts: nn.Module = wrapper.get_base_layer()
+    if is_four_bit(experts) or _implementation_of(experts) is not None:
+        return experts
+    return None
+
+
+def _implementation_of(experts: nn.Module | None) -> Any:
+    """Return the `MoesaicEP` that runs an experts module on several ranks; None if none does."""
+    return getattr(experts, "_moesaic", None)
 
 
 def _as_peft_made(model: nn.Module) -> list[Any]:
     """Return all modules, wrappers in PEFT's order of making them: of modules, then of parameters,
-    inner first."""
+    inner first. Factors are then drawn in the order in which PEFT draws them."""
     place = {module: number for number, module in enumerate(model.modules())}
 
-    def made(module: Any) -> tuple[bool, int, int]:
-        """Return what orders modules: adapters of modules first, by their places, inner ones
-        first."""
-        is_parameter = hasattr(module, "parameter_name")
-        return (
-            is_parameter,
-            place[module.get_base_layer()] if is_parameter else place[module],
-            -place[module],
-        )
+    def order(module: Any) -> tuple[bool, int, int]:
+        """Return the key by which modules are sorted."""
+        if hasattr(module, "parameter_name"):
+            # wrappers of several parameters of one module lie in each other
+            return True, place[module.get_base_layer()], -place[module]
+        return False, place[module], 0
 
-    return sorted(place, key=made)
+    return sorted(place, key=order)
 
 
 def _draw(layer: Any, configs: dict[str, Any]) -> None:
     """Give factors that PEFT left on the meta device their memory and initial values, before this
-    rank's part is cut out."""
-    for name, linear in layer.lora_A.items():
-        if linear.weight.is_meta:
-            pair = linear, layer.lora_B[name]
-            for each in pair:
-                each.to_empty(device="cpu").reset_parameters()
-            layer.reset_lora_parameters(name, getattr(configs.get(name), "init_lora_weights", True))
-            implementation = getattr(_adapted(layer), "_moesaic", None)
-            if implementation is None:
-                for each in pair:
-                    each.to(next(layer.get_base_layer().parameters()).device)
+    rank's part is cut out.
+
+    Args:
+        layer: PEFT's wrapper of a module or of a parameter.
+        configs: name of an adapter -> its configuration.
+    """
+    for adapter, inner in layer.lora_A.items():
+        if not inner.weight.is_meta:
+            continue
+        outer = layer.lora_B[adapter]
+        inner.to_empty(device="cpu").reset_parameters()
+        outer.to_empty(device="cpu").reset_parameters()
+        initial_values = getattr(configs.get(adapter), "init_lora_weights", True)
+        layer.reset_lora_parameters(adapter, initial_values)
+        if _implementation_of(_adapted(layer)) is None:  # else a part of it is moved
+            device = next(layer.get_base_layer().parameters()).device
+            inner.to(device)
+            outer.to(device)
 
 
 def factor_part(name: str, tensor: Tensor, experts: int, ranks: int, place: int) -> Tensor:
@@ -318,7 +350,7 @@ def whole_factor(name: str, joined: Tensor, experts: int, ranks: int) -> Tensor:
     arguments as for `factor_part`."""
     if name == "lora_A":
         return joined
-    parts = joined.view(len(joined), ranks, -1, experts // ranks)
+    parts = joined.view(len(joined), ranks, -1, experts // ranks)  # (out, ranks, r, own experts)
     return parts.transpose(1, 2).reshape(len(joined), -1)
 
 
@@ -326,83 +358,82 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
     """Keep only the factors of this rank's experts in a wrapper."""
     ranks = mesh.size()
     place = mesh.get_local_rank()
-    whole = wrapper.num_experts
+    num_experts = wrapper.num_experts  # of all ranks
 
-    def part_of(name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a whole factor."""
-        part = factor_part(name, tensor, whole, ranks, place)
+    def part_of(name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole factor, a DTensor; `name` is lora_A or lora_B."""
+        part = factor_part(name, whole, num_experts, ranks, place)
         part = part.to(wrapper.get_param().device, copy=True)
-        return DTensor.from_local(part, mesh, [Shard(name == "lora_B")], run_check=False)
+        experts_dim = 1 if name == "lora_B" else 0
+        return DTensor.from_local(part, mesh, [Shard(experts_dim)], run_check=False)
 
     def gather(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
         """Save whole factors in place of those of this rank."""
-        for key, tensor in [
-            (key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state
-        ]:
-            joined = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"
-            joined = whole_factor(name, joined, whole, ranks)
-            state[key] = joined
+        for name, key in _factor_keys(wrapper, prefix):
+            if key in state:
+                state[key] = whole_factor(name, _full(state[key]), num_experts, ranks)
 
     def cut(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
         """Load this rank's parts of whole factors."""
-        for key in _factor_keys(wrapper, prefix):
+        for name, key in _factor_keys(wrapper, prefix):
             if key in state:  # PEFT may have sharded it, as if a rank's experts lay side by side
-                name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"
-                factor = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
-                state[key] = part_of(name, factor)
+                state[key] = part_of(name, _full(state[key]))
 
-    instead: dict[nn.Parameter, nn.Parameter] = {}
+    new_of: dict[nn.Parameter, nn.Parameter] = {}  # whole factor -> this rank's part
     for name in ("lora_A", "lora_B"):
         for linear in getattr(wrapper, name).values():
             old = linear.weight
-            instead[old] = linear.weight = nn.Parameter(
-                part_of(name, old.detach()), requires_grad=old.requires_grad
-            )
+            part = part_of(name, old.detach())
+            linear.weight = nn.Parameter(part, requires_grad=old.requires_grad)
+            new_of[old] = linear.weight
             # a trainer's optimizer may hold it until its first step
             old.data = old.data.new_empty(0)
-    wrapper.num_experts = whole // ranks
+    wrapper.num_experts = num_experts // ranks
     wrapper.register_state_dict_post_hook(gather)
     wrapper.register_load_state_dict_pre_hook(cut)
     handle = register_optimizer_step_pre_hook(
-        lambda optimizer, *_: _exchange_parameters(optimizer, instead)
+        lambda optimizer, *_: _exchange_parameters(optimizer, new_of)
     )
     weakref.finalize(wrapper, handle.remove)
 
 
-def _exchange_parameters(optimizer: Optimizer, instead: dict[nn.Parameter, nn.Parameter]) -> None:
+def _full(tensor: Tensor) -> Tensor:
+    """Return a DTensor's parts of all ranks as one tensor; any other tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _exchange_parameters(optimizer: Optimizer, new_of: dict[nn.Parameter, nn.Parameter]) -> None:
     """Let an optimizer that was made before its parameters were cut step those that took their
     places.
 
     torch's fused and foreach steps cannot take plain tensors, such as adapters of attention,
     together with DTensors.
     """
-    own = set(instead.values())
+    new = set(new_of.values())
     for group in optimizer.param_groups:
-        group["params"][:] = [instead.get(each, each) for each in group["params"]]
-        if own & set(group["params"]) and not all(
-            isinstance(each, DTensor) for each in group["params"]
-        ):
-            group |= {name: False for name in ("fused", "foreach") if name in group}
+        group["params"][:] = [new_of.get(parameter, parameter) for parameter in group["params"]]
+        if new.isdisjoint(group["params"]):
+            continue
+        if not all(isinstance(parameter, DTensor) for parameter in group["params"]):
+            for option in ("fused", "foreach"):
+                if option in group:
+                    group[option] = False
 
 
-def _factor_keys(wrapper: Any, prefix: str) -> Iterator[str]:
+def _factor_keys(wrapper: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield (lora_A or lora_B, key in a state dict) of each factor of a wrapper; `prefix` is the
+    wrapper's own."""
     for name in ("lora_A", "lora_B"):
         for adapter in getattr(wrapper, name):
-            yield f"{prefix}{name}.{adapter}.weight"
+            yield name, f"{prefix}{name}.{adapter}.weight"
 
 
 def added(wrapper: Any, module: Any, adapter: str) -> Tensor:
     """Return what an adapter adds to this rank's part of a weight, in the weight's own layout and
     the adapter's dtype."""
-    inner, outer = (
-        local_part(layers[adapter].weight.detach()) for layers in (wrapper.lora_A, wrapper.lora_B)
-    )
-    outer = (
-        outer.reshape(len(outer), -1, wrapper.num_experts).permute(2, 0, 1)
-        * wrapper.scaling[adapter]
-    )
-    delta = outer @ inner.reshape(wrapper.num_experts, -1, inner.shape[1])
+    inner = _inner_factor(wrapper, local_part(wrapper.lora_A[adapter].weight.detach()))
+    outer = _outer_factor(wrapper, local_part(wrapper.lora_B[adapter].weight.detach()))
+    delta = (outer * wrapper.scaling[adapter]) @ inner  # (E, out, in)
     return delta.transpose(1, 2) if module.is_transposed else delta
 
 
@@ -448,6 +479,7 @@ class _Mean:
             parameter.register_post_accumulate_grad_hook(self._note)
 
     def _note(self, _: Tensor) -> None:
+        """Have `_finish` called once, at the end of the backward pass that runs."""
         if not self._is_queued:
             self._is_queued = True
             Variable._execution_engine.queue_callback(self._finish)
@@ -456,24 +488,30 @@ class _Mean:
     def _finish(self) -> None:
         """Replace the gradients by their means over the group, in one message."""
         self._is_queued = False
-        for each in self._parameters:
-            if each.grad is None:
-                each.grad = torch.zeros_like(each)
-        gradients = [local_part(each.grad) for each in self._parameters if each.grad is not None]
+        gradients = []
+        for parameter in self._parameters:
+            if parameter.grad is None:  # no token of this rank has reached it
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(local_part(parameter.grad))
         joined = torch.cat([gradient.flatten().float() for gradient in gradients])
         dist.all_reduce(joined, group=self._group)
         joined /= dist.get_world_size(self._group)
-        for gradient, mean in zip(
-            gradients, joined.split([gradient.numel() for gradient in gradients])
-        ):
+        means = joined.split([gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means):
             gradient.copy_(mean.view(gradient.shape))
 
 
 def _average(
     model: nn.Module, wrappers: Sequence[Any], implementation: Any, group: dist.ProcessGroup | None
 ) -> None:
-    """Make the gradients of all adapters those of the mean of the ranks' losses, and whole adapters
-    those of the first rank of the group."""
+    """Make the gradients of all adapters those of the mean of the ranks' losses, and adapters that
+    every rank has whole equal to those of the first rank of the group.
+
+    Args:
+        wrappers: those of experts on several ranks.
+        implementation: the `MoesaicEP` of any of them.
+        group: the ranks that share the model; None for all.
+    """
     world = dist.get_world_size(group)
     mesh = implementation.ep_mesh
     if implementation.tp_mesh.size() > 1 or world % mesh.size():
@@ -481,34 +519,39 @@ def _average(
             "adapters of experts on several ranks need tp_size=1 and pp_size=1: change "
             "distributed_config"
         )
-    layers = [
+    linears = [
         linear
         for wrapper in wrappers
-        for each in (wrapper.lora_A, wrapper.lora_B)
-        for linear in each.values()
+        for of_adapters in (wrapper.lora_A, wrapper.lora_B)
+        for linear in of_adapters.values()
     ]
-    of_experts = [linear.weight for linear in layers if linear.weight.requires_grad]
+    of_experts = [linear.weight for linear in linears if linear.weight.requires_grad]
+
+    # A gradient of an expert is the sum over the ranks of its mesh. Of `copies` meshes, the mean is
+    # taken, so that this factor makes it the mean over all ranks.
     copies = world // mesh.size()
     for weight in of_experts:
         weight.register_hook(lambda gradient: gradient * (copies / world))
     if copies > 1 and of_experts:
         assert group is None, "experts of a part of the ranks have no copies within it"
-        places: list[int] = [0] * world
-        dist.all_gather_object(places, mesh.get_local_rank())
-        alike = [
-            [rank for rank in range(world) if places[rank] == place] for place in range(mesh.size())
-        ]
-        _Mean(of_experts, dist.new_subgroups_by_enumeration(alike)[0])
-    known = {id(weight) for weight in of_experts}
+        place_of_rank: list[int] = [0] * world
+        dist.all_gather_object(place_of_rank, mesh.get_local_rank())
+        ranks_at_place: list[list[int]] = [[] for _ in range(mesh.size())]
+        for rank, place in enumerate(place_of_rank):
+            ranks_at_place[place].append(rank)
+        own_group, _ = dist.new_subgroups_by_enumeration(ranks_at_place)
+        _Mean(of_experts, own_group)
+
+    ids_of_experts = {id(weight) for weight in of_experts}
     others = [
-        each
-        for each in model.parameters()
-        if each.requires_grad
-        and id(each) not in known
-        and not isinstance(each, DTensor)
-        and not each.is_meta
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad
+        and id(parameter) not in ids_of_experts
+        and not isinstance(parameter, DTensor)
+        and not parameter.is_meta
     ]
-    for each in others:
-        dist.broadcast(each.data, group=group, group_src=0)
+    for parameter in others:
+        dist.broadcast(parameter.data, group=group, group_src=0)
     if others:
         _Mean(others, group)

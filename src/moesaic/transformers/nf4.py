@@ -5,6 +5,10 @@ transformers reads one parameter at a time, of which a rank gets its own experts
 it before the next one is read: no rank ever holds the model, and a device holds one parameter of a
 layer in 16 bits at a time; of a checkpoint that `weights.load_model` reads, one expert. All else
 stays as it is.
+
+In the module a weight then has two or three parameters: its codes, two of four bits a byte, under
+the weight's own name; a scale for each `nf4.BLOCK` inputs of a row (`scales_name`); and, if scales
+are in eight bits too, what expands these (`groups_name`).
 """
 
 from __future__ import annotations
@@ -66,8 +70,8 @@ class FourBitExpertsQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Return whether a parameter is a weight of experts."""
-        module = model.get_submodule(param_name.rpartition(".")[0])
-        return param_name.rpartition(".")[2] in four_bit_weights(module)
+        *path, name = param_name.split(".")
+        return name in four_bit_weights(model.get_submodule(".".join(path)))
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return what quantizes a weight."""
@@ -83,36 +87,42 @@ class FourBitExpertsQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         """Replace experts' weights by empty codes and scales, which loading then fills."""
-        found = [module for module in model.modules() if four_bit_weights(module)]
-        if not found:
+        modules = [module for module in model.modules() if four_bit_weights(module)]
+        if not modules:
             raise InputError(
                 f"{type(model).__name__} has no experts that can be in NF4: leave "
                 "quantization_config out"
             )
-        for module in found:
+        for module in modules:
             for name in four_bit_weights(module):
-                weight = module._parameters[name]
-                experts, height, width = weight.mT.shape if module.is_transposed else weight.shape
-                if width % nf4.BLOCK:
-                    raise InputError(
-                        f"{name} of {type(module).__name__} reads {width} inputs, no multiple of "
-                        f"{nf4.BLOCK}: leave quantization_config out"
-                    )
-                blocks = width // nf4.BLOCK
-                double = self.quantization_config.double
-                kinds: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-                    (name, (height, width // 2), torch.uint8)
-                ]
-                kinds.append(
-                    (scales_name(name), (height, blocks), torch.uint8 if double else torch.float32)
-                )
-                groups = (1 + -(-height * blocks // nf4.GROUP),)
-                kinds += [(groups_name(name), groups, torch.float32)] if double else []
-                for own, size, dtype in kinds:
-                    empty = torch.empty(experts, *size, dtype=dtype, device=weight.device)
-                    module._parameters[own] = nn.Parameter(empty, requires_grad=False)
-                module.__dict__.setdefault("moesaic_whole_shapes", {})[name] = tuple(weight.shape)
+                self._make_room(module, name)
         return model
+
+    def _make_room(self, module: Any, name: str) -> None:
+        """Replace a weight of an experts module by empty codes and scales, and note its shape."""
+        weight = module._parameters[name]
+        num_experts, rows, inputs = weight.mT.shape if module.is_transposed else weight.shape
+        if inputs % nf4.BLOCK:
+            raise InputError(
+                f"{name} of {type(module).__name__} reads {inputs} inputs, no multiple of "
+                f"{nf4.BLOCK}: leave quantization_config out"
+            )
+
+        def add_empty(own_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+            """Give the module an empty parameter; `shape` is that of one expert."""
+            empty = torch.empty(num_experts, *shape, dtype=dtype, device=weight.device)
+            module._parameters[own_name] = nn.Parameter(empty, requires_grad=False)
+
+        blocks = inputs // nf4.BLOCK
+        add_empty(name, (rows, inputs // 2), torch.uint8)
+        if self.quantization_config.double:
+            num_groups = -(-rows * blocks // nf4.GROUP)
+            add_empty(scales_name(name), (rows, blocks), torch.uint8)
+            # one number more than groups: `nf4.compress` adds the mean of the scales
+            add_empty(groups_name(name), (1 + num_groups,), torch.float32)
+        else:
+            add_empty(scales_name(name), (rows, blocks), torch.float32)
+        module.__dict__.setdefault("moesaic_whole_shapes", {})[name] = tuple(weight.shape)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         """Tell PEFT the shapes of whole weights, and let experts in NF4 compute by Moesaic."""
@@ -133,38 +143,38 @@ class _Quantize(ConversionOps):
         self, input_dict: dict[str, Any], model: Any = None, **others: Any
     ) -> dict[str, Tensor]:
         """Return codes and scales, by name. A weight may be read while its experts are iterated."""
-        found: dict[str, Tensor] = {}
+        stacked: dict[str, Tensor] = {}
         for full_name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             path, _, name = full_name.rpartition(".")
             module = model.get_submodule(path)
-            for number, expert in enumerate(weight):
+            for number, matrix in enumerate(weight):
                 if module.is_transposed:
-                    expert = expert.mT
-                if name != "down_proj":
-                    expert = split_inputs(module, expert.unsqueeze(0)).flatten(0, 2)
-                codes, scales = (nf4.requantize if expert.dtype == torch.float32 else nf4.quantize)(
-                    expert
-                )
+                    matrix = matrix.mT
+                if name != "down_proj":  # (2 hidden, dim), in the order of `Experts4bit`
+                    matrix = split_inputs(module, matrix.unsqueeze(0)).flatten(0, 2)
+                # what is in float32 was dequantized from NF4, whose bits it gets again
+                quantize = nf4.requantize if matrix.dtype == torch.float32 else nf4.quantize
+                codes, scales = quantize(matrix)
                 parts = {full_name: codes, scales_name(full_name): scales}
                 if hasattr(module, groups_name(name)):
-                    parts |= zip(
-                        (scales_name(full_name), groups_name(full_name)), nf4.compress(scales)
-                    )
-                for own, part in parts.items():
+                    scales, groups = nf4.compress(scales)
+                    parts[scales_name(full_name)] = scales
+                    parts[groups_name(full_name)] = groups
+                for part_name, part in parts.items():
                     if number == 0:
-                        found[own] = part.new_empty(len(weight), *part.shape)
-                    found[own][number] = part
-        return found
+                        stacked[part_name] = part.new_empty(len(weight), *part.shape)
+                    stacked[part_name][number] = part
+        return stacked
 
 
 def dequantized(module: Any, name: str) -> Tensor:
     """Return the numbers that this rank's part of a weight in NF4 stands for, in the family's
     layout, float32."""
-    weight = nf4.dequantize(
-        local_part(getattr(module, name)), scales_of(module, name), torch.float32
-    )
+    codes = local_part(getattr(module, name))
+    weight = nf4.dequantize(codes, scales_of(module, name), torch.float32)
     if name == "gate_up_proj" and not module.is_concatenated:
+        # all rows of the gate, then those of up, become rows in turn: undoes `split_inputs`
         weight = weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return weight.mT if module.is_transposed else weight
 
@@ -175,9 +185,7 @@ def four_bit_weights(module: Any) -> tuple[str, ...]:
     if not all(hasattr(module, flag) for flag in FLAGS):
         return ()
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    can = all(name in module._parameters for name in names)
-    return (
-        names
-        if can and (refusal(module) is None or hasattr(module, "moesaic_whole_shapes"))
-        else ()
-    )
+    if not all(name in module._parameters for name in names):
+        return ()
+    is_quantized = hasattr(module, "moesaic_whole_shapes")
+    return names if is_quantized or refusal(module) is None else ()

@@ -6,6 +6,9 @@ cannot read weights back into one. Even in one process it leaves out, with a war
 names in files differ from the model's: the experts and routers of many families. Here
 `from_pretrained` reads the weights, and the optimizer's tensors are kept in safetensors files under
 the parameters' names. No file is a pickle.
+
+A checkpoint is *sealed* by a last file with the checksums of all others. A model is *spread* if
+`distributed_config` shards it over ranks, whose parameters are then DTensors.
 """
 
 from __future__ import annotations
@@ -88,17 +91,15 @@ class Resumable:
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
             return
         # else transformers refuses a sharded model here
-        asked = args.save_only_model
+        save_only_model = args.save_only_model
         args.save_only_model = True
         try:
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
         finally:
-            args.save_only_model = asked
-        if (
-            not asked
-            and getattr(model, "is_distributed_loading_by_transformers", False)
-            and self.model is not model
-        ):
+            args.save_only_model = save_only_model
+        is_spread = getattr(model, "is_distributed_loading_by_transformers", False)
+        has_added_adapters = self.model is not model  # the trainer has wrapped it
+        if is_spread and has_added_adapters and not save_only_model:
             raise InputError(
                 "Resumable: adapters on several ranks are not resumed: pass save_only_model=True"
             )
@@ -125,7 +126,7 @@ class Resumable:
         out."""
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]
-        rank, world = _place()
+        rank, world = _rank_and_world()
         if world > 1:
             dist.barrier()  # all ranks have written their files
         files = sorted(
@@ -134,12 +135,15 @@ class Resumable:
             if kind_of(path) == "a file" and path.name != COMPLETE
         )
         own = {path.relative_to(folder).as_posix(): checksum(path) for path in files[rank::world]}
-        sums = [own]
+        of_ranks = [own]
         if world > 1:
-            sums = [{} for _ in range(world)]
-            dist.all_gather_object(sums, own)
+            of_ranks = [{} for _ in range(world)]
+            dist.all_gather_object(of_ranks, own)
         if self.args.should_save:
-            seal(folder, {name: value for part in sums for name, value in part.items()})
+            checksums: dict[str, Any] = {}
+            for of_rank in of_ranks:
+                checksums |= of_rank
+            seal(folder, checksums)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read a checkpoint's weights as `from_pretrained` does, under the names of its files;
@@ -148,12 +152,15 @@ class Resumable:
         if not isinstance(self.model, PreTrainedModel):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
-        kind: Any = next(
-            each for each in type(self.model).__mro__ if not issubclass(each, FSDPModule)
+        # FSDP2 gives a model a class of its own, derived from the model's and from FSDPModule.
+        classes: list[Any] = list(type(self.model).__mro__)
+        of_model = [each for each in classes if not issubclass(each, FSDPModule)]
+        distributed = getattr(self.model.config, "distributed_config", None)
+        # a copy, so that the model's own stays as it is
+        options = {} if distributed is None else {"distributed_config": replace(distributed)}
+        read = of_model[0].from_pretrained(
+            resume_from_checkpoint, dtype=self.model.dtype, **options
         )
-        spread = getattr(self.model.config, "distributed_config", None)
-        options = {} if spread is None else {"distributed_config": replace(spread)}
-        read = kind.from_pretrained(resume_from_checkpoint, dtype=self.model.dtype, **options)
         self.model.load_state_dict(read.state_dict())
 
     def _load_best_model(self) -> None:
@@ -170,6 +177,7 @@ class Resumable:
         (Path(output_dir or self.args.output_dir) / ARGUMENTS).unlink(missing_ok=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the optimizer and the schedule; overrides `Trainer`'s method."""
         _save_optimizer(
             self.model, _inner(self.optimizer), Path(output_dir) / OPTIMIZER, self.args.should_save
         )
@@ -183,9 +191,8 @@ class Resumable:
             return
         folder = Path(checkpoint)
         is_old_format = _is_old_format(folder)
-        if not (folder / OPTIMIZER).is_dir() or not (
-            is_old_format or (folder / SCHEDULER).is_file()
-        ):
+        has_schedule = is_old_format or (folder / SCHEDULER).is_file()
+        if not (folder / OPTIMIZER).is_dir() or not has_schedule:
             raise InputError(
                 f"{folder}: has no {OPTIMIZER}/ and {SCHEDULER} of a Resumable trainer: resume a "
                 "checkpoint that one wrote with save_only_model=False, or load its weights by "
@@ -204,11 +211,11 @@ class Resumable:
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the states of random numbers without pickle."""
-        numpy: Any = np.random.get_state()
-        kind, keys, *others = numpy
+        numpy_state: Any = np.random.get_state()
+        algorithm, keys, *others = numpy_state  # the keys are uint32, which torch does not save
         state: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": (kind, torch.from_numpy(keys.astype("int64")), *others),
+            "numpy": (algorithm, torch.from_numpy(keys.astype("int64")), *others),
             "cpu": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
@@ -223,9 +230,9 @@ class Resumable:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
             return
         state = read_nested(path)
-        kind, keys, *others = state["numpy"]
+        algorithm, keys, *others = state["numpy"]
         random.setstate(state["python"])
-        np.random.set_state((kind, keys.numpy().astype("uint32"), *others))
+        np.random.set_state((algorithm, keys.numpy().astype("uint32"), *others))
         torch.set_rng_state(state["cpu"])
         if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda"])
@@ -236,42 +243,45 @@ class Resumable:
 
 
 def _save_optimizer(model: Any, optimizer: Any, folder: Path, is_first: bool) -> None:
-    """Save an optimizer's state under the parameters' names. All ranks call it together."""
-    state = {name: _contiguous(value) for name, value in _states(model, optimizer).items()}
-    write_tensors(
-        folder,
-        {name: value for name, value in state.items() if isinstance(value, Tensor)},
-        is_alone=_is_alone(),
-    )
+    """Save an optimizer's state under the parameters' names. All ranks call it together; the first
+    one also writes what is no tensor."""
+    tensors = {}
+    options = {}
+    for name, value in _states(model, optimizer).items():
+        if isinstance(value, Tensor):
+            tensors[name] = _contiguous(value)
+        else:
+            options[name] = value
+    write_tensors(folder, tensors, is_alone=_is_alone())
     if is_first:
-        rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-        write(folder / OPTIONS, dumped(rest) + "\n")
+        write(folder / OPTIONS, dumped(options) + "\n")
 
 
 def _load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
     """Load what `_save_optimizer` saved, on any number of ranks. All ranks call it together."""
-    before = _states(model, optimizer)
-    state = {name: _contiguous(value) for name, value in before.items()}
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    state = _states(model, optimizer)
+    # What is read into: the tensors, or blocks of DTensors, whose old placements then get the
+    # values.
+    tensors = {
+        name: _contiguous(value) for name, value in state.items() if isinstance(value, Tensor)
+    }
     options = read_json(folder / OPTIONS)
     stored = _stored(folder)
-    lacking = [
-        name
-        for name, value in state.items()
-        if name not in (stored if isinstance(value, Tensor) else options)
-    ]
-    if lacking:
-        raise InputError(
-            f"{folder}: has no {lacking[0]}: it is of another model or optimizer, resume with "
-            "those that wrote it"
-        )
+    for name, value in state.items():
+        is_stored = name in (stored if isinstance(value, Tensor) else options)
+        if not is_stored:
+            raise InputError(
+                f"{folder}: has no {name}: it is of another model or optimizer, resume with "
+                "those that wrote it"
+            )
+
     state_dict_loader.load(tensors, storage_reader=IndexReader(folder), no_dist=True)
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            before[name] = options[name]
-        elif isinstance(value, DTensor) and value is not before[name]:
-            before[name] = value.redistribute(placements=before[name].placements)
-    set_optimizer_state_dict(model, optimizer, before, options=FLAT)
+            state[name] = options[name]
+        elif isinstance(value, DTensor) and tensors[name] is not value:
+            state[name] = tensors[name].redistribute(placements=value.placements)
+    set_optimizer_state_dict(model, optimizer, state, options=FLAT)
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -289,8 +299,14 @@ def _contiguous(value: Any) -> Any:
     unchanged."""
     if not isinstance(value, DTensor):
         return value
-    blocks = tuple(Shard(each.dim) if hasattr(each, "dim") else each for each in value.placements)
-    return value if blocks == value.placements else value.redistribute(placements=blocks)
+    # FSDP2 after expert parallelism shards a dimension that is sharded already, in strides.
+    placements = tuple(
+        Shard(placement.dim) if hasattr(placement, "dim") else placement
+        for placement in value.placements
+    )
+    if placements == value.placements:
+        return value
+    return value.redistribute(placements=placements)
 
 
 def _is_alone() -> bool:
@@ -350,47 +366,53 @@ def _is_old_format(folder: Path) -> bool:
     return (folder / EARLIER_SCHEDULER).is_file() and not (folder / SCHEDULER).is_file()
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world() -> tuple[int, int]:
     """Return this process's rank, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _on_first(question: Callable[[], T]) -> T:
     """Return on all ranks what the first one answers, or raise the InputError that it raises."""
-    rank, world = _place()
-    answer: list[Any] = [None, None]
+    rank, world = _rank_and_world()
+    answer: Any = None
+    refusal: str | None = None
     if rank == 0:
         try:
-            answer[0] = question()
+            answer = question()
         except InputError as error:
-            answer[1] = str(error)
+            refusal = str(error)
     if world > 1:
-        dist.broadcast_object_list(answer, 0)
-    if answer[1] is not None:
-        raise InputError(answer[1])
-    found: T = answer[0]
+        message = [answer, refusal]
+        dist.broadcast_object_list(message, 0)
+        answer, refusal = message
+    if refusal is not None:
+        raise InputError(refusal)
+    found: T = answer
     return found
 
 
-def _for_groups(schedule: dict[str, Any], groups: int) -> dict[str, Any]:
+def _for_groups(schedule: dict[str, Any], num_groups: int) -> dict[str, Any]:
     """Return a schedule's state for another number of parameter groups: `Trainer` makes one for
     each mesh of the parameters."""
-    written = len(schedule["_last_lr"])
-    if written == groups:
+    num_written = len(schedule["_last_lr"])
+    if num_written == num_groups:
         return schedule
-    of_group = {
-        key: value
-        for key, value in schedule.items()
-        if isinstance(value, list) and len(value) == written
+    # entries with a value for each group
+    of_groups = {
+        key: values
+        for key, values in schedule.items()
+        if isinstance(values, list) and len(values) == num_written
     }
-    differ = [key for key, value in of_group.items() if any(each != value[0] for each in value)]
-    if differ:
+    differing = [
+        key for key, values in of_groups.items() if any(value != values[0] for value in values)
+    ]
+    if differing:
         raise InputError(
-            f"{SCHEDULER}: parameter groups differ in {', '.join(differ)}, and there are "
-            f"{written} of them in the checkpoint but {groups} now: resume on as many ranks as "
-            "before"
+            f"{SCHEDULER}: parameter groups differ in {', '.join(differing)}, and there are "
+            f"{num_written} of them in the checkpoint but {num_groups} now: resume on as many "
+            "ranks as before"
         )
-    return schedule | {key: value[:1] * groups for key, value in of_group.items()}
+    return schedule | {key: values[:1] * num_groups for key, values in of_groups.items()}
 
 
 @contextmanager

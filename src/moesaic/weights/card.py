@@ -24,30 +24,11 @@ def card(model_type: str, receipt: Mapping[str, Any], before: str = "") -> str:
         receipt: what `convert` or `export_run` returns.
         before: the source's model card, whose license stays; "" if it has none.
     """
-    head = re.match(r"---\n(.*?)\n---\n", before, re.DOTALL)
-    kept = [line for line in head[1].splitlines() if line.startswith(KEPT)] if head else []
-    made_from = receipt.get("source", {}).get("format")
-    rows = {
-        "made by": f"Moesaic {__version__}"
-        + (f", from a checkpoint in the format {made_from}" if made_from else ""),
-        "parameters": f"{receipt['parameters']:,}" if "parameters" in receipt else None,
-        "tensors, bytes": f"{receipt['tensors']:,}, {receipt['bytes']:,}"
-        if "tensors" in receipt
-        else None,
-        "made sparse": ", ".join(
-            f"{name} {value}" for name, value in (receipt.get("upcycled") or {}).items()
-        ),
-        "not converted": first_names(receipt["left_behind"])
-        if receipt.get("left_behind")
-        else None,
-        "largest difference of logits to the source": (receipt["logits"] or {}).get(
-            "largest_difference"
-        ),
-        "verified": "every element, by the hashes in receipt.json: `moesaic convert verify`"
-        if made_from
-        else None,
-    }
-    table = [f"| {name} | {value} |" for name, value in rows.items() if value not in (None, "")]
+    kept = []
+    front_matter = re.match(r"---\n(.*?)\n---\n", before, re.DOTALL)
+    if front_matter:
+        kept = [line for line in front_matter[1].splitlines() if line.startswith(KEPT)]
+    table = [f"| {name} | {value} |" for name, value in _rows(receipt).items()]
     metadata = [
         "library_name: transformers",
         "pipeline_tag: text-generation",
@@ -61,9 +42,33 @@ def card(model_type: str, receipt: Mapping[str, Any], before: str = "") -> str:
         "from transformers import AutoModelForCausalLM",
         "",
         "# or this folder's name on the hub",
+        'model = AutoModelForCausalLM.from_pretrained(".")',
+        "```",
     ]
-    use += ['model = AutoModelForCausalLM.from_pretrained(".")', "```"]
     title = f"# A Mixture-of-Experts model ({model_type})"
     return "\n".join(
         ["---", *metadata, "---", "", title, "", "| | |", "|---|---|", *table, "", *use, ""]
     )
+
+
+def _rows(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the table says, by the words of its first column."""
+    made_from = receipt.get("source", {}).get("format")
+    rows: dict[str, Any] = {"made by": f"Moesaic {__version__}"}
+    if made_from:
+        rows["made by"] += f", from a checkpoint in the format {made_from}"
+    if "parameters" in receipt:
+        rows["parameters"] = f"{receipt['parameters']:,}"
+    if "tensors" in receipt:
+        rows["tensors, bytes"] = f"{receipt['tensors']:,}, {receipt['bytes']:,}"
+    if receipt.get("upcycled"):
+        settings = receipt["upcycled"].items()
+        rows["made sparse"] = ", ".join(f"{name} {value}" for name, value in settings)
+    if receipt.get("left_behind"):
+        rows["not converted"] = first_names(receipt["left_behind"])
+    if receipt["logits"]:
+        difference = receipt["logits"]["largest_difference"]
+        rows["largest difference of logits to the source"] = difference
+    if made_from:
+        rows["verified"] = "every element, by the hashes in receipt.json: `moesaic convert verify`"
+    return rows

@@ -1,5 +1,10 @@
 """Opens a checkpoint: checks its tensors against the model of its configuration, and collects
-optimizer states."""
+optimizer states.
+
+Names come in three kinds. The model's are those of transformers' tensors in memory. A layout's, or
+stored names, are those of a format for weights, which the optimizer states of a weight share. What
+a file holds is `format.stored_name(name, state)`, which adds prefixes, and the state.
+"""
 
 from __future__ import annotations
 
@@ -80,12 +85,12 @@ class Checkpoint:
             present = [source_name for source_name in tensor.source_names if source_name in sources]
             if not present:
                 continue
-            counts = (
-                {sources[source_name].read(()).tobytes() for source_name in present}
-                if state == COUNTER
-                else ()
-            )
-            if len(present) < len(tensor.source_names) or len(counts) > 1:
+            is_same_for_all = len(present) == len(tensor.source_names)
+            if state == COUNTER:
+                # A counter is one number per parameter: nothing to gather, but all must agree.
+                counts = {sources[source_name].read(()).tobytes() for source_name in present}
+                is_same_for_all = is_same_for_all and len(counts) == 1
+            if not is_same_for_all:
                 raise InputError(
                     f"{state} is not the same for all of {first_names(tensor.source_names)}, "
                     "which become one tensor"
@@ -107,39 +112,40 @@ class Checkpoint:
         }
 
     def _digests(self, tensors: Mapping[str, Readable]) -> dict[str, Any]:
-        """Return a hash of each tensor, and for tensors of experts a list of a hash for each
-        expert."""
-        digests: dict[str, Any] = {}
+        """Return a hash of each tensor, and for each experts module a list with a hash of each
+        expert, over all the module's tensors in the order of their names."""
+        hashers: dict[str, Any] = {}  # by name, a hash or a list of hashes that are added to
         for name in sorted(tensors):
             tensor = tensors[name]
             experts = self.model.experts_of(name)
             if experts is None or not tensor.shape:
-                digests[name] = _updated(
-                    hashlib.sha256(), tensor, full_region(tensor.shape)
-                ).hexdigest()
+                hashers[name] = hashlib.sha256()
+                _add_region(hashers[name], tensor, full_region(tensor.shape))
                 continue
-            hashes = digests.setdefault(experts, [hashlib.sha256() for _ in range(tensor.shape[0])])
-            for expert, running in enumerate(hashes):
-                _updated(
-                    running, tensor, (range(expert, expert + 1), *full_region(tensor.shape[1:]))
-                )
-        return {
-            name: [running.hexdigest() for running in entry] if isinstance(entry, list) else entry
-            for name, entry in digests.items()
-        }
+            if experts not in hashers:
+                hashers[experts] = [hashlib.sha256() for _ in range(tensor.shape[0])]
+            for expert, hasher in enumerate(hashers[experts]):
+                of_expert = (range(expert, expert + 1), *full_region(tensor.shape[1:]))
+                _add_region(hasher, tensor, of_expert)
+
+        digests: dict[str, Any] = {}
+        for name, entry in hashers.items():
+            if isinstance(entry, list):
+                digests[name] = [hasher.hexdigest() for hasher in entry]
+            else:
+                digests[name] = entry.hexdigest()
+        return digests
 
 
-def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
-    """Add a tensor's dtype and its elements in a region to a hash, buffer by buffer, and return the
-    hash."""
-    running.update(str(tensor.dtype).encode())
+def _add_region(hasher: Any, tensor: Readable, region: tuple[range, ...]) -> None:
+    """Add a tensor's dtype and its elements in a region to a hash, buffer by buffer."""
+    hasher.update(str(tensor.dtype).encode())
     for piece in pieces(tuple(len(dim) for dim in region), tensor.dtype.itemsize):
-        absolute = tuple(
+        in_tensor = tuple(
             range(whole.start + dim.start, whole.start + dim.stop)
             for whole, dim in zip(region, piece)
         )
-        running.update(tensor.read(absolute).data)
-    return running
+        hasher.update(tensor.read(in_tensor).data)
 
 
 MOST_MISSING = 100
@@ -179,53 +185,60 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
         InputError: tensors are missing, unknown or of another shape. The message names them.
     """
     format = FORMATS[format_name]
-    stored, others = format.read(folder)
+    stored, left_behind = format.read(folder)
     _check_size(folder, model, stored)
     model, stored, copies = _without_copies(format, model, stored)
-    others += copies
+    left_behind += copies
     layout = Layout(format.blocks(model, stored), model.shapes, format.title)
-    weights = {str(format.stored_name(name, None)): name for name in layout.shapes}
-    missing = weights.keys() - stored.keys()
+
+    name_of = {str(format.stored_name(name, None)): name for name in layout.shapes}
+    missing = name_of.keys() - stored.keys()
     if missing:
         raise InputError(
             f"{folder}: {len(missing)} tensors of the model are missing: {first_names(missing)}"
         )
-    tensors = {name: stored[stored_name] for stored_name, name in weights.items()}
-    checkpoint = Checkpoint(model, layout, {None: tensors}, left_behind=others)
-    for stored_name, name in weights.items():
-        dtype = tensors[name].dtype
+    weights = {name: stored[in_file] for in_file, name in name_of.items()}
+    checkpoint = Checkpoint(model, layout, {None: weights}, left_behind=left_behind)
+    for in_file, name in name_of.items():
+        dtype = weights[name].dtype
         if not dtype.is_floating_point and not _holds_integers(model, layout, name):
             raise InputError(
-                f"{folder}: {stored_name} holds {str(dtype).removeprefix('torch.')}, and no scales "
+                f"{folder}: {in_file} holds {str(dtype).removeprefix('torch.')}, and no scales "
                 "of a known form: convert the checkpoint that it was quantized from"
             )
-        _check_shape(checkpoint, name, f"{folder}: {stored_name}")
-    extra = stored.keys() - weights.keys()
-    extra -= _states(checkpoint, format, stored)
-    unexpected = model.model._keys_to_ignore_on_load_unexpected or ()
-    ignored = [
-        re.compile(pattern)
-        for pattern in (*unexpected, r"rotary_emb\.inv_freq$", *_of_more_tokens(model.config))
-    ]
-    ignorable = {name for name in extra if any(pattern.search(name) for pattern in ignored)}
-    if extra - ignorable:
+        _check_shape(checkpoint, name, f"{folder}: {in_file}")
+
+    extra = stored.keys() - name_of.keys() - _add_states(checkpoint, format, stored)
+    ignorable = _ignorable(model, extra)
+    unknown = extra - ignorable
+    if unknown:
         raise InputError(
-            f"{folder}: {len(extra - ignorable)} tensors are unknown to the model: "
-            f"{first_names(extra - ignorable)}"
+            f"{folder}: {len(unknown)} tensors are unknown to the model: {first_names(unknown)}"
         )
     checkpoint.left_behind += sorted(ignorable)
     checkpoint.tensors[None] = {
-        name: format.converted(name, t, to_model=True) for name, t in tensors.items()
+        name: format.converted(name, tensor, to_model=True) for name, tensor in weights.items()
     }
     return checkpoint
+
+
+def _ignorable(model: Architecture, names: set[str]) -> set[str]:
+    """Return those of names unknown to a model that transformers ignores when it loads it."""
+    patterns = [
+        *(model.model._keys_to_ignore_on_load_unexpected or ()),
+        r"rotary_emb\.inv_freq$",
+        *_of_more_tokens(model.config),
+    ]
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return {name for name in names if any(pattern.search(name) for pattern in compiled)}
 
 
 def _holds_integers(model: Architecture, layout: Layout, name: str) -> bool:
     """Return whether what a tensor of a layout holds are integers in the model, as a hash router's
     table is."""
-    states = model.model.state_dict()
+    in_memory = model.model.state_dict()
     parts = layout.by_stored.cuts(name, full_region(layout.shapes[name]))
-    return not any(states[block.tensor].is_floating_point() for _, block in parts)
+    return not any(in_memory[part.tensor].is_floating_point() for _, part in parts)
 
 
 def _of_more_tokens(config: Any) -> list[str]:
@@ -235,12 +248,12 @@ def _of_more_tokens(config: Any) -> list[str]:
     transformers has none of them, and its own patterns name them by the number of layers of the
     published models.
     """
-    text = config.get_text_config()
-    layers = getattr(text, "num_hidden_layers", 0)
-    more = max(_count(text, name) for name in MORE_TOKENS)
-    if not more:
+    text_config = config.get_text_config()
+    num_layers = getattr(text_config, "num_hidden_layers", 0)
+    num_more = max(_count(text_config, name) for name in MORE_TOKENS)
+    if not num_more:
         return []
-    numbers = "|".join(str(layers + number) for number in range(more))
+    numbers = "|".join(str(num_layers + number) for number in range(num_more))
     return [rf"^model\.layers\.({numbers})\.", r"^(model\.)?(mtp|nextn)(_\w+)?\."]
 
 
@@ -265,58 +278,54 @@ def _without_copies(
         return model, stored, []
     untied = model.untied()
     blocks = format.blocks(untied, stored)
-    places = {block.tensor: str(format.stored_name(block.stored, None)) for block in blocks}
-    pairs = {places[name]: places[twin] for name, twin in model.tied.items()}
+    in_file = {block.tensor: str(format.stored_name(block.stored, None)) for block in blocks}
+    twins = {in_file[name]: in_file[twin] for name, twin in model.tied.items()}
+
     tensors = dict(stored)
     # as transformers does, whichever of the two is there stands for both
-    for name, twin in pairs.items():
-        tensors |= {
-            n: stored[other]
-            for n, other in ((name, twin), (twin, name))
-            if n not in stored and other in stored
-        }
-    if all(
-        name not in tensors or _equal(tensors[name], tensors[twin]) for name, twin in pairs.items()
-    ):
-        copies = [
-            f"{n}: equal to {twin}, to which it is tied"
-            for n, twin in pairs.items()
-            if {n, twin} <= stored.keys()
-        ]
-        return (
-            model,
-            {name: tensor for name, tensor in tensors.items() if name not in pairs},
-            copies,
-        )
-    return untied, tensors, []
+    for name, twin in twins.items():
+        if name not in stored and twin in stored:
+            tensors[name] = stored[twin]
+        elif twin not in stored and name in stored:
+            tensors[twin] = stored[name]
+
+    for name, twin in twins.items():
+        if name in tensors and not _equal(tensors[name], tensors[twin]):
+            return untied, tensors, []
+    copies = [
+        f"{name}: equal to {twin}, to which it is tied"
+        for name, twin in twins.items()
+        if {name, twin} <= stored.keys()
+    ]
+    without_copies = {name: tensor for name, tensor in tensors.items() if name not in twins}
+    return model, without_copies, copies
 
 
 def _equal(one: Readable, other: Readable) -> bool:
     """Whether two tensors have the same dtype, shape and bits."""
-    return one is other or (
-        (one.dtype, one.shape) == (other.dtype, other.shape)
-        and all(
-            np.array_equal(one.read(region), other.read(region))
-            for region in pieces(one.shape, one.dtype.itemsize)
-        )
-    )
+    if one is other:
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    regions = pieces(one.shape, one.dtype.itemsize)
+    return all(np.array_equal(one.read(region), other.read(region)) for region in regions)
 
 
 def _check_size(folder: Path, model: Architecture, stored: Mapping[str, Readable]) -> None:
     """Raise InputError if a model has far more elements than a checkpoint holds: a million experts
     would have more names than memory holds."""
-    wanted = sum(map(math.prod, model.shapes.values()))
-    held = sum(math.prod(tensor.shape) for tensor in stored.values())
-    if wanted > MOST_MISSING * held + SMALL:
+    of_model = sum(math.prod(shape) for shape in model.shapes.values())
+    in_files = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if of_model > MOST_MISSING * in_files + SMALL:
         raise InputError(
-            f"{folder}: the configuration makes {wanted:,} parameters, and the files hold "
-            f"{held:,}: use the model's own configuration, or fetch all files"
+            f"{folder}: the configuration makes {of_model:,} parameters, and the files hold "
+            f"{in_files:,}: use the model's own configuration, or fetch all files"
         )
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
-    """Raise InputError if a stored tensor has another shape than expected. Rows that pad the
-    vocabulary are left behind."""
+    """Raise InputError if a weight has another shape than its layout says. Rows that pad the
+    vocabulary are left behind; `place` says in messages where the weight is stored."""
     shape = checkpoint.tensors[None][name].shape
     expected = checkpoint.layout.shapes[name]
     if shape == expected:
@@ -331,21 +340,24 @@ def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
     )
 
 
-def _states(
+def _add_states(
     checkpoint: Checkpoint, format: AbstractFormat, stored: Mapping[str, Readable]
 ) -> set[str]:
-    """Add the optimizer states that are stored to the checkpoint, and return their stored names."""
-    stored_names = set()
+    """Add the optimizer states that are stored to the checkpoint, and return their names in the
+    files. States of another shape than their parameter's are left behind."""
+    names_in_file = set()
     for name, shape in checkpoint.layout.shapes.items():
         for state in (*STATES, COUNTER):
-            place = format.stored_name(name, state)
-            if place is None or place not in stored:
+            in_file = format.stored_name(name, state)
+            if in_file is None or in_file not in stored:
                 continue
-            stored_names.add(place)
-            if stored[place].shape == (() if state == COUNTER else shape) or name in PADDED:
-                checkpoint.tensors.setdefault(state, {})[name] = stored[place]
+            names_in_file.add(in_file)
+            tensor = stored[in_file]
+            expected = () if state == COUNTER else shape
+            if tensor.shape == expected or name in PADDED:
+                checkpoint.tensors.setdefault(state, {})[name] = tensor
             else:
                 checkpoint.left_behind.append(
-                    f"{place}: is {list(stored[place].shape)}, its parameter {list(shape)}"
+                    f"{in_file}: is {list(tensor.shape)}, its parameter {list(shape)}"
                 )
-    return stored_names
+    return names_in_file

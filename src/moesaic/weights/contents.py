@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moesaic.errors import InputError
 from moesaic.files import open_file
 from moesaic.weights.checkpoint import FORMATS, format_of
+from moesaic.weights.layout import Readable
 from moesaic.weights.source import CONFIG, read_settings
 from moesaic.weights.tensor_files import Stored, read_safetensors
 
@@ -33,9 +34,11 @@ def contents_of(folder: Path) -> str:
         InputError: the checkpoint or its configuration cannot be read.
     """
     format_name = format_of(folder)
-    stored = (
-        read_safetensors(folder) if format_name == "hf" else FORMATS[format_name].read(folder)[0]
-    )
+    stored: Mapping[str, Readable]
+    if format_name == "hf":
+        stored = read_safetensors(folder)  # the elements as stored, which are not dequantized
+    else:
+        stored, _ = FORMATS[format_name].read(folder)
     try:
         config = json.dumps(read_settings(folder / CONFIG), sort_keys=True)
     except (OSError, ValueError, RecursionError) as error:
@@ -44,36 +47,38 @@ def contents_of(folder: Path) -> str:
     tensors = {
         name: tensor for name, tensor in sorted(stored.items()) if isinstance(tensor, Stored)
     }
-    samples = (
-        sum(size for tensor in tensors.values() for _, _, size in _spans(tensor)) > WHOLE_BYTES
-    )
+    num_bytes = sum(size for tensor in tensors.values() for _, _, size in _spans(tensor))
+    is_sampled = num_bytes > WHOLE_BYTES
+
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         for path, start, size in _spans(tensor):
-            for begin, length in _sampled(size) if samples else [(0, size)]:
-                for block in _blocks(path, start + begin, length):
-                    digest.update(block)
+            blocks = _sampled(size) if is_sampled else [(0, size)]
+            for begin, length in blocks:
+                for buffer in _buffers(path, start + begin, length):
+                    digest.update(buffer)
     return digest.hexdigest()
 
 
 def _spans(tensor: Stored) -> Iterator[tuple[Path, int, int]]:
     """Yield (file, first byte, number of bytes) of each part of a tensor."""
     for part in tensor.parts:
-        size = (
-            math.prod(part.sizes) * tensor.dtype.itemsize if part.archive is None else part.archive
-        )
+        size = part.archive  # a part in an archive is hashed as the archive
+        if size is None:
+            size = math.prod(part.sizes) * tensor.dtype.itemsize
         yield part.path, part.start, size
 
 
 def _sampled(size: int) -> list[tuple[int, int]]:
-    """Return (first byte, number of bytes) of the sampled blocks of a part."""
+    """Return (first byte, number of bytes) of the sampled blocks of a part of `size` bytes."""
     if size <= 3 * SAMPLE_BYTES:
         return [(0, size)]
-    return [(begin, SAMPLE_BYTES) for begin in (0, (size - SAMPLE_BYTES) // 2, size - SAMPLE_BYTES)]
+    last = size - SAMPLE_BYTES
+    return [(begin, SAMPLE_BYTES) for begin in (0, last // 2, last)]
 
 
-def _blocks(path: Path, begin: int, length: int) -> Iterator[bytes]:
-    """Yield bytes of a file, a buffer at a time."""
+def _buffers(path: Path, begin: int, length: int) -> Iterator[bytes]:
+    """Yield `length` bytes of a file from byte `begin` on, at most `AT_ONCE` at a time."""
     with open_file(path) as file:
         file.seek(begin)
         for start in range(0, length, AT_ONCE):

@@ -102,7 +102,14 @@ def _written(
     tensors: dict[str, Readable],
     others: Mapping[str, bytes],
 ) -> Checkpoint:
-    """Write a checkpoint in a format, with the other files of its folder, and open it again."""
+    """Write a checkpoint in a format, with the other files of its folder, and open it again.
+
+    Args:
+        to: the format.
+        before: the checkpoint, for its configuration.
+        tensors: what is written, by its names in the format's files.
+        others: contents of files that accompany the weights, by name; the model card comes later.
+    """
     before.model.config.save_pretrained(target)
     for name in others.keys() - {CARD}:
         write(target / name, others[name])
@@ -118,20 +125,20 @@ def _write_words(target: Path, receipt: dict[str, Any], card_before: str) -> Non
 
 
 def _named(before: Checkpoint, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:
-    """Return the tensors to write by their names in a format, and the optimizer states that the
-    format cannot store."""
+    """Return the tensors to write by their names in a format's files, and the optimizer states that
+    the format cannot store."""
     layout = Layout(format.blocks(before.model, ()), before.model.shapes, format.title)
     named: dict[str, Readable] = {}
     unplaced = []
     for state in before.tensors:
         for name, tensor in before.into(layout, state).items():
-            place = format.stored_name(name, state)
-            if place is None:
+            in_file = format.stored_name(name, state)
+            if in_file is None:
                 unplaced.append(f"{state} of {name}")
+            elif state is None:
+                named[in_file] = format.converted(name, tensor, to_model=False)
             else:
-                named[place] = (
-                    format.converted(name, tensor, to_model=False) if state is None else tensor
-                )
+                named[in_file] = tensor
     return named, unplaced
 
 
@@ -143,22 +150,24 @@ def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
     """
     digests = before.digests()
     digests_after = after.digests()
-    shared = {state: tables for state, tables in digests.items() if state in digests_after}
-    for state, tables in shared.items():
-        differing = [name for name in tables if tables[name] != digests_after[state].get(name)]
+    shared = {state: of_state for state, of_state in digests.items() if state in digests_after}
+    for state, of_state in shared.items():
+        of_state_after = digests_after[state]
+        differing = [name for name in of_state if of_state[name] != of_state_after.get(name)]
         if differing:
             raise InputError(
                 f"{first_names(differing)} of {state} differ from the source: do not use the "
                 "output, convert again"
             )
+    moments = {
+        state: {"in the source": len(of_state), "placed": len(shared.get(state, ()))}
+        for state, of_state in digests.items()
+        if state != "weights"
+    }
     return {
         "moesaic": __version__,
         "model": after.model.config.model_type,
-        "moments": {
-            state: {"in the source": len(tables), "placed": len(shared.get(state, ()))}
-            for state, tables in digests.items()
-            if state != "weights"
-        },
+        "moments": moments,
         "sha256": shared,
     }
 
@@ -182,40 +191,45 @@ def verify(out: str | Path) -> dict[str, Any]:
             f"{folder / RECEIPT} is missing: no conversion finished here, convert again"
         )
     receipt = _read_receipt(folder / RECEIPT)
-    digests = receipt.digests
     model = Architecture(read_config(folder, None))
-    if lost := receipt.left_behind & model.tied.keys():
+    lost = receipt.left_behind & model.tied.keys()
+    if lost:
         raise InputError(
             f"{folder}: the conversion left {first_names(lost)} behind, a weight of the "
             "model: convert again"
         )
     require_alike(receipt.logits, str(folder))
-    checkpoint = open_checkpoint(folder, receipt.format, model)
-    actual = checkpoint.digests()
-    experts = 0
-    for state in {**digests, **actual}:
-        expected = digests.get(state, {})
+
+    actual = open_checkpoint(folder, receipt.format, model).digests()
+    num_experts = 0
+    for state in {**receipt.digests, **actual}:
+        expected = receipt.digests.get(state, {})
         found = actual.get(state, {})
         for name in {**expected, **found}:
-            digest, actual_digest = expected.get(name), found.get(name)
-            if actual_digest == digest:
-                experts += len(digest) if isinstance(digest, list) else 0
-                continue
-            prefix = ""
-            if isinstance(digest, list) and isinstance(actual_digest, list):
-                differing = (
-                    i for i, pair in enumerate(zip(digest, actual_digest)) if pair[0] != pair[1]
+            digest = expected.get(name)
+            if found.get(name) != digest:
+                raise InputError(
+                    f"{folder}: {_first_differing(name, digest, found.get(name))} ({state}) is not "
+                    "what the receipt says: convert or fetch it again"
                 )
-                prefix = f"expert {next(differing, min(len(digest), len(actual_digest)))} of "
-            raise InputError(
-                f"{folder}: {prefix}{name} ({state}) is not what the receipt says: convert or "
-                "fetch it again"
-            )
+            if isinstance(digest, list):
+                num_experts += len(digest)
     return {
         "tensors": sum(len(each) for each in actual.values()),
-        "experts": experts,
-        "states": list(digests),
+        "experts": num_experts,
+        "states": list(receipt.digests),
     }
+
+
+def _first_differing(name: str, digest: Any, other: Any) -> str:
+    """Return a name for a message, with the first expert whose hashes differ if there are hashes of
+    experts on both sides."""
+    if not isinstance(digest, list) or not isinstance(other, list):
+        return name
+    expert = 0
+    while expert < min(len(digest), len(other)) and digest[expert] == other[expert]:
+        expert += 1
+    return f"expert {expert} of {name}"
 
 
 class _Receipt(NamedTuple):
@@ -238,15 +252,10 @@ def _read_receipt(path: Path) -> _Receipt:
         format = receipt["target"]["format"]
         digests = receipt["sha256"]
         left_behind = set(receipt["left_behind"])
-        logits = {
-            name: float(value)
-            for name, value in (receipt["logits"] or {"largest_difference": 0}).items()
-        }
-        if (
-            format in FORMATS
-            and all(isinstance(each, dict) for each in digests.values())
-            and "largest_difference" in logits
-        ):
+        compared = receipt["logits"] or {"largest_difference": 0}  # none if they were not compared
+        logits = {name: float(value) for name, value in compared.items()}
+        are_tables = all(isinstance(of_state, dict) for of_state in digests.values())
+        if format in FORMATS and are_tables and "largest_difference" in logits:
             return _Receipt(format, digests, left_behind, logits)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass

@@ -1,7 +1,9 @@
 """Reads weights that bitsandbytes has in NF4: of linear layers, and of stacked experts
 (`Experts4bit`).
 
-They become float32, from which `nf4.requantize` gets the same bits again.
+NF4 has a code of four bits for each number, and a scale for each block of `nf4.BLOCK` = 64
+numbers. Scales may be quantized too ("nested"): to eight bits, with a scale for each group of them.
+The numbers become float32, from which `nf4.requantize` gets the same bits again.
 """
 
 from __future__ import annotations
@@ -64,27 +66,30 @@ class FourBit:
 
     def read(self, at: Region) -> Tensor:
         """Return the numbers in a region, float32."""
+        # Blocks run on over rows: whole blocks are read, then cut to the rows from first to last.
         rows, *others = ranges(at)
-        inner = math.prod(self.shape[1:])
-        half = nf4.BLOCK // 2
-        start = rows[0] * inner
-        end = (rows[-1] + 1) * inner
-        first = start // nf4.BLOCK
-        last = -(-end // nf4.BLOCK)
-        stored = self.scales.read((range(first, last),))
-        scales = torch.from_numpy(stored).view(self.scales.dtype)
+        row_size = math.prod(self.shape[1:])
+        start = rows[0] * row_size
+        end = (rows[-1] + 1) * row_size
+        first_block = start // nf4.BLOCK
+        end_block = -(-end // nf4.BLOCK)
+
+        stored_scales = self.scales.read((range(first_block, end_block),))
+        scales = torch.from_numpy(stored_scales).view(self.scales.dtype)
         if self.values is not None and self.groups is not None:
-            of_each = _whole(self.groups)[torch.arange(first, last) // self.size]
-            scales = _whole(self.values)[scales.int()] * of_each + self.offset
-        codes = torch.from_numpy(self.codes.read((range(first * half, last * half),))).view(
-            torch.uint8
-        )
-        numbers = nf4.dequantize(codes, scales, torch.float32)[start - first * nf4.BLOCK :][
-            : end - start
-        ]
-        within = tuple(slice(dim.start, dim.stop, dim.step) for dim in others)
-        whole = numbers.view(-1, *self.shape[1:])
-        picked = whole[(slice(None, None, rows.step), *within)]
+            group_of_scale = torch.arange(first_block, end_block) // self.size
+            group_scales = _whole(self.groups)[group_of_scale]
+            scales = _whole(self.values)[scales.int()] * group_scales + self.offset
+
+        block_bytes = nf4.BLOCK // 2
+        code_bytes = range(first_block * block_bytes, end_block * block_bytes)
+        codes = torch.from_numpy(self.codes.read((code_bytes,))).view(torch.uint8)
+
+        numbers = nf4.dequantize(codes, scales, torch.float32)
+        skipped = start - first_block * nf4.BLOCK
+        of_rows = numbers[skipped : skipped + end - start].view(-1, *self.shape[1:])
+        within_row = tuple(slice(dim.start, dim.stop, dim.step) for dim in others)
+        picked = of_rows[(slice(None, None, rows.step), *within_row)]
         return picked.reshape([len(dim) for dim in at if isinstance(dim, range)])
 
 
@@ -104,15 +109,11 @@ def of_linear(stored: Mapping[str, Stored], weight: str, folder: Path) -> Comput
             offset=float(sizes["nested_offset"]) if is_nested else 0.0,
         )
         is_nf4 = sizes["quant_type"] == "nf4" and sizes["blocksize"] == nf4.BLOCK
-        if (
-            is_nf4
-            and math.isfinite(found.offset)
-            and all(type(n) is int for n in found.shape)
-            and found.fits()
-        ):
+        are_numbers = math.isfinite(found.offset) and all(type(size) is int for size in found.shape)
+        if is_nf4 and are_numbers and found.fits():
             return Computed(torch.float32, found.shape, found.read)
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
-        pass
+        pass  # damaged entries are refused as those that do not belong together
     raise _refusal(weight, folder)
 
 
@@ -121,11 +122,13 @@ def of_experts(codes: Stored, scales: Stored, name: str, hidden: int, folder: Pa
     sizes do not fit.
 
     Args:
-        hidden: width of a token.
+        codes: (experts, bytes), two codes a byte.
+        hidden: width of a token; 0 if it is unknown, which is refused.
     """
     experts = codes.shape[0]
-    numbers = 2 * math.prod(codes.shape[1:])
-    other = numbers // max(hidden, 1)
+    numbers_per_expert = 2 * math.prod(codes.shape[1:])
+    other = numbers_per_expert // max(hidden, 1)
+    # Matrices are (out, in), and the down projection's output is a token.
     shape = (experts, hidden, other) if name.endswith("down_proj") else (experts, other, hidden)
     found = FourBit(shape=shape, codes=_flat(codes), scales=_flat(scales))
     if not found.fits():
@@ -141,10 +144,12 @@ def _flat(stored: Stored) -> Stored:
 
 
 def _whole(stored: Stored) -> Tensor:
+    """Return all elements of a tensor."""
     return torch.from_numpy(stored.read(full_region(stored.shape))).view(stored.dtype)
 
 
 def _refusal(name: str, folder: Path) -> InputError:
+    """Return the error for a weight whose tensors do not belong together."""
     return InputError(
         f"{folder}: {name} is not in NF4 with blocks of {nf4.BLOCK}, as bitsandbytes saves it: "
         "fetch it again, or name the checkpoint that it was quantized from"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -64,9 +65,9 @@ class Hub(AbstractFormat):
         """Yield where each tensor of transformers lies in the checkpoint, by the conversions of its
         model type."""
         tables = [
-            t
-            for t in get_model_conversion_mapping(model.model, add_legacy=False)
-            if not isinstance(t, PrefixChange)
+            table
+            for table in get_model_conversion_mapping(model.model, add_legacy=False)
+            if not isinstance(table, PrefixChange)
         ]
         # otherwise each call below looks the tables up again
         model.model._weight_conversions = tables
@@ -76,34 +77,42 @@ class Hub(AbstractFormat):
             if isinstance(table, WeightConverter)
         ]
         for tensor, shape in model.shapes.items():
-            used = [
-                table
-                for reverse, table in converters
-                if reverse.rename_source_key(tensor)[1] is not None
-            ]
-            kinds = {
-                type(operation).__name__ for converter in used for operation in converter.operations
-            }
+            operations = _operations(converters, tensor)
             hub_tensors = revert_weight_conversion(
                 model.model, {tensor: torch.empty(shape, device="meta")}
             )
+            whole = full_region(shape)
             if tensor in names and not hub_tensors.keys() <= set(names):
                 # As transformers saves it under its present names, or bitsandbytes' `Experts4bit`.
-                yield StoredBlock(
-                    tensor, at=full_region(shape), tensor=tensor, index=full_region(shape)
-                )
-            elif not kinds:
+                yield StoredBlock(tensor, at=whole, tensor=tensor, index=whole)
+            elif not operations:
                 (name,) = hub_tensors
-                yield StoredBlock(
-                    name, at=full_region(shape), tensor=tensor, index=full_region(shape)
-                )
-            elif kinds <= {"MergeModulelist", "Concatenate"} and len(hub_tensors) % shape[0] == 0:
+                yield StoredBlock(name, at=whole, tensor=tensor, index=whole)
+            elif (
+                operations <= {"MergeModulelist", "Concatenate"}
+                and len(hub_tensors) % shape[0] == 0
+            ):
                 yield from _unstacked(tensor, shape, list(hub_tensors))
             else:
                 raise UnmappedError(
-                    f"the hub's names for {tensor} result from {', '.join(sorted(kinds))}: "
+                    f"the hub's names for {tensor} result from {', '.join(sorted(operations))}: "
                     "not supported"
                 )
+
+
+def _operations(converters: Collection[tuple[Any, WeightConverter]], tensor: str) -> set[str]:
+    """Return the names of transformers' operations that make a tensor from the hub's.
+
+    Args:
+        converters: (its reverse, the converter) of each.
+        tensor: the tensor's name in the model.
+    """
+    operations = set()
+    for reverse, converter in converters:
+        _, matched_pattern = reverse.rename_source_key(tensor)
+        if matched_pattern is not None:
+            operations |= {type(operation).__name__ for operation in converter.operations}
+    return operations
 
 
 def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[StoredBlock]:
@@ -112,14 +121,17 @@ def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterato
     Args:
         tensor: name of the stacked tensor.
         shape: its shape, experts first.
-        names: the hub's names: all experts' matrices of one kind, then those of the next kind.
+        names: the hub's names: all experts' matrices of one kind (gate, up or down), then those of
+            the next kind, whose rows follow in the stacked tensor.
     """
-    experts = shape[0]
-    rows = shape[1] * experts // len(names)
+    num_experts = shape[0]
+    num_kinds = len(names) // num_experts
+    rows = shape[1] // num_kinds
     for number, name in enumerate(names):
-        kind, expert = divmod(number, experts)
+        kind, expert = divmod(number, num_experts)
         assert f".{expert}." in name, name
-        index: Region = (expert, range(kind * rows, (kind + 1) * rows), *full_region(shape[2:]))
+        of_kind = range(kind * rows, (kind + 1) * rows)
+        index: Region = (expert, of_kind, *full_region(shape[2:]))
         yield StoredBlock(name, at=full_region((rows, *shape[2:])), tensor=tensor, index=index)
 
 

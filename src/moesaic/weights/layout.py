@@ -4,6 +4,11 @@ A block maps a rectangle of a stored tensor to a rectangle of one of the model's
 those that a transformers model of this configuration has in memory. A format consists of such
 blocks only. Hence any two formats can be converted into each other, conversions never compute with
 values, and missing or duplicate elements are detected before a byte is read.
+
+A region gives the indices along each dimension; as in NumPy, a single index removes its dimension.
+So the ranges of a block's two rectangles pair up in order, and single indices have no counterpart:
+the matrix of expert 3 on the hub, ([0, rows), [0, columns)), is (3, [0, rows), [0, columns)) of the
+stacked tensor in memory.
 """
 
 from __future__ import annotations
@@ -54,9 +59,8 @@ class Computed:
 
     def read(self, at: Region) -> np.ndarray:
         """Return the elements in a region; the same in every call."""
-        return (
-            self.make(at).contiguous().view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()
-        )
+        as_integers = getattr(torch, f"int{8 * self.dtype.itemsize}")
+        return self.make(at).contiguous().view(as_integers).numpy()
 
 
 @dataclass(frozen=True)
@@ -86,22 +90,24 @@ class StoredBlock:
         """Return the part of this block inside a region of the stored tensor; None if they do not
         overlap."""
         at: list[Dim] = []
-        for pair in zip(self.at, region):
-            shared = _intersect(*pair)
+        for own, wanted in zip(self.at, region):
+            shared = _intersect(own, wanted)
             if shared is None:
                 return None
             at.append(shared)
+
+        # Cuts each range of the model's tensor as its counterpart in the stored one was cut.
         index = list(self.index)
-        stored_dims = [i for i, dim in enumerate(self.at) if isinstance(dim, range)]
-        tensor_dims = [i for i, dim in enumerate(self.index) if isinstance(dim, range)]
+        stored_dims = [number for number, dim in enumerate(self.at) if isinstance(dim, range)]
+        tensor_dims = [number for number, dim in enumerate(self.index) if isinstance(dim, range)]
         if self.transposed:
             tensor_dims[-2:] = reversed(tensor_dims[-2:])
-        for i, j in zip(stored_dims, tensor_dims):
-            whole = self.at[i]
-            target = self.index[j]
-            assert isinstance(whole, range)
-            assert isinstance(target, range)
-            index[j] = _matching(whole, at[i], target)
+        for stored_dim, tensor_dim in zip(stored_dims, tensor_dims):
+            in_stored = self.at[stored_dim]
+            in_tensor = self.index[tensor_dim]
+            assert isinstance(in_stored, range)
+            assert isinstance(in_tensor, range)
+            index[tensor_dim] = _matching(in_stored, at[stored_dim], in_tensor)
         return StoredBlock(
             self.stored,
             at=tuple(at),
@@ -114,18 +120,23 @@ class StoredBlock:
 def _intersect(a: Dim, b: Dim) -> Dim | None:
     """Return the indices that are in both `a` and `b`; None if there are none."""
     if isinstance(a, int):
-        return a if a == b or (isinstance(b, range) and a in b) else None
+        is_shared = a == b if isinstance(b, int) else a in b
+        return a if is_shared else None
     if isinstance(b, int):
         return b if b in a else None
     if a.step != b.step and 1 not in (a.step, b.step):
         raise NotImplementedError("rows of two different steps")
-    # the elements of `fine` inside `wide`, which has a step of 1 or the same step
-    wide, fine = (a, b) if a.step == 1 else (b, a)
-    if not wide or not fine or (wide.step > 1 and (wide.start - fine.start) % fine.step):
+
+    # The result is the part of `strided` between the ends of `window`, whose step is 1 or the same.
+    window, strided = (a, b) if a.step == 1 else (b, a)
+    if not window or not strided:
         return None
-    first = max(0, -((fine.start - wide.start) // fine.step))
-    last = min(len(fine), (wide[-1] - fine.start) // fine.step + 1)
-    return fine[first:last] if first < last else None
+    if window.step > 1 and (window.start - strided.start) % strided.step:
+        return None  # of the same step, but out of phase
+    num_before = -((strided.start - window.start) // strided.step)  # rounded up
+    first = max(0, num_before)
+    end = min(len(strided), (window[-1] - strided.start) // strided.step + 1)
+    return strided[first:end] if first < end else None
 
 
 def _matching(whole: range, part: Dim, target: range) -> Dim:
@@ -155,19 +166,27 @@ def volume(region: Region) -> int:
 
 
 def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]:
-    """Yield contiguous regions of at most `BUFFER` bytes (or one row) that cover a tensor in
-    row-major order."""
-    inner = next(
-        (d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= BUFFER), len(shape)
-    )
-    if inner >= len(shape):
-        yield full_region(shape)
+    """Yield contiguous regions of at most `BUFFER` bytes that cover a tensor in row-major order.
+
+    Args:
+        itemsize: bytes of an element.
+    """
+    if not shape:
+        yield ()
         return
-    rows = max(1, BUFFER // max(1, math.prod(shape[inner + 1 :]) * itemsize))
-    for outer in np.ndindex(*shape[:inner]):
-        for start in range(0, shape[inner], rows):
-            rows_here = range(start, min(start + rows, shape[inner]))
-            yield (*(range(i, i + 1) for i in outer), rows_here, *full_region(shape[inner + 1 :]))
+    # The first dimension of which a single index (a "row") fits into the buffer is cut into runs of
+    # rows; of dimensions before it, a region has one index each.
+    split = 0
+    while math.prod(shape[split + 1 :]) * itemsize > BUFFER:
+        split += 1
+    inner = full_region(shape[split + 1 :])
+    row_bytes = math.prod(shape[split + 1 :]) * itemsize
+    rows_at_once = max(1, BUFFER // max(1, row_bytes))
+    for outer in np.ndindex(*shape[:split]):
+        outer_dims = [range(index, index + 1) for index in outer]
+        for start in range(0, shape[split], rows_at_once):
+            rows = range(start, min(start + rows_at_once, shape[split]))
+            yield (*outer_dims, rows, *inner)
 
 
 class BlockIndex:
@@ -191,12 +210,12 @@ class BlockIndex:
         """Yield (block, the part of the block inside the region) for each block of a tensor that
         overlaps a region."""
         blocks = self._blocks[name]
-        outer = region[0] if region else ()
-        for number in (
-            (*([outer] if isinstance(outer, int) else outer), None)
-            if len(blocks) > 1
-            else list(blocks)
-        ):
+        numbers: list[int | None] = list(blocks)
+        if len(blocks) > 1:
+            # Only the experts or layers of the region, and the blocks that are of no single one.
+            outer = region[0] if region else ()
+            numbers = [outer, None] if isinstance(outer, int) else [*outer, None]
+        for number in numbers:
             for block in blocks.get(number, ()):
                 part = block.cut(region)
                 if part is not None:
@@ -226,37 +245,43 @@ class Layout:
     ) -> None:
         self.by_stored = BlockIndex()
         self.by_tensor = BlockIndex()
-        sizes: dict[str, int] = defaultdict(int)
+        """The blocks flipped: their `stored` and `at` are the model's tensor, `tensor` and `index`
+        the stored one."""
         self.shapes: dict[str, tuple[int, ...]] = {}
+        """Shapes of the stored tensors: the smallest ones that hold all their blocks."""
+        num_placed: dict[str, int] = defaultdict(int)  # elements of the model's tensors, by name
         for block in blocks:
             self.by_stored.add(block)
             self.by_tensor.add(block.flipped())
-            sizes[block.tensor] += volume(block.index)
-            ends = tuple(dim[-1] + 1 if isinstance(dim, range) else dim + 1 for dim in block.at)
-            extent = self.shapes.get(block.stored, ends)
-            self.shapes[block.stored] = tuple(map(max, extent, ends))
-        lost = [name for name, shape in shapes.items() if sizes[name] != math.prod(shape)]
+            num_placed[block.tensor] += volume(block.index)
+            ends = tuple(dim[-1] + 1 for dim in ranges(block.at))
+            shape_so_far = self.shapes.get(block.stored, ends)
+            self.shapes[block.stored] = tuple(
+                max(size, end) for size, end in zip(shape_so_far, ends)
+            )
+
+        lost = [name for name, shape in shapes.items() if num_placed[name] != math.prod(shape)]
         if lost:
             raise InputError(
                 f"{title} has no place for {first_names(lost)}: convert this model to another "
                 "format"
             )
-        for name, shape in () if copies else self.shapes.items():
-            assert math.prod(shape) == sum(
+        if copies:
+            return
+        for name, shape in self.shapes.items():
+            num_filled = sum(
                 volume(part.at) for _, part in self.by_stored.cuts(name, full_region(shape))
-            ), name
+            )
+            assert num_filled == math.prod(shape), name
 
 
 def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     """Return the layout in which every tensor is stored as the model has it in memory."""
-    return Layout(
-        (
-            StoredBlock(n, at=full_region(s), tensor=n, index=full_region(s))
-            for n, s in shapes.items()
-        ),
-        shapes,
-        "the model",
-    )
+    blocks = [
+        StoredBlock(name, at=full_region(shape), tensor=name, index=full_region(shape))
+        for name, shape in shapes.items()
+    ]
+    return Layout(blocks, shapes, "the model")
 
 
 @dataclass(frozen=True)
@@ -277,15 +302,11 @@ class GatheredTensor:
     @cached_property
     def source_names(self) -> list[str]:
         """Names of the source's stored tensors from which this tensor is gathered."""
-        own_parts = [
-            part for _, part in self.layout.by_stored.cuts(self.name, full_region(self.shape))
-        ]
-        source_blocks = (
-            block
-            for own in own_parts
-            for block, _ in self.source.by_tensor.cuts(own.tensor, own.index)
-        )
-        return list(dict.fromkeys(block.tensor for block in source_blocks))
+        names: dict[str, None] = {}  # a set that keeps the order
+        for _, own_part in self.layout.by_stored.cuts(self.name, full_region(self.shape)):
+            for block, _ in self.source.by_tensor.cuts(own_part.tensor, own_part.index):
+                names[block.tensor] = None
+        return list(names)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -294,19 +315,22 @@ class GatheredTensor:
         Raises:
             InputError: their dtypes differ.
         """
-        dtypes = {self.tensors[name].dtype: name for name in self.source_names}
-        if len(dtypes) != 1:
-            (one, first), (other, second), *_ = dtypes.items()
+        name_with = {self.tensors[name].dtype: name for name in self.source_names}
+        dtype, *others = name_with
+        if others:
+            other = others[0]
             raise InputError(
-                f"{first} is {one}, {second} {other}, and both become {self.name}: give them "
-                "one dtype first"
+                f"{name_with[dtype]} is {dtype}, {name_with[other]} {other}, and both become "
+                f"{self.name}: give them one dtype first"
             )
-        return next(iter(dtypes))
+        return dtype
 
     def read(self, at: Region) -> np.ndarray:
         """Return the elements in a region, gathered from all blocks of the source that overlap
         it."""
         out = np.empty([len(dim) for dim in at if isinstance(dim, range)], integer(self.dtype))
+        # A part of this tensor -> the model's elements in it -> the source's tensors that hold
+        # these, and back again to find where each of them belongs in this tensor.
         for _, own_part in self.layout.by_stored.cuts(self.name, at):
             for _, source_part in self.source.by_tensor.cuts(own_part.tensor, own_part.index):
                 target = own_part.flipped().cut(source_part.at)
@@ -323,14 +347,15 @@ def _numpy_index(places: Region, at: Region) -> tuple[Any, ...]:
     index: list[int | slice] = []
     for place, dim in zip(places, at):
         if not isinstance(dim, range):
-            continue
+            continue  # the array has no such dimension
         if isinstance(place, int):
             index.append(dim.index(place))
-        else:
-            first = dim.index(place[0])
-            last = dim.index(place[-1])
-            step = (last - first) // max(1, len(place) - 1)
-            index.append(slice(first, last + 1, max(1, step)))
+            continue
+        first = dim.index(place[0])
+        last = dim.index(place[-1])
+        num_steps = max(1, len(place) - 1)
+        step = max(1, (last - first) // num_steps)
+        index.append(slice(first, last + 1, step))
     return tuple(index)
 
 
@@ -342,4 +367,5 @@ def integer(dtype: torch.dtype) -> np.dtype[Any]:
 def first_names(names: Iterable[str]) -> str:
     """Return names as text for a message: the first three, and how many more there are."""
     listed = sorted(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(listed[:3]) + more

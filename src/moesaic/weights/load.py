@@ -51,30 +51,32 @@ def load_model(
     of_hub = {name: options.pop(name) for name in OF_HUB if name in options}
     folder = source_folder(source, **of_hub)
     architecture, state, is_named_as_stored = _state(folder)
-    if (
-        isinstance(options.get("quantization_config"), FourBitExpertsConfig)
-        and not is_named_as_stored
-    ):
+    into_four_bits = isinstance(options.get("quantization_config"), FourBitExpertsConfig)
+    if into_four_bits and not is_named_as_stored:
         for path, module in architecture.experts.items():
-            for name in (f"{path}.{weight}" for weight in four_bit_weights(module)):
+            for weight in four_bit_weights(module):
+                name = f"{path}.{weight}"
                 state[name] = OneByOne(state[name], range(module.num_experts))
-    dtype = options.pop("torch_dtype", "auto") if "dtype" not in options else options["dtype"]
-    options["dtype"] = (
-        (architecture.config.dtype or torch.bfloat16) if dtype in ("auto", None) else dtype
-    )
+
+    # `torch_dtype` is the option's earlier name
+    dtype = options["dtype"] if "dtype" in options else options.pop("torch_dtype", "auto")
+    if dtype in ("auto", None):
+        dtype = architecture.config.dtype or torch.bfloat16
+    options["dtype"] = dtype
     generation = read_generation(folder)
     if generation is not None:
         options.setdefault("generation_config", generation)
-    says = options.pop("output_loading_info", False)
-    model, found = class_of(type(architecture.model)).from_pretrained(
+    returns_info = options.pop("output_loading_info", False)
+
+    model, info = class_of(type(architecture.model)).from_pretrained(
         None, config=architecture.config, state_dict=state, output_loading_info=True, **options
     )
     if is_named_as_stored:
-        require_all(model, found, folder)
+        require_all(model, info, folder)
     model.name_or_path = str(source)
     if "_weight_conversions" in vars(model) and not is_named_as_stored:
         del model._weight_conversions  # none was used, and saving needs those of the family
-    return (model, found) if says else model
+    return (model, info) if returns_info else model
 
 
 def _state(folder: Path) -> tuple[Architecture, dict[str, Any], bool]:
@@ -100,13 +102,19 @@ def _state(folder: Path) -> tuple[Architecture, dict[str, Any], bool]:
 
 def require_all(model: Any, found: dict[str, Any], folder: Path) -> None:
     """Raise InputError if transformers found tensors missing, of another shape, or unknown to the
-    model."""
+    model.
+
+    Args:
+        found: the loading information that `from_pretrained` returns.
+    """
     for kind, words in (
         ("missing_keys", "missing"),
         ("mismatched_keys", "of another shape"),
         ("unexpected_keys", "unknown"),
     ):
-        names = {each if isinstance(each, str) else str(each[0]) for each in found.get(kind) or ()}
+        names = set()
+        for entry in found.get(kind) or ():  # a name, or (name, shape, other shape)
+            names.add(entry if isinstance(entry, str) else str(entry[0]))
         if names:
             raise InputError(
                 f"{folder}: {len(names)} tensors of {type(model).__name__} are {words}: "
@@ -125,16 +133,17 @@ class Sliced:
         return list(self.tensor.shape)
 
     def __getitem__(self, at: Any) -> Tensor:
-        whole = full_region(self.tensor.shape)
-        region = whole if at is Ellipsis else tuple(dim[part] for dim, part in zip(whole, at))
+        """Return the elements of a tuple of slices, or all of them for `...`."""
+        region = full_region(self.tensor.shape)
+        if at is not Ellipsis:
+            region = tuple(dim[part] for dim, part in zip(region, at))
         out = torch.empty([len(dim) for dim in region], dtype=self.tensor.dtype)
+        # Piece by piece, so that besides `out` there is only a buffer.
         for piece in pieces(tuple(out.shape), out.itemsize):
-            read = self.tensor.read(
-                tuple(dim[part.start : part.stop] for dim, part in zip(region, piece))
-            )
-            out[tuple(slice(part.start, part.stop) for part in piece)] = torch.from_numpy(
-                read
-            ).view(out.dtype)
+            in_out = tuple(slice(part.start, part.stop) for part in piece)
+            in_tensor = tuple(dim[part] for dim, part in zip(region, in_out))
+            values = torch.from_numpy(self.tensor.read(in_tensor))
+            out[in_out] = values.view(out.dtype)
         return out
 
 
@@ -145,6 +154,7 @@ class OneByOne:
 
     weight: Sliced
     own: range
+    """The experts that are read."""
     device: Any = "cpu"
 
     def get_shape(self) -> list[int]:
@@ -164,4 +174,5 @@ class OneByOne:
     def __iter__(self) -> Iterator[Tensor]:
         rest = [slice(None)] * (len(self.get_shape()) - 1)
         for expert in self.own:
-            yield self.weight[(slice(expert, expert + 1), *rest)][0].to(self.device)
+            one = self.weight[(slice(expert, expert + 1), *rest)]
+            yield one[0].to(self.device)

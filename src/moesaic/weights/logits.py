@@ -73,23 +73,25 @@ def fixed_text(vocab_size: int) -> Tensor:
 
 
 def compare(old: Tensor, new: Tensor, out: Path) -> dict[str, Any]:
-    """Compare logits, as `compare_logits` says; `out` names the output in messages."""
+    """Compare logits of one shape, as `compare_logits` says; `out` names the output in messages."""
     old = old.double()
     new = new.double()
-    alike = ~old.isfinite() & ((old == new) | (old.isnan() & new.isnan()))
-    difference = (old - new)[~alike].abs()
-    largest, most = (
-        float(each.max()) if each.numel() else 0.0
-        for each in (difference, old[old.isfinite()].abs())
-    )
+    # Infinite on both sides, with the same sign, or not a number on both sides.
+    are_equally_bad = ~old.isfinite() & ((old == new) | (old.isnan() & new.isnan()))
+    differences = (old - new)[~are_equally_bad]
     found = {
         "tokens": TOKENS,
-        "largest_difference": largest,
-        "largest": most,
-        "not_finite": int(alike.sum()),
+        "largest_difference": _largest(differences),
+        "largest": _largest(old[old.isfinite()]),
+        "not_finite": int(are_equally_bad.sum()),
     }
     require_alike(found, str(out))
     return found
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest absolute value; 0 if there are none."""
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def compare_merged(adapted: Tensor, merged: Tensor, dtype: torch.dtype, out: str) -> None:
@@ -104,11 +106,15 @@ def compare_merged(adapted: Tensor, merged: Tensor, dtype: torch.dtype, out: str
     """
     adapted = adapted.double().cpu().flatten(0, 1)
     merged = merged.double().cpu().flatten(0, 1)
-    of_tokens = (adapted - merged).abs().amax(1)
-    is_wide = dtype.itemsize >= 4
-    difference = float(of_tokens.max() if is_wide else of_tokens.median())
+    difference_of_token = (adapted - merged).abs().amax(1)
+    if dtype.itemsize >= 4:
+        difference = float(difference_of_token.max())
+        tolerance = MERGED_TOLERANCE
+    else:
+        difference = float(difference_of_token.median())
+        tolerance = SHORT_TOLERANCE
     most = float(adapted.abs().max())
-    if not difference <= (MERGED_TOLERANCE if is_wide else SHORT_TOLERANCE) * most:
+    if not difference <= tolerance * most:  # so that a NaN is refused too
         raise InputError(
             f"{out}: the logits of the merged model differ from those of the adapted one by "
             f"{difference:.3g}, of {most:.3g} at most: nothing merged is kept; the adapters are "
@@ -120,7 +126,7 @@ def require_alike(found: dict[str, Any], where: str) -> None:
     """Raise InputError if logits that were compared differ by more than rounding."""
     largest = found["largest_difference"]
     most = found.get("largest", 1.0)
-    if not largest <= TOLERANCE * most:
+    if not largest <= TOLERANCE * most:  # so that a NaN is refused too
         raise InputError(
             f"{where}: its logits differ from those of the source by {largest:.3g}, of {most:.3g} "
             "at most: this program reads the source in another way than transformers does, do "
@@ -151,19 +157,21 @@ def _logits(side: Side) -> Tensor:
 
 def _loaded(side: Side) -> Any:
     """Return the model as transformers loads it from the hub's files; else filled with the tensors
-    of the checkpoint."""
+    of the checkpoint. It computes in float32, or in float64 if a tensor is stored so.
+
+    Raises:
+        InputError: transformers loads a tensor with other values than this program.
+    """
     model = side.checkpoint.model
     tensors = side.checkpoint.into(identity(model.shapes))
-    wide = (
-        torch.float64
-        if any(tensor.dtype == torch.float64 for tensor in tensors.values())
-        else torch.float32
-    )
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    dtype = torch.float64 if is_double else torch.float32
     if side.format != "hf" or not _can_load(side):
         values = {name: _values(tensor) for name, tensor in tensors.items()}
         return type(model.model).from_pretrained(
-            None, config=model.config, state_dict=values, dtype=wide
+            None, config=model.config, state_dict=values, dtype=dtype
         )
+
     config = copy.deepcopy(side.config)
     quantized = quantization(side.folder / "config.json")
     if quantized:
@@ -171,9 +179,10 @@ def _loaded(side: Side) -> Any:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         side.folder,
         config=config,
-        dtype=torch.bfloat16 if quantized else wide,
+        dtype=torch.bfloat16 if quantized else dtype,
         local_files_only=True,
-    ).to(wide)
+    ).to(dtype)
+
     theirs = loaded.state_dict()
     others = [name for name, tensor in tensors.items() if not _same(_values(tensor), theirs[name])]
     if others:
@@ -192,23 +201,22 @@ def _can_load(side: Side) -> bool:
     alone.
     """
     table = quantization(side.folder / "config.json")
-    hub = side.checkpoint.layout
     if not table or table.get("quant_method") == "mxfp4":
         return True
-    sizes = sizes_of_blocks(table)
-    if sizes is None:
+    block = sizes_of_blocks(table)
+    if block is None:
         return False
-    computed = [
-        hub.shapes[name]
-        for name, t in side.checkpoint.tensors[None].items()
-        if isinstance(t, Computed)
-    ]
-    return all(
-        len(shape) == 2 and not any(n % size for n, size in zip(shape, sizes)) for shape in computed
-    )
+    for name, tensor in side.checkpoint.tensors[None].items():
+        if not isinstance(tensor, Computed):  # what is computed on reading was quantized
+            continue
+        shape = side.checkpoint.layout.shapes[name]
+        if len(shape) != 2 or any(size % of_block for size, of_block in zip(shape, block)):
+            return False
+    return True
 
 
 def _values(tensor: Readable) -> Tensor:
+    """Return all elements of a tensor."""
     return torch.from_numpy(tensor.read(full_region(tensor.shape))).view(tensor.dtype)
 
 
@@ -216,6 +224,7 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two tensors are equal in the dtype of the second; what is not a number equals what is
     not."""
     ours = ours.to(theirs.dtype)
-    return ours.shape == theirs.shape and bool(
-        ((ours == theirs) | (ours.isnan() & theirs.isnan())).all()
-    )
+    if ours.shape != theirs.shape:
+        return False
+    are_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    return bool(are_same.all())

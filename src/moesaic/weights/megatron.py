@@ -4,7 +4,10 @@ torch.distributed.checkpoint.
 If all layers have the same structure, Megatron stacks each kind of tensor over all layers, with the
 layer as first dimension. Otherwise each layer's names contain its number. Gate and up projection
 are the upper and lower half of one tensor. Queries, keys and values are one tensor too, interleaved
-by groups of heads.
+by groups of heads: a group is a key head, its value head, and the query heads that attend to them.
+
+The rules below name transformers' tensors on the left and Megatron's on the right; a `Place` says
+which rows of a joint tensor are ours.
 """
 
 from __future__ import annotations
@@ -47,24 +50,30 @@ def grouped(projection: str) -> Place:
 
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
         """Yield (suffix of the name, rows of the part, rows of the joint tensor) of each head."""
-        groups = config.num_key_value_heads
-        # q_proj holds each head's query rows, then its gate rows
+        num_groups = config.num_key_value_heads
+        queries = config.num_attention_heads // num_groups
+        # In qwen3_next, q_proj holds each head's query rows, then its gate rows.
         kinds = 2 if config.model_type == "qwen3_next" else 1
-        queries = config.num_attention_heads // groups
+        # All is counted in blocks of one head's rows. A group's blocks in the joint tensor:
+        # its queries, their gates, its key, its value.
         before_key = queries * kinds
         per_group = before_key + 2
+        num_rows = part.shape[part.rows]
+
         if projection != "q":
-            width = part.shape[part.rows] // groups
-            first = before_key if projection == "k" else before_key + 1
-            for group in range(groups):
-                yield "", _block(group, width), _block(group * per_group + first, width)
+            head_rows = num_rows // num_groups
+            within_group = before_key if projection == "k" else before_key + 1
+            for group in range(num_groups):
+                target = group * per_group + within_group
+                yield "", _block(group, head_rows), _block(target, head_rows)
             return
-        width = part.shape[part.rows] // (groups * queries * kinds)
-        for head in range(groups * queries):
+
+        head_rows = num_rows // (num_groups * queries * kinds)
+        for head in range(num_groups * queries):
             group, query = divmod(head, queries)
             for kind in range(kinds):
                 target = group * per_group + kind * queries + query
-                yield "", _block(head * kinds + kind, width), _block(target, width)
+                yield "", _block(head * kinds + kind, head_rows), _block(target, head_rows)
 
     return place
 
@@ -76,22 +85,30 @@ def _block(number: int, width: int) -> range:
 
 def cut(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
     """Split an input projection of linear attention, or its convolution, into tensors for q, k, v,
-    z, beta and alpha."""
+    z, beta and alpha.
+
+    Yields:
+        (suffix of the tensor's name, rows of the part, rows of that tensor).
+    """
     heads = config.linear_num_key_heads
-    width = config.linear_key_head_dim
-    shared = config.linear_num_value_heads // heads
-    values = shared * config.linear_value_head_dim
-    sizes = {"query": width, "key": width, "value": values, "z": values}
+    key_rows = config.linear_key_head_dim
+    value_heads_per_key = config.linear_num_value_heads // heads
+    value_rows = value_heads_per_key * config.linear_value_head_dim
+
+    # Rows that a head has of each kind: the part holds all kinds of the first head, then of the
+    # second one, except in the convolution, which holds all heads of a kind.
+    rows_of = {"query": key_rows, "key": key_rows, "value": value_rows, "z": value_rows}
     if part.tensor.endswith("in_proj_ba.weight"):
-        sizes = {"beta": shared, "alpha": shared}
+        rows_of = {"beta": value_heads_per_key, "alpha": value_heads_per_key}
     elif part.tensor.endswith("conv1d.weight"):
-        sizes = {"query": heads * width, "key": heads * width, "value": heads * values}
+        rows_of = {"query": heads * key_rows, "key": heads * key_rows, "value": heads * value_rows}
         heads = 1
+
     row = 0
     for head in range(heads):
-        for name, size in sizes.items():
-            yield f".{name}", range(row, row + size), range(head * size, (head + 1) * size)
-            row += size
+        for kind, num_rows in rows_of.items():
+            yield f".{kind}", range(row, row + num_rows), _block(head, num_rows)
+            row += num_rows
 
 
 ATTENTION: Rules = {
@@ -183,11 +200,9 @@ class Megatron(AbstractFormat):
             return folder
         with opened(mark) as file:
             iteration = file.read(100).decode(errors="replace").strip()
-        return folder / (
-            f"iter_{int(iteration):07}"
-            if iteration.isdecimal() and len(iteration) < 10
-            else self.folder
-        )
+        if iteration.isdecimal() and len(iteration) < 10:
+            return folder / f"iter_{int(iteration):07}"
+        return folder / self.folder
 
     def recognises(self, folder: Path) -> bool:
         inside = self._inside(folder)
@@ -208,19 +223,23 @@ class Megatron(AbstractFormat):
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,
             "common_backend": "torch",
+            "common_backend_version": 1,
         }
-        text = json.dumps(kind | {"common_backend_version": 1})
-        write(inside / "metadata.json", text)
+        write(inside / "metadata.json", json.dumps(kind))
         with writing(inside / "common.pt") as file:
             torch.save({"checkpoint_version": 3.0, "iteration": 0}, file)
         write(folder / "latest_checkpointed_iteration.txt", "release")
 
     def converted(self, stored: str, tensor: Readable, *, to_model: bool) -> Readable:
-        """Add 1 to norms that Megatron stores minus one, or subtract it."""
+        """Add 1 to norms that Megatron stores minus one, or subtract it.
+
+        Reading raises InputError where rounding would lose the value.
+        """
         if not stored.endswith("self_attention.out_norm.weight"):
             return tensor
 
         def make(at: Region) -> torch.Tensor:
+            """Return the converted values of a region."""
             values = torch.from_numpy(tensor.read(at)).view(tensor.dtype)
             moved = values + 1 if to_model else values - 1
             if not to_model and not torch.equal(moved + 1, values):
@@ -240,27 +259,25 @@ class Megatron(AbstractFormat):
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         """Yield where each tensor lies in Megatron's checkpoint, whose layers are stacked if all
         are alike."""
-        layers: dict[int, set[str]] = {}
+        layers: dict[int, set[str]] = {}  # number of a layer -> names of its tensors
         for name in model.shapes:
             if match := LAYER.fullmatch(name):
                 layers.setdefault(int(match[1]), set()).add(match[2])
-        uniform = len({frozenset(parts) for parts in layers.values()}) == 1
-        if names:
-            uniform = not any(name.startswith("decoder.layers.0.") for name in names)
-        latent = any("kv_a_proj_with_mqa" in name for name in model.shapes)
-        linear = {layer for layer, parts in layers.items() if "linear_attn.A_log" in parts}
-        sparse = {int(name.split(".")[2]) for name in model.experts}
+        if names:  # a checkpoint that is read tells it by its names
+            is_stacked = not any(name.startswith("decoder.layers.0.") for name in names)
+        else:
+            is_stacked = len({frozenset(tensors) for tensors in layers.values()}) == 1
+
+        has_latent_attention = any("kv_a_proj_with_mqa" in name for name in model.shapes)
+        linear = {layer for layer, tensors in layers.items() if "linear_attn.A_log" in tensors}
+        sparse = {int(name.split(".")[2]) for name in model.experts}  # model.layers.N.mlp.experts
 
         def rules(layer: int) -> Rules:
-            attention = LATENT_ATTENTION if latent else ATTENTION
+            """Return the rules of a layer, given its number."""
+            attention = LATENT_ATTENTION if has_latent_attention else ATTENTION
             if layer in linear:
                 attention = LINEAR_ATTENTION
             return {**attention, **(SPARSE if layer in sparse else DENSE)}
 
-        return by_rules(
-            model,
-            OUTSIDE,
-            rules,
-            "decoder.layers." if uniform else "decoder.layers.{}.",
-            stacked=uniform,
-        )
+        prefix = "decoder.layers." if is_stacked else "decoder.layers.{}."
+        return by_rules(model, OUTSIDE, rules, prefix, stacked=is_stacked)

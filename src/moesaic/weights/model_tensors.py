@@ -1,5 +1,9 @@
 """Describes the tensors of a transformers model without their elements: names, shapes, and which of
-them hold experts."""
+them hold experts.
+
+A format's rules place *parts*: tensors, or the half of a tensor that holds one of two projections.
+Their names are transformers', such as `model.layers.3.mlp.experts.gate`.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,7 @@ class Part:
         only those output rows."""
         index = list(self.index)
         if rows is not None:
+            # in the tensor, the outputs of transposed matrices come after the inputs
             dim = self.rows + 1 if self.transposed else self.rows
             index[dim] = index[dim][rows.start : rows.stop]
         return StoredBlock(stored, at, self.tensor, index=tuple(index), transposed=self.transposed)
@@ -97,16 +102,20 @@ class Architecture:
         """Name of a tied weight -> the name whose tensor it shares, under which alone it is
         stored."""
         self.shapes = {
-            n: tuple(t.shape) for n, t in self.model.state_dict().items() if n not in self.tied
+            name: tuple(tensor.shape)
+            for name, tensor in self.model.state_dict().items()
+            if name not in self.tied
         }
-        if empty := [name for name, shape in self.shapes.items() if 0 in shape]:
+        """Shapes of the tensors, by name, without those that are tied."""
+        empty = [name for name, shape in self.shapes.items() if 0 in shape]
+        if empty:
             raise InputError(
                 f"{config.model_type}: the configuration's sizes make {first_names(empty)} empty"
             )
         self.experts = {
-            n: m
-            for n, m in self.model.named_modules()
-            if hasattr(m, "is_transposed") and hasattr(m, "has_gate")
+            name: module
+            for name, module in self.model.named_modules()
+            if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
         }
         """The modules that hold stacked experts, by name."""
 
@@ -135,12 +144,16 @@ class Architecture:
     def whole(self, tensor: str) -> Part:
         """Return a whole tensor as a part."""
         experts = self.experts_of(tensor)
-        turned = (
-            experts is not None
-            and self.experts[experts].is_transposed
-            and not tensor.endswith("bias")
+        is_transposed = False
+        if experts is not None and not tensor.endswith("bias"):
+            is_transposed = self.experts[experts].is_transposed
+        return Part(
+            tensor,
+            tensor,
+            full_region(self.shapes[tensor]),
+            transposed=is_transposed,
+            stacked=experts is not None,
         )
-        return Part(tensor, tensor, full_region(self.shapes[tensor]), turned, experts is not None)
 
     def parts(self, tensor: str) -> list[Part]:
         """Return the parts of a tensor: gate and up if it holds both projections of experts, else
@@ -148,25 +161,26 @@ class Architecture:
         experts = self.experts_of(tensor)
         if experts is None:
             return [self.whole(tensor)]
-        module = self.experts[experts]
-        kind = "_bias" if tensor.endswith("_bias") else ""
         whole = self.whole(tensor)
-        stem = tensor.rpartition(".")[2].removesuffix("_bias")
-        if stem != "gate_up_proj":
-            return [replace(whole, name=f"{experts}.{stem.removesuffix('_proj')}{kind}")]
+        _, _, last = tensor.rpartition(".")
+        suffix = "_bias" if tensor.endswith("_bias") else ""
+        projection = last.removesuffix("_bias").removesuffix("_proj")
+        if projection != "gate_up":
+            return [replace(whole, name=f"{experts}.{projection}{suffix}")]
+
+        # (experts, 2 hidden, dim), or transposed, or the bias, (experts, 2 hidden): gate and up
+        # projection are the two halves of the outputs, or every second one.
+        output_dim = whole.rows + 1 if whole.transposed else whole.rows
+        outputs = whole.index[output_dim]
+        half = len(outputs) // 2
+        if self.experts[experts].is_concatenated:
+            outputs_of = {"gate": outputs[:half], "up": outputs[half : 2 * half]}
+        else:
+            outputs_of = {"gate": outputs[0::2], "up": outputs[1::2]}
         parts = []
-        for number, name in enumerate(("gate", "up")):
-            index = list(whole.index)
-            # (experts, 2 hidden, dim), or transposed, or the bias, (experts, 2 hidden)
-            dim = len(index) - 1 if whole.transposed or kind else 1
-            both = index[dim]
-            half = len(both) // 2
-            index[dim] = (
-                both[number * half : (number + 1) * half]
-                if module.is_concatenated
-                else both[number::2]
-            )
-            parts.append(replace(whole, name=f"{experts}.{name}{kind}", index=tuple(index)))
+        for name, own in outputs_of.items():
+            index = (*whole.index[:output_dim], own, *whole.index[output_dim + 1 :])
+            parts.append(replace(whole, name=f"{experts}.{name}{suffix}", index=index))
         return parts
 
 
@@ -252,20 +266,20 @@ def by_rules(
         if match is None:
             continue
         layer = int(match[1])
-        key = match[2]
         layer_rules = rules(layer)
-        parts = [model.whole(tensor)] if key in layer_rules else model.parts(tensor)
+        prefix = layer_prefix if stacked else layer_prefix.format(layer)
+        leading = (layer,) if stacked else ()  # the index of a stacked tensor's first dimension
+        parts = [model.whole(tensor)] if match[2] in layer_rules else model.parts(tensor)
         for part in parts:
-            rule = layer_rules.get(part.name.split(".", 3)[3])
+            name_in_layer = part.name.split(".", 3)[3]  # without model.layers.N
+            rule = layer_rules.get(name_in_layer)
             if rule is None:
                 continue
-            name, place = (rule, None) if isinstance(rule, str) else rule
-            stored = (layer_prefix if stacked else layer_prefix.format(layer)) + name
-            lead = (layer,) if stacked else ()
-            if place is None:
-                yield part.block(stored, (*lead, *full_region(part.shape)))
+            if isinstance(rule, str):
+                yield part.block(prefix + rule, (*leading, *full_region(part.shape)))
                 continue
-            for ending, rows, at in place(part, model.config):
-                spread = list(full_region(part.shape))
-                spread[part.rows] = at
-                yield part.block(stored + ending, (*lead, *spread), rows)
+            name, place = rule
+            for suffix, rows, stored_rows in place(part, model.config):
+                at = list(full_region(part.shape))
+                at[part.rows] = stored_rows
+                yield part.block(prefix + name + suffix, (*leading, *at), rows)

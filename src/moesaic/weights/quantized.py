@@ -59,44 +59,48 @@ def dequantized(
     tensors: dict[str, Readable] = dict(stored)
     table = quantization(folder / "config.json")
     of_fp8 = fp8.Fp8(stored, table, folder)
-    left = of_fp8.left_behind
-    for name in left:
+    left_behind = of_fp8.left_behind
+    for name in left_behind:
         del tensors[name]
+
     for name, tensor in stored.items():
+        absmax = name.removesuffix("_proj") + "_absmax"
         if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:
             weight = name.removesuffix(BLOCKS)
-            scales = stored[weight + SCALES]
-            if (tensor.dtype, scales.dtype, tensor.shape) != (
-                torch.uint8,
-                torch.uint8,
-                (*scales.shape[:3], 16),
-            ):
-                raise InputError(
-                    f"{folder}: {name} and {weight + SCALES} are not mxfp4 of one shape: "
-                    "fetch them again"
-                )
-            experts, rows, groups = scales.shape
-            make = partial(_from_mxfp4, tensor, scales)
-            tensors[weight] = Computed(torch.bfloat16, (experts, 32 * groups, rows), make)
+            tensors[weight] = _of_mxfp4(stored, weight, folder)
             del tensors[name], tensors[weight + SCALES]
         elif of_fp8.is_weight(name):
-            tensors[name], used = of_fp8.values(name)
-            for each in used:
-                del tensors[each]
+            tensors[name], scale_names = of_fp8.values(name)
+            for scale_name in scale_names:
+                del tensors[scale_name]
         elif name.endswith(four_bit.STATE):
             weight = name.removesuffix(four_bit.STATE)
             tensors[weight] = four_bit.of_linear(stored, weight, folder)
             for part in four_bit.PARTS:
                 tensors.pop(weight + part, None)
-        elif (
-            tensor.dtype == torch.uint8
-            and (absmax := name.removesuffix("_proj") + "_absmax") in stored
-        ):
+        elif tensor.dtype == torch.uint8 and absmax in stored:
             hidden = _table(folder / "config.json").get("hidden_size")
             width = hidden if type(hidden) is int else 0
             tensors[name] = four_bit.of_experts(tensor, stored[absmax], name, width, folder)
             del tensors[absmax]
-    return tensors, [f"{name}: of activations or of a cache, not of a weight" for name in left]
+    reasons = [f"{name}: of activations or of a cache, not of a weight" for name in left_behind]
+    return tensors, reasons
+
+
+def _of_mxfp4(stored: Mapping[str, Stored], weight: str, folder: Path) -> Computed:
+    """Return the values of an mxfp4 weight, (experts, columns, rows); InputError if its tensors do
+    not belong together."""
+    blocks = stored[weight + BLOCKS]
+    scales = stored[weight + SCALES]
+    are_bytes = blocks.dtype == scales.dtype == torch.uint8
+    if not are_bytes or blocks.shape != (*scales.shape[:3], 16):
+        raise InputError(
+            f"{folder}: {weight + BLOCKS} and {weight + SCALES} are not mxfp4 of one shape: "
+            "fetch them again"
+        )
+    experts, rows, groups = scales.shape
+    make = partial(_from_mxfp4, blocks, scales)
+    return Computed(torch.bfloat16, (experts, 32 * groups, rows), make)
 
 
 def quantization(path: Path) -> dict[str, Any]:
@@ -110,17 +114,22 @@ def quantization(path: Path) -> dict[str, Any]:
         InputError: it is no table, or the file is damaged.
     """
     table = _table(path).get("quantization_config")
-    if table is None and (path.parent / QUANTIZATION).exists():
-        theirs = _table(path.parent / QUANTIZATION).get("quantization")
-        path = path.parent / QUANTIZATION
-        if not isinstance(theirs, dict):
-            raise InputError(
-                f"{path}: has no table of settings named quantization: restore the file"
-            )
-        table = {"quant_method": "modelopt", **theirs} if theirs.get("quant_algo") else None
-    if table is None or isinstance(table, dict):
-        return table or {}
-    raise InputError(f"{path}: quantization_config is not a table of settings: restore the file")
+    if isinstance(table, dict):
+        return table
+    if table is not None:
+        raise InputError(
+            f"{path}: quantization_config is not a table of settings: restore the file"
+        )
+
+    other_path = path.parent / QUANTIZATION
+    if not other_path.exists():
+        return {}
+    settings = _table(other_path).get("quantization")
+    if not isinstance(settings, dict):
+        raise InputError(
+            f"{other_path}: has no table of settings named quantization: restore the file"
+        )
+    return {"quant_method": "modelopt", **settings} if settings.get("quant_algo") else {}
 
 
 def refused_quantization(path: Path, methods: Sequence[str]) -> str:
@@ -137,7 +146,7 @@ def refused_quantization(path: Path, methods: Sequence[str]) -> str:
     kind, detail = _kind_of(table)
     if not table or kind in methods:
         return ""
-    named = f"{table.get('quant_method')}{detail and f', {detail}'}"
+    named = f"{table.get('quant_method')}, {detail}" if detail else str(table.get("quant_method"))
     known = f"{', '.join(methods[:-1])} and {methods[-1]}"
     verb = "convert" if tuple(methods) == METHODS else "name"
     return (
@@ -147,36 +156,41 @@ def refused_quantization(path: Path, methods: Sequence[str]) -> str:
 
 
 def _kind_of(table: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the quantization of `LOADED` that a table describes ("" for another one), and what it
-    says of the weights."""
+    """Return the quantization of `LOADED` that a table describes ("" for another one), and how it
+    says that weights are stored ("" if nothing is to be said)."""
     method = table.get("quant_method")
-    if method in LOADED or method == "fbgemm_fp8":
-        return ("fp8" if method == "fbgemm_fp8" else str(method)), ""
-    if method == "modelopt" and isinstance(algorithm := table.get("quant_algo"), str):
-        return ("fp8" if re.match(r"(MX)?FP8|MIXED_PRECISION", algorithm) else ""), algorithm
+    if method == "fbgemm_fp8":
+        return "fp8", ""
+    if method in LOADED:
+        return str(method), ""
+    algorithm = table.get("quant_algo")
+    if method == "modelopt" and isinstance(algorithm, str):
+        is_fp8 = re.match(r"(MX)?FP8|MIXED_PRECISION", algorithm)
+        return ("fp8" if is_fp8 else ""), algorithm
+
     of_weights = []
+    settings = table.get("global_quant_config")
     if method in ("compressed-tensors", "modelopt"):
-        groups = table.get("config_groups")
-        tables = groups.values() if isinstance(groups, dict) else ()
-        of_weights = [each.get("weights") for each in tables if isinstance(each, dict)]
         sparse = table.get("sparsity_config")
         if isinstance(sparse, dict) and sparse.get("format", "dense") != "dense":
             return "", f"sparse, {sparse['format']}"
-    elif method == "quark" and isinstance(settings := table.get("global_quant_config"), dict):
+        groups = table.get("config_groups")
+        tables = groups.values() if isinstance(groups, dict) else ()
+        of_weights = [each.get("weights") for each in tables if isinstance(each, dict)]
+    elif method == "quark" and isinstance(settings, dict):
         of_weights = [settings.get("weight")]
+
     kinds = {_in_words(each) for each in of_weights if isinstance(each, dict)}
-    is_fp8 = bool(kinds) and kinds <= {"float of 8 bits", "fp8_e4m3", "fp8_e5m2"}
-    return ("fp8" if is_fp8 else ""), " and ".join(sorted(kinds))
+    are_fp8 = bool(kinds) and kinds <= {"float of 8 bits", "fp8_e4m3", "fp8_e5m2"}
+    return ("fp8" if are_fp8 else ""), " and ".join(sorted(kinds))
 
 
 def _in_words(weights: Mapping[str, Any]) -> str:
     """Return the numbers in which a table of compressed-tensors or quark says that weights are
     stored."""
-    return (
-        str(weights["dtype"])
-        if "dtype" in weights
-        else f"{weights.get('type')} of {weights.get('num_bits')} bits"
-    )
+    if "dtype" in weights:
+        return str(weights["dtype"])
+    return f"{weights.get('type')} of {weights.get('num_bits')} bits"
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -189,22 +203,25 @@ def _table(path: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {"quantization_config": "damaged"}
 
 
-def _sizes(at: Region) -> list[int]:
-    return [len(dim) for dim in at if isinstance(dim, range)]
-
-
 def _from_mxfp4(blocks: Stored, scales: Stored, at: Region) -> Tensor:
-    """Return part of a matrix in bfloat16: two FP4 codes a byte, a power of two for each 32
-    values."""
+    """Return a region of a weight (experts, columns, rows) in bfloat16.
+
+    Args:
+        blocks: (experts, rows, groups, 16 bytes), two FP4 codes a byte, the first in the low bits.
+        scales: (experts, rows, groups), the power of two of each group of 32 columns, plus 127.
+    """
     experts, columns, rows = ranges(at)
     groups = range(columns[0] // 32, columns[-1] // 32 + 1)
     packed = torch.from_numpy(blocks.read((experts, rows, groups, range(16)))).view(torch.uint8)
     biased = torch.from_numpy(scales.read((experts, rows, groups))).view(torch.uint8)
     powers = biased.int() - 127
+
     low = FP4[(packed & 15).long()]
     high = FP4[(packed >> 4).long()]
-    pairs = torch.stack([low, high], -1)
-    scaled = torch.ldexp(pairs.flatten(-2), powers.unsqueeze(-1))
-    values = scaled.bfloat16().flatten(-2)
+    of_groups = torch.stack([low, high], -1).flatten(-2)  # (experts, rows, groups, 32)
+    scaled = torch.ldexp(of_groups, powers.unsqueeze(-1))
+    values = scaled.bfloat16().flatten(-2)  # (experts, rows, columns of these groups)
+
     picked = values[..., torch.tensor(list(columns)) - 32 * groups[0]]
-    return picked.transpose(1, 2).reshape(_sizes(at))
+    sizes = [len(dim) for dim in at if isinstance(dim, range)]
+    return picked.transpose(1, 2).reshape(sizes)

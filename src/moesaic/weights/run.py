@@ -122,16 +122,18 @@ def to_hub(trained: Trained) -> Any:
         if isinstance(layer.experts, FourBitExperts):
             layer.experts = layer.experts.merged()
     values = hub_values(trained.model)
+    # The values are views of our tensors: one without a view has no place.
     placed = {value.untyped_storage().data_ptr() for value in values.values()}
-    tensors = trained.model.state_dict().items()
-    if lost := [
-        name for name, tensor in tensors if tensor.untyped_storage().data_ptr() not in placed
-    ]:
+    lost = [
+        name
+        for name, tensor in trained.model.state_dict().items()
+        if tensor.untyped_storage().data_ptr() not in placed
+    ]
+    if lost:
         raise InputError(f"{trained.folder}: the hub's model has no place for {first_names(lost)}")
     missing, unknown = model.load_state_dict(values, strict=False)
-    not_loaded = [
-        name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)
-    ]
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    not_loaded = [name for name in missing if name not in tied]
     if not_loaded or unknown:
         raise InputError(
             f"{trained.folder}: transformers {transformers.__version__} has other names for the "
@@ -228,40 +230,46 @@ def _common_config(shape: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def hub_values(model: GPT) -> dict[str, Tensor]:
     """Return the weights of a model by the names that they have in transformers' Mixtral and
-    Qwen3-MoE."""
+    Qwen3-MoE. The tensors are views of the model's own."""
     values: dict[str, Any] = {
         "model.embed_tokens.weight": model.embedding.weight,
         "model.norm.weight": model.norm.weight,
+        "lm_head.weight": (model.unembedding or model.embedding).weight,
     }
-    values["lm_head.weight"] = (model.unembedding or model.embedding).weight
     for number, block in enumerate(model.blocks):
         assert isinstance(block, TransformerBlock)
-        prefix = f"model.layers.{number}"
-        values[f"{prefix}.input_layernorm.weight"] = block.attention_norm.weight
-        values[f"{prefix}.post_attention_layernorm.weight"] = block.ffn_norm.weight
-        values |= {
-            f"{prefix}.self_attn.{name}": value
-            for name, value in _attention(block.attention).items()
+        of_block = {
+            "input_layernorm.weight": block.attention_norm.weight,
+            "post_attention_layernorm.weight": block.ffn_norm.weight,
+            **_attention(block.attention),
+            **_feed_forward(block.ffn),
         }
-        if isinstance(block.ffn, MoE):
-            experts = block.ffn.experts
-            values[f"{prefix}.mlp.gate.weight"] = block.ffn.router.get_parameter("weight")
-            values[f"{prefix}.mlp.experts.gate_up_proj"] = experts.get_parameter("w13").flatten(
-                1, 2
-            )
-            values[f"{prefix}.mlp.experts.down_proj"] = experts.get_parameter("w2")
-        else:
-            names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-            values |= {
-                f"{prefix}.mlp.{theirs}.weight": getattr(block.ffn.expert, ours)[0]
-                for theirs, ours in names.items()
-            }
+        for name, value in of_block.items():
+            values[f"model.layers.{number}.{name}"] = value
     detached: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
     return detached
 
 
+def _feed_forward(ffn: Any) -> dict[str, Any]:
+    """Return the weights of a feed-forward layer by their names in a layer of transformers."""
+    if isinstance(ffn, MoE):
+        w13 = ffn.experts.get_parameter("w13")  # (experts, 2, hidden, dim)
+        return {
+            "mlp.gate.weight": ffn.router.get_parameter("weight"),
+            "mlp.experts.gate_up_proj": w13.flatten(1, 2),
+            "mlp.experts.down_proj": ffn.experts.get_parameter("w2"),
+        }
+    dense = ffn.expert  # a dense layer is one expert, whose weights are (1, out, in)
+    return {
+        "mlp.gate_proj.weight": dense.w1[0],
+        "mlp.up_proj.weight": dense.w3[0],
+        "mlp.down_proj.weight": dense.w2[0],
+    }
+
+
 def _attention(attention: Attention) -> dict[str, Tensor]:
-    """Return the weights of an attention layer by their names in transformers."""
+    """Return the weights of an attention layer by their names in a layer of transformers."""
+    # Projections of the same input are one weight, (projections, out, in).
     if attention.qkv is not None:
         q, k, v = attention.qkv.weight
     else:
@@ -270,12 +278,13 @@ def _attention(attention: Attention) -> dict[str, Tensor]:
         (q,) = attention.q.weight
         k, v = attention.kv.weight
     weights = {
-        "q_proj.weight": q,
-        "k_proj.weight": k,
-        "v_proj.weight": v,
-        "o_proj.weight": attention.out.weight,
+        "self_attn.q_proj.weight": q,
+        "self_attn.k_proj.weight": k,
+        "self_attn.v_proj.weight": v,
+        "self_attn.o_proj.weight": attention.out.weight,
     }
-    for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
-        if norm is not None:
-            weights[f"{name}.weight"] = norm.weight
+    if attention.q_norm is not None:
+        weights["self_attn.q_norm.weight"] = attention.q_norm.weight
+    if attention.k_norm is not None:
+        weights["self_attn.k_norm.weight"] = attention.k_norm.weight
     return weights

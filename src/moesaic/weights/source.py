@@ -100,8 +100,9 @@ def read_config(
         InputError: there is no configuration, transformers does not know it, or its quantization
             cannot be read.
     """
-    place = config_path or folder
-    path = place / CONFIG if place.is_dir() else place
+    path = config_path or folder
+    if path.is_dir():
+        path = path / CONFIG
     if not path.exists():
         raise InputError(
             f"{path}: no configuration there: name the model's transformers config.json with "
@@ -220,21 +221,19 @@ def companions(folder: Path) -> dict[str, bytes]:
     Raises:
         InputError: a file cannot be read, or is a link to another place.
     """
+    home = folder.resolve()
+    allowed = [home]
+    # The hub's cache keeps a model's files in models--NAME/blobs, and in
+    # models--NAME/snapshots/COMMIT links to them.
+    cache = home.parent.parent
+    if cache.name.startswith("models--"):
+        allowed.append(cache / "blobs")
+
     found = {}
     for path in sorted(folder.iterdir()):
-        is_ours = (
-            path.name in (CONFIG, RECEIPT, QUANTIZATION)
-            or path.name.endswith(".index.json")
-            or "quant" in path.name
-        )
-        if (path.suffix not in {word[1:] for word in WORDS} and path.name != CARD) or is_ours:
+        if not _accompanies(path):
             continue
-        # The hub's cache keeps a model's files in models--NAME/blobs, and in
-        # models--NAME/snapshots/COMMIT links to them.
-        home = folder.resolve()
-        cache = folder.resolve().parent.parent
-        homes = [home, cache / "blobs"] if cache.name.startswith("models--") else [home]
-        if not any(path.resolve().is_relative_to(each) for each in homes):
+        if not any(path.resolve().is_relative_to(place) for place in allowed):
             raise InputError(
                 f"{str(path)!r}: is a link to a file outside the checkpoint: take it away, or "
                 "put that file in its place"
@@ -248,6 +247,17 @@ def companions(folder: Path) -> dict[str, bytes]:
     return found
 
 
+def _accompanies(path: Path) -> bool:
+    """Whether a file of a checkpoint goes into a converted one as it is; what says how the source
+    was stored does not."""
+    if path.name in (CONFIG, RECEIPT, QUANTIZATION) or "quant" in path.name:
+        return False
+    if path.name.endswith(".index.json"):
+        return False
+    suffixes = {pattern.removeprefix("*") for pattern in WORDS}
+    return path.suffix in suffixes or path.name == CARD
+
+
 def _without_code(name: str, data: bytes) -> bytes:
     """Return a file's bytes; settings are written anew if they choose code, or name files."""
     if not name.endswith("config.json"):
@@ -256,7 +266,9 @@ def _without_code(name: str, data: bytes) -> bytes:
         before = json.loads(data)
         after = json.loads(data, object_hook=_choiceless)
     except (ValueError, RecursionError):
-        return data
+        return data  # whoever reads it says that it is damaged
     if name == TOKENIZER_CONFIG and isinstance(after, dict):
         after = {key: value for key, value in after.items() if not PATHS.fullmatch(key)}
-    return data if before == after else (json.dumps(after, indent=2) + "\n").encode()
+    if before == after:
+        return data
+    return (json.dumps(after, indent=2) + "\n").encode()

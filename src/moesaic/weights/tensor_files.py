@@ -4,6 +4,10 @@ torch.distributed.checkpoint (DCP).
 Elements are copied bit by bit and never interpreted. Reading runs no code that a file refers to:
 from DCP's pickled metadata and from the archives in its files, only descriptions of tensors are
 accepted.
+
+A tensor (`Stored`) consists of rectangular parts (`Part`). In safetensors it is one part, unless
+Moesaic wrote it sharded; DCP may have one for each rank. A checkpoint names the file of each tensor
+in an index (safetensors) or list (the others), which is compared with what the files hold.
 """
 
 from __future__ import annotations
@@ -51,16 +55,7 @@ from moesaic.storage.shards import INDEX as SHARD_INDEX
 from moesaic.storage.shards import Entry, read_index, write_index
 from moesaic.storage.shards import Part as SharedPart
 from moesaic.train.shard_metadata import MOST_LIST, read_list
-from moesaic.weights.layout import (
-    Readable,
-    Region,
-    first_names,
-    full_region,
-    integer,
-    pieces,
-    ranges,
-    volume,
-)
+from moesaic.weights.layout import Readable, Region, first_names, integer, pieces, ranges
 
 CODES = {
     "F64": torch.float64,
@@ -114,6 +109,7 @@ class Part:
         """
         assert self.archive is not None
         try:
+            # without the elements: under this mode a storage only knows its place in the archive
             with open_file(self.path) as file, FakeTensorMode():
                 opened_file: Any = file
                 view: Any = _create_file_view(opened_file, self.start, self.archive)
@@ -151,18 +147,20 @@ class Stored:
         whole = ranges(at)
         out = np.empty([len(dim) for dim in whole], integer(self.dtype))
         for part in self.parts:
-            starts = part.offsets
-            inside = [
+            # What region and part share, along each dimension: as positions in the region, as
+            # indices of the tensor, and as positions in the part.
+            in_region = [
                 slice(_num_below(dim, start), _num_below(dim, start + size))
-                for dim, start, size in zip(whole, starts, part.sizes)
+                for dim, start, size in zip(whole, part.offsets, part.sizes)
             ]
-            rows = [dim[local] for dim, local in zip(whole, inside)]
-            if all(rows):
-                local = tuple(
-                    slice(row[0] - start, row[-1] - start + 1, row.step)
-                    for row, start in zip(rows, starts)
-                )
-                out[tuple(inside)] = _mapped(part, self.dtype)[local]
+            in_tensor = [dim[positions] for dim, positions in zip(whole, in_region)]
+            if not all(in_tensor):
+                continue  # they share nothing
+            in_part = [
+                slice(dim[0] - start, dim[-1] - start + 1, dim.step)
+                for dim, start in zip(in_tensor, part.offsets)
+            ]
+            out[tuple(in_region)] = _mapped(part, self.dtype)[tuple(in_part)]
         return out.reshape([len(dim) for dim in at if isinstance(dim, range)])
 
 
@@ -215,7 +213,10 @@ def filling(target: Path) -> Iterator[None]:
         yield
     except BaseException:
         for path in target.iterdir():
-            shutil.rmtree(path) if kind_of(path) == "a folder" else path.unlink()
+            if kind_of(path) == "a folder":
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         if is_new:
             target.rmdir()
         raise
@@ -224,21 +225,27 @@ def filling(target: Path) -> Iterator[None]:
 
 def _num_below(dim: range, place: int) -> int:
     """Return how many of the positions in `dim` are less than `place`."""
-    return min(len(dim), max(0, -((dim.start - place) // dim.step)))
+    steps = -((dim.start - place) // dim.step)  # from the start to `place`, rounded up
+    return min(len(dim), max(0, steps))
 
 
 def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     """Return the part's elements, memory-mapped from its file for as long as the array lives."""
-    start, strides = (part.start, None) if part.archive is None else part.in_archive
     kind = integer(dtype)
-    if not part.sizes:
+    if part.archive is None:
+        start = part.start
+        strides = None
+    else:
+        start, strides = part.in_archive
+    if not part.sizes:  # a memory map cannot have no dimension
         return np.fromfile(part.path, kind, 1, offset=start).reshape(())
     if strides is None:
         return np.memmap(part.path, kind, "r", start, part.sizes)
-    span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides)) + 1
-    flat = np.memmap(part.path, kind, "r", start, (span,))
-    steps = [each * kind.itemsize for each in strides]
-    return np.lib.stride_tricks.as_strided(flat, part.sizes, steps, writeable=False)
+
+    last = sum((size - 1) * stride for size, stride in zip(part.sizes, strides))
+    flat = np.memmap(part.path, kind, "r", start, (last + 1,))
+    byte_strides = [stride * kind.itemsize for stride in strides]
+    return np.lib.stride_tricks.as_strided(flat, part.sizes, byte_strides, writeable=False)
 
 
 def read_safetensors(folder: Path) -> dict[str, Stored]:
@@ -248,39 +255,51 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
         InputError: a file is missing, truncated, or of another checkpoint than the index. The
             message names the file.
     """
-    listed: dict[str, str] | None = None
     paths = sorted(folder.glob("[!.]*.safetensors"))
     if (folder / INDEX).exists():
-        listed = _index(folder / INDEX)
-        others = [each.name for each in paths if OF_MODEL.fullmatch(each.name)]
-        if others := sorted(set(others) - set(listed.values())):
-            raise InputError(
-                f"{folder / others[0]} is not in the index: two checkpoints are mixed: take away "
-                "one of them"
-            )
-        paths = [folder / name for name in sorted(set(listed.values()))]
-    elif len(paths) > 1:
+        return _read_indexed(folder, _index(folder / INDEX))
+    if len(paths) > 1:
         raise InputError(
             f"{folder / INDEX} is missing, and there are {len(paths)} safetensors files: fetch it"
         )
+    return _header(paths[0]) if paths else {}
+
+
+def _read_indexed(folder: Path, file_of: Mapping[str, str]) -> dict[str, Stored]:
+    """Return the tensors of the files that an index lists; InputError if index and files differ.
+
+    Args:
+        file_of: the index, name of a tensor -> name of its file.
+    """
+    file_names = sorted(set(file_of.values()))
+    present = [path.name for path in folder.glob("*.safetensors")]
+    unlisted = sorted(
+        name for name in present if OF_MODEL.fullmatch(name) and name not in file_names
+    )
+    if unlisted:
+        raise InputError(
+            f"{folder / unlisted[0]} is not in the index: two checkpoints are mixed: take away "
+            "one of them"
+        )
     tensors: dict[str, Stored] = {}
-    for path in paths:
+    for file_name in file_names:
+        path = folder / file_name
         if not path.exists():
             raise InputError(
-                f"{path} is missing: the index lists {len(paths)} files, fetch this one"
+                f"{path} is missing: the index lists {len(file_names)} files, fetch this one"
             )
         for name, stored in _header(path).items():
-            if listed is not None and listed.get(name) != path.name:
-                where = f"in {listed[name]}" if name in listed else "nowhere"
+            if file_of.get(name) != file_name:
+                where = f"in {file_of[name]}" if name in file_of else "nowhere"
                 raise InputError(
                     f"{path} holds {name}, which the index lists {where}: two checkpoints are mixed"
                 )
             tensors[name] = stored
-    missing = [] if listed is None else sorted(listed.keys() - tensors.keys())
+    missing = sorted(file_of.keys() - tensors.keys())
     if missing:
-        assert listed is not None
         raise InputError(
-            f"{folder / listed[missing[0]]} lacks {first_names(missing)}: two checkpoints are mixed"
+            f"{folder / file_of[missing[0]]} lacks {first_names(missing)}: two checkpoints are "
+            "mixed"
         )
     return tensors
 
@@ -289,6 +308,7 @@ def _header(path: Path) -> dict[str, Stored]:
     """Return the tensors that a safetensors file holds, by its header."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
+        # The first eight bytes are the header's length; a shorter file gets one that is refused.
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         try:
             if length > min(size, MOST_HEADER):
@@ -298,9 +318,10 @@ def _header(path: Path) -> dict[str, Stored]:
             tensors = {
                 name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()
             }
-            spans = sorted((entry["data_offsets"], name) for name, entry in header.items())
-            if any(end > start for ((_, end), _), ((start, _), _) in pairwise(spans)):
-                raise ValueError("two tensors overlap")
+            spans = sorted(entry["data_offsets"] for entry in header.values())
+            for (_, end), (next_start, _) in pairwise(spans):
+                if end > next_start:
+                    raise ValueError("two tensors overlap")
             return tensors
         except InputError:
             raise
@@ -320,7 +341,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
     """Return the tensor that an entry of a header describes; the tensors begin at byte `begin` of a
-    file of `size` bytes."""
+    file of `size` bytes.
+
+    Raises:
+        InputError: the tensor has a dtype that is not read, or does not fit.
+        ValueError, KeyError, TypeError: the entry is damaged.
+    """
     if entry["dtype"] not in CODES:
         raise InputError(
             f"{path}: {name} has the quantized dtype {entry['dtype']}: convert a checkpoint "
@@ -339,19 +365,21 @@ def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int)
         raise InputError(
             f"{path}: {name} of {shape} does not fit into {end - start:,} bytes: fetch it again"
         )
-    return Stored(dtype, shape, (Part(path, begin + start, (0,) * len(shape), shape),))
+    whole = Part(path, begin + start, (0,) * len(shape), shape)
+    return Stored(dtype, shape, (whole,))
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor, from the index."""
+    """Return the file name of each tensor, from the index. A name that leads out of the folder is
+    refused."""
     try:
-        listed = json.loads(read_text(path))["weight_map"]
-        if all(
+        file_of: dict[str, str] = json.loads(read_text(path))["weight_map"]
+        are_names = all(
             name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name
-            for name in listed.values()
-        ):
-            file_names: dict[str, str] = listed
-            return file_names
+            for name in file_of.values()
+        )
+        if are_names:
+            return file_of
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise InputError(f"{path}: is not an index of safetensors files, or is damaged: fetch it again")
@@ -373,27 +401,35 @@ def read_shards(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         raise InputError(
             f"{folder / SHARD_INDEX}: cannot be read ({error.strerror}): fetch it again"
         ) from error
-    headers: dict[str, dict[str, Stored]] = {}
-    for file in sorted({part.file for entry in entries.values() for part in entry.parts}):
+    headers: dict[str, dict[str, Stored]] = {}  # name of a file -> what it holds
+    files = {part.file for entry in entries.values() for part in entry.parts}
+    for file in sorted(files):
         if not (folder / file).exists():
             raise InputError(f"{folder / file} is missing: the list of tensors names it, fetch it")
         headers[file] = _header(folder / file)
-    return {name: _in_shards(folder, name, entry, headers) for name, entry in entries.items()}, []
+    tensors = {name: _in_shards(folder, name, entry, headers) for name, entry in entries.items()}
+    return tensors, []
 
 
 def _in_shards(
     folder: Path, name: str, entry: Entry, headers: Mapping[str, Mapping[str, Stored]]
 ) -> Stored:
-    """Return a tensor of the list, with the places of its parts in the files."""
+    """Return a tensor of the list, with the places of its parts in the files.
+
+    Args:
+        entry: what the list says of the tensor.
+        headers: name of a file -> the tensors that it holds, of which each is a part here.
+    """
     parts = []
     for part in entry.parts:
-        stored = headers[part.file].get(name)
-        if stored is None or (stored.shape, stored.dtype) != (part.shape, entry.dtype):
+        in_file = headers[part.file].get(name)
+        if in_file is None or (in_file.shape, in_file.dtype) != (part.shape, entry.dtype):
             raise InputError(
                 f"{folder / part.file}: does not hold the part of {name} that the list of tensors "
                 "names: two checkpoints are mixed"
             )
-        parts.append(replace(stored.parts[0], offsets=part.offsets))
+        (whole,) = in_file.parts
+        parts.append(replace(whole, offsets=part.offsets))
     return Stored(entry.dtype, entry.shape, tuple(parts))
 
 
@@ -402,27 +438,27 @@ def write_shards(folder: Path, tensors: Mapping[str, Readable]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = _in_files(tensors)
     entries: dict[str, Entry] = {}
-    for number, shard in enumerate(files, 1):
+    for number, of_file in enumerate(files, 1):
         file = f"shard-00001-model-{number:05}-of-{len(files):05}.safetensors"
-        _write_file(folder / file, shard)
-        for name, each in shard.items():
-            shape = tuple(each.shape)
-            part = SharedPart(file, (0,) * len(shape), shape)
-            entries[name] = Entry(each.dtype, shape, (part,))
+        _write_file(folder / file, of_file)
+        for name, tensor in of_file.items():
+            shape = tuple(tensor.shape)
+            whole = SharedPart(file, (0,) * len(shape), shape)
+            entries[name] = Entry(tensor.dtype, shape, (whole,))
     write_index(folder, entries)
 
 
 def _in_files(tensors: Mapping[str, Readable]) -> list[dict[str, Readable]]:
-    """Return the tensors of each file of about `SHARD_BYTES`."""
+    """Return the tensors of each file, in their order, of at most `SHARD_BYTES` or one tensor."""
     files: list[dict[str, Readable]] = [{}]
-    room = SHARD_BYTES
+    free_bytes = SHARD_BYTES
     for name, tensor in tensors.items():
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        if files[-1] and size > room:
+        if files[-1] and size > free_bytes:
             files.append({})
-            room = SHARD_BYTES
+            free_bytes = SHARD_BYTES
         files[-1][name] = tensor
-        room -= size
+        free_bytes -= size
     return files
 
 
@@ -430,35 +466,35 @@ def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
     """Write tensors into safetensors files of about `SHARD_BYTES`, and the index if there are
     several."""
     files = _in_files(tensors)
-    several = len(files) > 1
-    total = 0
+    if len(files) == 1:
+        _write_file(folder / "model.safetensors", files[0])
+        return
+    total_bytes = 0
     file_of: dict[str, str] = {}
-    for number, shard in enumerate(files, 1):
-        name = (
-            f"model-{number:05}-of-{len(files):05}.safetensors" if several else "model.safetensors"
-        )
-        file_of |= dict.fromkeys(shard, name)
-        total += _write_file(folder / name, shard)
-    if several:
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    for number, of_file in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        total_bytes += _write_file(folder / file, of_file)
+        for name in of_file:
+            file_of[name] = file
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+    write(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
     """Write a file of safetensors piece by piece; return the bytes of its tensors."""
-    codes = {dtype: code for code, dtype in CODES.items()}
+    code_of = {dtype: code for code, dtype in CODES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         start = end
-        end = end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        end = start + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {
-            "dtype": codes[tensor.dtype],
+            "dtype": code_of[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the elements begin at a multiple of 8 bytes
     with writing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
@@ -484,39 +520,48 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
             "holds it"
         ) from error
     metadata = read_list(data, str(folder / ".metadata"), others=others)
-    parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
-    sizes: dict[str, int] = {}
-    for index, place in metadata.storage_data.items():
-        path = folder / place.relative_path
-        if place.relative_path not in sizes:
-            if not path.exists():
-                raise InputError(f"{path} is missing: the list of tensors names it, fetch it")
-            with opened(path) as file:
-                sizes[place.relative_path] = os.fstat(file.fileno()).st_size
-        if place.offset + place.length > sizes[place.relative_path]:
-            raise InputError(
-                f"{path}: ends before {index.fqn}: it is cut off or of another checkpoint, "
-                "fetch it again"
-            )
-        entry = metadata.state_dict_metadata[index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        offsets = tuple(index.offset or (0,) * len(entry.size))
-        extents = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
-        if offsets not in extents:
-            raise InputError(
-                f"{folder}: no part of {index.fqn} begins at {list(offsets)}: the list of "
-                "tensors is damaged"
-            )
-        parts[index.fqn].append(Part(path, place.offset, offsets, extents[offsets], place.length))
+    parts = _dcp_parts(folder, metadata)
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
-        if sum(volume(full_region(part.sizes)) for part in parts[name]) < math.prod(entry.size):
+        num_stored = sum(math.prod(part.sizes) for part in parts[name])
+        if num_stored < math.prod(entry.size):
             raise InputError(
                 f"{folder}: parts of {name} are in no file: the checkpoint is incomplete"
             )
         tensors[name] = Stored(entry.properties.dtype, tuple(entry.size), tuple(parts[name]))
     return tensors, others
+
+
+def _dcp_parts(folder: Path, metadata: Metadata) -> dict[str, list[Part]]:
+    """Return the parts of each tensor of a DCP checkpoint, by its name; InputError for a file that
+    is missing or cut off, and for a list that contradicts itself."""
+    parts: dict[str, list[Part]] = {name: [] for name in metadata.state_dict_metadata}
+    file_bytes: dict[str, int] = {}
+    for index, place in metadata.storage_data.items():
+        name = index.fqn
+        path = folder / place.relative_path
+        if place.relative_path not in file_bytes:
+            if not path.exists():
+                raise InputError(f"{path} is missing: the list of tensors names it, fetch it")
+            with opened(path) as file:
+                file_bytes[place.relative_path] = os.fstat(file.fileno()).st_size
+        if place.offset + place.length > file_bytes[place.relative_path]:
+            raise InputError(
+                f"{path}: ends before {name}: it is cut off or of another checkpoint, "
+                "fetch it again"
+            )
+        entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        offsets = tuple(index.offset or (0,) * len(entry.size))
+        sizes_at = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        if offsets not in sizes_at:
+            raise InputError(
+                f"{folder}: no part of {name} begins at {list(offsets)}: the list of "
+                "tensors is damaged"
+            )
+        parts[name].append(Part(path, place.offset, offsets, sizes_at[offsets], place.length))
+    return parts
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
@@ -529,13 +574,13 @@ def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
         for name, tensor in tensors.items():
             chunks: list[ChunkStorageMetadata] = []
             for number, region in enumerate(pieces(tensor.shape, tensor.dtype.itemsize)):
-                offsets = torch.Size(row.start for row in region)
+                offsets = torch.Size(dim.start for dim in region)
+                sizes = torch.Size(len(dim) for dim in region)
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
                 start = file.tell()
                 torch.save(torch.from_numpy(tensor.read(region)).view(tensor.dtype), file)
-                chunks.append(ChunkStorageMetadata(offsets, torch.Size(len(row) for row in region)))
-                places[MetadataIndex(name, offsets, number)] = _StorageInfo(
-                    DCP_FILE, start, file.tell() - start
-                )
+                place = _StorageInfo(DCP_FILE, start, file.tell() - start)
+                places[MetadataIndex(name, offsets, number)] = place
             properties = TensorProperties(dtype=tensor.dtype)
             entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     metadata = Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)

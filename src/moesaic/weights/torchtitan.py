@@ -94,11 +94,11 @@ class Torchtitan(AbstractFormat):
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         """Yield where each tensor lies in torchtitan's checkpoint."""
-        latent = any("kv_a_proj_with_mqa" in name for name in model.shapes)
-        biased = any(module.has_bias for module in model.experts.values())
+        has_latent_attention = any("kv_a_proj_with_mqa" in name for name in model.shapes)
+        has_bias = any(module.has_bias for module in model.experts.values())
         rules: Rules = {
             **COMMON,
-            **(LATENT_ATTENTION if latent else ATTENTION),
-            **(WITH_BIAS if biased else SWIGLU),
+            **(LATENT_ATTENTION if has_latent_attention else ATTENTION),
+            **(WITH_BIAS if has_bias else SWIGLU),
         }
         return by_rules(model, OUTSIDE, lambda layer: rules, "layers.{}.")

@@ -53,16 +53,15 @@ class Upcycling:
 
     def __post_init__(self) -> None:
         shards = self.granularity
-        if shards < 1 or shards & (shards - 1):
+        is_power_of_two = shards >= 1 and shards & (shards - 1) == 0
+        if not is_power_of_two:
             raise InputError(
                 f"granularity={shards}: give a power of two, so that a shard's output is "
                 "scaled exactly"
             )
-        for name in ("num_experts", "top_k"):
-            if getattr(self, name) < 1 or getattr(self, name) % shards:
-                raise InputError(
-                    f"{name}={getattr(self, name)}: give a multiple of granularity={shards}"
-                )
+        for name, value in (("num_experts", self.num_experts), ("top_k", self.top_k)):
+            if value < 1 or value % shards:
+                raise InputError(f"{name}={value}: give a multiple of granularity={shards}")
         if self.top_k > self.num_experts:
             raise InputError(f"top_k={self.top_k}: give at most num_experts={self.num_experts}")
 
@@ -75,21 +74,21 @@ routing weights."""
 def _router(
     shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, layer: int
 ) -> Computed:
-    """Return a router with rows from a normal distribution. All shards of one copy have the same
-    row."""
+    """Return a router, (experts, dim), with rows from a normal distribution. All shards of one copy
+    have the same row."""
 
     def make(at: Region) -> torch.Tensor:
-        """Return a part of the router's matrix: each row drawn once, for all the parts of an
-        expert."""
+        """Return a region of the router's matrix: all of it is drawn anew, from the same seed."""
         generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
-        copies = (
-            torch.randn(shape[0] // settings.granularity, shape[1], generator=generator)
-            * settings.router_std
-        )
+        num_experts, dim = shape
+        num_copies = num_experts // settings.granularity
+        of_copies = torch.randn(num_copies, dim, generator=generator) * settings.router_std
+        of_experts = of_copies.repeat_interleave(settings.granularity, 0).to(dtype)
         index = tuple(
-            dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at
+            part if isinstance(part, int) else slice(part.start, part.stop, part.step)
+            for part in at
         )
-        return copies.repeat_interleave(settings.granularity, 0).to(dtype)[index]
+        return of_experts[index]
 
     return Computed(dtype, shape, make)
 
@@ -112,25 +111,24 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
     """
     model = Architecture(_sparse_config(dense.model.config, settings))
     weights = dense.into(identity(dense.model.shapes))
-    tensors: dict[str, Readable] = {}
+    tensors: dict[str, Readable] = {}  # those of the dense model, and routers, by their names
     blocks: list[StoredBlock] = []
     for name, shape in model.shapes.items():
         match = LAYER.fullmatch(name)
         if model.experts_of(name) is not None:
+            assert match is not None
             for part in model.parts(name):
-                assert match is not None
                 assert not part.transposed
-                matrix = part.name.rpartition(".")[2]
-                stored = f"model.layers.{match[1]}.mlp.{matrix}_proj.weight"
-                dense_weight = weights[stored]
-                tensors[stored] = (
-                    _scaled(dense_weight, settings.granularity)
-                    if matrix == "down"
-                    else dense_weight
-                )
-                blocks += _shards(
-                    part, stored, dense_weight.shape, settings, cut=1 if matrix == "down" else 0
-                )
+                _, _, projection = part.name.rpartition(".")
+                dense_name = f"model.layers.{match[1]}.mlp.{projection}_proj.weight"
+                weight = weights[dense_name]
+                # A shard has some of the hidden features: rows of gate and up, columns of down.
+                # Outputs of shards are scaled, as the module docstring says.
+                hidden_dim = 1 if projection == "down" else 0
+                if projection == "down":
+                    weight = _scaled(weight, settings.granularity)
+                tensors[dense_name] = weight
+                blocks += _shards(part, dense_name, weight.shape, settings, cut=hidden_dim)
             continue
         if name in weights:
             tensors[name] = weights[name]
@@ -138,9 +136,8 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
             assert match is not None, name
             norm = weights[f"model.layers.{match[1]}.input_layernorm.weight"]
             tensors[name] = _router(shape, norm.dtype, settings, int(match[1]))
-        blocks.append(
-            StoredBlock(name, at=full_region(shape), tensor=name, index=full_region(shape))
-        )
+        whole = full_region(shape)
+        blocks.append(StoredBlock(name, at=whole, tensor=name, index=whole))
     dropped = [
         f"optimizer state {state}: upcycled weights have none"
         for state in dense.tensors
@@ -153,8 +150,14 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
 def _shards(
     part: Part, stored: str, shape: tuple[int, ...], settings: Upcycling, *, cut: int
 ) -> Iterator[StoredBlock]:
-    """Yield the blocks that give each expert its shard of a dense matrix: some rows or, if `cut` is
-    1, columns."""
+    """Yield the blocks that give each expert its shard of a dense matrix.
+
+    Args:
+        part: the stacked matrices of the experts.
+        stored: name of the dense matrix.
+        shape: its shape.
+        cut: the dimension that is cut into shards.
+    """
     width = shape[cut] // settings.granularity
     for expert in range(settings.num_experts):
         shard = expert % settings.granularity
@@ -181,17 +184,18 @@ def _sparse_config(config: Any, settings: Upcycling) -> Any:
             f"granularity={settings.granularity}: must divide "
             f"intermediate_size={config.intermediate_size}"
         )
-    width = config.intermediate_size // settings.granularity
+    hidden = config.intermediate_size // settings.granularity
     for name in ("model_type", "architectures", "transformers_version"):
         table.pop(name, None)
     table |= {"num_experts_per_tok": settings.top_k, "output_router_logits": False}
     if kind == "mixtral":
-        table |= {"num_local_experts": settings.num_experts, "intermediate_size": width}
+        table |= {"num_local_experts": settings.num_experts, "intermediate_size": hidden}
     else:
         table |= {
             "num_experts": settings.num_experts,
-            "moe_intermediate_size": width,
+            "moe_intermediate_size": hidden,
             "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
         }
-        table |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return transformers.AutoConfig.for_model(kind, **table)

@@ -1,5 +1,10 @@
 """The interface of foreign trace formats: a reader that returns one segment of a `Trace`, and a
-writer."""
+writer.
+
+A format records either each token's experts, or counts of copies; `moesaic.traces.trace` says what
+a segment, its table and its sizes are. Foreign files do not say which tokens are a sequence: the
+tokens of a rank, or of a request, become one.
+"""
 
 from __future__ import annotations
 
@@ -92,10 +97,11 @@ def tokens_segment(
     """
     _, accumulation, layers, tokens, top_k = table.shape
     least_experts = int(table.max(initial=0)) + 1
-    experts = max(least_experts, top_k) if num_experts is None else num_experts
-    if experts > MOST_EXPERTS:
+    if num_experts is None:
+        num_experts = max(least_experts, top_k)
+    if num_experts > MOST_EXPERTS:
         raise InputError(
-            f"trace: {experts:,} experts in a layer are not possible, at most "
+            f"trace: {num_experts:,} experts in a layer are not possible, at most "
             f"{MOST_EXPERTS:,} are: correct the file"
         )
     if table.min(initial=0) < 0:
@@ -104,14 +110,14 @@ def tokens_segment(
             "copies, which have no expert: record tokens without padding, or leave those tokens "
             "out"
         )
-    if experts < least_experts:
+    if num_experts < least_experts:
         raise InputError(
             f"trace: its experts are numbered up to {least_experts - 1}: give --num-experts "
             f"{least_experts} or more"
         )
     shape = TraceShape(
         num_layers=layers,
-        num_experts=experts,
+        num_experts=num_experts,
         top_k=top_k,
         sequences=sequences,
         seq_len=tokens // sequences,
@@ -150,10 +156,11 @@ def counts_segment(
             f"trace {path}: has a number that no run reaches ({error}): correct it"
         ) from error
     _, accumulation, layers, sequences, num_experts = table.shape
-    longest = int(table.sum(-1).max(initial=0))
-    if longest % top_k:
+    # A rank's tokens have top_k copies each, so the longest sequence tells the number of tokens.
+    most_copies = int(table.sum(-1).max(initial=0))
+    if most_copies % top_k:
         raise InputError(
-            f"trace {path}: {longest} copies are not a multiple of top_k={top_k}: give the "
+            f"trace {path}: {most_copies} copies are not a multiple of top_k={top_k}: give the "
             "right --top-k"
         )
     shape = TraceShape(
@@ -161,7 +168,7 @@ def counts_segment(
         num_experts=num_experts,
         top_k=top_k,
         sequences=sequences,
-        seq_len=max(longest // top_k, 1),
+        seq_len=max(most_copies // top_k, 1),
         accumulation=accumulation,
     )
     if table.max(initial=0) > shape.seq_len:
@@ -205,7 +212,8 @@ def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
     for file in candidates:
         match = re.fullmatch(pattern, file.name)
         if match:
-            files[tuple(map(int, match.groups()))] = file
+            numbers = tuple(int(number) for number in match.groups())
+            files[numbers] = file
     if not files:
         raise InputError(
             f"trace {path}: holds no file named like {pattern}: name the folder that was recorded"

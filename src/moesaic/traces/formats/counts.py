@@ -54,7 +54,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
 def _cells(path: Path) -> dict[tuple[int, ...], int]:
     """Return the counts of a file by their numbers on `AXES`; at least one."""
     rows = csv.DictReader(lines_of(path))
-    missing = [name for name in (*AXES[1:], "count") if name not in (rows.fieldnames or ())]
+    required = (*AXES[1:], "count")  # all but the step
+    missing = [name for name in required if name not in (rows.fieldnames or ())]
     if missing:
         raise InputError(
             f"trace {path}: has no column {missing[0]}: its first line must name layer, "
@@ -83,17 +84,20 @@ def _table(
 ) -> tuple[np.ndarray, list[int]]:
     """Return all counts, an axis for each of `AXES`, and the numbers of the steps. The numbers on
     the other axes become places in ascending order; experts keep theirs."""
-    numbers = [sorted({place[axis] for place in cells}) for axis in range(len(AXES) - 1)]
-    sizes = (*map(len, numbers), num_experts)
+    axes_but_expert = range(len(AXES) - 1)
+    numbers = [sorted({place[axis] for place in cells}) for axis in axes_but_expert]
+    sizes = (*(len(on_axis) for on_axis in numbers), num_experts)
     if np.prod(sizes, dtype=float) > MOST_CELLS:
         raise InputError(f"trace {path}: its numbers span more than {MOST_CELLS:,} counts")
+
     # Python's whole numbers have no limit: `counts_segment` refuses those that int64 cannot hold.
     table = np.zeros(sizes, dtype=object)
-    indices = [{number: index for index, number in enumerate(on_axis)} for on_axis in numbers]
+    index_of = [{number: index for index, number in enumerate(on_axis)} for on_axis in numbers]
     for (*place, expert), count in cells.items():
-        index = (indices[axis][number] for axis, number in enumerate(place))
+        index = [index_of[axis][number] for axis, number in enumerate(place)]
         table[(*index, expert)] = count
-    return table, numbers[0]
+    steps = numbers[0]
+    return table, steps
 
 
 def write(trace: Trace, path: Path) -> None:
@@ -105,9 +109,10 @@ def write(trace: Trace, path: Path) -> None:
             for micro in range(shape.accumulation):
                 for layer in range(shape.num_layers):
                     counts = trace.counts(layer, step, micro)
-                    for rank, expert in zip(*(axis.tolist() for axis in counts.nonzero())):
-                        line = (step, micro, layer, rank, expert, int(counts[rank, expert]))
-                        file.write(f"{','.join(map(str, line))}\n".encode())
+                    for rank, expert in np.argwhere(counts).tolist():
+                        count = int(counts[rank, expert])
+                        line = f"{step},{micro},{layer},{rank},{expert},{count}\n"
+                        file.write(line.encode())
 
 
 FORMAT = TraceFormat(software="a table of counts", reader=read, write=write)

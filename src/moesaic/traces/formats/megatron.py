@@ -46,6 +46,7 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         InputError: a line is not a record, a step lacks a layer, or the numbers of tokens differ
             between ranks, steps or layers.
     """
+    # (step, layer) -> rank -> the experts of each micro-batch
     records: dict[tuple[int, Layer], dict[int, list[np.ndarray]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -60,28 +61,29 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         )
     steps = sorted({step for step, _ in records})
     layers = sorted({layer for _, layer in records})
-    per_step = []
+    of_steps = []
     for step in steps:
-        by_layer = []
+        of_layers = []
         for layer in layers:
             by_rank = records.get((step, layer))
             if by_rank is None:
+                block, _, layer_number = layer
                 raise InputError(
-                    f"trace {path}: step {step} has no layer {layer[2]} ({layer[0]}): leave "
+                    f"trace {path}: step {step} has no layer {layer_number} ({block}): leave "
                     "the step out"
                 )
-            by_layer.append([by_rank[rank] for rank in sorted(by_rank)])
-        per_step.append(by_layer)
+            of_layers.append([by_rank[rank] for rank in sorted(by_rank)])
+        of_steps.append(of_layers)
     try:
-        table = np.array(per_step)  # (steps, layers, ranks, accumulation, tokens, top_k)
+        table = np.array(of_steps)  # (steps, layers, ranks, accumulation, tokens, top_k)
     except ValueError as error:
         raise InputError(
             f"trace {path}: ranks, steps or layers have different numbers of tokens: remove "
             "those that differ"
         ) from error
     ranks = table.shape[2]
-    table = table.transpose(0, 3, 1, 2, 4, 5)
-    table = table.reshape(*table.shape[:3], -1, table.shape[-1])
+    table = table.transpose(0, 3, 1, 2, 4, 5)  # (steps, accumulation, layers, ranks, ...)
+    table = table.reshape(*table.shape[:3], -1, table.shape[-1])  # the tokens of all ranks
     source = {"format": "megatron", "layers": [f"{block} {number}" for block, _, number in layers]}
     return tokens_segment(
         table, steps=steps, sequences=ranks, num_experts=options.num_experts, source=source
@@ -130,9 +132,8 @@ def _record(line: str, where: str) -> _Record:
     """Parse a line; raise InputError if it is no record."""
     try:
         record = json.loads(line)
-        experts = np.array(record["top_indices"], dtype=np.int64).reshape(
-            int(record["num_tokens"]), int(record["topk"])
-        )
+        experts = np.array(record["top_indices"], dtype=np.int64)
+        experts = experts.reshape(int(record["num_tokens"]), int(record["topk"]))
         layer = (
             str(record.get("block", "decoder")),
             int(record.get("mtp_idx", -1)),

@@ -54,12 +54,13 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
             f"trace {path}: holds no .npy or .json file: name what vLLM or SGLang returned"
         )
     requests = [_request(file, options) for file in files]
-    if len({item.shape[1:] for item in requests}) > 1:
+    if len({experts.shape[1:] for experts in requests}) > 1:
         raise InputError(
             f"trace {path}: its requests have different layers or top-k: keep those of one model"
         )
-    is_equally_long = len({len(item) for item in requests}) == 1
-    table = np.concatenate(requests).transpose(1, 0, 2)[None, None]
+    is_equally_long = len({len(experts) for experts in requests}) == 1
+    of_layers = np.concatenate(requests).transpose(1, 0, 2)  # (layers, tokens, top_k)
+    table = of_layers[None, None]  # one step of one micro-batch
     return tokens_segment(
         table,
         steps=[0],
@@ -91,11 +92,11 @@ def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.
     folder.mkdir(parents=True, exist_ok=True)
     for step in trace.steps:
         for micro in range(trace.shape.accumulation):
-            layers = range(trace.shape.num_layers)
-            experts = np.stack(
-                [sent(trace.experts(layer, step, micro).astype(np.int64)) for layer in layers],
-                axis=1,
-            )
+            of_layers = [
+                sent(trace.experts(layer, step, micro).astype(np.int64))
+                for layer in range(trace.shape.num_layers)
+            ]
+            experts = np.stack(of_layers, axis=1)
             for number, sequence_experts in enumerate(np.split(experts, trace.shape.sequences)):
                 yield f"step{step:06d}-{micro}-{number:04d}", sequence_experts
 
@@ -107,11 +108,11 @@ def _request(file: Path, options: ReadOptions) -> np.ndarray:
             experts = read_array(file)
         else:
             answer = json.loads(read_text(file))
-            parts = [
-                _array(value, answer, options)
-                for value in (_field(answer, PROMPT), _field(answer, FIELD))
-                if value
-            ]
+            parts = []
+            for name in (PROMPT, FIELD):
+                value = _field(answer, name)
+                if value:
+                    parts.append(_array(value, answer, options))
             experts = np.concatenate(parts)
     except DAMAGED as error:
         raise InputError(
@@ -127,18 +128,26 @@ def _request(file: Path, options: ReadOptions) -> np.ndarray:
 
 def _field(answer: Any, name: str) -> Any:
     """Return a field of the response, of its meta_info, of its first choice, or of their sgl_ext;
-    None if it is missing."""
+    None if it is missing. A list of responses stands for its first one."""
     if isinstance(answer, list):
         answer = answer[0] if answer else {}
-    places = [answer, answer.get("meta_info"), *(answer.get("choices") or [])[:1]]
+    choices = answer.get("choices") or []
+    places = [answer, answer.get("meta_info"), *choices[:1]]
     places += [place.get("sgl_ext") for place in places if isinstance(place, dict)]
-    return next(
-        (place[name] for place in places if isinstance(place, dict) and place.get(name)), None
-    )
+    for place in places:
+        if isinstance(place, dict) and place.get(name):
+            return place[name]
+    return None
 
 
 def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
-    """Decode experts from a nested list, base64 of an .npy, or base64 of flat int32."""
+    """Decode experts, (tokens, layers, top_k), from a nested list, base64 of an .npy, or base64 of
+    flat int32.
+
+    Args:
+        value: a field of the response.
+        answer: the whole response, which may give the shape.
+    """
     if isinstance(value, list):
         return np.array(value)
     data = base64.b64decode(value, validate=True)
@@ -147,13 +156,15 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
     flat = np.frombuffer(data, dtype="<i4")
     if isinstance(answer, dict) and "shape" in answer:
         return flat.reshape(answer["shape"])
-    num_tokens = _field(answer, "prompt_tokens"), _field(answer, "completion_tokens")
-    if options.top_k is None or not all(isinstance(number, int) for number in num_tokens):
+    prompt_tokens = _field(answer, "prompt_tokens")
+    generated_tokens = _field(answer, "completion_tokens")
+    are_numbers = isinstance(prompt_tokens, int) and isinstance(generated_tokens, int)
+    if options.top_k is None or not are_numbers:
         raise ValueError(
             'SGLang responses lack the shape: add "shape": [tokens, layers, top_k], or give --top-k'
         )
-    # the last generated token is not routed
-    return flat.reshape(sum(num_tokens) - 1, -1, options.top_k)
+    num_routed = prompt_tokens + generated_tokens - 1  # the last generated token is not routed
+    return flat.reshape(num_routed, -1, options.top_k)
 
 
 VLLM = TraceFormat(software="vLLM", reader=read, write=write_vllm)
