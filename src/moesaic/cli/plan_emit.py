@@ -56,7 +56,8 @@ def run(arguments: Sequence[str]) -> int:
                 f"--pp {options.pp}: no layout of {cluster.world} devices with {options.pp} stages "
                 "fits: try another number"
             )
-        return _emit(options.system, job, best[0])
+        layout, _ = best
+        return _emit(options.system, job, layout)
     job, result = options.searched(job, simulator)
     return _emit(options.system, job, layout_of(job, result.best), result.best)
 

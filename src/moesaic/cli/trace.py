@@ -93,10 +93,11 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    words = {"show": _show, "counts": _counts, "check": _check, "convert": _convert}
-    if arguments[0] not in words:
-        raise InputError(f"unknown word {arguments[0]}: write {', '.join(words)}")
-    return words[arguments[0]](arguments[1:])
+    subcommands = {"show": _show, "counts": _counts, "check": _check, "convert": _convert}
+    name = arguments[0]
+    if name not in subcommands:
+        raise InputError(f"unknown word {name}: write {', '.join(subcommands)}")
+    return subcommands[name](arguments[1:])
 
 
 def _show(arguments: Sequence[str]) -> int:
@@ -259,11 +260,16 @@ def print_loads(trace: Trace, loads: Sequence[LayerLoad]) -> None:
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for load in loads:
-        violations = load.max_violation
-        figures = [violations[0], float(np.mean(violations)), max(violations), violations[-1]]
+        violations = load.max_violation  # by step
+        first_mean_largest_last = [
+            violations[0],
+            float(np.mean(violations)),
+            max(violations),
+            violations[-1],
+        ]
         table.add_row(
             str(load.layer),
-            *(f"{value:.2f}" for value in figures),
+            *(f"{value:.2f}" for value in first_mean_largest_last),
             str(load.busiest[-1]),
             str(load.dead_experts),
             f"{load.drift:.3f}",
