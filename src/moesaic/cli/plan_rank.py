@@ -240,7 +240,8 @@ def _write_page(
         stages = cost_model.timed(forward, backward)
     flight = None
     if best.split.in_flight > 1:
-        flight = cost_model.flights(compiled, forward, backward)[0]
+        forward_flight, _ = cost_model.flights(compiled, forward, backward)
+        flight = forward_flight
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
     plan_answer = PlanAnswer(
         job=job,

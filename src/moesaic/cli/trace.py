@@ -196,19 +196,19 @@ def _convert(arguments: Sequence[str]) -> int:
 
 def _open(options: TraceCheckOptions) -> Trace:
     """Open a trace of Moesaic, or a recording of other software."""
-    return (
-        Trace.open(Path(options.file))
-        if options.from_format is None
-        else Trace.of(_read(options), options.file)
-    )
+    if options.from_format is None:
+        return Trace.open(Path(options.file))
+    return Trace.of(_read(options), options.file)
 
 
 def _read(options: TraceCheckOptions) -> TraceSegment:
+    """Read a recording of other software."""
     assert options.from_format is not None
     return _format(options.from_format).read(Path(options.file), options)
 
 
 def _format(name: str) -> TraceFormat:
+    """Return the format of a name of --from or --to."""
     if name not in FORMATS:
         raise InputError(f"format {name}: is unknown{suggestion(name, list(FORMATS))}")
     return FORMATS[name]
