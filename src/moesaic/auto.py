@@ -87,6 +87,7 @@ class AutoPlan:
         """When the first of the unrecorded steps began, by the clock."""
         self._reported = 0
         """Number of the table's decisions that `values` has returned."""
+
         self.clock = clock
         self.load = 0.0
         """The load of the last step on the rank with the largest; 0 if the plan does not follow the
@@ -99,6 +100,7 @@ class AutoPlan:
         """The log lines, one for each finished race."""
         self.say: Callable[[str], None] = LOG.warning
         """Called on the first rank with every line."""
+
         self_ref = weakref.ref(self)
         handle = register_optimizer_step_pre_hook(
             lambda optimizer, *_: _note_step(self_ref(), optimizer)

@@ -216,6 +216,7 @@ def codec_spec(codec: str) -> CodecSpec:
         raise InputError(
             f"codec {codec!r}: {name or NO_CODEC} takes no option: leave out what follows the colon"
         )
+
     value = int(text) if text.isascii() and text.isdecimal() else -1
     if value not in spec.allowed:
         allowed = f"{spec.option} as a whole number from {spec.allowed[0]} to {spec.allowed[-1]}"

@@ -216,10 +216,12 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             return None
         others = [each for each in arguments if each is not type(None)]
         return _convert(value, others[0], where)
+
     # Python counts true and false as whole numbers
     is_whole_number = isinstance(value, int) and not isinstance(value, bool)
     if hint is float and is_whole_number:
         return _as_float(value, where)
+
     kinds = arguments or (hint,)
     is_stray_bool = isinstance(value, bool) and bool not in kinds
     if is_stray_bool or not isinstance(value, kinds):

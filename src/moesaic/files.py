@@ -133,6 +133,7 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
     if kind not in (None, "a file"):
         raise _refused(path, str(kind))
     aside = path.with_name(f"{WRITING}{secrets.token_hex(4)}-{path.name}"[:255])
+
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, 0o666)
     try:
         with io.BufferedWriter(_Output(descriptor, str(aside))) as file:

@@ -54,6 +54,7 @@ class ChosenExperts:
         self._parameters = parameters
         self._mesh = mesh
         self._is_auto = plan is None
+
         self.on_mesh: ExpertParallel | None = None
         if mesh is None:
             return

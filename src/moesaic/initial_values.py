@@ -89,6 +89,7 @@ def held(tensor: Tensor) -> tuple[range, ...]:
     ranges = [range(size) for size in tensor.shape]
     if not is_dtensor(tensor):
         return tuple(ranges)
+
     placements = tensor.placements
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     # FSDP's axis comes first in the mesh, but splits what the other axes left; its placement

@@ -118,6 +118,7 @@ def _run_together(
             # a first one that is done sent no messages, so that nothing can run beside it
             if len(micro_batches) == 2 or newest.is_done:
                 break
+
         while not all(each.is_done for each in micro_batches):
             for each in micro_batches:
                 if not each.is_done:

@@ -533,6 +533,7 @@ class MoE(InjectsLosses, RoutingCached):
             "apply_weight",
         )
         settings = {f"layer.{name}": getattr(self, name) for name in names}
+
         settings["layer.router"] = type(self.router).__name__
         settings["layer.experts"] = type(self.experts).__name__
         for path, module in self.router.named_modules(prefix="layer.router"):
@@ -686,6 +687,7 @@ class MoE(InjectsLosses, RoutingCached):
                 "that sorts its tokens does not support: batch by further dimensions of x, "
                 "differentiate by torch.autograd"
             )
+
         _check_tensors(x=x, mask=mask, token_ids=token_ids)
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise InputError(
@@ -697,6 +699,7 @@ class MoE(InjectsLosses, RoutingCached):
                 f"MoE was called with x of dtype {x.dtype}: pass activations, in a "
                 "floating-point dtype"
             )
+
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != x.shape[:-1]:
                 raise InputError(
@@ -709,6 +712,7 @@ class MoE(InjectsLosses, RoutingCached):
             raise InputError(
                 f"MoE: token_ids have dtype {token_ids.dtype}: pass whole numbers, in torch.int64"
             )
+
         if self.router.needs_token_ids and token_ids is None:
             raise InputError(
                 f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, "

@@ -224,6 +224,7 @@ class Checkpoints:
             raise InputError(
                 f"{folder}: no checkpoint there: train first, or name another run folder"
             )
+
         damages: list[str] = []
         for path in reversed(found):
             try:

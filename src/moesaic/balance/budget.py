@@ -371,6 +371,7 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
         for task in compiled.logical.tasks
         if task.op is Op.EXPERT
     ]
+
     # Ranks that hold the same rows get one number: each rank joins the lowest of those before it.
     holders = np.full((grid.world, num_experts, 1 + grid.ep * compiled.replicates), -1)
     for rank in range(grid.world):

@@ -55,6 +55,7 @@ def parse(
         if "-h" in words or "--help" in words:
             hidden = _rest(kind, usual)
         words = ["--help" if word == "--help-all" else word for word in words]
+
     options: dict[str, Any] = {} if default is None else {"default": default}
     errors = io.StringIO()
     try:
@@ -71,11 +72,8 @@ def parse(
     except SystemExit as stop:
         if not stop.code:
             raise
-        refusal = _refusal_of(stop)
-        if refusal is None:
-            message = _one_line(errors.getvalue())
-            refusal = InputError(_with_advice(message, kind, prog))
-        raise refusal from stop
+        raise _refusal_of(stop, errors.getvalue(), kind, prog) from stop
+
     if unknown:
         nearest = _nearest(unknown[0], [*taken, *_flags(kind)])
         help_flag = "--help-all" if usual else "--help"
@@ -234,13 +232,15 @@ def _usage(kind: Any) -> str:
     return " ".join(words)
 
 
-def _refusal_of(stop: SystemExit) -> InputError | None:
-    """Return the InputError of the dataclass that made tyro stop, if any: tyro's frame would break
-    its lines."""
+def _refusal_of(stop: SystemExit, box: str, kind: Any, prog: str) -> InputError:
+    """Return the InputError of the dataclass that made tyro stop, since tyro's frame would break
+    its lines; else one with the message that tyro has printed in a frame, `box`."""
     error = stop.__context__
     while error is not None and not isinstance(error, InputError):
         error = error.__context__
-    return error
+    if error is not None:
+        return error
+    return InputError(_with_advice(_one_line(box), kind, prog))
 
 
 def _one_line(box: str) -> str:
@@ -250,12 +250,14 @@ def _one_line(box: str) -> str:
     words = re.sub(colours_and_frame, " ", box)
     words = re.sub(r"\s+", " ", words).strip()
     words = re.split(r" (?:Argument helptext:|For full helptext)", words)[0]
+
     # of a value with several types, the last one and the value: int: 'x'
     words = re.sub(
         r"no type matching .* instantiated from \['(.*?)'\]\. Got errors: .*(int|float)\b.*",
         r"\2: '\1'",
         words,
     )
+
     # what Python says of a value that is no number
     words = re.sub(
         r"(invalid literal for )?int(\(\) with base 10)?: '", "not a whole number: '", words

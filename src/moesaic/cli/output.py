@@ -140,6 +140,7 @@ def guarded_output(command: str, *, asks_for_help: bool = False) -> Iterator[Non
     ends = asks_for_help or command not in LASTING
     out = sys.stdout  # None if the process was started without one, as is standard error
     err = sys.stderr
+
     # `LastingStream` puts the reason in place of {}
     goes_on = f"({{}}): it goes on without{LASTING.get(command, '')}"
     if out is not None:
@@ -150,6 +151,7 @@ def guarded_output(command: str, *, asks_for_help: bool = False) -> Iterator[Non
     if err is not None:
         line = f"moesaic {command}: standard error cannot be written {goes_on}"
         sys.stderr = LastingStream(err, None if ends else out, line)
+
     try:
         yield
     finally:

@@ -47,6 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     simulator = options.simulator()
     cluster = simulator.cluster
     job = options.job(cluster)
+
     if options.flags is not None:
         return _emit(options.system, job, options.layout_of(options.flags, job, cluster))
     if options.system != "moesaic" and options.pp is not None:
@@ -58,6 +59,7 @@ def run(arguments: Sequence[str]) -> int:
             )
         layout, _ = best
         return _emit(options.system, job, layout)
+
     job, result = options.searched(job, simulator)
     return _emit(options.system, job, layout_of(job, result.best), result.best)
 

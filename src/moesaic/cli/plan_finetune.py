@@ -96,11 +96,13 @@ def run(arguments: Sequence[str]) -> int:
         "logits": LOSS_TOKENS,
         "projections": 4,
     }
+
     predicted = predict_finetune(job.model, cluster=cluster, **sizes)
     if not any(split.fits for split in predicted.splits.values()):
         raise InputError(
             f"{model} on {cluster.name} does not fit: {_what_fits(job, cluster, predicted, sizes)}"
         )
+
     changes = sorted(_changes(job, cluster, predicted, sizes), key=lambda change: -change.speedup)
     if options.json:
         data = {
@@ -141,6 +143,7 @@ def _lines(
         f"fragments, of {device:g}"
     )
     yield "  " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items())
+
     yield "split over ranks             tokens/s       GiB  limited by"
     for name, split in found.splits.items():
         mark = ""
@@ -150,6 +153,7 @@ def _lines(
             mark = "; does not fit"
         speed = f"{split.tokens_per_second:>12,.0f}{split.bytes / GIB:>10.1f}"
         yield f"  {name:<26} {speed}  {split.bottleneck}{mark}"
+
     if found.plan is not None and found.tokens_per_second is not None:
         low, high = found.interval or (0.0, 0.0)
         limits = sorted(found.limits.items(), key=lambda limit: -limit[1])[:3]
@@ -159,6 +163,7 @@ def _lines(
             f"{found.seconds:.2f}; busy: {busy}"
         )
         yield f"  plan: {plan_in_words(found.plan)}"
+
     yield f"run: {_command(model, cluster, found, sizes)}"
     yield "what would change most, each predicted again:"
     for change in changes[:6]:
@@ -181,12 +186,14 @@ def _command(
         folder = path
     elif path.is_file():
         folder = path.parent
+
     starts = "moesaic"
     if cluster.nodes > 1:
         starts = (
             f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} "
             "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m moesaic"
         )
+
     flags = {}
     if cluster.nodes == 1:
         flags["ranks"] = sizes["ranks"]

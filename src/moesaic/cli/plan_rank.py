@@ -122,9 +122,11 @@ def _print(
     cluster = simulator.cluster
     skewed = [] if options.max_vio is None else _under_skew(job, cluster, result, options.max_vio)
     lines = _lines(job, simulator, result, options, flags)
+
     if options.page is not None:
         # the page has the last line's sources one by one
         _write_page(options, lines[:-1], job, result, simulator)
+
     if options.json:
         data = as_data(result, cluster, skewed)
         total, active = job.parameters(cluster)
@@ -210,6 +212,7 @@ def _lines(
             under_counts=options.trace is not None,
         )
     )
+
     if options.trace is None and options.max_vio is None:
         lines += _fewer(job, cluster, options, result.best.seconds)
     if options.trace is None:  # layouts of other systems are predicted under even routing
@@ -217,6 +220,7 @@ def _lines(
     elif flags is not None:
         lines.append("yours, under even routing, which is not compared with the plan above:")
         lines += explained(job, cluster, None, flags)
+
     if options.verbose or options.json or options.page is not None:
         lines += further(job, simulator, result, has_price=options.price_per_hour is not None)
     return lines

@@ -204,7 +204,9 @@ class SearchOptions(JobOptions):
             codecs=codecs,
             backward_codecs=codecs,
         )
+
         pins = Pins(tp=self.tp, ep=self.ep, etp=self.etp, innermost=self.innermost)
+
         return Settings(
             give_up=GIVE_UP,
             refine=REFINED,

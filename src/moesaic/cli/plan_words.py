@@ -61,6 +61,7 @@ def table_of(
     if skewed:
         for name in ("ms under skew", "GiB under skew"):
             table.add_column(name, justify="right")
+
     for number, planned in enumerate(result.ranking, start=1):
         cells = [
             str(number),
@@ -138,17 +139,20 @@ def answer(
     yield f"speed: {_speed_in_words(speed, tokens, cluster.world)}; {OTHERS_STEPS}"
     if job.model.checkpoint_activations and isinstance(job.model, HubShape):
         yield "activations are recomputed: otherwise no layout fits the memory"
+
     name = best.estimate.bottleneck
     yield (
         f"limited by {name}, busy {best.estimate.limits[name] / best.seconds:.0%} of the step; "
         f"{best.seconds / best.bound_seconds:.2f} times the bound of this layout, "
         f"{best.seconds / result.bound_seconds:.2f} times that of any"
     )
+
     yield (
         f"memory: {best.memory.total / GIB:.1f} of {cluster.device.memory_gib:g} GiB: "
         f"{_memory_in_words(best.memory)}"
     )
     yield about_fragments(best.memory, cluster)
+
     if not under_counts:
         yield _first_changes(job, cluster, result, reserve_gib)
     yield from _other_eps(result)
@@ -184,6 +188,7 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
         f"best: {best.layout} (dp {best.grid.dp}, edp {best.grid.edp}), "
         f"{plan_in_words(best.plan)}: {parts}"
     )
+
     yield _about_whole_experts(result)
     if best.grid.tp * best.grid.etp > 1:
         layer = best.split.of(job).step_model(cluster, best.grid.dp).layer
@@ -191,6 +196,7 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
         yield (
             f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"
         )
+
     if not has_price:
         cost = best_speed(job, cluster, best).price(USUAL_PRICE)
         yield (
@@ -232,6 +238,7 @@ def as_others_shard(
     speed = speed_of(
         job, step, cluster, devices=cluster.world, sequences=layout.sequences(cluster.world)
     )
+
     times = ""
     if ours is not None:
         ratio = speed.tokens_per_second / ours.tokens_per_second
@@ -242,6 +249,7 @@ def as_others_shard(
         f"device, {step.memory.total / GIB:.1f} GiB{times} (moesaic plan emit "
         f"{system} --pp {layout.pp} prints it)"
     )
+
     gains = without_what_we_lack(job, cluster, layout)
     if gains:
         parts = ", ".join(f"{what} ({gain:.2f} times)" for what, gain in gains.items())
@@ -259,6 +267,7 @@ def _choices_of(layout: OthersLayout) -> list[str]:
     if not choices:
         choices.append("every size 1")
     choices.append(f"micro-batch {layout.micro_batch}")
+
     if layout.pp > 1:
         choices.append(layout.schedule)
     if layout.virtual_pp > 1:
@@ -293,8 +302,10 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
         f"by {_limit(step)}; {step.memory.total / GIB:.1f} "
         f"GiB{what_is_missing(step.memory, cluster)}"
     )
+
     parts = [f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in step.estimate.parts.items()]
     yield f"your parts: {', '.join(parts)}; memory: {_memory_in_words(step.memory)}"
+
     unread = unread_flags(flags, job)
     if unread:
         yield f"flags of yours that are not read, and may matter: {', '.join(unread)}"
@@ -410,6 +421,7 @@ def _about_skew(
         if max_vio is not None:
             yield f"a MaxVio of {max_vio:g}: costs nothing, since every rank has all experts"
         return
+
     if max_vio is None:
         largest = largest_max_vio(best.grid.ep, job.step_model(cluster, best.grid.dp).layer)
         max_vio = min(1.0, largest)

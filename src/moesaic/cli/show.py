@@ -202,6 +202,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[ShowOptions, OfFile | None]:
         description=DESCRIPTION,
         default=None if of_file is None else of_file.options,
     )
+
     plan = options.plan
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
@@ -226,6 +227,7 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     experts = ExpertSizes.stacked(
         layer.dim, layer.hidden // grid.etp, layer.matrices, layer.element_bytes
     )
+
     budget = MemoryBudget(compiled, layer.num_experts)
     rows = []
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
@@ -440,6 +442,7 @@ def _stage_table(timelines: dict[str, Timeline]) -> Table:
         "moving hidden",
     ):
         table.add_column(column, justify="left" if column in ("", "stage") else "right")
+
     for name, timeline in timelines.items():
         stages = dict.fromkeys(span.stage for span in timeline.spans)  # each once, in order
         for stage in stages:
@@ -470,6 +473,7 @@ def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> T
     for column in ("", "stage", "what", "how", "inside nodes", "across nodes", "messages", "tasks"):
         is_number = "nodes" in column or column == "messages"
         table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+
     for name, of_program in rows.items():
         kinds: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         for row in of_program:
@@ -479,6 +483,7 @@ def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> T
             if is_coded(row["codec"]):
                 how = f"{how}, {row['codec']}"
             kinds.setdefault((row["stage"], row["what"], how), []).append(row)
+
         for kind, of_kind in kinds.items():
             first_task = of_kind[0]["task"]
             tasks = first_task if len(of_kind) == 1 else f"{first_task}, ..."

@@ -129,6 +129,7 @@ def _counts(arguments: Sequence[str]) -> int:
     if path.suffix not in (".csv", ".npy"):
         raise InputError(f"--out {path}: choose a name that ends in .csv or .npy")
     require_writable(path, "--out")
+
     trace = Trace.open(Path(options.file))
     step = trace.steps[-1] if options.step is None else options.step
     table = trace.counts(options.layer, step, options.micro, groups=options.groups)
@@ -142,6 +143,7 @@ def _counts(arguments: Sequence[str]) -> int:
         raise InputError(
             f"--out {path}: cannot be written ({error.strerror}): choose another place"
         ) from error
+
     size = f"{table.shape[0]} ranks x {table.shape[1]} experts"
     print(in_one_line(f"{path}: layer {options.layer}, step {step}, {size}"))
     return 0
@@ -259,6 +261,7 @@ def print_loads(trace: Trace, loads: Sequence[LayerLoad]) -> None:
         "locality",
     ):
         table.add_column(name, justify="right", no_wrap=True)
+
     for load in loads:
         violations = load.max_violation  # by step
         first_mean_largest_last = [

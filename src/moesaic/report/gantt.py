@@ -146,6 +146,7 @@ def _draw(
     further_legend_lines = (len(colours) - 1) // _NARROW
     height = 96 + _ROW * max(len(rows), 1) + _LEGEND * further_legend_lines
     chart = figure(f"time ({name})", "", height=height, legend=True, categoryorder="array")
+
     for part, colour in colours.items():
         own = [bar for bar in all_bars if bar.part == part]
         lengths = [(bar.end - bar.start) / length for bar in own]
@@ -166,6 +167,7 @@ def _draw(
             **text,
         )
         chart.add_trace(trace)
+
     chart.update_yaxes(
         categoryarray=rows[::-1], showgrid=False, nticks=None, range=[-0.5, len(rows) - 0.5]
     )
@@ -397,6 +399,7 @@ def in_flight_gantt(flight: InFlight) -> go.Figure:
         for turn in flight.turns
         if turn.end > turn.start and turn.lane is not Lane.HOST
     ]
+
     rows = [row(number, lane) for lane in (Lane.COMPUTE, Lane.INTER) for number in range(2)]
     layers = sorted({bar.part for bar in all_bars} - {"between layers"})
     colours = {"between layers": WHOLE}

@@ -180,6 +180,7 @@ def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:
     sections += filter(None, [plans_section(run) for run in runs])
     sections += filter(None, [balance_section(run, colour) for run, colour in coloured])
     sections += [_experts_section(run, colour) for run, colour in coloured if run.layers]
+
     return page_text(
         "report.html",
         drawn,
@@ -209,6 +210,7 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
     )
     unit = "nats/byte" if is_of_bytes else "nats/token"
     chart = figure(STEP, f"loss ({unit})", height=340, legend=True)
+
     first_validations = []
     all_losses = []
     validation_lines = []
@@ -226,6 +228,7 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
             name = f"{run.name}, validation"
             validation_lines.append(_validation(name, validation.steps, validation.values, index))
     chart.add_traces(validation_lines)  # in front
+
     if first_validations:
         low = min(all_losses)
         highest = max(first_validations)
@@ -287,11 +290,13 @@ def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
                 number=name,
             )
         )
+
     pictures = []
     for chart in charts:
         series = [run.over_steps(chart.number) for run in runs]
         drawn = _per_run(runs, series, chart.y_title, **chart.y_axis)
         pictures.append(Picture(chart.title, chart.caption, drawn))
+
     num_sparse = len([run for run in runs if run.layers])
     if num_sparse > 1:
         means = []
@@ -382,6 +387,7 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
         return None
     steps = [entry["step"] for entry in lines]
     layers = [entry["balance"]["layers"] for entry in lines]
+
     pictures = [
         Picture(
             "Load of the busiest rank",

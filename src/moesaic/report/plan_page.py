@@ -118,6 +118,7 @@ def _step_picture(answer: PlanAnswer) -> Picture:
             "messages of the other travel. Where neither computes, both wait. Drag to zoom in."
         )
         return Picture(name, text, in_flight_gantt(answer.flight))
+
     if answer.stages is None:
         text = (
             f"The first micro-batch of {answer.job.accumulation}, block by block. Drag to zoom in, "
@@ -125,6 +126,7 @@ def _step_picture(answer: PlanAnswer) -> Picture:
         )
         all_bars = bars_of(answer.job, answer.result.best, answer.timelines)
         return Picture(name, text, step_gantt(all_bars))
+
     drawn = 1 + max(span.operation.micro_batch for span in answer.stages.spans)
     count = answer.result.best.split.of(answer.job).accumulation
     text = (
@@ -182,6 +184,7 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     name = best.estimate.bottleneck
     price = answer.price or USUAL_PRICE
     currency = "US dollars" if answer.price is None else "the currency of --price-per-hour"
+
     rows = [
         ("Step time", _time(best.seconds), f"{fast} to {slow} by the errors for published steps"),
         (

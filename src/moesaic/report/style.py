@@ -183,6 +183,7 @@ def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.F
     num_experts = len(shares[0]) if shares else 0
     chart = figure(STEP, "expert", height=min(max(150 + 10 * num_experts, 240), 460))
     ticks = {"tickvals": [0, 0.5, 1, 1.5, 2], "ticktext": ["0", "0.5", "1", "1.5", "≥ 2"]}
+
     chart.add_trace(
         go.Heatmap(
             x=list(steps),

@@ -303,6 +303,7 @@ def summarise(folder: Path, name: str) -> RunSummary:
         raise InputError(
             f"{folder}: no run there (config.json is missing): name the folder of a run"
         )
+
     config = read_table(folder / "config.json")
     lines = read_metrics(folder)
     if not lines:
@@ -343,6 +344,7 @@ def _summary(
     evals = [line for line in lines if line["kind"] == "eval"]
     with_layers = [line for line in train if line.get("layers")]
     num_layers = max((len(line["layers"]) for line in with_layers), default=0)
+
     numbers = _all_series(train)
     numbers["val_loss"] = _series(evals, "val_loss")
     numbers["val_nats_per_byte"] = _series(evals, "val_nats_per_byte")
@@ -455,6 +457,7 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
         ("dead_experts", "Dead experts", "at the end, over all layers", "{}".format),
         ("dropped_share", "Dropped", "share of copies", percent),
     ]
+
     shown = []
     headlines = [run.headline() for run in runs]
     for name, title, note, in_words in rows:

@@ -36,6 +36,7 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
         )
         chart = expert_loads(trace.steps, load.shares.tolist())
         pictures.append(Picture(f"Load of the experts, layer {load.layer}", caption, chart))
+
     left_out = ""
     if len(shown) < len(loads):
         left_out = f" The charts show {len(shown)} of {len(loads)} layers."

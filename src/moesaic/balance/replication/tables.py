@@ -340,10 +340,12 @@ def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
         replicated.origin * experts + replicated.expert, return_inverse=True
     )
     origin, expert = np.divmod(cells, experts)
+
     by_helper = np.zeros((len(cells), len(replica.origins)), dtype=np.int64)
     np.add.at(by_helper, (cell_of_entry, replicated.helper), replicated.amount)
     by_rank = replica.load.copies[replica.origins[origin], expert[:, None]]
     shared = _overlaps(by_rank, by_helper)
+
     cell, rank, helper = np.nonzero(shared)
     return Replications(
         replica.origins[origin[cell], rank],

@@ -81,6 +81,7 @@ class BalancedCalls(AbstractCallPolicy):
         self.programs: dict[str, Compiled] = {}
         """The programs that calls may run, by the name that the replication policy gives them; {}
         without replication."""
+
         if compiled.replicates:
             self._policy = policy or replication_policy(compiled.plan.replication)
             self.programs = programs_of(compiled, self._policy)

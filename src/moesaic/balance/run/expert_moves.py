@@ -110,6 +110,7 @@ def _parameter_slots(
             )
         tensors.append(local)
         descriptions.append(f"{tensor_name} {value.dtype} {tuple(value.shape[1:])}")
+
     shards = 1
     if is_dtensor(parameter):  # ep and etp are its last axes
         device_mesh = parameter.device_mesh
@@ -468,6 +469,7 @@ class ExpertPlacement:
             layer_bytes = [sum(slots.slot_bytes for slots in of_layer) for of_layer in all_slots]
         sizes = torch.tensor(layer_bytes, device=transport.device)
         largest = all_reduce_max(transport, tuple(range(grid.world)), sizes).tolist()
+
         return [
             ExpertLoad(
                 grid=grid,

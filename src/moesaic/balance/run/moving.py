@@ -193,10 +193,12 @@ class _MovedCall:
         programs = None
         if call.padded_rows is None:
             programs = move.relocator.compiled(plain, bias=bool(experts.names[1]))
+
         # The shared expert's result is sent separately anyway, and the residual is added to it.
         riding = residual if layer.shared is None and programs is not None else None
         if not rides_along(riding, plain.plan, on_mesh.weight_first):
             riding = None
+
         # the ranks of a tensor-parallel group route a slice of its tokens each, or all of them
         num_slices = on_mesh.grid.tp if plain.routes_slices else 1
         return cls(
@@ -219,11 +221,13 @@ class _MovedCall:
         own = slice(0, self.num_tokens)
         if self.num_tokens == len(x_TD):  # this rank routed tokens of its whole group
             own = move.tokens(len(x_TD))
+
         token = self.copies.token
         is_own = (token >= own.start) & (token < own.stop)
         own_token = token[is_own] - own.start
         copies_of_token = torch.bincount(own_token, minlength=own.stop - own.start)
         is_alone = copies_of_token.view(-1, move.length) == 0  # (slots, tokens of a sample)
+
         move.decide(
             move.count(own_token, self.copies.slot[is_own], self.experts.num_experts),
             is_alone.sum(1),
@@ -250,6 +254,7 @@ class _MovedCall:
                 self.experts, self.riding.norm, num_copies, move.relocator.mesh
             )
             x = self.riding.x.view(x.shape)
+
         inputs = CallInputs(
             experts=computing,
             record=self.call.routed.record,

@@ -120,6 +120,7 @@ def _exchange(
     own_rows_after = rows_after(rows, before, after)[rank]
     x = x.detach().contiguous()
     out = x.new_empty(int(own_rows_after.sum()), *x.shape[1:])
+
     sends: dict[int, Tensor] = {}
     receives: dict[int, Tensor] = {}
     arriving_rows: dict[int, Tensor] = {}
@@ -137,6 +138,7 @@ def _exchange(
         if len(arriving):
             arriving_rows[peer] = arriving
             receives[peer] = x.new_empty(len(arriving), *x.shape[1:])
+
     if x.shape[1:].numel() and (sends or receives):
         transport.wait(transport.issue(Transfer(rank, tag, sends, receives)))
     for peer, arriving in arriving_rows.items():

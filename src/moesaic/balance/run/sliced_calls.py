@@ -182,6 +182,7 @@ class RunSlices(torch.autograd.Function):
         needs_backward = has_grad and any(ctx.needs_input_grad)
         names = sliced_run.names if needs_backward else ()
         sharded, common = _split(weights, num_sharded)
+
         total = torch.zeros_like(x, dtype=accumulate_dtype(x.dtype))
         states = [_RunState.now(x)] * len(sliced_run.slices)
         flat: list[Tensor] = []
@@ -204,6 +205,7 @@ class RunSlices(torch.autograd.Function):
                 del tensors
             # memory of this slice that the next one must not add to
             del values, y, inputs, steps, gates_of_slice
+
         ctx.save_for_backward(x, gates, *weights, *flat)
         ctx.work = sliced_run
         ctx.num_sharded = num_sharded
@@ -224,6 +226,7 @@ class RunSlices(torch.autograd.Function):
         tags = ctx.tags or sliced_run.take_tags()
         ctx.tags = None
         sharded, common = _split(weights, ctx.num_sharded)
+
         d_gates = torch.zeros_like(gates)
         totals: list[Tensor] = []
         for number, part in enumerate(sliced_run.slices):
@@ -244,6 +247,7 @@ class RunSlices(torch.autograd.Function):
             for total, value in zip(totals, (d_x, *d_parameters), strict=True):
                 total += value
             del d_x, d_parameters
+
         # in the order of `forward`'s arguments
         d_x, *d_weights = (total.to(value.dtype) for total, value in zip(totals, (x, *weights)))
         return None, None, None, d_x, d_gates, *d_weights

@@ -401,6 +401,7 @@ def _all_gathered(replica: ReplicaLoad, alone: Work) -> Work:
     per_place = replica.load.num_experts // len(replica.origins)
     transfers = replica.costs.passes - 1  # forward, backward again, gradients back
     own_copies = replica.load.copies[replica.origins].sum(2)
+
     # between places: every place sends all its shards to each other place
     sent = shards * per_place * (1 - np.eye(len(replica.origins)))
     fetched = replica.weight_bytes * replica.fullest(sent)
@@ -408,6 +409,7 @@ def _all_gathered(replica: ReplicaLoad, alone: Work) -> Work:
     fetched += _fullest(shards * replica.links.start_up)
     # inside a place: the shards of the other ranks
     fetched += (shards - 1) * per_place * replica.weight_bytes * _within_place(replica)
+
     # the shards of all other ranks
     num_fetched = (replica.origins.size - 1) * per_place
     return Work(
