@@ -70,8 +70,11 @@ class AutoPlan:
         self._layers: list[
             tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]
         ] = []
+        """Each layer's state on the mesh, its experts, and its sizes (dim, hidden, num_experts)."""
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
+        """For each layer, a function that returns its parameters."""
         self._steps_layers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether an optimizer that has stepped has any of the layers' trained parameters."""
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         """The compiled plans, by number and whether the experts have biases."""
         self._last_call = (0, 1, 4)

@@ -258,7 +258,7 @@ class CapturedMoE:
     def _leaves(self) -> list[Tensor]:
         """The tensors whose gradients the graph computes."""
         x = self._static["x"]
-        return [x, *self._parameters] if x.requires_grad else self._parameters
+        return [x, *self._parameters] if x.requires_grad else list(self._parameters)
 
     def _run(self) -> list[Tensor]:
         """Return the output and the losses of a call on the static inputs."""
@@ -273,8 +273,8 @@ class CapturedMoE:
 
     def _pulled_back(self, results: Results, grads: Results) -> list[Tensor | None]:
         """Return the gradients of the leaves from those of the results, `grads`."""
-        outputs = []
-        grads_in = []
+        outputs: list[Tensor] = []
+        grads_in: list[Any] = []
         for result, grad in zip(results, grads):
             if result is not None and result.requires_grad:
                 outputs.append(result)

@@ -195,11 +195,15 @@ def shard_over_data(
         return
     # FSDP2 replaces parameters: note it, for the check of optimizers that were made before. The
     # first layer keeps the notes of modules outside of all layers.
-    experts_of = {module: layer.experts for layer in layers for module in layer.experts.modules()}
+    experts_of = {}
+    for layer in layers:
+        for module in layer.experts.modules():
+            experts_of[module] = layer.experts
     for old in before:
         new = getattr(old.owner, old.name)
         if id(new) != old.number:
-            experts_of.get(old.owner, layers[0].experts).replaced.note(old, new)
+            experts = experts_of.get(old.owner, layers[0].experts)
+            experts.replaced.note(old, new)
 
 
 def _shard_over_data(
@@ -234,7 +238,9 @@ def _shard_over_data(
     if over_dp is None:
         return
 
-    in_units = {parameter for layer in layers for parameter in layer.experts.parameters()}
+    in_units: set[nn.Parameter] = set()
+    for layer in layers:
+        in_units |= set(layer.experts.parameters())
     leave_out = in_units.copy() if over_edp is None else set()
     for unit in (*units, model):
         has_own = not in_units.issuperset(unit.parameters())
@@ -295,10 +301,16 @@ class StepSwitches:
 
     def __init__(self, modules: Iterable[nn.Module], *, keeps: bool) -> None:
         self._keeps = keeps
-        tree = [each for module in modules for each in module.modules()]
-        self.units = [each for each in tree if isinstance(each, FSDPModule)]
-        self.wrappers = [each for each in tree if isinstance(each, DistributedDataParallel)]
-        self.replicas = [each for module in tree for each in Replicas.at(module)]
+        self.units: list[FSDPModule] = []
+        self.wrappers: list[DistributedDataParallel] = []
+        self.replicas: list[Replicas] = []
+        for part in modules:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    self.units.append(module)
+                if isinstance(module, DistributedDataParallel):
+                    self.wrappers.append(module)
+                self.replicas += Replicas.at(module)
 
         owners: list[Any] = [unit._get_fsdp_state() for unit in self.units]
         for unit in self.units:

@@ -135,7 +135,9 @@ class Checkpoints:
             except DamagedError:
                 return
             own = [file for file in own if file.relative_to(path).as_posix() in listed]
-        unfinished = [file for name in self.texts for file in leftovers(path / name)]
+        unfinished = []
+        for name in self.texts:
+            unfinished += leftovers(path / name)
         for file in (*own, *unfinished):
             with suppress(OSError):
                 file.unlink()

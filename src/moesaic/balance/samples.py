@@ -273,7 +273,8 @@ def _exact_product(copies: np.ndarray, holders: np.ndarray) -> np.ndarray:
     """Return the matrix product of two int64 tables, in float64, which is many times faster than in
     int64 and exact below 2**53."""
     product = copies.astype(np.float64) @ holders
-    return np.rint(product).astype(np.int64)
+    rows: np.ndarray = np.rint(product).astype(np.int64)
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)

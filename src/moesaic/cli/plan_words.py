@@ -386,28 +386,28 @@ def _other_eps(result: Result) -> Iterator[str]:
 def _about_whole_experts(result: Result) -> str:
     """Return a line about ep = 1, under which every rank has all experts."""
     best = result.best
-    by_ep = result.by_ep
-    if 1 not in by_ep:
+    whole_experts = result.by_ep.get(1)
+    if whole_experts is None:
         return (
             "ep = 1, every rank with all experts, was not searched: the given sizes of axes "
             "exclude it"
         )
-    if by_ep[1].is_too_large:
+    if whole_experts.is_too_large:
         return (
             "ep = 1, every rank with all experts, does not fit: it needs more memory than a "
             "device has"
         )
-    whole = by_ep[1].best
     if best.grid.ep == 1:
         return "ep = 1 wins: gathering experts' parameters costs less than sending tokens"
-    if whole is None or not by_ep[1].is_searched:
+    planned = whole_experts.best
+    if planned is None or not whole_experts.is_searched:
         return (
             "ep = 1 was not searched to the end: it takes at least "
-            f"{by_ep[1].floor_seconds * 1e3:,.1f} ms (--ep 1)"
+            f"{whole_experts.floor_seconds * 1e3:,.1f} ms (--ep 1)"
         )
     return (
-        f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long "
-        f"({whole.layout}, limited by {whole.estimate.bottleneck}); it wins if blocks have "
+        f"ep = 1 would take {planned.seconds / best.seconds:.2f} times as long "
+        f"({planned.layout}, limited by {planned.estimate.bottleneck}); it wins if blocks have "
         "enough tokens to hide the gathering of experts"
     )
 

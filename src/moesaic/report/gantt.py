@@ -400,7 +400,7 @@ def in_flight_gantt(flight: InFlight) -> go.Figure:
         if turn.end > turn.start and turn.lane is not Lane.HOST
     ]
 
-    rows = [row(number, lane) for lane in (Lane.COMPUTE, Lane.INTER) for number in range(2)]
+    rows = [row(0, Lane.COMPUTE), row(1, Lane.COMPUTE), row(0, Lane.INTER), row(1, Lane.INTER)]
     layers = sorted({bar.part for bar in all_bars} - {"between layers"})
     colours = {"between layers": WHOLE}
     for layer, shade in zip(layers, ordered_colours(len(layers))):

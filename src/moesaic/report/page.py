@@ -180,6 +180,9 @@ def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:
     sections += filter(None, [plans_section(run) for run in runs])
     sections += filter(None, [balance_section(run, colour) for run, colour in coloured])
     sections += [_experts_section(run, colour) for run, colour in coloured if run.layers]
+    sentences = []
+    for run in runs:
+        sentences += [f"{run.name}: {phrase}." for phrase in run.stragglers]
 
     return page_text(
         "report.html",
@@ -187,7 +190,7 @@ def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:
         what="report",
         title=" vs ".join(run.name for run in runs),
         runs=[{"name": run.name, "colour": colour} for run, colour in coloured],
-        words=[f"{run.name}: {phrase}." for run in runs for phrase in run.stragglers],
+        words=sentences,
         cards=cards(runs),
         sections=[section for section in sections if not _is_empty(section)],
         configuration=configuration(runs),
@@ -279,7 +282,9 @@ def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
     """Draw speed, optimisation, auxiliary losses and, of several runs, the mean MaxVio over steps:
     a line per run."""
     charts = list(OVER_STEPS)
-    auxiliary = dict.fromkeys(name for run in runs for name in run.auxiliary)  # each once
+    auxiliary: dict[str, None] = {}  # each name once
+    for run in runs:
+        auxiliary |= dict.fromkeys(run.auxiliary)
     for name in auxiliary:
         words = name.replace("_", " ")
         charts.append(
@@ -497,8 +502,11 @@ def configuration(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
     """Return the tables of the configuration: the fields that differ between runs (if any), and all
     fields."""
     configurations = [flattened(run.config) for run in runs]
-    names = dict.fromkeys(name for config in configurations for name in config)  # each once
-    rows = {name: [config.get(name, NONE) for config in configurations] for name in names}
+    rows: dict[str, list[str]] = {}
+    for config in configurations:
+        for name in config:
+            if name not in rows:
+                rows[name] = [other.get(name, NONE) for other in configurations]
     different = {name: values for name, values in rows.items() if len(set(values)) > 1}
     every = {"title": f"All fields ({len(rows)})", "rows": list(rows.items()), "is_open": False}
     if not different:

@@ -155,10 +155,10 @@ def _pictures(answer: PlanAnswer, named: Mapping[str, PlannedStep]) -> list[Pict
         caption = f"{in_words(timeline)}. {NAMES}"
         pictures.append(Picture(title, caption, gantt(timeline, until)))
 
-    gib_by_use = {
-        name: {use: size / GIB for use, size in vars(planned.memory).items()}
-        for name, planned in named.items()
-    }
+    gib_by_use = {}
+    for name, planned in named.items():
+        memory = vars(planned.memory)
+        gib_by_use[name] = {use: size / GIB for use, size in memory.items()}
     limit = cluster.device.memory_gib
     caption = f"GiB by use; the line marks the device's memory, {limit:g} GiB."
     pictures.append(Picture("Memory of a rank", caption, stacked(gib_by_use, "GiB", limit=limit)))
@@ -248,7 +248,9 @@ def stacked(
         limit: where to draw a vertical line; None for no line.
     """
     chart = figure(unit, "", height=140 + 34 * len(named), legend=True)
-    all_parts = dict.fromkeys(part for parts in named.values() for part in parts)  # each once
+    all_parts: dict[str, None] = {}  # each once
+    for parts in named.values():
+        all_parts |= dict.fromkeys(parts)
     for part in all_parts:
         values = [parts.get(part, 0.0) for parts in named.values()]
         chart.add_trace(bars(part, list(named), values, part_colour(part)))

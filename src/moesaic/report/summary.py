@@ -224,8 +224,11 @@ class RunSummary:
         have."""
         violations = [layer.over_steps("max_violation").last for layer in self.layers]
         dead = [layer.over_steps("dead_experts").last for layer in self.layers]
-        copies = sum(sum(load) for layer in self.layers for load in layer.loads)
-        dropped = sum(layer.dropped for layer in self.layers)
+        copies = 0
+        dropped = 0
+        for layer in self.layers:
+            copies += sum(sum(load) for load in layer.loads)
+            dropped += layer.dropped
         validations = self.over_steps("val_nats_per_byte")
         numbers = {
             "name": self.name,
@@ -375,10 +378,12 @@ def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
 
 def _all_series(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:
     """Return every number of some lines over the steps, by name."""
-    names = dict.fromkeys(
-        name for line in lines for name, value in line.items() if _is_number(value)
-    )
-    return {name: _series(lines, name) for name in names if name != "step"}
+    series = {}
+    for line in lines:
+        for name, value in line.items():
+            if name != "step" and name not in series and _is_number(value):
+                series[name] = _series(lines, name)
+    return series
 
 
 def _layer(with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:

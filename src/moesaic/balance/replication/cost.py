@@ -205,13 +205,11 @@ class ReplicaLinks:
         inter_gbps = rates.inter_gbps * node_links[self.nodes % len(node_links)]
         intra_gbps = np.full(ep, rates.intra_gbps)
         is_inside = self.nodes[:, None] == self.nodes[None, :]
-        busy: np.ndarray = np.where(
-            is_inside,
-            self._seconds_at_ends(rates.intra_ranks, intra_gbps),
-            self._seconds_at_ends(rates.inter_ranks, inter_gbps),
-        )
+        intra_seconds = self._seconds_at_ends(rates.intra_ranks, intra_gbps)
+        inter_seconds = self._seconds_at_ends(rates.inter_ranks, inter_gbps)
         is_other_place = 1 - np.eye(ep)
-        return busy * is_other_place
+        seconds: np.ndarray = np.where(is_inside, intra_seconds, inter_seconds) * is_other_place
+        return seconds
 
     def _seconds_at_ends(self, ranks_per_link: int, gbps: np.ndarray) -> np.ndarray:
         """Return the seconds of a byte on the links out of and into a place, (2, ep, ep), for one

@@ -84,8 +84,9 @@ def expert_slots_of(
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     if isinstance(experts, ModuleExperts):
         return [_module_slots(experts, state, masters)]
+    sharded_names, common_names = experts.names
     return [
-        _parameter_slots(name, experts, state, masters) for names in experts.names for name in names
+        _parameter_slots(name, experts, state, masters) for name in (*sharded_names, *common_names)
     ]
 
 
@@ -454,10 +455,13 @@ class ExpertPlacement:
         """Return the first rank's orders on all ranks: rounding differences could lead ranks to
         different orders."""
         transport = self._mesh.transport
-        orders = self.orders if transport.rank else [self._placer.decide(load) for load in loads]
-        flat = torch.from_numpy(np.concatenate(orders)).to(transport.device)
-        flat = broadcast(transport, tuple(range(self._mesh.grid.world)), flat, 0).cpu()
-        return [part.numpy() for part in flat.split([len(order) for order in orders])]
+        orders = self.orders
+        if transport.rank == 0:
+            orders = [self._placer.decide(load) for load in loads]
+        lengths = [len(order) for order in orders]
+        joined = torch.from_numpy(np.concatenate(orders)).to(transport.device)
+        joined = broadcast(transport, tuple(range(self._mesh.grid.world)), joined, 0).cpu()
+        return [part.numpy() for part in joined.split(lengths)]
 
     def _loads(self) -> list[ExpertLoad]:
         """Return the load of each layer since the last decision, the same on all ranks."""

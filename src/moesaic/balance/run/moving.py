@@ -237,6 +237,7 @@ class _MovedCall:
                 None if token_ids is None else token_ids.reshape(-1),
             ),
             rides=self.riding is not None,
+            # results that go home first travel too, as one row with the residual if it is given
             carried=1 if self.is_direct or has_residual else 2,
             is_direct=self.is_direct,
         )
@@ -249,7 +250,8 @@ class _MovedCall:
         x = self.call.x_TD
         token = self.copies.token
         if self.riding is not None:
-            num_copies = torch.bincount(token, minlength=self.num_tokens)[token]
+            copies_of_token = torch.bincount(token, minlength=self.num_tokens)
+            num_copies = copies_of_token[token]
             computing = WithResidual(
                 self.experts, self.riding.norm, num_copies, move.relocator.mesh
             )

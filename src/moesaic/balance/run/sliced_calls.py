@@ -82,11 +82,12 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
 
     slices = []
     for number in range(cut.num_slices):
+        table = None
+        indices: Mapping[str, Tensor]
         if node_tokens:
             table = node_tokens[number].of_all
             indices = node_tokens[number].indices
         else:
-            table = None
             indices = {"index": token[rows[number]].unsqueeze(1)}
         sizes = partial(
             compiled.sizes,
