@@ -220,7 +220,9 @@ class AutoPlan:
 
     def state(self) -> dict[str, Any] | None:
         """Return the plan table as plain data for JSON; None if there is none yet."""
-        return None if self.table is None else {"mesh": asdict(self._grid), **self.table.state()}
+        if self.table is None:
+            return None
+        return {"mesh": asdict(self._grid), **self.table.state()}
 
     def _note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer steps. It counts only if the optimizer has any of the layers'

@@ -48,7 +48,8 @@ def draw_globally(parameter: Tensor, law: Law, *, by_expert: bool = False) -> No
     Ranks need the same `torch.manual_seed`.
     """
     if by_expert and is_dtensor(parameter):
-        _draw_held(parameter, law, torch.randint(2**62, (), device="cpu").item(), by_expert=True)
+        seed = torch.randint(2**62, (), device="cpu").item()
+        _draw_held(parameter, law, seed, by_expert=True)
     else:
         law(parameter)
 
@@ -123,7 +124,8 @@ def _draw_held(
 
     def draw_expert(row: Tensor, expert: int) -> None:
         """Fill this rank's part of one expert, given its number among all experts."""
-        _draw_part(row, ranges[1:], parameter.shape[1:], law, key_of(seed, name, expert))
+        key = key_of(seed, name, expert)
+        _draw_part(row, ranges[1:], parameter.shape[1:], law, key)
 
     # On a CPU torch draws on one thread, without Python's lock.
     num_threads = torch.get_num_threads() if local.device.type == "cpu" else 1

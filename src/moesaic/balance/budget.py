@@ -373,7 +373,8 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
     ]
 
     # Ranks that hold the same rows get one number: each rank joins the lowest of those before it.
-    holders = np.full((grid.world, num_experts, 1 + grid.ep * compiled.replicates), -1)
+    num_helpers = grid.ep if compiled.replicates else 0
+    holders = np.full((grid.world, num_experts, 1 + num_helpers), -1)
     for rank in range(grid.world):
         pieces = [shapes.pieces(layout, rank) for layout in layouts]
         origin = np.concatenate([piece.origin for piece in pieces])

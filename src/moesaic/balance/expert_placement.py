@@ -80,7 +80,8 @@ class ExpertLoad:
     @cached_property
     def weight(self) -> np.ndarray:
         """(edp, num_experts) float64: rows of each expert in each replica of the experts."""
-        rows: np.ndarray = self.copies[self.ranks.reshape(self.grid.edp, -1)].sum(1)
+        ranks_of_replica = self.ranks.reshape(self.grid.edp, -1)
+        rows: np.ndarray = self.copies[ranks_of_replica].sum(1)
         return rows
 
     @cached_property
@@ -114,7 +115,8 @@ class ExpertLoad:
         Args:
             place: (num_experts,), the place of each expert.
         """
-        return float((_loads(self.weight, place, self.grid.ep) * self.slowness).max())
+        rows = _loads(self.weight, place, self.grid.ep)
+        return float((rows * self.slowness).max())
 
     def between_nodes(self, place: np.ndarray) -> float:
         """Return the rows that cross nodes, one way, if each expert is at its `place`."""

@@ -59,7 +59,8 @@ class Homes:
 
     def __post_init__(self) -> None:
         expected = np.arange(self.samples.size)
-        if self.samples.ndim != 2 or not np.array_equal(np.sort(self.samples, axis=None), expected):
+        all_samples = np.sort(self.samples, axis=None)
+        if self.samples.ndim != 2 or not np.array_equal(all_samples, expected):
             raise InputError(
                 f"a placement must name each of its {self.samples.size} samples once, in (ranks, "
                 f"slots): got shape {self.samples.shape}"
@@ -464,7 +465,8 @@ class Weighed(TwoStage):
         ]
         seconds = [load.seconds(homes, *self.rates) for homes in placements]
         moves = [load.homes.moved(homes) for homes in placements]
-        best = min(range(len(placements)), key=lambda number: (seconds[number], moves[number]))
+        scores = list(zip(seconds, moves))
+        best = scores.index(min(scores))  # the first one of equals
         seconds_now = seconds[0]
         gains_enough = seconds[best] <= (1 - self.least_gain) * seconds_now
         return placements[best] if gains_enough else load.homes

@@ -156,8 +156,8 @@ def _lines(
 
     if found.plan is not None and found.tokens_per_second is not None:
         low, high = found.interval or (0.0, 0.0)
-        limits = sorted(found.limits.items(), key=lambda limit: -limit[1])[:3]
-        busy = ", ".join(f"{name} {seconds:.2f}" for name, seconds in limits)
+        busiest_first = sorted(found.limits, key=lambda name: -found.limits[name])
+        busy = ", ".join(f"{name} {found.limits[name]:.2f}" for name in busiest_first[:3])
         yield (
             f"experts spread: {low:,.0f} to {high:,.0f} tokens/s likely; seconds of a step: "
             f"{found.seconds:.2f}; busy: {busy}"

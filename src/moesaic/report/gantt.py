@@ -400,7 +400,9 @@ def in_flight_gantt(flight: InFlight) -> go.Figure:
         if turn.end > turn.start and turn.lane is not Lane.HOST
     ]
 
-    rows = [row(0, Lane.COMPUTE), row(1, Lane.COMPUTE), row(0, Lane.INTER), row(1, Lane.INTER)]
+    rows = []
+    for lane in (Lane.COMPUTE, Lane.INTER):
+        rows += [row(0, lane), row(1, lane)]
     layers = sorted({bar.part for bar in all_bars} - {"between layers"})
     colours = {"between layers": WHOLE}
     for layer, shade in zip(layers, ordered_colours(len(layers))):

@@ -216,7 +216,9 @@ class RunSummary:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the headline cards of the report."""
-        rows = [(card.title, *card.values, card.note) for card in cards([self])]
+        rows = []
+        for card in cards([self]):
+            rows.append((card.title, *card.values, card.note))
         return html_table(f"run {self.name}", ("figure", "value", "note"), rows)
 
     def headline(self) -> dict[str, Any]:
@@ -280,7 +282,10 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
         others = [other.parts for other in folders if other != folder]
         parts = folder.parts
         length = 1
-        while length < len(parts) and parts[-length:] in [other[-length:] for other in others]:
+        while length < len(parts):
+            endings = [other[-length:] for other in others]
+            if parts[-length:] not in endings:
+                break
             length += 1
         name = "/".join(part.strip("/") for part in parts[-length:])
         names.append(name or str(folder))  # the root has no name
@@ -367,13 +372,20 @@ def _summary(
 
 def _is_number(value: Any) -> bool:
     """Return whether a value is a number that fits into a float."""
-    return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
+    if type(value) is int:  # and not bool
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
     """Return a number of the metrics over steps, where the lines have it."""
-    points = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
-    return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
+    steps = []
+    values = []
+    for line in lines:
+        if _is_number(line.get(key)):
+            steps.append(line["step"])
+            values.append(float(line[key]))
+    return Series(tuple(steps), tuple(values))
 
 
 def _all_series(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:

@@ -98,10 +98,12 @@ class Giving:
         room_left = room - new_weights
         may_take_expert = self.helped[expert] | (self.helped.sum(0) < MOST_HELPED)
         may_help = may_take_expert & (self._places != giver)
-        helper = int(np.where(may_help, room_left, np.iinfo(np.int64).min).argmax())
+        least = np.iinfo(np.int64).min
+        helper = int(np.where(may_help, room_left, least).argmax())
 
         excess = new_weights[helper] - room[giver]
-        amount = int(min(room_left[helper], excess, self._staying[:, expert].sum()))
+        copies_left = self._staying[:, expert].sum()
+        amount = int(min(room_left[helper], excess, copies_left))
         if not may_help[helper] or amount <= 0:
             return False
         self._take(expert, helper, amount)

@@ -96,7 +96,10 @@ def shadows(
         is_within_expert = expert[1:] == expert[:-1]
         seconds[1:-1][is_within_expert] = np.inf
     end = int(np.argmin(np.round(seconds + price * most_held, DECIMALS)))
-    return Replications(place[:end], expert=expert[:end], helper=place[:end], amount=amount[:end])
+    prefix = slice(end)
+    return Replications(
+        place[prefix], expert=expert[prefix], helper=place[prefix], amount=amount[prefix]
+    )
 
 
 def shadows_above(
@@ -232,12 +235,12 @@ def _prefix_seconds(
     # each pair moves its copies from the owner's products to those of the place
     helps = np.eye(ep)[place]
     owns = np.eye(ep)[owner]
-    computed = _largest_of_prefixes(
-        rows.sum(0) * links.slowness, amount[:, None] * (helps - owns) * links.slowness
-    )
+    gained = amount[:, None] * (helps - owns)
+    computed = _largest_of_prefixes(rows.sum(0) * links.slowness, gained * links.slowness)
 
     # its tokens no longer travel
-    tokens = _largest_of_prefixes(links.busy(rows), -amount[:, None] * links.busy_by(place, owner))
+    spared = amount[:, None] * links.busy_by(place, owner)
+    tokens = _largest_of_prefixes(links.busy(rows), -spared)
 
     # but weights do, first to the relay unless an earlier pair has brought them there
     relay = owner if links.via is None else links.via[owner, place]
@@ -452,6 +455,8 @@ def _overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     parts, (k, a) and (k, b), which lie end to end."""
     ends = first.cumsum(1)[:, :, None]
     other_ends = second.cumsum(1)[:, None, :]
-    starts = np.maximum(ends - first[:, :, None], other_ends - second[:, None, :])
+    own_starts = ends - first[:, :, None]
+    other_starts = other_ends - second[:, None, :]
+    starts = np.maximum(own_starts, other_starts)
     lengths: np.ndarray = np.maximum(np.minimum(ends, other_ends) - starts, 0)
     return lengths

@@ -254,7 +254,10 @@ def _holders(
 
 def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the bytes of tensors, one after another."""
-    parts = [tensor.contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in tensors]
+    parts = []
+    for tensor in tensors:
+        flat = tensor.contiguous().reshape(-1)
+        parts.append(flat.view(torch.uint8).to(device))
     return torch.cat(parts)
 
 

@@ -257,7 +257,8 @@ class Relocator:
         own_sizes = torch.tensor([num_samples, length], device=transport.device)
         everyone = tuple(range(self.mesh.grid.world))
         sizes = torch.stack(all_gather(transport, everyone, own_sizes)).cpu()
-        different_ranks = (sizes != sizes[0]).any(1).nonzero().flatten().tolist()
+        is_different = (sizes != sizes[0]).any(1)
+        different_ranks = is_different.nonzero().flatten().tolist()
         if not different_ranks:
             return
         other = different_ranks[0]
@@ -415,7 +416,8 @@ class SampleTrip:
 def samples_of(relocator: Relocator, homes: Homes) -> Tensor:
     """Return the samples of this rank's tensor-parallel group, (samples,) int64, by their number in
     the whole batch."""
-    return torch.from_numpy(homes.samples[list(relocator.group)].reshape(-1).copy())
+    samples = homes.samples[list(relocator.group)]
+    return torch.from_numpy(samples.reshape(-1).copy())
 
 
 class SampleMove:
@@ -463,10 +465,9 @@ class SampleMove:
         self._following = following
         self._future: Future[Homes] | None = None
         if rests:
-            no_copies = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
-            self.load = SampleLoad(
-                relocator.mesh.grid, homes=before, copies=no_copies, following=None
-            )
+            grid = relocator.mesh.grid
+            no_copies = np.zeros((before.samples.size, grid.ep), dtype=np.int64)
+            self.load = SampleLoad(grid, homes=before, copies=no_copies, following=None)
 
     @property
     def after(self) -> Homes:
@@ -556,7 +557,9 @@ class SampleMove:
         counts = all_gather(mesh.transport, tuple(range(mesh.grid.world)), own_counts)
         table = torch.stack(counts).cpu().numpy().astype(np.int64)  # (ranks, slots, columns)
         self.alone = table[:, :, 0]
-        self.copies, following = np.split(table[:, :, 1:], [copies.shape[1]], axis=2)
+        num_experts = copies.shape[1]
+        self.copies = table[:, :, 1 : 1 + num_experts]
+        following = table[:, :, 1 + num_experts :]
 
         place = self.before.place
 

@@ -250,7 +250,10 @@ class RunSlices(torch.autograd.Function):
             del d_x, d_parameters
 
         # in the order of `forward`'s arguments
-        d_x, *d_weights = (total.to(value.dtype) for total, value in zip(totals, (x, *weights)))
+        gradients = []
+        for total, value in zip(totals, (x, *weights)):
+            gradients.append(total.to(value.dtype))
+        d_x, *d_weights = gradients
         return None, None, None, d_x, d_gates, *d_weights
 
 

@@ -313,7 +313,8 @@ class Work:
         # weights and replicated copies, over the same links as tokens that travel home
         arrives = self.fetch + self.travel_helped / 2
         # half of `travel` goes there, half comes back
-        whole = travel / 2 + np.maximum(compute, arrives) + np.maximum(self.helped, travel / 2)
+        returns = np.maximum(self.helped, travel / 2)
+        whole = travel / 2 + np.maximum(compute, arrives) + returns
         in_parts = (
             np.maximum(compute, travel + arrives)
             + np.minimum(compute, travel) / parts
@@ -446,14 +447,21 @@ def is_even(replica: ReplicaLoad, margin: float) -> bool:
         return False
     rows = rows_of(replica, NOTHING).home
     travel = rows * replica.links.seconds_per_byte
-    loads = (rows.sum(0) * replica.links.slowness, travel.sum(0), travel.sum(1))
-    return all(float(each.max()) <= (1 + margin) * float(each.mean()) for each in loads)
+    computed = rows.sum(0) * replica.links.slowness
+    received = travel.sum(0)
+    sent = travel.sum(1)
+    for load in (computed, received, sent):
+        if not float(load.max()) <= (1 + margin) * float(load.mean()):
+            return False
+    return True
 
 
 def _fullest(seconds: np.ndarray) -> float:
     """Return the seconds of the place that sends or receives longest, from the seconds between
     places, (ep, ep)."""
-    return float(max(seconds.sum(0).max(), seconds.sum(1).max()))
+    received = seconds.sum(0)
+    sent = seconds.sum(1)
+    return float(max(received.max(), sent.max()))
 
 
 def _within_place(replica: ReplicaLoad) -> float:
