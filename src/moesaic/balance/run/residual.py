@@ -215,7 +215,7 @@ class WithResidual(AbstractExperts):
         """Return the norm of rows, with its parameters from `norm_row`; the rows themselves without
         a norm."""
         if self.norm is None:
-            return rows.view_as(rows)
+            return rows.view_as(rows)  # a result of its own, of which `gradients` can ask
         sizes = [shape.numel() for shape in self._shapes.values()]
         parts = norm_row.split(sizes) if self._columns else ()
         parameters = {
