@@ -1,6 +1,9 @@
 """`plan="auto"`: all layers of a mesh run under the plan with the fastest training steps, found
 while they train.
 
+A *race* times plans in turn, each for a few steps; a *load* is the copies (tokens times experts
+per token) of the busiest expert; a plan's *number* is its index in the plan table.
+
 The plan table (`planner/plan_table.py`) decides when to switch, by the times of whole steps on the
 slowest rank. After two steps, the first rank searches candidate plans for the layers' sizes; the
 links need not be known. Where a cluster is named, `prefill` gives the candidates and predicted
@@ -67,17 +70,27 @@ class AutoPlan:
         self._layers: list[
             tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]
         ] = []
+        """Each layer's state on the mesh, its experts, and its sizes (dim, hidden, num_experts)."""
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
+        """For each layer, a function that returns its parameters."""
         self._steps_layers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether an optimizer that has stepped has any of the layers' trained parameters."""
         self._compiled: dict[tuple[int, bool], Compiled] = {}
+        """The compiled plans, by number and whether the experts have biases."""
         self._last_call = (0, 1, 4)
+        """Tokens, experts per token and bytes per element of the last call."""
         self._load_now: Callable[[], float] | None = None
         self._steps = 0
         self._calls = 0
         self._unrecorded = 0
+        """Number of steps since the plan table was told a time."""
         self._has_stepped = False
+        """Whether an optimizer has stepped since the last call."""
         self._timed_from = 0.0
+        """When the first of the unrecorded steps began, by the clock."""
         self._reported = 0
+        """Number of the table's decisions that `values` has returned."""
+
         self.clock = clock
         self.load = 0.0
         """The load of the last step on the rank with the largest; 0 if the plan does not follow the
@@ -90,6 +103,7 @@ class AutoPlan:
         """The log lines, one for each finished race."""
         self.say: Callable[[str], None] = LOG.warning
         """Called on the first rank with every line."""
+
         self_ref = weakref.ref(self)
         handle = register_optimizer_step_pre_hook(
             lambda optimizer, *_: _note_step(self_ref(), optimizer)
@@ -152,13 +166,12 @@ class AutoPlan:
         self._load_now = load
         self.load = expected_load
 
-        def agreed(load: float) -> list[float]:
-            seconds: list[float] = self._from_first_rank(
-                list(predict(load)) if predict is not None else []
-            )
+        def predict_on_first_rank(load: float) -> list[float]:
+            own_seconds = [] if predict is None else list(predict(load))
+            seconds: list[float] = self._from_first_rank(own_seconds)
             return seconds
 
-        self._begin_table(plans, agreed, settings)
+        self._begin_table(plans, predict_on_first_rank, settings)
 
     def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
         """Called before each call of a layer. The first call after an optimizer step may switch to
@@ -173,11 +186,8 @@ class AutoPlan:
             return
         self._last_call = (tokens, top_k, dtype.itemsize)
         self._calls += 1
-        if (
-            self._calls == PATIENCE * len(self._layers)
-            and not self._steps
-            and not self._has_stepped
-        ):
+        never_stepped = not self._steps and not self._has_stepped
+        if never_stepped and self._calls == PATIENCE * len(self._layers):
             self._say(
                 f"plan auto: {PATIENCE} backward passes and no step of a torch optimizer with the "
                 "layers' parameters, so plans are not timed: let a torch.optim.Optimizer step "
@@ -210,19 +220,19 @@ class AutoPlan:
 
     def state(self) -> dict[str, Any] | None:
         """Return the plan table as plain data for JSON; None if there is none yet."""
-        return None if self.table is None else {"mesh": asdict(self._grid), **self.table.state()}
+        if self.table is None:
+            return None
+        return {"mesh": asdict(self._grid), **self.table.state()}
 
     def _note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer steps. It counts only if the optimizer has any of the layers'
         trained parameters."""
         if optimizer not in self._steps_layers:
-            trained = {
-                id(p)
-                for parameters_of in self._parameters
-                for p in parameters_of()
-                if p.requires_grad
-            }
+            trained: set[int] = set()
+            for parameters_of in self._parameters:
+                trained |= {id(each) for each in parameters_of() if each.requires_grad}
             stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            # where all layers are frozen, any optimizer ends a step
             self._steps_layers[optimizer] = not trained or bool(trained & stepped)
         if self._steps_layers[optimizer]:
             self._has_stepped = True
@@ -231,26 +241,25 @@ class AutoPlan:
 
     def _end_step(self) -> None:
         """Record the step that ended, and choose the plan of the next one."""
-        if self.table is not None:
-            self._unrecorded += 1
-            may_wait = (
-                self._transport.device.type == "cuda"
-                and self._load_now is None
-                and self.table.race is None
-            )
-            if may_wait and self._unrecorded < PERIOD:
-                return
-            mine = torch.tensor(
-                [(self._now() - self._timed_from) / self._unrecorded, self.load],
-                dtype=torch.float64,
-            )
-            seconds, self.load = all_reduce_max(
-                self._transport, self._everyone, mine.to(self._transport.device)
-            ).tolist()
-            self.table.record(seconds, self.load)
-            self._choose(self.table)
-        elif self._steps >= WARM_UP:
-            self._begin_table(self._candidates(next(self._members())[0].compiled.plan), None, None)
+        if self.table is None:
+            if self._steps >= WARM_UP:
+                self._begin_table(self._candidates(self._current_plan()), None, None)
+            return
+        self._unrecorded += 1
+        may_average = (
+            self._transport.device.type == "cuda"
+            and self._load_now is None
+            and self.table.race is None
+        )
+        if may_average and self._unrecorded < PERIOD:
+            return
+
+        own_seconds = (self._now() - self._timed_from) / self._unrecorded
+        own = torch.tensor([own_seconds, self.load], dtype=torch.float64)
+        slowest = all_reduce_max(self._transport, self._everyone, own.to(self._transport.device))
+        seconds, self.load = slowest.tolist()
+        self.table.record(seconds, self.load)
+        self._choose(self.table)
 
     def _now(self) -> float:
         """Return the time at which this rank's device has done its work."""
@@ -266,13 +275,18 @@ class AutoPlan:
             if on_mesh is not None and experts is not None and on_mesh.auto == self.begin:
                 yield on_mesh, experts, sizes
 
+    def _current_plan(self) -> Plan:
+        """Return the plan that the layers run under."""
+        on_mesh, _, _ = next(self._members())
+        return on_mesh.compiled.plan
+
     def _candidates(self, first: Plan) -> list[Plan]:
-        """Return candidate plans for unknown links, as searched by the first rank. The current plan
-        comes first."""
+        """Return candidate plans for unknown links, as searched by the first rank. The current
+        plan, `first`, comes first."""
         plans = [first]
         if self._transport.rank == 0:
             tokens, top_k, element_bytes = self._last_call
-            sizes = next(self._members())[2]
+            _, _, sizes = next(self._members())
             on_cpu = self._transport.device.type == "cpu"
             try:
                 job = layer_job(
@@ -281,21 +295,18 @@ class AutoPlan:
                 plans = assumed_plans(job, self._grid, first, plans=PLANS, on_cpu=on_cpu)
             except InputError as error:
                 self.say(f"plan auto: nothing to choose from, {plan_in_words(first)} runs: {error}")
-        return [
-            override(Plan(), table, source="plan auto")
-            for table in self._from_first_rank(list(map(asdict, plans)))
-        ]
+        tables = self._from_first_rank([asdict(plan) for plan in plans])
+        return [override(Plan(), table, source="plan auto") for table in tables]
 
     def _from_first_rank(self, value: Any) -> Any:
-        """Return the first rank's value."""
+        """Return the first rank's value, plain data that is sent as JSON; those of others are
+        ignored."""
         device = self._transport.device
         encoded = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        length = broadcast(
-            self._transport, self._everyone, torch.tensor([len(encoded)], device=device), 0
-        )
-        encoded = (
-            encoded if self._transport.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
-        )
+        own_length = torch.tensor([len(encoded)], device=device)
+        length = broadcast(self._transport, self._everyone, own_length, 0)
+        if self._transport.rank != 0:
+            encoded = torch.zeros(int(length), dtype=torch.uint8)
         received = broadcast(self._transport, self._everyone, encoded.to(device), 0)
         return json.loads(bytes(received.tolist()))
 
@@ -304,7 +315,7 @@ class AutoPlan:
     ) -> None:
         """Make the plan table, restored from `saved` if that is for the same mesh, and choose the
         first plan."""
-        first = next(self._members())[0].compiled.plan
+        first = self._current_plan()
         tested = {(first.codec, first.backward_codec)}
         self.table = PlanTable(plans, predict, settings, load=self.load, tested=tested)
         saved = self.saved
@@ -328,23 +339,30 @@ class AutoPlan:
         number = table.choose()
         if number != before:
             for on_mesh, experts, _ in self._members():
-                key = (number, bool(experts.names[1]))
+                _, common_names = experts.names
+                has_bias = bool(common_names)
+                key = (number, has_bias)
                 if key not in self._compiled:
-                    self._compiled[key] = compile_plan(table.plans[number], self._grid, bias=key[1])
+                    plan = table.plans[number]
+                    self._compiled[key] = compile_plan(plan, self._grid, bias=has_bias)
                 on_mesh.use(self._compiled[key], experts)
         if was_racing and table.race is None:
-            why = "step times have changed; " if table.races > 1 else ""
-            first = (
-                f", {plan_in_words(table.plans[0])} takes {1e3 * table.timed[0]:.1f} ms"
-                if 0 in table.timed
-                else ""
-            )
-            self._tell(
-                f"plan auto: {plan_in_words(table.plans[number])}, "
-                f"{1e3 * table.timed.get(number, 0.0):.1f} ms a step: {why}the fastest of "
-                f"{len(table.timed)} plans{first}"
-            )
-        self._unrecorded, self._timed_from = 0, self._now()
+            self._tell_winner(table, number)
+        self._unrecorded = 0
+        self._timed_from = self._now()
+
+    def _tell_winner(self, table: PlanTable, number: int) -> None:
+        """Say which plan won a race, and how long a step takes under it and under the first
+        plan."""
+        milliseconds = 1e3 * table.timed.get(number, 0.0)
+        why = "step times have changed; " if table.races > 1 else ""
+        first = ""
+        if 0 in table.timed:
+            first = f", {plan_in_words(table.plans[0])} takes {1e3 * table.timed[0]:.1f} ms"
+        self._tell(
+            f"plan auto: {plan_in_words(table.plans[number])}, {milliseconds:.1f} ms a step: "
+            f"{why}the fastest of {len(table.timed)} plans{first}"
+        )
 
     def _tell(self, line: str) -> None:
         """Keep a line, and say it on the first rank."""

@@ -1,6 +1,9 @@
 """The codecs by name, with the parts of their messages and their error bounds. Planning, simulation
 and the kernels read this.
 
+A *message* is the encoded form of rows, (rows, dim), that one rank sends to another; its *parts*
+are arrays that follow each other. A *rate* is zfp's number of bits per value.
+
 Nothing here needs torch. The code that encodes and decodes is in `kernels/codecs`, one codec per
 file. To add one, write a new file there and add a line to `CODECS`.
 """
@@ -109,8 +112,12 @@ def sixteen_bits(rows: float, dim: int, dtype: str, *, transport: str) -> tuple[
     """Return the parts of rows cast to 16 bits. If the rows' dtype has a wider range, each row also
     has a power of two."""
     values = Part((rows, dim), transport)
+    # bfloat16 has the range of float32, float16 a smaller one
     is_wider = dtype == "float64" if transport == "bfloat16" else dtype != "float16"
-    return (Part((rows, 1), "int16"), values) if is_wider else (values,)
+    if not is_wider:
+        return (values,)
+    exponents = Part((rows, 1), "int16")
+    return exponents, values
 
 
 def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple[Part, ...]:
@@ -121,12 +128,12 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
         rows, dim, dtype: shape and dtype of the rows.
         rate: bits per value.
     """
-    num_bits = math.ceil(rows / 4) * math.ceil(dim / 4) * 16 * rate
-    return (
-        Part((1,), "int16"),
-        Part((math.ceil(num_bits / 64) * 8,), "uint8"),
-        Part((math.ceil(rows / 8),), "uint8"),
-    )
+    num_blocks = math.ceil(rows / 4) * math.ceil(dim / 4)
+    num_bits = num_blocks * 16 * rate
+    exponent = Part((1,), "int16")
+    blocks = Part((math.ceil(num_bits / 64) * 8,), "uint8")
+    row_flags = Part((math.ceil(rows / 8),), "uint8")
+    return exponent, blocks, row_flags
 
 
 def scaled(
@@ -134,9 +141,10 @@ def scaled(
 ) -> tuple[Part, ...]:
     """Return the parts of rows cast to `transport`, with a scale per `width` values of a row, or
     per row if `width` is None."""
-    return Part((rows, math.ceil(dim / (width or dim))), scale_dtype(dtype)), Part(
-        (rows, dim), transport
-    )
+    scales_per_row = math.ceil(dim / (width or dim))
+    scales = Part((rows, scales_per_row), scale_dtype(dtype))
+    values = Part((rows, dim), transport)
+    return scales, values
 
 
 NO_CODEC = "none"
@@ -196,11 +204,11 @@ def codec_spec(codec: str) -> CodecSpec:
     """
     name, colon, text = codec.partition(":")
     if name and name not in CODECS:
-        known = ", ".join(
-            f"{each}:{spec.option.upper()}" if spec.option else each
-            for each, spec in CODECS.items()
-        )
-        raise InputError(f"codec {codec!r} is unknown: write one of {known}")
+        known = []
+        for known_name, known_spec in CODECS.items():
+            option = f":{known_spec.option.upper()}" if known_spec.option else ""
+            known.append(f"{known_name}{option}")
+        raise InputError(f"codec {codec!r} is unknown: write one of {', '.join(known)}")
     spec = CODECS[name or NO_CODEC]
     if not colon:
         return spec
@@ -208,12 +216,15 @@ def codec_spec(codec: str) -> CodecSpec:
         raise InputError(
             f"codec {codec!r}: {name or NO_CODEC} takes no option: leave out what follows the colon"
         )
+
     value = int(text) if text.isascii() and text.isdecimal() else -1
     if value not in spec.allowed:
         allowed = f"{spec.option} as a whole number from {spec.allowed[0]} to {spec.allowed[-1]}"
         raise InputError(f"codec {codec!r}: write {allowed}, such as {name}:8")
     layout = partial(spec.layout, **{spec.option: value})
-    return replace(spec, layout=layout, value=value, tolerance=spec.tolerance * 2.0 ** (8 - value))
+    # the specification's tolerance is that of 8 bits per value; each further bit halves the error
+    tolerance = spec.tolerance * 2.0 ** (8 - value)
+    return replace(spec, layout=layout, value=value, tolerance=tolerance)
 
 
 def name_of(codec: str) -> str:

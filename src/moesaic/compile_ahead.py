@@ -3,7 +3,8 @@
 Triton compiles a kernel when a call first needs it, for seconds, and a layer needs products for
 tiles of several heights, by the number of rows that its experts get. Here every height that calls
 of up to a number of tokens can have is asked for at once, each in a thread; Triton's compiler runs
-outside of Python's lock.
+outside of Python's lock. A *row* is one token for one of its experts; *gates* are the routing
+weights of rows.
 """
 
 from __future__ import annotations
@@ -59,22 +60,26 @@ def warm_up(layer: MoE, max_tokens: int, dtype: torch.dtype | None = None) -> No
         raise InputError(
             f"warm_up: max_tokens={max_tokens!r}: give the most tokens of a call, at least 1"
         )
-    routed = _Calls.of(layer, layer.experts, dtype)
-    if routed is None:
+    expert_calls = _Calls.of(layer, layer.experts, dtype)
+    if expert_calls is None:
         return
-    per_token = layer.top_k / layer.num_experts
+    tasks: list[Callable[[], object]] = [partial(_choose, layer, expert_calls.x)]
+
+    rows_per_token = layer.top_k / layer.num_experts
     if layer.on_mesh is not None:  # tokens of all ranks may go to one expert
-        per_token = layer.on_mesh.grid.world
-    tasks: list[Callable[[], object]] = [partial(_choose, layer, routed.x)]
-    tasks += routed.tasks(math.ceil(max_tokens * per_token))
-    shared = None
+        rows_per_token = layer.on_mesh.grid.world
+    tasks += expert_calls.tasks(math.ceil(max_tokens * rows_per_token))
+
     if layer.shared is not None:
-        shared = _Calls.of(layer, layer.shared, dtype)
-    if shared is not None:
-        tasks += shared.tasks(max_tokens)
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(tasks))) as pool:
-        for done in [pool.submit(task) for task in tasks]:
-            done.result()
+        shared_calls = _Calls.of(layer, layer.shared, dtype)
+        if shared_calls is not None:
+            tasks += shared_calls.tasks(max_tokens)
+
+    num_threads = min(MOST_THREADS, os.cpu_count() or 1, len(tasks))
+    with ThreadPoolExecutor(num_threads) as pool:
+        futures = [pool.submit(task) for task in tasks]
+        for future in futures:
+            future.result()
 
 
 class _Calls(NamedTuple):
@@ -83,7 +88,9 @@ class _Calls(NamedTuple):
     layer: MoE
     experts: StackedExperts
     sharded: Weights
+    """As in `ExpertCall`, in the dtype of the products."""
     common: Weights
+    """As in `ExpertCall`, in the dtype of the products."""
     x: Tensor
     """No tokens, (0, dim), in the dtype of the products."""
     out_dtype: torch.dtype
@@ -94,63 +101,78 @@ class _Calls(NamedTuple):
         if not isinstance(experts, StackedExperts) or experts.kernel != "auto":
             return None
         with torch.no_grad():
-            weight = experts.weights()[0][0]
+            sharded, _ = experts.weights()
+            weight = sharded[0]
             if kind_of(weight.device) != "triton":
                 return None
             out_dtype = weight.dtype if dtype is None else dtype
-            own = compute_dtype(out_dtype, weight.device)
-            x = weight.new_empty(0, layer.dim, dtype=own)
-            return cls(layer, experts, *experts.weights_in(own), x, out_dtype)
+            product_dtype = compute_dtype(out_dtype, weight.device)
+            sharded, common = experts.weights_in(product_dtype)
+            x = weight.new_empty(0, layer.dim, dtype=product_dtype)
+            return cls(layer, experts, sharded, common, x, out_dtype)
 
-    def tasks(self, most: int) -> Iterator[Callable[[], object]]:
-        """Yield the passes of calls with up to `most` rows an expert: one call for each set of
-        tiles that these take."""
-        seen = list[object]()
+    def tasks(self, max_rows: int) -> Iterator[Callable[[], object]]:
+        """Yield the forward and backward passes of calls with up to `max_rows` rows an expert: one
+        call for each set of tiles that these take."""
+        tiles_so_far = list[object]()
         rows = 1
-        while not seen or rows < 2 * most:
+        while not tiles_so_far or rows < 2 * max_rows:
             work = self._work(rows)
             tiles = triton_products().default_tiles(work)
-            if tiles not in seen:
-                seen.append(tiles)
+            if tiles not in tiles_so_far:
+                tiles_so_far.append(tiles)
                 yield partial(run_experts, work, self.out_dtype)
                 yield partial(_gradients, work)
             rows *= 2
 
     def _work(self, rows: int) -> ExpertWork:
-        """Return a call in which each expert has `rows` rows."""
-        number = len(self.sharded[1])
-        new = self.x.new_zeros
-        ends = torch.arange(rows, rows * number + 1, rows, dtype=torch.int32, device=self.x.device)
-        x = new(rows * number, self.layer.dim)
-        gates = new(len(x), dtype=torch.float32)
+        """Return a call in which each expert has `rows` rows, of zeros; on one rank, about as
+        many."""
+        num_experts = len(self.sharded[1])
+        num_rows = rows * num_experts
+        x = self.x.new_zeros(num_rows, self.layer.dim)
+        gates = x.new_zeros(num_rows, dtype=torch.float32)
+        ends = torch.arange(rows, num_rows + 1, rows, dtype=torch.int32, device=x.device)
         call = ExpertCall(self.sharded, self.common, rows=x, gates=gates, ends=ends)
         if self.experts is self.layer.shared:
             return self.experts.work(replace(call, gates=None))
         if self.layer.on_mesh is not None:
-            place = torch.arange(len(x), dtype=torch.int32, device=x.device)
+            place = torch.arange(num_rows, dtype=torch.int32, device=x.device)
             places = Places(x=place, y=place, d_x=place)
             return self.experts.work(replace(call, places=places))
+        return self._work_of_tokens(call, num_experts)
+
+    def _work_of_tokens(self, call: ExpertCall, num_experts: int) -> ExpertWork:
+        """Return a call of one rank, which reads tokens, with at least as many rows as `call`."""
         top_k = self.layer.top_k
-        copy = torch.arange(-(-len(x) // top_k) * top_k, device=x.device)
-        counts = copy.new_zeros(number)
-        tokens = len(copy) // top_k
-        order = sort_by_expert(copy // top_k, copy % number, counts, tokens, top_k)
+        num_tokens = math.ceil(len(call.rows) / top_k)
+        copy = torch.arange(num_tokens * top_k, device=call.rows.device)
+        token = copy // top_k
+        expert = copy % num_experts
+        counts = copy.new_zeros(num_experts)  # what the passes compute does not matter
+        order = sort_by_expert(token, expert, counts, num_tokens, top_k)
         call = replace(
-            call, rows=x[:tokens], gates=new(len(copy), dtype=torch.float32), ends=order.ends
+            call,
+            rows=call.rows[:num_tokens],
+            gates=call.rows.new_zeros(len(copy), dtype=torch.float32),
+            ends=order.ends,
         )
-        is_first = self.layer.apply_weight == "before"
-        return self.experts.work(call, order.dispatch, gates_first=is_first)
+        gates_first = self.layer.apply_weight == "before"
+        return self.experts.work(call, order.dispatch, gates_first=gates_first)
 
 
 def _gradients(work: ExpertWork) -> None:
-    """Run the backward pass of a call, on pre-activations of any value."""
-    pre = work.x.new_zeros(work.num_rows, work.up.shape[1] * work.hidden)
-    rows = len(work.x) if work.dispatch is not None else work.num_rows
-    expert_gradients(work, pre, work.x.new_zeros(rows, work.x.shape[1]))
+    """Run the backward pass of a call, on pre-activations and gradients of zeros."""
+    num_up_matrices = work.up.shape[1]
+    pre_activations = work.x.new_zeros(work.num_rows, num_up_matrices * work.hidden)
+    num_results = len(work.x) if work.dispatch is not None else work.num_rows
+    grad_y = work.x.new_zeros(num_results, work.x.shape[1])
+    expert_gradients(work, pre_activations, grad_y)
 
 
 def _choose(layer: MoE, x: Tensor) -> None:
-    """Run the choice of experts forward and backward, if it is one operation."""
+    """Run the choice of experts forward and backward for one token, if it is one operation; x gives
+    width and dtype."""
     fused = fused_of(layer.router, layer.top_k, layer.losses)
     if fused is None:
         return

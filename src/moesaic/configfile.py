@@ -1,5 +1,9 @@
 """Configurations as files: reads and writes TOML and JSON. Every error names the field and a valid
-value."""
+value.
+
+A configuration is a frozen dataclass whose fields may be dataclasses; a *table* is the dict that
+TOML or JSON parses to; a *hint* is a field's annotated type.
+"""
 
 from __future__ import annotations
 
@@ -90,11 +94,8 @@ def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = ""
     """
     hints = _hints(kind, table, source, prefix)
     for field in fields(kind):  # type: ignore[arg-type]
-        if (
-            field.name not in table
-            and field.default is MISSING
-            and field.default_factory is MISSING
-        ):
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if field.name not in table and not has_default:
             such_as = field.metadata.get(SUCH_AS, "")
             advice = f": add it, for example {such_as}" if such_as else ""
             raise InputError(f"{source}: {prefix}{field.name} is missing{advice}")
@@ -120,6 +121,7 @@ def _hints(kind: type, table: dict[str, Any], source: str, prefix: str) -> dict[
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:
+    """Return a value that must be a table; `where` names it in the message."""
     if not isinstance(value, dict):
         raise InputError(f"{where} must be a table, got {value!r}")
     return value
@@ -145,9 +147,10 @@ def _not_default(value: Any) -> Any:
         return value
     table = {}
     for field in fields(value):
+        current = getattr(value, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        if getattr(value, field.name) != default:
-            table[field.name] = _not_default(getattr(value, field.name))
+        if current != default:
+            table[field.name] = _not_default(current)
     return table
 
 
@@ -160,7 +163,7 @@ def to_toml(table: dict[str, Any], prefix: str = "") -> str:
         prefix: the name of the table with a trailing dot; "" for the whole file.
     """
     lines = []
-    below = []
+    below = []  # TOML wants tables behind the plain values of the table that holds them
     for name, value in table.items():
         if isinstance(value, dict):
             below += ["", f"[{prefix}{name}]", to_toml(value, f"{prefix}{name}.")]
@@ -190,53 +193,71 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     """Check a TOML or JSON value against a field's type and convert it: lists become tuples, whole
     numbers floats if needed.
 
-    A single value stands for a list of one if the list may have any length.
+    A single value stands for a list of one if the list may have any length. `where` is the source,
+    a colon and the field's path, for messages.
     """
     origin = get_origin(hint)
     arguments = get_args(hint)
     if origin is Literal:
-        if value not in arguments:
-            has_options = isinstance(value, str) and value.partition(":")[0] in arguments
-            more = "; what follows the colon has fields of its own" if has_options else ""
-            raise InputError(
-                f"{where}={value!r}: choose one of {', '.join(map(str, arguments))}{more}"
-            )
-        return value
+        return _require_choice(value, arguments, where)
     if origin is tuple:
-        if Ellipsis in arguments:
-            items = value if isinstance(value, list | tuple) else [value]
-            return tuple(
-                _convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(items)
-            )
-        if not isinstance(value, list | tuple) or len(value) != len(arguments):
-            raise InputError(f"{where} must be a list of {len(arguments)}, got {value!r}")
-        return tuple(_convert(item, wanted, where) for item, wanted in zip(value, arguments))
+        return _convert_list(value, arguments, where)
     if origin is dict:
+        value_hint = arguments[1]
         return {
-            key: _convert(item, arguments[1], f"{where}.{key}")
+            key: _convert(item, value_hint, f"{where}.{key}")
             for key, item in _table(value, where).items()
         }
     if isinstance(hint, type) and is_dataclass(hint):
-        head, _, name = where.rpartition(": ")
-        return build(hint, _table(value, where), source=head, prefix=f"{name}.")
+        source, _, path = where.rpartition(": ")
+        return build(hint, _table(value, where), source=source, prefix=f"{path}.")
     if type(None) in arguments:
         if value is None:
             return None
-        return _convert(value, next(a for a in arguments if a is not type(None)), where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > sys.float_info.max:
-            side = "above " if value > 0 else "below -"
-            raise InputError(
-                f"{where} is a number {side}{sys.float_info.max}: no float is so large"
-            )
-        return float(value)
+        others = [each for each in arguments if each is not type(None)]
+        return _convert(value, others[0], where)
+
+    # Python counts true and false as whole numbers
+    is_whole_number = isinstance(value, int) and not isinstance(value, bool)
+    if hint is float and is_whole_number:
+        return _as_float(value, where)
+
     kinds = arguments or (hint,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise InputError(
-            f"{where} must be {' or '.join(str(_NAMES.get(each, each)) for each in kinds)}, "
-            f"got {value!r}"
-        )
+    is_stray_bool = isinstance(value, bool) and bool not in kinds
+    if is_stray_bool or not isinstance(value, kinds):
+        names = [str(_NAMES.get(each, each)) for each in kinds]
+        raise InputError(f"{where} must be {' or '.join(names)}, got {value!r}")
     return value
+
+
+def _require_choice(value: Any, choices: tuple[Any, ...], where: str) -> Any:
+    """Return a value that must be one of a field's choices."""
+    if value in choices:
+        return value
+    has_options = isinstance(value, str) and value.partition(":")[0] in choices
+    more = "; what follows the colon has fields of its own" if has_options else ""
+    raise InputError(f"{where}={value!r}: choose one of {', '.join(map(str, choices))}{more}")
+
+
+def _convert_list(value: Any, hints: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    """Convert a list to a tuple with entries of the given types; (type, ...) is one of any
+    length."""
+    if Ellipsis in hints:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(
+            _convert(item, hints[0], f"{where}[{number}]") for number, item in enumerate(items)
+        )
+    if not isinstance(value, list | tuple) or len(value) != len(hints):
+        raise InputError(f"{where} must be a list of {len(hints)}, got {value!r}")
+    return tuple(_convert(item, hint, where) for item, hint in zip(value, hints))
+
+
+def _as_float(value: int, where: str) -> float:
+    """Return a whole number as a float; raise InputError if no float is so large."""
+    if abs(value) > sys.float_info.max:
+        side = "above " if value > 0 else "below -"
+        raise InputError(f"{where} is a number {side}{sys.float_info.max}: no float is so large")
+    return float(value)
 
 
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

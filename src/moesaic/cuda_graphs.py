@@ -5,6 +5,9 @@ A graph holds fixed memory, and `torch.cuda.make_graphed_callables` leaves the c
 caller. Here results and gradients are copied out of that memory, and what the graph does not fit is
 refused. Auxiliary losses are results of the graph and are injected outside of it, so that
 `set_loss_scale`, `collect_losses` and gradient accumulation work as they do without a graph.
+
+*Static* tensors are those of the graph's fixed memory; the *leaves* are what the backward graph
+computes gradients of: x, if it has a gradient, and the trained parameters.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ WARM_UPS = 3
 """Calls before the capture. The first ones compile kernels and make caches, for which the host may
 wait; the last may not."""
 Results = Sequence[Tensor | None]
+"""A forward graph's y and auxiliary losses, or a backward graph's gradients of the leaves; None for
+a leaf without a gradient."""
 
 
 class Replayable(Protocol):
@@ -94,28 +99,29 @@ def capture(
 def refusal(layer: MoE, x: Tensor) -> str:
     """Return why a call cannot be captured and what to do instead, as far as that is known
     beforehand; "" if nothing is."""
-    hooks = any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in layer.modules()
-    )
-    reasons = {
-        (
+    if layer.on_mesh is not None:
+        return (
             "it is on a mesh, whose messages depend on the routing: capture a layer before "
             "parallelize, on one GPU"
-        ): (layer.on_mesh is not None),
-        "it has hooks, which would not run in a replay: register them on a module around it": hooks,
-        (
+        )
+    for module in layer.modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            return (
+                "it has hooks, which would not run in a replay: register them on a module around it"
+            )
+    if layer.routing_cache is not None or is_recomputing():
+        return (
             "it is inside an activation checkpoint, which would run it twice: capture the layer "
             "outside"
-        ): (layer.routing_cache is not None or is_recomputing()),
-        "autocast keeps its casts: write torch.autocast(..., cache_enabled=False)": (
-            torch.is_autocast_enabled(x.device.type) and torch.is_autocast_cache_enabled()
-        ),
-        (
+        )
+    if torch.is_autocast_enabled(x.device.type) and torch.is_autocast_cache_enabled():
+        return "autocast keeps its casts: write torch.autocast(..., cache_enabled=False)"
+    if x.device.type != "cuda":
+        return (
             f"x is on {x.device}, and CUDA graphs are of a GPU: call the layer itself, or move "
             "both to a GPU"
-        ): (x.device.type != "cuda"),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+        )
+    return ""
 
 
 class CudaRecorder:
@@ -173,11 +179,10 @@ def _place(error: Exception) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if package in Path(frame.filename).parents
     ]
-    return (
-        f"{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}"
-        if frames
-        else "the capture"
-    )
+    if not frames:
+        return "the capture"
+    innermost = frames[-1]
+    return f"{Path(innermost.filename).relative_to(package)}:{innermost.lineno}"
 
 
 class CapturedMoE:
@@ -199,24 +204,28 @@ class CapturedMoE:
             for name, tensor in inputs.items()
         }
         layer.step_counts = layer.step_counts.to(inputs["x"].device)
-        counts = layer.step_counts.clone()
+        counts = layer.step_counts.clone()  # which warming up and capturing add to
         self._parameters = [
             parameter for parameter in layer.parameters() if parameter.requires_grad
         ]
         self._mode = _mode(layer, inputs["x"])
         self._with_grad = torch.is_grad_enabled() and bool(self._leaves)
+
         recorder.warm_up(self._both)
         self._forward: Replayable = recorder.record(self._run)
         self._grads_in: Results = [
             torch.zeros_like(result) for result in self._forward.results if result is not None
         ]
-        self._backward: Replayable | None = (
-            recorder.record(self._gradients) if self._with_grad else None
-        )
+        """Static: the gradients of the results, from which the backward graph computes."""
+        self._backward: Replayable | None = None
+        if self._with_grad:
+            self._backward = recorder.record(self._gradients)
+
         layer.step_counts.copy_(counts)
         self._state = self._memory()
         self._calls = 0
         self._pending = 0
+        """The number of the call whose activations the graph holds; 0 for none."""
 
     def __call__(
         self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None
@@ -249,32 +258,34 @@ class CapturedMoE:
     def _leaves(self) -> list[Tensor]:
         """The tensors whose gradients the graph computes."""
         x = self._static["x"]
-        return [*([x] if x.requires_grad else []), *self._parameters]
+        return [x, *self._parameters] if x.requires_grad else list(self._parameters)
 
     def _run(self) -> list[Tensor]:
         """Return the output and the losses of a call on the static inputs."""
         y = type(self.layer).forward(self.layer, **self._static)  # type: ignore[arg-type]
         assert isinstance(y, Tensor)
-        return [y, *(collect_losses(self.layer) if self._with_grad else [])]
+        losses = collect_losses(self.layer) if self._with_grad else []
+        return [y, *losses]
 
     def _gradients(self) -> list[Tensor | None]:
         """Return the gradients of the leaves."""
         return self._pulled_back(self._forward.results, self._grads_in)
 
     def _pulled_back(self, results: Results, grads: Results) -> list[Tensor | None]:
-        """Return the gradients of the leaves from those of the results."""
-        pairs = [
-            (result, grad)
-            for result, grad in zip(results, grads)
-            if result is not None and result.requires_grad
-        ]
-        outputs, grads_in = zip(*pairs)
+        """Return the gradients of the leaves from those of the results, `grads`."""
+        outputs: list[Tensor] = []
+        grads_in: list[Any] = []
+        for result, grad in zip(results, grads):
+            if result is not None and result.requires_grad:
+                outputs.append(result)
+                grads_in.append(grad)
         return list(torch.autograd.grad(outputs, self._leaves, grads_in, allow_unused=True))
 
     def _both(self) -> None:
+        """Run the forward and the backward pass once."""
         results = self._run()
         if self._with_grad:
-            self._pulled_back(results, list(map(torch.zeros_like, results)))
+            self._pulled_back(results, [torch.zeros_like(result) for result in results])
 
     def _memory(self) -> list[tuple[int, bool]]:
         """Return address and `requires_grad` of all tensors of the layer that the graphs read or
@@ -332,10 +343,13 @@ class CapturedMoE:
         results = [
             None if result is None else result.detach().clone() for result in self._backward.results
         ]
+        # x is the first leaf only if it has a gradient
         return results if self._static["x"].requires_grad else [None, *results]
 
 
 class _Replay(torch.autograd.Function):
+    """A captured call as one operator of autograd, of x and the trained parameters."""
+
     @staticmethod
     def forward(
         ctx: Any, captured: CapturedMoE, x: Tensor, *parameters: Tensor
@@ -357,7 +371,8 @@ def _first(results: Results) -> Tensor:
 
 
 def _mode(layer: MoE, x: Tensor) -> tuple[Any, ...]:
-    """Return what decides, besides its inputs, which work a call is."""
+    """Return what decides, besides its inputs, which work a call is: whether it trains, whether
+    with gradients, and autocast's dtype."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return layer.training, torch.is_grad_enabled(), autocast

@@ -34,10 +34,11 @@ def in_one_line(text: str) -> str:
 def suggestion(word: str, known: list[str]) -> str:
     """Return ': did you mean X?' for the known word that holds this one or is closest; if none is
     close, a list."""
-    holding = [each for each in known if len(word) > 2 and word in each]
-    near = holding or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return (
-        f": did you mean {near[0]}?"
-        if near
-        else f": choose one of {shorten(', '.join(known), 300, placeholder=' ...')}"
-    )
+    near = []
+    if len(word) > 2:
+        near = [each for each in known if word in each]
+    if not near:
+        near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if near:
+        return f": did you mean {near[0]}?"
+    return f": choose one of {shorten(', '.join(known), 300, placeholder=' ...')}"

@@ -3,7 +3,8 @@
 An archive or a clone may hold symbolic links, named pipes and devices in place of files. So only
 regular files are read, with a limit of size where a file has one. Below the path that a user typed,
 nothing is written, listed or deleted through a link: a link where a file is to be written is an
-error that names it.
+error that names it. `typed` says of a path that the user typed it, and a *kind* is what a path is,
+in words: "a file", "a folder", "a symbolic link" and others.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ MOST_TEXT = 1 << 28
 receipt."""
 WRITING = ".writing-"
 """How the names of files begin that are being written."""
-_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 READER_SECONDS = 5.0
 """How long a named pipe may wait for its reader."""
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+"""Flag of `os.open`: do not wait for the other end of a named pipe. These three are 0 where the
+system has none."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+"""Flag of `os.open`: fail if the path is a link."""
 _BINARY = getattr(os, "O_BINARY", 0)
+"""Flag of `os.open`: keep line ends, on Windows."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a symbolic link",
@@ -128,6 +133,7 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
     if kind not in (None, "a file"):
         raise _refused(path, str(kind))
     aside = path.with_name(f"{WRITING}{secrets.token_hex(4)}-{path.name}"[:255])
+
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, 0o666)
     try:
         with io.BufferedWriter(_Output(descriptor, str(aside))) as file:
@@ -139,11 +145,11 @@ def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()
-        found = system_error(error) if isinstance(error, Exception) else None
-        if found is None or found.filename != str(aside):  # of what is written from, perhaps
+        cause = system_error(error) if isinstance(error, Exception) else None
+        if cause is None or cause.filename != str(aside):  # of the file that is copied, perhaps
             raise
         # the name that a reader of the message knows
-        raise OSError(found.errno, found.strerror, str(path)) from error
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
 def _stream_at(path: str | Path) -> str | None:
@@ -157,19 +163,19 @@ def _stream_at(path: str | Path) -> str | None:
 
 
 def _opened_pipe(path: Path) -> int:
-    """Open a named pipe for writing once somebody reads it; raises InputError if nobody does for
-    `READER_SECONDS`."""
-    until = time.monotonic() + READER_SECONDS
+    """Open a named pipe for writing once somebody reads it, and return its descriptor; raises
+    InputError if nobody does for `READER_SECONDS`."""
+    deadline = time.monotonic() + READER_SECONDS
     while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | _AT_ONCE)
         except OSError as error:
-            if error.errno != errno.ENXIO:
+            if error.errno != errno.ENXIO:  # ENXIO: nobody reads it
                 raise
         else:
             os.set_blocking(descriptor, True)
             return descriptor
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise InputError(f"{path}: is a named pipe that nobody reads: start its reader first")
         time.sleep(0.05)
 
@@ -206,13 +212,19 @@ def system_error(error: BaseException) -> OSError | None:
     torch raises another error while it handles the system's, and libraries in Rust say its number
     in their text alone.
     """
-    chain: BaseException | None = error
-    while chain is not None and not isinstance(chain, (InputError, TrainingError)):
-        if isinstance(chain, OSError) and chain.errno is not None:
-            return chain
-        if number := re.search(r"\(os error (\d+)\)", str(chain)):
-            return OSError(int(number[1]), os.strerror(int(number[1])))
-        chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
+    current: BaseException | None = error
+    while current is not None and not isinstance(current, (InputError, TrainingError)):
+        if isinstance(current, OSError) and current.errno is not None:
+            return current
+        match = re.search(r"\(os error (\d+)\)", str(current))
+        if match is not None:
+            number = int(match[1])
+            return OSError(number, os.strerror(number))
+        # as Python prints a chain: what it was raised from, else what was handled meanwhile
+        if current.__cause__ is not None:
+            current = current.__cause__
+        else:
+            current = None if current.__suppress_context__ else current.__context__
     return None
 
 
@@ -242,7 +254,8 @@ def put(source: Path, path: Path) -> None:
 def leftovers(path: Path) -> list[Path]:
     """Return the unfinished files that processes which were killed as they wrote `path` have left
     beside it."""
-    return entries(path.parent, f"{WRITING}{'[0-9a-f]' * 8}-{path.name}", typed=True)
+    random_part = "[0-9a-f]" * 8
+    return entries(path.parent, f"{WRITING}{random_part}-{path.name}", typed=True)
 
 
 def open_to_append(path: Path, mode: str = "ab") -> IO[bytes]:
@@ -255,10 +268,9 @@ def open_to_append(path: Path, mode: str = "ab") -> IO[bytes]:
         OSError: it cannot be opened.
     """
     access = os.O_RDWR if "+" in mode else os.O_WRONLY
+    flags = access | os.O_APPEND | os.O_CREAT | _NO_LINK | _AT_ONCE | _BINARY
     try:
-        descriptor = os.open(
-            path, access | os.O_APPEND | os.O_CREAT | _NO_LINK | _AT_ONCE | _BINARY, 0o666
-        )
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         kind = kind_of(path)
         if kind in (None, "a file"):
@@ -331,7 +343,7 @@ def require_writable(path: str | Path | None, flag: str, *, makes_parents: bool 
     folder = target if target.is_dir() else target.parent
     while makes_parents and not os.path.lexists(folder):
         folder = folder.parent
-    try:
+    try:  # since permissions alone do not tell
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

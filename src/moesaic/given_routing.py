@@ -1,5 +1,8 @@
 """Runs experts for tokens whose experts another library's router chose: the part of a layer that
-such a library hands over."""
+such a library hands over.
+
+Shape letters at the end of names: T tokens, D dim, K experts per token.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,7 @@ class ChosenExperts:
         self._parameters = parameters
         self._mesh = mesh
         self._is_auto = plan is None
+
         self.on_mesh: ExpertParallel | None = None
         if mesh is None:
             return
@@ -101,10 +105,10 @@ class ChosenExperts:
                 partial(self._run_on_mesh, self.on_mesh, x_TD, expert_TK, weight_TK)
             )
         num_tokens, top_k = expert_TK.shape
+        # one entry per copy, token after token
         expert = expert_TK.reshape(-1)
-        token = torch.arange(num_tokens, device=expert.device).repeat_interleave(
-            top_k, output_size=len(expert)
-        )
+        all_tokens = torch.arange(num_tokens, device=expert.device)
+        token = all_tokens.repeat_interleave(top_k, output_size=len(expert))
         counts = count(expert, None, self.experts.num_experts)
         permutation = sort_by_expert(token, expert, counts, num_tokens, top_k)
         run = partial(self.experts.compute_tokens, permutation=permutation)

@@ -3,12 +3,14 @@ tensor's own.
 
 A tensor's own generator is seeded by the run's seed, the parameter's name and, for stacked experts,
 the expert's number. Then no value depends on the mesh: a rank draws a whole tensor (or, of the
-experts that it holds, a whole expert) and keeps its part.
+experts that it holds, a whole expert) and keeps its part. A *law* is the distribution of the
+values, a *key* the seed of one generator.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
@@ -46,7 +48,8 @@ def draw_globally(parameter: Tensor, law: Law, *, by_expert: bool = False) -> No
     Ranks need the same `torch.manual_seed`.
     """
     if by_expert and is_dtensor(parameter):
-        _draw_held(parameter, law, torch.randint(2**62, (), device="cpu").item(), by_expert=True)
+        seed = torch.randint(2**62, (), device="cpu").item()
+        _draw_held(parameter, law, seed, by_expert=True)
     else:
         law(parameter)
 
@@ -85,18 +88,24 @@ def held(tensor: Tensor) -> tuple[range, ...]:
     """Return which indices of each dimension this rank holds; all of them unless the tensor is a
     DTensor."""
     ranges = [range(size) for size in tensor.shape]
-    if is_dtensor(tensor):
-        placements = tensor.placements
-        coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
-        # FSDP's axis comes first in the mesh, but splits what the other axes left; its placement
-        # then has a split factor.
-        for axis in sorted(
-            range(len(placements)), key=lambda axis: hasattr(placements[axis], "split_factor")
-        ):
-            dim = getattr(placements[axis], "dim", None)
-            if dim is not None:
-                size = -(-len(ranges[dim]) // tensor.device_mesh.size(axis))
-                ranges[dim] = ranges[dim][coordinate[axis] * size :][:size]
+    if not is_dtensor(tensor):
+        return tuple(ranges)
+
+    placements = tensor.placements
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    # FSDP's axis comes first in the mesh, but splits what the other axes left; its placement
+    # then has a split factor.
+    axes = sorted(
+        range(len(placements)), key=lambda axis: hasattr(placements[axis], "split_factor")
+    )
+    for axis in axes:
+        dim = getattr(placements[axis], "dim", None)
+        if dim is None:  # replicated over this axis
+            continue
+        # torch gives every rank as many indices, but the last ones fewer or none
+        size = math.ceil(len(ranges[dim]) / tensor.device_mesh.size(axis))
+        start = coordinate[axis] * size
+        ranges[dim] = ranges[dim][start : start + size]
     return tuple(ranges)
 
 
@@ -114,25 +123,29 @@ def _draw_held(
         return
 
     def draw_expert(row: Tensor, expert: int) -> None:
-        _draw_part(row, ranges[1:], parameter.shape[1:], law, key_of(seed, name, expert))
+        """Fill this rank's part of one expert, given its number among all experts."""
+        key = key_of(seed, name, expert)
+        _draw_part(row, ranges[1:], parameter.shape[1:], law, key)
 
     # On a CPU torch draws on one thread, without Python's lock.
-    with ThreadPoolExecutor(torch.get_num_threads() if local.device.type == "cpu" else 1) as pool:
-        list(pool.map(draw_expert, local, ranges[0]))
+    num_threads = torch.get_num_threads() if local.device.type == "cpu" else 1
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(draw_expert, local, ranges[0]))  # the list raises a thread's exception
 
 
 def _draw_part(
     part: Tensor, ranges: tuple[range, ...], shape: torch.Size, law: Law, key: int
 ) -> None:
-    """Fill one rank's part of a tensor. Numbers are drawn in float32, so that other dtypes round
-    the same ones."""
+    """Fill one rank's part of a tensor of a shape: the indices `ranges`. Numbers are drawn in
+    float32, so that other dtypes round the same ones."""
     generator = torch.Generator(part.device).manual_seed(key)
     if part.shape == shape and part.dtype == torch.float32 and part.is_contiguous():
         law(part, generator=generator)
     elif part.numel():
         whole = torch.empty(shape, dtype=torch.float32, device=part.device)
         law(whole, generator=generator)
-        part.copy_(whole[tuple(slice(each.start, each.stop) for each in ranges)])
+        own_slices = tuple(slice(indices.start, indices.stop) for indices in ranges)
+        part.copy_(whole[own_slices])
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:

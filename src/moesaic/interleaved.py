@@ -7,7 +7,8 @@ Each micro-batch runs in a greenlet of the caller's thread. It hands its turn ov
 on a mesh has issued messages and would wait for them (`runtime/paused_calls.py`), so the model's
 code stays as it is. The backward passes of the two interleave by themselves, if one `backward` runs
 both. Where a turn is handed over depends on the programs of the layers alone, so all ranks issue
-their messages in one order.
+their messages in one order. A *number* is a micro-batch's index in the step. References to losses
+and batches are deleted early (`del`), since they keep a whole graph in memory.
 """
 
 from __future__ import annotations
@@ -108,13 +109,16 @@ def _run_together(
     units = GatheredUnits()
     try:
         for batch in batches:
-            for other in micro_batches:
-                other.holds = units.hold()
-            micro_batches.append(_MicroBatch(loss_of, batch, number + len(micro_batches)))
+            for earlier in micro_batches:
+                earlier.holds = units.hold()
+            newest = _MicroBatch(loss_of, batch, number + len(micro_batches))
             del batch
-            micro_batches[-1].take_turn()
-            if len(micro_batches) == 2 or micro_batches[-1].is_done:
+            micro_batches.append(newest)
+            newest.take_turn()
+            # a first one that is done sent no messages, so that nothing can run beside it
+            if len(micro_batches) == 2 or newest.is_done:
                 break
+
         while not all(each.is_done for each in micro_batches):
             for each in micro_batches:
                 if not each.is_done:
@@ -127,7 +131,9 @@ def _run_together(
         raise
     finally:
         units.restore()
-    return [each.turn for each in micro_batches], [each.take_loss() for each in micro_batches]
+    turns = [each.turn for each in micro_batches]
+    losses = [each.take_loss() for each in micro_batches]
+    return turns, losses
 
 
 class _Turn(AbstractTurn):
@@ -148,6 +154,7 @@ class _MicroBatch(Generic[T]):
         """The parameter groups of FSDP2 that it is in, and that stay gathered anyway."""
         self._loss: Tensor | None = None
         self._state = TorchState.now()
+        """Its own settings of torch while another micro-batch runs."""
         seed = int(torch.randint(2**62, (), device="cpu"))
         self._greenlet: greenlet = _greenlets().greenlet(_run)
         self._greenlet.gr_context = copy_context()
@@ -206,19 +213,20 @@ class _MicroBatch(Generic[T]):
 
 
 def _run(loss_of: Callable[[T], Tensor], batch: T, seed: int) -> Tensor:
+    """Compute a micro-batch's loss from its own random numbers."""
     torch.manual_seed(seed)
     return loss_of(batch)
 
 
 @contextmanager
 def _weighed(turns: list[_Turn], scale: float) -> Iterator[None]:
-    """Set the weight of the auxiliary losses of layers that have none, and take it back."""
-    layers = {
-        key: layer
-        for turn in turns
-        for key, layer in turn.injecting.items()
-        if not layer.loss_scale_is_set
-    }
+    """Set the weight of the auxiliary losses, in the layers that ran, to `scale` unless
+    `set_loss_scale` was called, and take it back."""
+    layers = {}
+    for turn in turns:
+        for key, layer in turn.injecting.items():
+            if not layer.loss_scale_is_set:
+                layers[key] = layer
     for layer in layers.values():
         layer.loss_scale.fill_(scale)
         layer.loss_scale_is_set = True

@@ -1,7 +1,11 @@
 """`MoE`: a sparse Mixture-of-Experts layer that replaces a feed-forward layer. This is the
 library's main entry point.
 
-A call has four stages: route, dispatch, expert and combine.
+A call has four stages: route chooses experts for each token, dispatch brings the tokens to them,
+expert computes, and combine adds up each token's results, weighted. A *copy* is one token for one
+of its experts, a *load* the copies of each expert, and *padding* tokens that a mask leaves out.
+On a mesh the experts are spread over ranks (`ep`), perhaps with several copies of all of them
+(`edp`). Shape letters at the end of names: T tokens, D dim, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ if TYPE_CHECKING:
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
 """The auxiliary losses of a layer that is created without `losses`."""
 MOST_ELEMENTS = 2**59
-"""torch counts a tensor's bytes in 63 bits, and a weight may have two matrices of 8 bytes each."""
+"""The most elements of one matrix of all experts: torch counts a tensor's bytes in 63 bits, and a
+weight may hold two matrices, of 8 bytes an element."""
 
 
 class CallArguments(NamedTuple):
@@ -143,20 +148,22 @@ class MoE(InjectsLosses, RoutingCached):
         self.top_k = int(top_k)
         self.apply_weight = apply_weight
         self.eval_top_k = eval_top_k
-        make_router = _with_options(
-            _pick(router, ROUTERS | ON_MESH, "router"), router, router_options
-        )
-        make_experts = _with_bias(_pick(experts, EXPERTS, "experts"), experts, bias)
+
+        router_factory = _pick(router, ROUTERS | ON_MESH, "router")
+        make_router = _with_options(router_factory, router, router_options)
+        experts_factory = _pick(experts, EXPERTS, "experts")
+        make_experts = _with_bias(experts_factory, experts, bias)
         with nullcontext() if device is None else torch.device(device):
             self._add_router(make_router)
             self._add_experts(make_experts, int(shared_hidden), kernel)
             self.shared_gate = nn.Linear(self.dim, 1, bias=False) if shared_gate else None
         if dtype is not None:
             self.to(_floating_point(dtype))
+
         self.capacity = Dropless() if capacity is None else as_capacity(capacity, "capacity")
-        self.eval_capacity = (
-            None if eval_capacity is None else as_capacity(eval_capacity, "eval_capacity")
-        )
+        self.eval_capacity: AbstractCapacity | None = None
+        if eval_capacity is not None:
+            self.eval_capacity = as_capacity(eval_capacity, "eval_capacity")
         self.losses = _as_losses(losses)
         # Not a buffer: DDP would overwrite it with the first rank's counts, and to_empty would
         # leave it undefined.
@@ -175,11 +182,11 @@ class MoE(InjectsLosses, RoutingCached):
         """Create the experts, and the shared expert if its inner width is not 0."""
         experts = make_experts(self.dim, self.hidden, self.num_experts)
         self.experts: AbstractExperts = _made("experts", experts, AbstractExperts)
-        self.shared: AbstractExperts | None = (
-            make_experts(self.dim, shared_hidden, 1) if shared_hidden else None
-        )
-        for module in filter(None, (self.experts, self.shared)):
-            _use_kernel(module, kernel)
+        _use_kernel(self.experts, kernel)
+        self.shared: AbstractExperts | None = None
+        if shared_hidden:
+            self.shared = make_experts(self.dim, shared_hidden, 1)
+            _use_kernel(self.shared, kernel)
 
     def parallelize(
         self,
@@ -232,7 +239,7 @@ class MoE(InjectsLosses, RoutingCached):
 
         mesh = Mesh.of(mesh)
         is_auto = self._is_auto(plan, mesh)
-        on_mesh = self._agreed_on(
+        on_mesh = self._make_runtime(
             mesh, plan, calls or calls_of, is_auto=is_auto, broadcast=broadcast
         )
         self._shard(mesh, broadcast=broadcast)
@@ -241,7 +248,7 @@ class MoE(InjectsLosses, RoutingCached):
         if is_auto:
             load(AUTO).of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
 
-    def _agreed_on(
+    def _make_runtime(
         self,
         mesh: Mesh,
         plan: Plan | Compiled | str | None,
@@ -405,20 +412,16 @@ class MoE(InjectsLosses, RoutingCached):
         padded_rows = None
         if self.on_mesh is not None:
             padded_rows = self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
+
         # all stages read the one copy that the products take
         cast_TD = in_product_dtype(x_TD)
         routed = self._route(cast_TD, call, top_k, capacity)
         if compute is not None:
             y = compute(RoutedCall(x, x_TD, call.mask, call.token_ids, routed, padded_rows))
         else:
-            if self.on_mesh is None:
-                y_TD = self._run_experts(cast_TD, routed.routing, x.dtype)
-            else:
-                y_TD = self.on_mesh.run_experts(
-                    self.experts, cast_TD, routed, padded_rows, dtype=x.dtype
-                )
-            shared_TD = self.run_shared(cast_TD, call.mask, x.dtype)
-            y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
+            y_TD = self._run_own_experts(cast_TD, call, routed, padded_rows)
+            y = y_TD.view(x.shape)
+
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
             is_float16 = compute_dtype(x.dtype, x.device) is torch.float16
@@ -426,6 +429,19 @@ class MoE(InjectsLosses, RoutingCached):
         if padded_rows is None:
             return y, routed.routing
         return y, replace(routed.routing, padded_capacity=padded_rows)
+
+    def _run_own_experts(
+        self, x_TD: Tensor, call: CallArguments, routed: Routed, padded_rows: int | None
+    ) -> Tensor:
+        """Return the layer's result for routed tokens, (tokens, dim), in the dtype of the call's
+        x."""
+        dtype = call.x.dtype
+        if self.on_mesh is None:
+            y_TD = self._run_experts(x_TD, routed.routing, dtype)
+        else:
+            y_TD = self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows, dtype=dtype)
+        shared_TD = self.run_shared(x_TD, call.mask, dtype)
+        return y_TD if shared_TD is None else y_TD + shared_TD
 
     def finish_step(self, group: Group = "auto") -> None:
         """Let the router adapt to the load of this optimizer step, and reset the counts; see
@@ -440,8 +456,9 @@ class MoE(InjectsLosses, RoutingCached):
             load = self.data_ranks.total(load, type(self.router).__name__)
         self.router.update(load)
         self.step_counts.zero_()
-        for experts in filter(None, (self.experts, self.shared)):
-            experts.begin_step()
+        self.experts.begin_step()
+        if self.shared is not None:
+            self.shared.begin_step()
 
     def reset_parameters(self) -> None:
         """Initialise all weights as in a new layer, and reset the router's adaptive state and the
@@ -492,8 +509,9 @@ class MoE(InjectsLosses, RoutingCached):
             )
         for name in ("capacity", "eval_capacity"):
             capacity = getattr(self, name)
-            by_rank = capacity is not None and not capacity.never_drops and not capacity.spans_mesh
-            if by_rank and (capacity.is_padded or mesh.grid.tp > 1):
+            if capacity is None or capacity.never_drops or capacity.spans_mesh:
+                continue
+            if capacity.is_padded or mesh.grid.tp > 1:
                 raise InputError(
                     f'plan="auto" clashes with {name}={capacity}, a capacity per rank: which '
                     "tokens it drops would depend on the plan. Choose Dropless(), or a capacity "
@@ -515,19 +533,14 @@ class MoE(InjectsLosses, RoutingCached):
             "apply_weight",
         )
         settings = {f"layer.{name}": getattr(self, name) for name in names}
-        for path, module in (("router", self.router), ("experts", self.experts)):
-            settings[f"layer.{path}"] = type(module).__name__
-        for path, router in self.router.named_modules(prefix="layer.router"):
-            plain_values = {
-                name: value
-                for name, value in vars(router).items()
-                if isinstance(value, bool | int | float | str)
-            }
-            settings |= {
-                f"{path}.{name}": value
-                for name, value in plain_values.items()
-                if name != "training"
-            }
+
+        settings["layer.router"] = type(self.router).__name__
+        settings["layer.experts"] = type(self.experts).__name__
+        for path, module in self.router.named_modules(prefix="layer.router"):
+            for name, value in vars(module).items():
+                is_setting = isinstance(value, bool | int | float | str)
+                if is_setting and name != "training":
+                    settings[f"{path}.{name}"] = value
         return settings
 
     def _top_k_of(self, call: CallArguments) -> int:
@@ -535,16 +548,17 @@ class MoE(InjectsLosses, RoutingCached):
         evaluation."""
         if call.top_k is not None:
             return int(call.top_k)
-        return int(self.top_k if self.training or self.eval_top_k is None else self.eval_top_k)
+        if self.training or self.eval_top_k is None:
+            return int(self.top_k)
+        return int(self.eval_top_k)
 
     def _capacity_of(self, call: CallArguments) -> AbstractCapacity:
         """Return the capacity of a call: its own, or the layer's for training or evaluation."""
-        capacity = call.capacity
-        if capacity is None:
-            capacity = (
-                self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
-            )
-        return as_capacity(capacity, "capacity")
+        if call.capacity is not None:
+            return as_capacity(call.capacity, "capacity")
+        if self.training or self.eval_capacity is None:
+            return as_capacity(self.capacity, "capacity")
+        return as_capacity(self.eval_capacity, "capacity")
 
     def _route(
         self, x_TD: Tensor, call: CallArguments, top_k: int, capacity: AbstractCapacity
@@ -554,14 +568,15 @@ class MoE(InjectsLosses, RoutingCached):
         replay = None
         if self.routing_cache is not None:
             replay = self.routing_cache.read(self)
-        counts = replay is None and self._is_training_call()
+        is_counted = replay is None and self._is_training_call()
         if self.on_mesh is not None:
             self.on_mesh.refuse_ddp(self.experts.parameters())
-        elif counts:
+        elif is_counted:
             self.data_ranks.note_wrapper()
-        batch = self._token_info(call, counts=counts)
-        run = route if self.on_mesh is None else self.on_mesh.route
-        routed = run(
+
+        batch = self._token_info(call, is_counted=is_counted)
+        run_route = route if self.on_mesh is None else self.on_mesh.route
+        routed = run_route(
             self.router,
             x_TD,
             top_k=top_k,
@@ -572,28 +587,35 @@ class MoE(InjectsLosses, RoutingCached):
         )
         if self.routing_cache is not None and not self.routing_cache.is_replaying:
             self.routing_cache.write(self, routed.record)
-        if counts:
+        if is_counted:
             self._count(routed.record)
         return routed
 
     def _is_training_call(self) -> bool:
         """Return whether this call's load belongs to the optimizer step: it trains, and does not
         recompute a call that did."""
-        trains = self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
-        return trains and (torch.compiler.is_compiling() or not is_recomputing())
+        # an activation checkpoint runs its forward pass without gradients, with a routing cache
+        has_backward = torch.is_grad_enabled() or self.routing_cache is not None
+        is_first_run = torch.compiler.is_compiling() or not is_recomputing()
+        return self.training and has_backward and is_first_run
 
-    def _token_info(self, call: CallArguments, *, counts: bool) -> TokenInfo:
-        """Return what routing reads besides the activations; `counts` says whether the call's load
-        will be counted."""
-        step_loss = next((loss for loss in self.losses if loss.needs_step), None)
+    def _token_info(self, call: CallArguments, *, is_counted: bool) -> TokenInfo:
+        """Return what routing reads besides the activations; `is_counted` says whether the call's
+        load will be added to `step_counts`."""
+        step_losses = [loss for loss in self.losses if loss.needs_step]
+        earlier_counts = None
         step_total = None
-        if step_loss is not None and counts and self.on_mesh is None:
-            step_total = partial(self.data_ranks.total, purpose=f"the loss {step_loss.name}")
+        if step_losses:
+            earlier_counts = self.step_counts.to(call.x.device)
+            if is_counted and self.on_mesh is None:
+                purpose = f"the loss {step_losses[0].name}"
+                step_total = partial(self.data_ranks.total, purpose=purpose)
         return TokenInfo(
             valid_T=None if call.mask is None else call.mask.reshape(-1),
             token_ids=None if call.token_ids is None else call.token_ids.reshape(-1),
+            # x is (sequences..., tokens, dim); a batch of no sequences counts as one
             num_sequences=math.prod(call.x.shape[:-2]) or 1,
-            earlier_counts=None if step_loss is None else self.step_counts.to(call.x.device),
+            earlier_counts=earlier_counts,
             step_total=step_total,
         )
 
@@ -647,6 +669,7 @@ class MoE(InjectsLosses, RoutingCached):
         if mask is not None:
             padding = ~mask.reshape(-1, 1)
         tokens = x_TD if padding is None else x_TD.masked_fill(padding, 0.0)
+        # one expert, whose rows end with the last token
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x_TD.device)
         result: Tensor = self.shared(tokens, None, ends).to(dtype)
         if self.shared_gate is not None:
@@ -664,6 +687,7 @@ class MoE(InjectsLosses, RoutingCached):
                 "that sorts its tokens does not support: batch by further dimensions of x, "
                 "differentiate by torch.autograd"
             )
+
         _check_tensors(x=x, mask=mask, token_ids=token_ids)
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise InputError(
@@ -675,6 +699,7 @@ class MoE(InjectsLosses, RoutingCached):
                 f"MoE was called with x of dtype {x.dtype}: pass activations, in a "
                 "floating-point dtype"
             )
+
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != x.shape[:-1]:
                 raise InputError(
@@ -687,6 +712,7 @@ class MoE(InjectsLosses, RoutingCached):
             raise InputError(
                 f"MoE: token_ids have dtype {token_ids.dtype}: pass whole numbers, in torch.int64"
             )
+
         if self.router.needs_token_ids and token_ids is None:
             raise InputError(
                 f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, "
@@ -741,8 +767,10 @@ def balance_on_step(
         InputError: the arguments are of other kinds, or the optimizer was made before the experts
             were spread, so that it would train none.
     """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
+    wrapped = getattr(optimizer, "optimizer", None)
+    while isinstance(wrapped, torch.optim.Optimizer):
+        optimizer = wrapped
+        wrapped = getattr(optimizer, "optimizer", None)
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
         given = f"{type(optimizer).__name__} and {type(model).__name__}"
         raise InputError(f"balance_on_step takes an optimizer, then the model: got {given}")
@@ -781,17 +809,15 @@ def _pick(choice: str | Callable, table: dict, argument: str) -> Callable:
 
 def _made(argument: str, module: Any, kind: type[Any]) -> Any:
     """Return what a function given as `router` or `experts` made, after a check of its class."""
-    if not isinstance(module, kind):
-        more = (
-            ", or ModuleExperts(make_one, dim, num_experts) of your modules"
-            if argument == "experts"
-            else ""
-        )
-        raise InputError(
-            f"{argument}: the function returned {type(module).__name__}: return an "
-            f"{kind.__name__}{more}"
-        )
-    return module
+    if isinstance(module, kind):
+        return module
+    more = ""
+    if argument == "experts":
+        more = ", or ModuleExperts(make_one, dim, num_experts) of your modules"
+    raise InputError(
+        f"{argument}: the function returned {type(module).__name__}: return an "
+        f"{kind.__name__}{more}"
+    )
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -801,9 +827,10 @@ def _check_sizes(**sizes: int) -> None:
             raise InputError(f"MoE: {name} must be a whole number of at least 1, got {size!r}")
     elements = math.prod(map(int, sizes.values()))
     if elements > MOST_ELEMENTS:
+        product = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(
-            f"MoE: {' x '.join(f'{name}={size}' for name, size in sizes.items())} are {elements} "
-            f"elements of a weight, more than the {MOST_ELEMENTS} that a tensor can hold"
+            f"MoE: {product} are {elements} elements of a weight, more than the {MOST_ELEMENTS} "
+            "that a tensor can hold"
         )
 
 
@@ -816,9 +843,10 @@ def _check_tensors(**arguments: Tensor | None) -> None:
         if not isinstance(value, Tensor):
             raise InputError(f"MoE: {name} is a {type(value).__name__}: pass a torch.Tensor")
         if value.is_nested or value.layout != torch.strided:
+            layout = "nested" if value.is_nested else "sparse"
             raise InputError(
-                f"MoE: {name} is a {'nested' if value.is_nested else 'sparse'} tensor: pass a "
-                "dense one, padded with a mask where sequences differ in length"
+                f"MoE: {name} is a {layout} tensor: pass a dense one, padded with a mask where "
+                "sequences differ in length"
             )
         if value.is_meta:
             raise InputError(f"MoE: {name} is on the device meta, which holds no values to route")

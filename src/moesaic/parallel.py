@@ -13,6 +13,9 @@ the mean over all tokens:
 
 FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_norm_` refuses
 parameters of two meshes.
+
+dp ranks have different tokens; edp ranks among them hold the same experts. A *unit* is a module
+whose parameters FSDP2 gathers together; *replicas* are groups of ranks that each hold all shards.
 """
 
 from __future__ import annotations
@@ -117,10 +120,11 @@ def parallelize_layers(
         if not isinstance(plan, Plan):
             layer.parallelize(mesh, plan, calls=calls, broadcast=broadcast)
             continue
-        bias = bool(layer.experts.names[1])
-        if bias not in compiled:
-            compiled[bias] = compile_plan(plan, mesh.grid, bias=bias)
-        layer.parallelize(mesh, compiled[bias], calls=calls, broadcast=broadcast)
+        _, common_names = layer.experts.names
+        has_bias = bool(common_names)
+        if has_bias not in compiled:
+            compiled[has_bias] = compile_plan(plan, mesh.grid, bias=has_bias)
+        layer.parallelize(mesh, compiled[has_bias], calls=calls, broadcast=broadcast)
 
 
 def parameter_groups(
@@ -147,12 +151,11 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the entries of the outermost module lists."""
     if isinstance(model, nn.ModuleList):
         return list(model)
-    return [
-        block
-        for child in model.children()
-        if not isinstance(child, MoE)
-        for block in _blocks(child)
-    ]
+    blocks = []
+    for child in model.children():
+        if not isinstance(child, MoE):  # whose experts may be a list of modules
+            blocks += _blocks(child)
+    return blocks
 
 
 def shard_over_data(
@@ -188,12 +191,19 @@ def shard_over_data(
     before = owned_parameters(model)
     _shard_over_data(model, mesh, units, dtype, replica_dtype)
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    experts_of = {module: layer.experts for layer in layers for module in layer.experts.modules()}
-    if layers:
-        for old in before:
-            new = getattr(old.owner, old.name)
-            if id(new) != old.number:
-                experts_of.get(old.owner, layers[0].experts).replaced.note(old, new)
+    if not layers:
+        return
+    # FSDP2 replaces parameters: note it, for the check of optimizers that were made before. The
+    # first layer keeps the notes of modules outside of all layers.
+    experts_of = {}
+    for layer in layers:
+        for module in layer.experts.modules():
+            experts_of[module] = layer.experts
+    for old in before:
+        new = getattr(old.owner, old.name)
+        if id(new) != old.number:
+            experts = experts_of.get(old.owner, layers[0].experts)
+            experts.replaced.note(old, new)
 
 
 def _shard_over_data(
@@ -203,7 +213,7 @@ def _shard_over_data(
     dtype: torch.dtype | None,
     replica_dtype: torch.dtype | None,
 ) -> None:
-    """Do the work of `shard_over_data`."""
+    """Do the work of `shard_over_data`, except for noting which parameters it replaces."""
     dp = mesh.grid.dp
     edp = mesh.grid.edp
     layers = [module for module in model.modules() if isinstance(module, MoE)]
@@ -215,8 +225,10 @@ def _shard_over_data(
             gather_dtype = dtype if isinstance(layer.experts, StackedExperts) else None
             shard(layer.experts, over_edp, dtype=gather_dtype)
             layer.experts.mark_all()
-        elif edp == 1 < dp:
+        elif edp == 1 and dp > 1:  # nobody sums these gradients, but they are divided by dp too
             layer.experts.mark(partial(_divide_gradient, dp=dp))
+
+    # the mesh gives no data mesh for what it only replicates
     has_whole_experts = over_edp is None and edp > 1
     has_whole_dense = over_dp is None and dp > 1
     if has_whole_dense or has_whole_experts:
@@ -225,12 +237,15 @@ def _shard_over_data(
         ).attach()
     if over_dp is None:
         return
-    done = {parameter for layer in layers for parameter in layer.experts.parameters()}
-    leave_out = done.copy() if over_edp is None else set()
+
+    in_units: set[nn.Parameter] = set()
+    for layer in layers:
+        in_units |= set(layer.experts.parameters())
+    leave_out = in_units.copy() if over_edp is None else set()
     for unit in (*units, model):
-        has_own = not done.issuperset(unit.parameters())
+        has_own = not in_units.issuperset(unit.parameters())
         shard(unit, over_dp, leave_out=leave_out)
-        done |= set(unit.parameters())
+        in_units |= set(unit.parameters())
         if has_own:
             unit.register_forward_hook(_refuse_hidden_output)
 
@@ -286,18 +301,27 @@ class StepSwitches:
 
     def __init__(self, modules: Iterable[nn.Module], *, keeps: bool) -> None:
         self._keeps = keeps
-        tree = [each for module in modules for each in module.modules()]
-        self.units = [each for each in tree if isinstance(each, FSDPModule)]
-        self.wrappers = [each for each in tree if isinstance(each, DistributedDataParallel)]
-        self.replicas = [each for module in tree for each in Replicas.at(module)]
-        states = [unit._get_fsdp_state() for unit in self.units]
-        owners = [*states, *(group for unit in self.units for group in _groups_of(unit))]
-        self._found = [
-            (owner, name, getattr(owner, name))
-            for owner in (*owners, *self.wrappers, *self.replicas)
-            for name in _SWITCHES
-            if hasattr(owner, name)
-        ]
+        self.units: list[FSDPModule] = []
+        self.wrappers: list[DistributedDataParallel] = []
+        self.replicas: list[Replicas] = []
+        for part in modules:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    self.units.append(module)
+                if isinstance(module, DistributedDataParallel):
+                    self.wrappers.append(module)
+                self.replicas += Replicas.at(module)
+
+        owners: list[Any] = [unit._get_fsdp_state() for unit in self.units]
+        for unit in self.units:
+            owners += _groups_of(unit)
+        owners += [*self.wrappers, *self.replicas]
+        self._found: list[tuple[Any, str, Any]] = []
+        """Owner, attribute and value of each switch as it was before the step."""
+        for owner in owners:
+            for name in _SWITCHES:
+                if hasattr(owner, name):
+                    self._found.append((owner, name, getattr(owner, name)))
 
     def before_pass(self, *, is_last: bool, reduces: bool) -> None:
         """Prepare for a micro-batch: gradients are reduced in it if `reduces` or if it is the last
@@ -325,14 +349,20 @@ class StepSwitches:
             unit.reshard()
 
     def _put_back(self, *names: str) -> None:
+        """Set the switches of these names as they were found."""
         for owner, name, value in self._found:
             if name in names:
                 setattr(owner, name, value)
 
 
 _SWITCHES = (
-    *("_auto_reshard_after_forward", "post_forward_mesh_info", "reshard_after_backward"),
-    *("reduce_grads", "all_reduce_grads", "require_backward_grad_sync", "averages"),
+    "_auto_reshard_after_forward",
+    "post_forward_mesh_info",
+    "reshard_after_backward",
+    "reduce_grads",
+    "all_reduce_grads",
+    "require_backward_grad_sync",
+    "averages",
 )
 """Attributes of FSDP2's states and groups, of DDP and of `Replicas` that a step changes."""
 
@@ -355,9 +385,10 @@ def step_switches(modules: Iterable[nn.Module], *, keeps: bool) -> Iterator[Step
 
 
 def _groups_of(unit: FSDPModule) -> list[Any]:
-    """Return the groups of a unit's parameters."""
+    """Return the groups of a unit's parameters; earlier versions of torch have one or none."""
     state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+    only_group = getattr(state, "_fsdp_param_group", None)
+    groups = getattr(state, "_fsdp_param_groups", [only_group])
     return [group for group in groups if group is not None]
 
 
@@ -373,23 +404,24 @@ def _drop_unreduced(unit: FSDPModule) -> None:
 
 
 def _divide_gradient(parameter: nn.Parameter, dp: int) -> None:
+    """Let a parameter's gradient be divided by dp in each backward pass."""
     if parameter.requires_grad:
         parameter.register_hook(lambda gradient: gradient / dp)
 
 
 def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:
-    """Refuse an output that has tensors to propagate, but none that FSDP2 finds."""
+    """Refuse an output that has tensors with a gradient, but none that FSDP2 finds; a hook of a
+    unit's forward pass."""
     parts = tree_leaves(output)
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return
     for part in parts:
         if isinstance(part, Tensor) or (is_dataclass(part) and SEES_DATACLASSES):
             continue
-        names = (
-            [field.name for field in fields(part)]
-            if is_dataclass(part)
-            else getattr(part, "__dict__", ())
-        )
+        if is_dataclass(part):
+            names = [field.name for field in fields(part)]
+        else:
+            names = list(getattr(part, "__dict__", ()))
         values = [getattr(part, name) for name in names]
         if any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(values)):
             raise InputError(
@@ -417,8 +449,9 @@ def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
         raise InputError("prepare_ddp: DDP shards nothing: create the mesh without shard='node'")
     Replicas(model, mesh, dense=False, experts=True).attach()
     experts = set(expert_parameters(model))
-    chosen = getattr(model, DDP_IGNORES, ())
-    ignored = set() if isinstance(chosen, UnpreparedForDDP) else set(chosen)
+    # what the user has set already, or the mark of a model that is not prepared
+    ignores = getattr(model, DDP_IGNORES, ())
+    ignored = set() if isinstance(ignores, UnpreparedForDDP) else set(ignores)
     ignored |= {name for name, parameter in model.named_parameters() if parameter in experts}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
@@ -438,21 +471,17 @@ def _shard(
     if replica_dtype is not None and mesh.ndim == 2:  # FSDP2 sums over both in one dtype
         replicas = mesh.get_group(0)
         mesh = mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
-    shards = mesh.size(-1)
-    gate_and_up = {
-        parameter
-        for experts in module.modules()
-        if isinstance(experts, StackedExperts)
-        for name, parameter in experts.named_parameters(recurse=False)
-        if name in experts.paired
-    }
+    num_shards = mesh.size(-1)
+    gate_and_up = set(_gate_and_up_parameters(module))
     reduce_dtype = None if dtype is None else next(module.parameters()).dtype
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
 
     def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(parameter, shards, whole=(1,) if parameter in gate_and_up else ()))
+        """Return how to shard a parameter; dimension 1 of gate and up tells the two apart."""
+        whole = (1,) if parameter in gate_and_up else ()
+        return Shard(shard_dim(parameter, num_shards, whole=whole))
 
     # Reshard the outermost unit too: if an evaluation left it gathered, it would miss the optimizer
     # step that follows.
@@ -472,6 +501,15 @@ def _shard(
         module.set_all_reduce_hook(
             partial(_sum_in_dtype, group=replicas, dtype=cast(torch.dtype, replica_dtype))
         )
+
+
+def _gate_and_up_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of built-in experts in a module that hold gate and up together."""
+    for experts in module.modules():
+        if isinstance(experts, StackedExperts):
+            for name, parameter in experts.named_parameters(recurse=False):
+                if name in experts.paired:
+                    yield parameter
 
 
 def _sum_in_dtype(gradient: Tensor, *, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -497,9 +535,10 @@ def shard_dim(parameter: Tensor, parts: int, whole: Collection[int] = ()) -> int
     split_dims = {place.dim for place in placements if isinstance(place, Shard)}
     sizes = local_part(parameter).shape
     even_dims = [dim for dim, size in enumerate(sizes) if size % parts == 0 and dim not in whole]
-    return next(
-        (dim for dim in even_dims if dim not in split_dims), even_dims[0] if even_dims else 0
-    )
+    for dim in even_dims:
+        if dim not in split_dims:
+            return dim
+    return even_dims[0] if even_dims else 0
 
 
 @torch.no_grad()
@@ -539,7 +578,8 @@ def clip_grad_norm_(
         for parameter in parameters
     }
     # Experts that are spread over a mesh differ between ranks.
-    if mesh is group is None and len(meshes) < 2 and not any(map(is_spread, parameters)):
+    has_one_kind = len(meshes) < 2 and not any(map(is_spread, parameters))
+    if mesh is None and group is None and has_one_kind:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = gradient_norm(parameters, norm_type, mesh=mesh, group=group)
@@ -577,36 +617,33 @@ def gradient_norm(
     ]
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     holders = world if mesh is None else mesh.grid.world
-    group = mesh.process_group if group is None and mesh is not None else group
+    if group is None and mesh is not None:
+        group = mesh.process_group
     if world == 1:
-        return nn.utils.get_total_norm(
-            [local_part(gradient) for _, gradient in with_gradient], norm_type
-        )
+        gradients = [local_part(gradient) for _, gradient in with_gradient]
+        return nn.utils.get_total_norm(gradients, norm_type)
+
     parts_by_copies: dict[int, list[Tensor]] = {}
     for parameter, gradient in with_gradient:
-        if local_part(gradient).numel():
-            parts_by_copies.setdefault(
-                num_copies(gradient, _holders(parameter, holders)), []
-            ).append(local_part(gradient))
-    total = torch.zeros(
-        (), dtype=torch.float64, device=parameters[0].device if parameters else None
-    )
+        part = local_part(gradient)
+        if part.numel():
+            copies = num_copies(gradient, _holders(parameter, holders))
+            parts_by_copies.setdefault(copies, []).append(part)
+
+    is_maximum = math.isinf(norm_type)
+    device = parameters[0].device if parameters else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, parts in parts_by_copies.items():
         norm = nn.utils.get_total_norm(parts, norm_type).double()
-        total = (
-            torch.maximum(total, norm)
-            if math.isinf(norm_type)
-            else total + norm.pow(norm_type) / copies
-        )
-    if math.isinf(norm_type):
+        total = torch.maximum(total, norm) if is_maximum else total + norm.pow(norm_type) / copies
+    if is_maximum:
         total = total.nan_to_num(nan=math.inf)  # a maximum over ranks may drop NaN
     from moesaic.comm.waits import said
 
+    operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
     with said(group, "the norm of all gradients"):
-        dist.all_reduce(
-            total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group
-        )
-    return total if math.isinf(norm_type) else total.pow(1 / norm_type)
+        dist.all_reduce(total, operation, group=group)
+    return total if is_maximum else total.pow(1 / norm_type)
 
 
 @torch.no_grad()
@@ -643,6 +680,6 @@ def num_copies(tensor: Tensor, holders: int) -> int:
 
 
 def _holders(parameter: nn.Parameter, world: int) -> int:
-    """Return how many ranks of the model hold a parameter, whole or in part. Modules of the user's
-    own that are experts differ between ranks, and say how many hold them."""
+    """Return how many ranks hold a parameter, whole or in part: all of the `world`, unless the
+    parameter says how many, as experts do that are modules of the user's own."""
     return copies_of(parameter) or world

@@ -6,6 +6,9 @@ folder with another name, which gets its final name once it is complete. A list 
 SHA-256 of every other file. Going on takes the newest checkpoint that matches its list, and names
 those that do not. Only files that saving writes, in folders that are really there, are deleted.
 Imports no torch.
+
+*Sums* are SHA-256 by a file's path below the checkpoint's folder, and a checkpoint is *sealed* by
+`complete.json`, which holds them. A *leftover* is a file that a killed process did not finish.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,15 +83,18 @@ class Checkpoints:
         Raises:
             InputError: the folder is a link.
         """
-        found = [
+        checkpoints = [
             path
             for path in entries(folder, typed=typed)
             if self.name.fullmatch(path.name) and path.is_dir()
         ]
-        return sorted(
-            found,
-            key=lambda path: (self.step_of(path), path.name.startswith(self.final), path.name),
-        )
+
+        def age(path: Path) -> tuple[int, bool, str]:
+            """Return the sort key: False, that of replaced ones, sorts before True."""
+            is_final = path.name.startswith(self.final)
+            return self.step_of(path), is_final, path.name
+
+        return sorted(checkpoints, key=age)
 
     def step_of(self, path: Path) -> int:
         """Return the step in a checkpoint's name."""
@@ -99,19 +104,22 @@ class Checkpoints:
 
     def is_own(self, name: str) -> bool:
         """Return whether saving writes a file of this name, given below a checkpoint's folder."""
+        # a star of fnmatch matches separators too
         return any(
-            fnmatchcase(name, each) and name.count("/") == each.count("/") for each in self.files
+            fnmatchcase(name, pattern) and name.count("/") == pattern.count("/")
+            for pattern in self.files
         )
 
     def own_files(self, path: Path) -> list[Path]:
         """Return the files in a checkpoint's folder that have names of those that saving writes;
         none through a link."""
-        found = list(entries(path, typed=True))
-        for folder in (path / name for name in self._subfolders):
-            found += entries(folder) if kind_of(folder) == "a folder" else []
+        candidates = list(entries(path, typed=True))
+        for name in self._subfolders:
+            if kind_of(path / name) == "a folder":
+                candidates += entries(path / name)
         return [
             file
-            for file in found
+            for file in candidates
             if file.is_file() and self.is_own(file.relative_to(path).as_posix())
         ]
 
@@ -127,11 +135,14 @@ class Checkpoints:
             except DamagedError:
                 return
             own = [file for file in own if file.relative_to(path).as_posix() in listed]
-        unfinished = [file for name in self.texts for file in leftovers(path / name)]
+        unfinished = []
+        for name in self.texts:
+            unfinished += leftovers(path / name)
         for file in (*own, *unfinished):
             with suppress(OSError):
                 file.unlink()
-        for folder in (*(path / name for name in self._subfolders), path):
+        subfolders = [path / name for name in self._subfolders]
+        for folder in (*subfolders, path):
             with suppress(OSError):  # a folder with other files, or a link
                 folder.rmdir()
 
@@ -148,19 +159,27 @@ class Checkpoints:
         folder = target.parent
         step = self.step_of(target)
         if os.path.lexists(target):
-            names = (folder / self.replaced.format(step=step, number=number) for number in count())
-            os.replace(target, next(name for name in names if not os.path.lexists(name)))
+            os.replace(target, self._free_name(folder, step))
         os.replace(unfinished, target)
         flush(folder)
-        found = self.listed(folder, typed=typed)
-        kept = [
+
+        checkpoints = self.listed(folder, typed=typed)
+        valid = [
             path
-            for path in found
+            for path in checkpoints
             if self.step_of(path) <= step and path.name.startswith(self.final)
-        ][-keep_last:]
-        for path in found:
+        ]
+        kept = valid[-keep_last:]
+        for path in checkpoints:
             if path not in kept:
                 self.delete(path)
+
+    def _free_name(self, folder: Path, step: int) -> Path:
+        """Return the first path of a replaced checkpoint of a step that is not taken."""
+        number = 0
+        while os.path.lexists(folder / self.replaced.format(step=step, number=number)):
+            number += 1
+        return folder / self.replaced.format(step=step, number=number)
 
     def require_sums(self, path: Path, sums: Mapping[str, str], but: str) -> None:
         """Compare a checkpoint's files with their checksums.
@@ -174,7 +193,8 @@ class Checkpoints:
             FileNotFoundError: a file is missing.
         """
         for name, expected in sums.items():
-            if checksum(path / name, at_most=MOST_TEXT if name in self.texts else None) != expected:
+            at_most = MOST_TEXT if name in self.texts else None
+            if checksum(path / name, at_most=at_most) != expected:
                 raise DamagedError(f"{name} does not match its checksum")
         for file in self.own_files(path):
             name = file.relative_to(path).as_posix()
@@ -206,6 +226,7 @@ class Checkpoints:
             raise InputError(
                 f"{folder}: no checkpoint there: train first, or name another run folder"
             )
+
         damages: list[str] = []
         for path in reversed(found):
             try:
@@ -222,6 +243,7 @@ class Checkpoints:
 
     @property
     def _subfolders(self) -> list[str]:
+        """Names of the folders in a checkpoint's folder that saving makes."""
         return sorted({name.rpartition("/")[0] for name in self.files if "/" in name})
 
 
@@ -260,17 +282,17 @@ def sealed_sums(folder: Path, needed: Collection[str] = ()) -> dict[str, str]:
     """
     try:
         sums = json.loads(read_text(folder / COMPLETE))["sha256"]
-        names = [Path(name) for name in sums]
-        is_inside = all(
-            name.parts and not name.is_absolute() and ".." not in name.parts for name in names
-        )
-        if not (is_inside and all(isinstance(each, str) for each in sums.values())):
-            raise ValueError("it lists what is no checksum of a file of the checkpoint")
+        for name, each in sums.items():
+            path = Path(name)
+            is_inside = path.parts and not path.is_absolute() and ".." not in path.parts
+            if not is_inside or not isinstance(each, str):
+                raise ValueError("it lists what is no checksum of a file of the checkpoint")
     except FileNotFoundError:
         raise DamagedError(f"{COMPLETE} is missing, so saving was not finished") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{COMPLETE} is damaged") from error
-    if missing := sorted(set(needed) - sums.keys()):
+    missing = sorted(set(needed) - sums.keys())
+    if missing:
         raise DamagedError(f"{COMPLETE} does not list {missing[0]}")
     return dict(sums)
 

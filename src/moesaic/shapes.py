@@ -205,14 +205,17 @@ class ModelShape:
     def around(self) -> dict[str, float]:
         """Fields of `StepModel` about the parts of a step outside MoE layers, if they differ from
         its defaults."""
-        block = self.block
+        # queries and the output, keys and values: two projections of each width
         width = self.head_dim * (self.num_heads + self.kv_heads)
         # every second block attends twice
-        crosses = 1.5 if block.kind == "encoder_decoder" else 1.0
-        step_fields: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
-        if block.head_dim is not None:
+        attentions_per_block = 1.5 if self.block.kind == "encoder_decoder" else 1.0
+        attention_parameters = attentions_per_block * 2 * self.dim * width
+        if attention_parameters == 4 * self.dim * self.dim:  # the default
+            return {}
+        step_fields: dict[str, float] = {"attention_parameters": attention_parameters}
+        if self.block.head_dim is not None:
             step_fields["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim
-        return step_fields if step_fields["attention_parameters"] != 4 * self.dim * self.dim else {}
+        return step_fields
 
     def kept_values(self, *, on_cpu: bool) -> float:
         """Return the values per token that a block keeps outside its feed-forward layer, less the
@@ -226,10 +229,11 @@ class ModelShape:
         queries = self.num_heads * self.head_dim
         keys = self.kv_heads * self.head_dim
         is_split = self.kv_heads != self.num_heads  # queries come from a projection of their own
-        per_norm = 2 if on_cpu and block.norm == "rms" else 1
+        per_norm = 2 if on_cpu and block.norm == "rms" else 1  # values kept per value of a norm
         around = 2 * per_norm * self.dim
         if self.conv_width > 1:
             around += self.dim
+
         # the results of the projections, which attention or what lies between reads
         projected = 2 * keys if is_split else 2 * keys + queries
         if block.qk_norm:
@@ -240,6 +244,7 @@ class ModelShape:
             projected += queries + keys
         elif is_split or block.qk_norm:
             projected += queries
+
         results = 2 * queries if on_cpu else queries
         return around + projected + results
 

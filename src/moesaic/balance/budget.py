@@ -6,8 +6,11 @@ and backward, under any routing. The bytes of a call follow from its programs an
 (`program/call_memory.py`), so every rank knows those of all ranks before anything is sent. If the
 plan replicates, copies beyond the budget go to ranks with room. If no rank has room, if the plan
 does not replicate, or if replication costs more, the call runs in slices, each from dispatch to
-combine.
-As many slices as fit are kept for the backward pass; the others are recomputed in it.
+combine. As many slices as fit are kept for the backward pass; the others are recomputed in it.
+
+A *way* to run a call is a program and a table of replicated copies; an *option* is a way with a
+*cut* into slices. Peaks are the most bytes that each rank holds at a time, (world,). Helpers and
+replication tables are those of `replication/policy.py`.
 """
 
 from __future__ import annotations
@@ -74,6 +77,7 @@ class MemoryBudget:
         self.costs = costs or Rates()
         self.use = BudgetUse()
         self._holders: dict[bytes, np.ndarray] = {}
+        """`holders_of` the programs that were cut, by their digest."""
 
     def hold(
         self, compiled: Compiled, replicated: Replications | None, call: CountedCall
@@ -92,11 +96,13 @@ class MemoryBudget:
         """
         if self.compiled.plan.memory_budget is None:
             return compiled, replicated, None
-        self.use.calls, budget = self.use.calls + 1, self.budget(call)
-        over = np.maximum(self.peak(compiled, replicated, call) - budget, 0)
-        self.use.bytes_over += int(over.sum())
-        if not over.any():
+        self.use.calls += 1
+        budget = self.budget(call)
+        bytes_over = np.maximum(self.peak(compiled, replicated, call) - budget, 0)
+        self.use.bytes_over += int(bytes_over.sum())
+        if not bytes_over.any():
             return compiled, replicated, None
+
         rows_before = 0 if replicated is None else replicated.total
         experts = call.experts()
         load = CallLoad(self.compiled.grid, call.copies, self.num_experts, call.units, experts.dim)
@@ -108,9 +114,8 @@ class MemoryBudget:
                 "and gradients of the experts): give more, or fewer tokens a call"
             )
         compiled, replicated, slices = self._cheapest(options, load)
-        self.use.rows_spilled += max(
-            (0 if replicated is None else replicated.total) - rows_before, 0
-        )
+        rows_after = 0 if replicated is None else replicated.total
+        self.use.rows_spilled += max(rows_after - rows_before, 0)
         if slices.num_slices == 1:
             return compiled, replicated, None
         self.use.sliced_calls += 1
@@ -135,9 +140,9 @@ class MemoryBudget:
             compiled: the compiled plan that the call runs.
             replicated: replicated rows; None for no rows.
         """
-        return compiled.held(self.num_experts, call.experts()).peak(
-            RankRows(self._sizes(compiled, replicated, call.copies, call))
-        )
+        memory = compiled.held(self.num_experts, call.experts())
+        sizes = self._sizes(compiled, replicated, call.copies, call)
+        return memory.peak(RankRows(sizes))
 
     def _sizes(
         self,
@@ -146,17 +151,20 @@ class MemoryBudget:
         copies: np.ndarray,
         call: CountedCall,
     ) -> CallSizes:
-        """Return the sizes of a call or a slice; under multicast an upper bound that counts every
-        copy as a separate token."""
+        """Return the sizes of a call or a slice with some `copies`, (world, num_experts); under
+        multicast an upper bound that counts every copy as a separate token."""
         chunks = compiled.plan.chunks
         node_tokens = None
         if compiled.is_multicast:
-            copies_by_place = [
+            # the tokens of each origin that visit each node (or other level of the multicast)
+            copies_by_level = [
                 copies.reshape(len(copies), places, -1).sum(2)
                 for places in compiled.grid.cast_levels
             ]
-            visits = np.minimum(np.concatenate(copies_by_place, axis=1), call.tokens[:, None])
-            node_tokens = np.repeat(-(-visits // chunks)[:, :, None], chunks, axis=2)
+            copies_there = np.concatenate(copies_by_level, axis=1)
+            visits = np.minimum(copies_there, call.tokens[:, None])
+            visits_per_chunk = -(-visits // chunks)  # rounded up
+            node_tokens = np.repeat(visits_per_chunk[:, :, None], chunks, axis=2)
         return compiled.sizes(
             copies, call.tokens, units=call.units, node_tokens=node_tokens, replicated=replicated
         )
@@ -177,9 +185,10 @@ class MemoryBudget:
             # A program that may replicate holds more bytes even in calls that replicate nothing.
             if replicated is not None or compiled.digest != bare.digest:
                 ways.append((bare, None))
-            replication = compiled if compiled.replicates else self.compiled
-            tables = fitting_tables(load, replicated or NOTHING, *self._rows_that_fit(call, budget))
-            ways += [(replication, table) for table in tables]
+            replicating = compiled if compiled.replicates else self.compiled
+            rows, most_slices = self._rows_that_fit(call, budget)
+            tables = fitting_tables(load, replicated or NOTHING, rows, most_slices)
+            ways += [(replicating, table) for table in tables]
         for program, table in ways:
             for slices in self._cuts(program, table, call, budget):
                 yield program, table, slices
@@ -188,11 +197,9 @@ class MemoryBudget:
     def unreplicated(self) -> Compiled:
         """The compiled plan without replication."""
         plan = self.compiled.plan
-        return (
-            self.compiled.under(replace(plan, replication=NO_REPLICATION))
-            if plan.replicates
-            else self.compiled
-        )
+        if not plan.replicates:
+            return self.compiled
+        return self.compiled.under(replace(plan, replication=NO_REPLICATION))
 
     def _rows_that_fit(self, call: CountedCall, budget: int) -> tuple[int, int]:
         """Return about how many rows at the experts of a rank fit the budget, and how many times
@@ -201,11 +208,14 @@ class MemoryBudget:
         Both are without replication.
         """
         bare = self.unreplicated
-        busiest = int(self._cut(bare, None, call, None).loads.max())
-        most = float(self.peak(bare, None, call).max())
-        least = float(self.peak(bare, None, _without_copies(call)).max())
-        rows = max(1, int(busiest * max(0.0, budget - least) / max(1.0, most - least)))
-        return rows, -(-busiest // rows)
+        busiest_rows = int(self._cut(bare, None, call, None).loads.max())
+        # as if bytes grew in proportion to rows, from those of a call without copies
+        most_bytes = float(self.peak(bare, None, call).max())
+        least_bytes = float(self.peak(bare, None, _without_copies(call)).max())
+        bytes_for_rows = max(0.0, budget - least_bytes)
+        rows = max(1, int(busiest_rows * bytes_for_rows / max(1.0, most_bytes - least_bytes)))
+        num_slices = -(-busiest_rows // rows)  # rounded up
+        return rows, num_slices
 
     def _cut(
         self,
@@ -227,38 +237,41 @@ class MemoryBudget:
         """Yield cuts of a call whose slices fit the budget, that with the fewest slices first;
         nothing if no cut fits."""
         whole = self._cut(compiled, replicated, call, None)
-        most = float(self.peak(compiled, replicated, call).max())
-        if most <= budget:
+        whole_bytes = float(self.peak(compiled, replicated, call).max())
+        if whole_bytes <= budget:
             yield whole
             return
-        rows = int(whole.loads.max())
-        count = 2
-        least = self._slices(
-            compiled, self._cut(compiled, replicated, _without_copies(call), None), call
-        )[0].max()
-        if least >= budget:
+        no_rows = self._cut(compiled, replicated, _without_copies(call), None)
+        peaks_without_rows, _ = self._slices(compiled, no_rows, call)
+        least_bytes = peaks_without_rows.max()
+        if least_bytes >= budget:
             return
+        num_rows = int(whole.loads.max())
 
         def cut_into(count: int) -> tuple[Cut, float]:
             """Return a cut into about `count` slices, with as many kept as fit, and the peak bytes
             of all slices."""
-            slices = self._cut(compiled, replicated, call, -(-rows // count))
+            rows_per_slice = -(-num_rows // count)  # rounded up
+            slices = self._cut(compiled, replicated, call, rows_per_slice)
             peak, kept = self._slices(compiled, slices, call)
             return replace(slices, kept=_most_kept(peak, kept, budget)), float(peak.max())
 
+        count = 2
         for _ in range(TRIES):
-            found, most = cut_into(count)
-            if most <= budget:
+            fewest, peak_bytes = cut_into(count)
+            if peak_bytes <= budget:
                 break
-            if count >= rows:
+            if count >= num_rows:
                 return
-            count = min(rows, max(count + 1, int(count * (most - least) / (budget - least))))
+            # bytes of rows fall about in proportion to the number of slices
+            estimate = int(count * (peak_bytes - least_bytes) / (budget - least_bytes))
+            count = min(num_rows, max(count + 1, estimate))
         else:
             return
-        yield found
+        yield fewest
         for more in MORE_SLICES:
-            another, most = cut_into(int(more * found.num_slices))
-            if most <= budget:
+            another, peak_bytes = cut_into(int(more * fewest.num_slices))
+            if peak_bytes <= budget:
                 yield another
 
     def _slices(
@@ -266,17 +279,16 @@ class MemoryBudget:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the peak bytes of each slice on each rank, and the bytes that it keeps for
         backward, (slices, world) each."""
-        held = compiled.held(self.num_experts, call.experts())
-        parts = [
-            held.of_slice(
-                RankRows(
-                    self._sizes(compiled, slices.replicated(number), slices.copies(number), call)
-                )
-            )
-            for number in range(slices.num_slices)
-        ]
-        peak, kept = (np.stack(values) for values in zip(*parts))
-        return peak, kept
+        memory = compiled.held(self.num_experts, call.experts())
+        peaks = []
+        kept = []
+        for number in range(slices.num_slices):
+            replicated = slices.replicated(number)
+            sizes = self._sizes(compiled, replicated, slices.copies(number), call)
+            slice_peak, slice_kept = memory.of_slice(RankRows(sizes))
+            peaks.append(slice_peak)
+            kept.append(slice_kept)
+        return np.stack(peaks), np.stack(kept)
 
     def _cheapest(self, options: list[_Option], load: CallLoad) -> _Option:
         """Return the fastest way, by the cost model of the replication policies."""
@@ -296,8 +308,10 @@ class MemoryBudget:
         bare = self.unreplicated
         slices = self._cut(bare, None, call, rows)
         if slices.num_slices == 1:  # it runs as a whole, whose result the caller holds
-            return int(np.ceil(self.peak(bare, None, call).max()))
-        return int(np.ceil(self._slices(bare, slices, call)[0].max()))
+            peak = self.peak(bare, None, call)
+        else:
+            peak, _ = self._slices(bare, slices, call)
+        return int(np.ceil(peak.max()))
 
     def refuse_padding(self) -> None:
         """Raise InputError if the plan has a budget: with a padded capacity no rank has the counts
@@ -318,6 +332,7 @@ class MemoryBudget:
 
 
 def _without_copies(call: CountedCall) -> CountedCall:
+    """Return a call whose tokens are sent to no expert."""
     return call._replace(copies=np.zeros_like(call.copies))
 
 
@@ -331,8 +346,9 @@ def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
         budget: bytes that each rank may hold.
     """
     for count in range(2, len(peak) + 1):
-        later = kept[:count].sum(0) - kept[:count].cumsum(0)
-        if (peak[:count] + later).max() > budget:
+        # the last slice runs first: while a slice runs, those after it are kept
+        kept_after = kept[:count].sum(0) - kept[:count].cumsum(0)
+        if (peak[:count] + kept_after).max() > budget:
             return count - 1
     return len(peak)
 
@@ -355,14 +371,15 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
         for task in compiled.logical.tasks
         if task.op is Op.EXPERT
     ]
+
     # Ranks that hold the same rows get one number: each rank joins the lowest of those before it.
-    holders = np.full((grid.world, num_experts, 1 + grid.ep * compiled.replicates), -1)
+    num_helpers = grid.ep if compiled.replicates else 0
+    holders = np.full((grid.world, num_experts, 1 + num_helpers), -1)
     for rank in range(grid.world):
         pieces = [shapes.pieces(layout, rank) for layout in layouts]
-        origin, expert, chunk = (
-            np.concatenate([getattr(piece, name) for piece in pieces])
-            for name in ("origin", "expert", "chunk")
-        )
+        origin = np.concatenate([piece.origin for piece in pieces])
+        expert = np.concatenate([piece.expert for piece in pieces])
+        chunk = np.concatenate([piece.chunk for piece in pieces])
         # 0 for copies at home, whatever their chunk; 1 + p for those replicated to place p
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
         earlier = np.unique(holders[origin, expert, part])

@@ -6,6 +6,10 @@ moves (`SmartMoE`). Here a move transfers the expert's weights, master copies an
 about seven times the bytes of replicating the expert once. A move must therefore pay within the
 steps until the next decision (`Balanced`). Every place keeps the same number of experts. Loads have
 a leading axis of edp, the replicas of the experts, which all have the same placement.
+
+A *place* is a coordinate of ep, and a *placement* the place of each expert, (num_experts,) int64. A
+*copy* is a token for one of its experts; a *shard* is the part of an expert that one rank of etp
+has.
 """
 
 from __future__ import annotations
@@ -76,7 +80,8 @@ class ExpertLoad:
     @cached_property
     def weight(self) -> np.ndarray:
         """(edp, num_experts) float64: rows of each expert in each replica of the experts."""
-        rows: np.ndarray = self.copies[self.ranks.reshape(self.grid.edp, -1)].sum(1)
+        ranks_of_replica = self.ranks.reshape(self.grid.edp, -1)
+        rows: np.ndarray = self.copies[ranks_of_replica].sum(1)
         return rows
 
     @cached_property
@@ -97,8 +102,9 @@ class ExpertLoad:
         rows = np.zeros((len(self.order), self.grid.ep))
         for ranks in self.ranks:
             origins = ranks.reshape(-1)
-            away = (self.node[origins][:, None, None] != self.node[ranks][None]).sum(2)
-            rows += self.copies[origins].T @ away
+            is_away = self.node[origins][:, None, None] != self.node[ranks][None]
+            shards_away = is_away.sum(2)  # (origins, ep): every shard needs the row
+            rows += self.copies[origins].T @ shards_away
         return rows
 
     def busiest(self, place: np.ndarray) -> float:
@@ -109,7 +115,8 @@ class ExpertLoad:
         Args:
             place: (num_experts,), the place of each expert.
         """
-        return float((_loads(self.weight, place, self.grid.ep) * self.slowness).max())
+        rows = _loads(self.weight, place, self.grid.ep)
+        return float((rows * self.slowness).max())
 
     def between_nodes(self, place: np.ndarray) -> float:
         """Return the rows that cross nodes, one way, if each expert is at its `place`."""
@@ -119,11 +126,12 @@ class ExpertLoad:
         """Return the order that puts each expert at its `place`. Experts that stay keep their
         slots; others take free slots."""
         per_place = len(place) // self.grid.ep
-        order = np.where(place[self.order] == self.place[self.order], self.order, -1)
+        stays = place[self.order] == self.place[self.order]
+        order = np.where(stays, self.order, -1)
         for number in range(self.grid.ep):
-            slots = slice(number * per_place, (number + 1) * per_place)
+            slots = order[number * per_place : (number + 1) * per_place]  # a view
             arriving = np.flatnonzero((place == number) & (self.place != number))
-            order[slots][order[slots] < 0] = arriving
+            slots[slots < 0] = arriving
         return order
 
 
@@ -144,33 +152,39 @@ class ExpertSeconds:
         """Return the part of a step's seconds that depends on the placement."""
         load = self.load
         rates = self.rates
-        flops = (
-            6 * load.expert_parameters
-        )  # a product and a sum per parameter and row, three times with the backward pass
+        # a product and a sum per parameter and row, three times with the backward pass
+        flops_per_row = 6 * load.expert_parameters
         is_at = np.zeros((len(place), load.grid.ep))
         is_at[np.arange(len(place)), place] = 1
-        busy = np.zeros((2, load.grid.world))
-        for ranks in load.ranks:
+
+        # seconds that each rank sends and receives if every row were one byte
+        sends = np.zeros(load.grid.world)
+        receives = np.zeros(load.grid.world)
+        for ranks in load.ranks:  # (ep, etp)
             origins = ranks.reshape(-1)
-            rows = load.copies[origins] @ is_at
-            spent = rows[:, :, None] * self._per_byte[origins][:, ranks]
-            busy[0, origins] += spent.sum((1, 2))
-            busy[1, origins] += spent.sum(0).reshape(-1)
-        travel = rates.passes * load.dim * rates.element_bytes * busy.max()
-        return float(load.busiest(place) * flops / (rates.tflops * 1e12) + travel)
+            rows = load.copies[origins] @ is_at  # (origins, ep)
+            spent = rows[:, :, None] * self._per_byte[origins][:, ranks]  # (origins, ep, etp)
+            sends[origins] += spent.sum((1, 2))
+            receives[origins] += spent.sum(0).reshape(-1)
+
+        busiest = max(sends.max(), receives.max())
+        travel = rates.passes * load.dim * rates.element_bytes * busiest
+        return float(load.busiest(place) * flops_per_row / (rates.tflops * 1e12) + travel)
 
     def of_move(self, place: np.ndarray) -> float:
         """Return the seconds of moving experts from their present places: those of the rank that
         sends or receives most."""
         load = self.load
-        busy = np.zeros((2, self.load.grid.world))
+        # seconds that each rank sends and receives if every shard of an expert were one byte
+        sends = np.zeros(load.grid.world)
+        receives = np.zeros(load.grid.world)
         moved = np.flatnonzero(place != load.place)
-        for ranks in load.ranks:
+        for ranks in load.ranks:  # (ep, etp)
             source = ranks[load.place[moved]]
             target = ranks[place[moved]]
-            np.add.at(busy[0], source, self._per_byte[source, target])
-            np.add.at(busy[1], target, self._per_byte[source, target])
-        return float(busy.max() * load.expert_bytes)
+            np.add.at(sends, source, self._per_byte[source, target])
+            np.add.at(receives, target, self._per_byte[source, target])
+        return float(max(sends.max(), receives.max()) * load.expert_bytes)
 
     def in_all(self, place: np.ndarray) -> float:
         """Return the seconds of a move and of all steps until the next decision."""
@@ -211,10 +225,11 @@ class SmartMoE(AbstractExpertPlacer):
     def decide(self, load: ExpertLoad) -> np.ndarray:
         """Return the greedy order if it lowers the load of the busiest place; otherwise the present
         order."""
-        place = spread_by_load(load.weight, np.ones_like(load.slowness), load.place)
-        return (
-            load.order_at(place) if load.busiest(place) < load.busiest(load.place) else load.order
-        )
+        equally_fast = np.ones_like(load.slowness)
+        place = spread_by_load(load.weight, equally_fast, load.place)
+        if load.busiest(place) < load.busiest(load.place):
+            return load.order_at(place)
+        return load.order
 
 
 def spread_by_load(
@@ -234,7 +249,9 @@ def spread_by_load(
     load = np.zeros((len(weight), ep))
     room = np.full(ep, num_experts // ep)
     for expert in np.argsort(-weight.sum(0), kind="stable"):
-        after = np.where(room > 0, ((load + weight[:, expert, None]) * slowness).max(0), np.inf)
+        # (ep,): the time of each place if it takes the expert, in the replica where it is longest
+        times = ((load + weight[:, expert, None]) * slowness).max(0)
+        after = np.where(room > 0, times, np.inf)
         place = int(after.argmin())
         if before is not None and after[before[expert]] <= after[place]:
             place = int(before[expert])
@@ -304,16 +321,21 @@ def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -
         others = np.flatnonzero(place != busiest)
         if not len(others):
             break
-        gain = weight[:, None, others] - weight[:, members, None]
-        busiest_times = (load[:, busiest, None, None] + gain) * slowness[:, busiest, None, None]
-        other_times = (load[:, place[others]][:, None, :] - gain) * slowness[:, place[others]][
-            :, None, :
-        ]
+
+        # for each swap, (edp, members, others): the rows that the busiest place gets more, and the
+        # times of both places after it
+        more_rows = weight[:, None, others] - weight[:, members, None]
+        busiest_load = load[:, busiest, None, None]
+        busiest_times = (busiest_load + more_rows) * slowness[:, busiest, None, None]
+        other_load = load[:, place[others]][:, None, :]
+        other_slowness = slowness[:, place[others]][:, None, :]
+        other_times = (other_load - more_rows) * other_slowness
         after = np.maximum(busiest_times, other_times).max(0)
-        one, other = np.unravel_index(after.argmin(), after.shape)
-        if not after[one, other] < times.max() * (1 - SLACK):
+
+        member, other = np.unravel_index(after.argmin(), after.shape)
+        if not after[member, other] < times.max() * (1 - SLACK):
             break
-        steps.append(_swapped(place, int(members[one]), int(others[other])))
+        steps.append(_swapped(place, int(members[member]), int(others[other])))
     return steps
 
 
@@ -339,22 +361,25 @@ def fewest_between_nodes(
     """
     ep = crossing.shape[1]
     equally_fast = bool((slowness == slowness[:, :1]).all())
-    place = (
-        _with_permuted_places(crossing, start, stay) if stay is not None and equally_fast else start
-    )
+    place = start
+    if stay is not None and equally_fast:
+        place = _with_permuted_places(crossing, start, stay)
     steps = [place]
     limit = (_loads(weight, place, ep) * slowness).max() * (1 + SLACK)
     experts = np.arange(len(place))
     while len(steps) <= SWAPS_MOST:
         place = steps[-1]
+        # for all pairs, (edp, experts, experts): the time of the first one's place if the second
+        # one replaces it
         load = _loads(weight, place, ep)[:, place]
-        after = (load[:, :, None] - weight[:, :, None] + weight[:, None, :]) * slowness[:, place][
-            :, :, None
-        ]
-        fits = after <= limit
-        possible = fits.all(0) & fits.all(0).T & (place[:, None] != place[None, :])
+        rows = load[:, :, None] - weight[:, :, None] + weight[:, None, :]
+        times = rows * slowness[:, place][:, :, None]
+        fits = (times <= limit).all(0)
+        is_possible = fits & fits.T & (place[:, None] != place[None, :])
+
+        # further rows between nodes if the first one goes to the second one's place
         cost = crossing[:, place] - crossing[experts, place][:, None]
-        saved = np.where(possible, -(cost + cost.T), -np.inf)
+        saved = np.where(is_possible, -(cost + cost.T), -np.inf)
         one, other = np.unravel_index(saved.argmax(), saved.shape)
         if not saved[one, other] > SLACK * crossing.sum():
             break
@@ -367,13 +392,17 @@ def _with_permuted_places(crossing: np.ndarray, start: np.ndarray, stay: np.ndar
     the fewest crossing rows."""
     from scipy.optimize import linear_sum_assignment
 
+    # by group, which its place in `start` numbers, and place: the crossing rows of the group there,
+    # and the number of its experts that are there at present
     ep = crossing.shape[1]
     rows = np.zeros((ep, ep))
     staying = np.zeros((ep, ep))
     np.add.at(rows, start, crossing)
     np.add.at(staying, (start, stay), 1)
-    _, place = linear_sum_assignment(rows - staying * (SLACK * max(crossing.sum(), 1.0)))
-    placement: np.ndarray = place[start]
+
+    tie_breaker = SLACK * max(crossing.sum(), 1.0)
+    _, place_of_group = linear_sum_assignment(rows - staying * tie_breaker)
+    placement: np.ndarray = place_of_group[start]
     return placement
 
 
@@ -383,6 +412,8 @@ def _loads(weight: np.ndarray, place: np.ndarray, ep: int) -> np.ndarray:
 
 
 def _swapped(place: np.ndarray, one: int, other: int) -> np.ndarray:
+    """Return a placement in which two experts have exchanged places."""
     placement = place.copy()
-    placement[one], placement[other] = place[other], place[one]
+    placement[one] = place[other]
+    placement[other] = place[one]
     return placement

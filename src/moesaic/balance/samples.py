@@ -15,6 +15,11 @@ expert is on another rank. The model here counts three things that the paper lea
 
 If a tensor-parallel group shares a sample, the sample's home is the rank that answers for it. Each
 rank of the group answers for the same number of samples.
+
+The *home* of a sample is its rank, where it takes one of as many *slots* as every rank has. A
+*replica* is a group of ranks that together hold all experts once. A *row* is what travels for one
+copy; *intra* are links within a node, *inter* those between nodes. In assignments a *place* is a
+rank or a node, and its *room* the number of samples that it takes.
 """
 
 from __future__ import annotations
@@ -54,7 +59,8 @@ class Homes:
 
     def __post_init__(self) -> None:
         expected = np.arange(self.samples.size)
-        if self.samples.ndim != 2 or not np.array_equal(np.sort(self.samples, axis=None), expected):
+        all_samples = np.sort(self.samples, axis=None)
+        if self.samples.ndim != 2 or not np.array_equal(all_samples, expected):
             raise InputError(
                 f"a placement must name each of its {self.samples.size} samples once, in (ranks, "
                 f"slots): got shape {self.samples.shape}"
@@ -169,9 +175,9 @@ class SampleLoad:
             )
         for name in ("copies", "following"):
             table = getattr(self, name)
-            if table is not None and (
-                table.ndim != 2 or len(table) != samples or table.shape[1] % grid.ep
-            ):
+            if table is None:
+                continue
+            if table.ndim != 2 or len(table) != samples or table.shape[1] % grid.ep:
                 raise InputError(
                     f"{name} of shape {table.shape} does not fit {samples} samples and "
                     f"mesh.ep={grid.ep}: give (samples, num_experts)"
@@ -196,33 +202,35 @@ class SampleLoad:
         The entries of ranks outside the sample's replica of the experts mean nothing, since the
         sample never goes to them.
         """
-        counted = [
-            table
-            for table in (self.copies if self.is_direct else None, self.following)
-            if table is not None
-        ]
-        total = np.concatenate([self.copies[:, :0], *counted], axis=1)
-        holders = [
-            self._holders([table.shape[1] for table in counted], links)
-            for links in ("intra", "inter")
-        ]
-        # Integers in float64 are exact below 2**53, and their matrix product is many times faster
-        # than that of int64.
-        inside, across = (
-            np.rint(total.astype(np.float64) @ table).astype(np.int64) for table in holders
-        )
+        tables = []
+        if self.is_direct:
+            tables.append(self.copies)
+        if self.following is not None:
+            tables.append(self.following)
+        widths = [table.shape[1] for table in tables]
+        no_columns = self.copies[:, :0]  # if no layer counts
+        copies = np.concatenate([no_columns, *tables], axis=1)
+
+        # copies of a sample for each expert, times the holders of each expert that a rank reaches
+        intra = _exact_product(copies, self._holders(widths, "intra"))
+        inter = _exact_product(copies, self._holders(widths, "inter"))
+
         home = self.homes.rank
         ranks = np.arange(self.grid.world)
-        leaves = home[:, None] != ranks[None, :]
-        far = self.node[home][:, None] != self.node[None, :]
+        leaves_home = home[:, None] != ranks[None, :]
+        leaves_node = self.node[home][:, None] != self.node[None, :]
         carried = np.reshape(self.carried, (-1, 1))
-        return inside + carried * (leaves & ~far), across + carried * far
+        intra = intra + carried * (leaves_home & ~leaves_node)
+        inter = inter + carried * leaves_node
+        return intra, inter
 
     def volume(self, homes: Homes) -> Volume:
         """Return the rows that cross links if this layer's results, and the next layer's copies,
         use these homes."""
-        every = np.arange(homes.samples.size)
-        intra, inter = (table[every, homes.rank].sum() for table in self.rows)
+        sample = np.arange(homes.samples.size)
+        intra_rows, inter_rows = self.rows
+        intra = intra_rows[sample, homes.rank].sum()
+        inter = inter_rows[sample, homes.rank].sum()
         return Volume(int(intra), int(inter))
 
     def seconds(self, homes: Homes, intra: float, inter: float) -> float:
@@ -250,14 +258,24 @@ class SampleLoad:
         grid = self.grid
         table = np.zeros((sum(widths), grid.world), dtype=np.int64)
         for layer, num_experts in enumerate(widths):
+            first_of_layer = sum(widths[:layer])
             per_place = num_experts // grid.ep
             for ranks in self.replicas:
                 for holder in ranks:
-                    first = sum(widths[:layer]) + grid.coordinate(int(holder), "ep") * per_place
-                    near = self.node[ranks] == self.node[holder]
-                    seen = ranks[near & (ranks != holder)] if links == "intra" else ranks[~near]
-                    table[first : first + per_place, seen] += 1
+                    first = first_of_layer + grid.coordinate(int(holder), "ep") * per_place
+                    is_near = self.node[ranks] == self.node[holder]
+                    is_other = ranks != holder
+                    is_sender = is_near & is_other if links == "intra" else ~is_near
+                    table[first : first + per_place, ranks[is_sender]] += 1
         return table
+
+
+def _exact_product(copies: np.ndarray, holders: np.ndarray) -> np.ndarray:
+    """Return the matrix product of two int64 tables, in float64, which is many times faster than in
+    int64 and exact below 2**53."""
+    product = copies.astype(np.float64) @ holders
+    rows: np.ndarray = np.rint(product).astype(np.int64)
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,12 +374,12 @@ class TwoStage(AbstractPlacer):
         after = load.volume(placement)
         if (after.inter, after.intra) >= (before.inter, before.intra):
             return load.homes
-        rows_before, rows_after = (
-            (before.inter, after.inter) if before.inter else (before.intra, after.intra)
-        )
-        return (
-            placement if rows_before - rows_after >= self.least_gain * rows_before else load.homes
-        )
+        rows_before = before.intra
+        rows_saved = before.intra - after.intra
+        if before.inter:
+            rows_before = before.inter
+            rows_saved = before.inter - after.inter
+        return placement if rows_saved >= self.least_gain * rows_before else load.homes
 
     def _placed(self, load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """Return the rank of each sample: a node by the rows between nodes, then a rank on it by
@@ -369,21 +387,23 @@ class TwoStage(AbstractPlacer):
         intra, inter = (table[np.ix_(samples, ranks)] for table in load.rows)
         home = load.homes.rank[samples]
         slots = load.homes.slots
+
+        # stage one: all ranks of a node have the same rows between nodes, so its first one stands
+        # for it
         nodes, first, num_ranks = np.unique(load.node[ranks], return_index=True, return_counts=True)
-        node = nodes[
-            self._solve(
-                _with_fewest_moves(inter[:, first], load.node[home], nodes), slots * num_ranks
-            )
-        ]
-        rank = np.empty(len(samples), dtype=np.int64)
-        for number in nodes:
-            on_node = np.flatnonzero(node == number)
-            members = np.flatnonzero(load.node[ranks] == number)
-            cost = _with_fewest_moves(
-                intra[np.ix_(on_node, members)], home[on_node], ranks[members]
-            )
-            rank[on_node] = ranks[members][self._solve(cost, np.full(len(members), slots))]
-        return rank
+        cost = _with_fewest_moves(inter[:, first], load.node[home], nodes)
+        node_of_sample = nodes[self._solve(cost, slots * num_ranks)]
+
+        # stage two, node by node
+        rank_of_sample = np.empty(len(samples), dtype=np.int64)
+        for node in nodes:
+            on_node = np.flatnonzero(node_of_sample == node)
+            members = np.flatnonzero(load.node[ranks] == node)
+            rows = intra[np.ix_(on_node, members)]
+            cost = _with_fewest_moves(rows, home[on_node], ranks[members])
+            member = self._solve(cost, np.full(len(members), slots))
+            rank_of_sample[on_node] = ranks[members][member]
+        return rank_of_sample
 
 
 def _by_replica(
@@ -401,7 +421,9 @@ def _by_replica(
 def _with_fewest_moves(rows: np.ndarray, home: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Return costs, (samples, places), that rank placements by rows first and by the number of
     moves second."""
-    cost: np.ndarray = rows * (len(rows) + 1) + (home[:, None] != places[None, :])
+    is_move = home[:, None] != places[None, :]
+    # one row outweighs moves of all samples
+    cost: np.ndarray = rows * (len(rows) + 1) + is_move
     return cost
 
 
@@ -441,26 +463,28 @@ class Weighed(TwoStage):
             TwoStage(least_gain=0.0).decide(load),
             *(self._by(weight, load) for weight in WEIGHTS),
         ]
-        timed = [
-            (load.seconds(homes, *self.rates), load.homes.moved(homes)) for homes in placements
-        ]
-        best = min(range(len(placements)), key=timed.__getitem__)
-        gains = timed[best][0] <= (1 - self.least_gain) * timed[0][0]
-        return placements[best] if gains else load.homes
+        seconds = [load.seconds(homes, *self.rates) for homes in placements]
+        moves = [load.homes.moved(homes) for homes in placements]
+        scores = list(zip(seconds, moves))
+        best = scores.index(min(scores))  # the first one of equals
+        seconds_now = seconds[0]
+        gains_enough = seconds[best] <= (1 - self.least_gain) * seconds_now
+        return placements[best] if gains_enough else load.homes
 
     def _by(self, weight: float, load: SampleLoad) -> Homes:
         """Return the best placement for one weight of the links within nodes."""
         intra, inter = load.rows
-        cost = weight * self.rates[0] * intra + (1 - weight) * self.rates[1] * inter
+        intra_time, inter_time = self.rates
+        cost = weight * intra_time * intra + (1 - weight) * inter_time * inter
         largest = np.abs(cost).max() or 1.0
         units = np.rint(cost * (_UNITS / largest)).astype(np.int64)
 
         def placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
             """Return the rank of each of some samples that are spread evenly over `ranks`."""
-            weighed = _with_fewest_moves(
-                units[np.ix_(samples, ranks)], load.homes.rank[samples], ranks
-            )
-            return ranks[assign(weighed, np.full(len(ranks), load.homes.slots))]
+            home = load.homes.rank[samples]
+            cost = _with_fewest_moves(units[np.ix_(samples, ranks)], home, ranks)
+            room = np.full(len(ranks), load.homes.slots)
+            return ranks[assign(cost, room)]
 
         return _by_replica(load, placed)
 
@@ -502,13 +526,15 @@ def by_flow(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
     """
     place = cost.argmin(1)
     filled = np.bincount(place, minlength=len(room))
-    shifts = _Shifts(cost, place)
+    shifts = _Shifts(cost, place)  # changes `place`
     while (filled > room).any():
-        distance, before = _shortest(shifts.cost, filled > room)
-        target = int(np.where(filled < room, distance, np.iinfo(np.int64).max).argmin())
+        distance, previous = _shortest(shifts.cost, filled > room)
+        infinite = np.iinfo(np.int64).max
+        target = int(np.where(filled < room, distance, infinite).argmin())
         filled[target] += 1
-        while before[target] >= 0:
-            source = int(before[target])
+        # back along the path from the place with room to the overfull one
+        while previous[target] >= 0:
+            source = int(previous[target])
             shifts.shift(source, target)
             target = source
         filled[target] -= 1
@@ -530,6 +556,7 @@ class _Shifts:
         self.cost = np.full((places, places), _FAR)
         """(places from, places to) int64: the cost of the cheapest shift."""
         self._sample = np.zeros((places, places), dtype=np.int64)
+        """The sample of each cheapest shift."""
         for place in range(places):
             self._update(place)
 
@@ -545,10 +572,10 @@ class _Shifts:
         if not len(members):
             self.cost[place] = _FAR
             return
-        extra = self._costs[members] - self._costs[members, place, None]
-        best = extra.argmin(0)
-        self.cost[place] = extra[best, np.arange(len(best))]
-        self._sample[place] = members[best]
+        extra = self._costs[members] - self._costs[members, place, None]  # (members, places)
+        cheapest = extra.argmin(0)
+        self.cost[place] = extra[cheapest, np.arange(len(cheapest))]
+        self._sample[place] = members[cheapest]
 
 
 _FAR = np.int64(2**60)
@@ -556,18 +583,18 @@ _FAR = np.int64(2**60)
 
 
 def _shortest(cost: np.ndarray, sources: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each place's distance from the nearest source, and the place before it on the path or
-    -1 (Bellman-Ford)."""
+    """Return each place's distance from the nearest of the `sources`, (places,) bool, and the place
+    before it on the path or -1 (Bellman-Ford)."""
     places = np.arange(len(cost))
     distance = np.where(sources, np.int64(0), _FAR)
-    before = np.full(len(cost), -1)
+    previous = np.full(len(cost), -1)
     for _ in range(len(cost)):
-        through = distance[:, None] + cost
+        through = distance[:, None] + cost  # to each place (second axis), through each other one
         best = through.argmin(0)
         lengths = through[best, places]
-        shorter = lengths < distance
-        if not shorter.any():
+        is_shorter = lengths < distance
+        if not is_shorter.any():
             break
-        distance = np.where(shorter, lengths, distance)
-        before = np.where(shorter, best, before)
-    return distance, before
+        distance = np.where(is_shorter, lengths, distance)
+        previous = np.where(is_shorter, best, previous)
+    return distance, previous

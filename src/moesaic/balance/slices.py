@@ -5,6 +5,10 @@ The slices follow from the counts that all ranks have, so all ranks cut identica
 The rows of a rank, sorted by expert, are cut into runs as long as the rank's limit. No slice
 exceeds the limit, whatever the skew, and the number of slices is the smallest possible. A rank that
 is not overloaded has all its rows in the first slice.
+
+An *origin* is a rank that has tokens, a *copy* a token for one expert, and its *holder* the rank
+that computes it. A *cell* is the part of an origin's copies for an expert that one place computes:
+the expert's home or, if the program replicates, a helper.
 """
 
 from __future__ import annotations
@@ -20,12 +24,11 @@ from moesaic.program.replications import Replications
 
 @dataclass(frozen=True)
 class Cut:
-    """A call cut into slices. A cell is the part of one origin's copies for one expert that one
-    place computes."""
+    """A call cut into slices."""
 
     cells: np.ndarray
     """(world, num_experts, 1 or 1 + ep) int64: for each origin and expert, the copies that the home
-    computes, then those of each helper."""
+    computes, then those of each helper, which is a place of ep."""
     holders: np.ndarray
     """int64, in the shape of `cells`: the first of the ranks that compute each cell."""
     limits: np.ndarray
@@ -38,9 +41,10 @@ class Cut:
     def loads(self) -> np.ndarray:
         """(world,) int64: rows at the experts of each rank; 0 for a rank with the same rows as an
         earlier rank."""
-        return np.bincount(
-            self.holders.reshape(-1), weights=self.cells.reshape(-1), minlength=len(self.cells)
-        ).astype(np.int64)
+        world = len(self.cells)
+        holders = self.holders.reshape(-1)
+        rows = np.bincount(holders, weights=self.cells.reshape(-1), minlength=world)
+        return rows.astype(np.int64)
 
     @property
     def share_again(self) -> float:
@@ -51,23 +55,25 @@ class Cut:
     @cached_property
     def num_slices(self) -> int:
         """The number of slices of the call; 1 if the whole call fits."""
-        return max(1, int((-(-self.loads // self.limits)).max(initial=0)))
+        slices_of_rank = -(-self.loads // self.limits)  # rounded up
+        return max(1, int(slices_of_rank.max(initial=0)))
 
     @cached_property
     def _starts(self) -> np.ndarray:
         """The start of each cell among the rows of its holder, which are sorted by expert and then
         by origin."""
-        by_expert = (1, 0, 2)
-        cells, holders = (
-            values.transpose(by_expert).reshape(-1) for values in (self.cells, self.holders)
-        )
+        by_expert = (1, 0, 2)  # swaps origins and experts; twice gives the order of `cells` again
+        cells = self.cells.transpose(by_expert)
+        rows = cells.reshape(-1)
+        holders = self.holders.transpose(by_expert).reshape(-1)
+
+        # all rows, holder by holder: those before each cell, less those before its holder's first
         order = np.argsort(holders, kind="stable")
-        before = cells[order].cumsum() - cells[order]
-        first = np.searchsorted(holders[order], holders[order])
+        before = rows[order].cumsum() - rows[order]
+        first_of_holder = np.searchsorted(holders[order], holders[order])
         starts = np.empty_like(before)
-        starts[order] = before - before[first]
-        shape = tuple(self.cells.shape[axis] for axis in by_expert)
-        return starts.reshape(shape).transpose(by_expert)
+        starts[order] = before - before[first_of_holder]
+        return starts.reshape(cells.shape).transpose(by_expert)
 
     def part(self, number: int) -> np.ndarray:
         """Return the copies of each cell in a slice, in the shape of `cells`."""
@@ -100,19 +106,23 @@ class Cut:
             (rows,) int64 both.
         """
         chosen = list(origins)
-        begin, end = (
-            values[chosen].transpose(1, 0, 2).reshape(-1) for values in self._range(number)
-        )
-        cells = self.cells[chosen].transpose(1, 0, 2).reshape(-1)
+
+        def by_expert(values: np.ndarray) -> np.ndarray:
+            """Return the values of the chosen origins' cells, sorted by expert, then origin."""
+            return values[chosen].transpose(1, 0, 2).reshape(-1)
+
+        begin, end = (by_expert(values) for values in self._range(number))
+        cells = by_expert(self.cells)
         num_rows = np.maximum(end - begin, 0)
+
+        # the slice's rows of a cell are consecutive, from `first` on
         first = cells.cumsum() - cells + begin
-        places = np.arange(int(num_rows.sum())) + np.repeat(
-            first - (num_rows.cumsum() - num_rows), num_rows
-        )
-        of_cell = np.broadcast_to(
-            np.array(chosen)[None, :, None], (self.cells.shape[1], len(chosen), self.cells.shape[2])
-        )
-        return places, np.repeat(of_cell.reshape(-1), num_rows)
+        rows_before = num_rows.cumsum() - num_rows
+        indices = np.arange(int(num_rows.sum())) + np.repeat(first - rows_before, num_rows)
+
+        origin_of_rank = np.arange(len(self.cells))[:, None, None]
+        origin_of_cell = by_expert(np.broadcast_to(origin_of_rank, self.cells.shape))
+        return indices, np.repeat(origin_of_cell, num_rows)
 
     def _range(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the begin and end of a slice within each cell; begin >= end if the slice has no
@@ -141,9 +151,12 @@ def cut(
     """
     limits = np.broadcast_to(np.asarray(budget, dtype=np.int64), len(copies))
     assert (limits >= 1).all(), f"a budget of {budget} rows"
-    cells = copies[:, :, None]
+    at_home = copies
+    cells = at_home[:, :, None]
     if replicated is not None:
-        helped = replicated.table((*copies.shape, holders.shape[2] - 1))
-        cells = np.concatenate([replicated.staying(copies)[:, :, None], helped], axis=2)
+        num_helpers = holders.shape[2] - 1
+        helped = replicated.table((*copies.shape, num_helpers))
+        at_home = replicated.staying(copies)
+        cells = np.concatenate([at_home[:, :, None], helped], axis=2)
     assert ((holders >= 0) | (cells == 0)).all(), "rows that no rank computes"
     return Cut(cells, np.maximum(holders, 0), limits)

@@ -1,4 +1,8 @@
-"""Parses command lines into dataclasses with tyro, and reports errors in one line."""
+"""Parses command lines into dataclasses with tyro, and reports errors in one line.
+
+A *kind* is the dataclass of a command's options: each field is a flag, `--name`, and each field of
+a dataclass in it `--field.name`.
+"""
 
 from __future__ import annotations
 
@@ -45,30 +49,35 @@ def parse(
         InputError: if a flag is unknown or a value does not parse. The message is one line.
         SystemExit: with code 0, after the help was printed.
     """
-    is_short = usual and {"-h", "--help"} & set(arguments)
-    errors = io.StringIO()
+    words = list(arguments)
+    hidden: Collection[tuple[type, str]] = ()
+    if usual:
+        if "-h" in words or "--help" in words:
+            hidden = _rest(kind, usual)
+        words = ["--help" if word == "--help-all" else word for word in words]
+
     options: dict[str, Any] = {} if default is None else {"default": default}
+    errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             parsed, unknown = tyro.cli(
                 kind,
-                args=["--help" if usual and word == "--help-all" else word for word in arguments],
+                args=words,
                 prog=prog,
                 description=description,
                 return_unknown_args=True,
-                registry=_help_registry(_rest(kind, usual) if is_short else ()),
+                registry=_help_registry(hidden),
                 **options,
             )
     except SystemExit as stop:
         if not stop.code:
             raise
-        said = _one_line(errors.getvalue())
-        raise _refusal_of(stop) or InputError(_with_advice(said, kind, prog)) from stop
+        raise _refusal_of(stop, errors.getvalue(), kind, prog) from stop
+
     if unknown:
         nearest = _nearest(unknown[0], [*taken, *_flags(kind)])
-        raise InputError(
-            f"unknown argument {unknown[0]}{nearest}; --help{'-all' if usual else ''} lists all"
-        )
+        help_flag = "--help-all" if usual else "--help"
+        raise InputError(f"unknown argument {unknown[0]}{nearest}; {help_flag} lists all")
     result: T = parsed
     return result
 
@@ -76,10 +85,14 @@ def parse(
 def value_of(arguments: Sequence[str], flag: str) -> str | None:
     """Return the value that a command line gives to a flag, which `parse` will read too; None if it
     has none."""
-    for word, following in zip(arguments, [*arguments[1:], ""]):
+    for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") == flag:
-            return value if equals else following or None
+        if name.replace("_", "-") != flag:
+            continue
+        if equals:
+            return value
+        is_last = index + 1 == len(arguments)
+        return None if is_last else arguments[index + 1] or None
     return None
 
 
@@ -88,8 +101,9 @@ def joined(arguments: Sequence[str], flag: str) -> list[str]:
     that begins with hyphens."""
     words = list(arguments)
     if flag in words[:-1]:
-        at = words.index(flag)
-        words[at : at + 2] = [f"{flag}={words[at + 1]}"]
+        index = words.index(flag)
+        value = words[index + 1]
+        words[index : index + 2] = [f"{flag}={value}"]
     return words
 
 
@@ -128,7 +142,13 @@ def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
 
 def _on_one_line(text: str | Callable[[], str | None] | None) -> Callable[[], str]:
     """Return a function that returns a help text without line breaks."""
-    return lambda: " ".join(((text() if callable(text) else text) or "").split())
+
+    def one_line() -> str:
+        """Return the help text."""
+        lines = text() if callable(text) else text
+        return " ".join((lines or "").split())
+
+    return one_line
 
 
 def _nearest(word: str, flags: list[str]) -> str:
@@ -136,11 +156,15 @@ def _nearest(word: str, flags: list[str]) -> str:
     that is most like it."""
     import difflib
 
+    if not word.startswith("-"):
+        return ""
     name = word.split("=")[0].lstrip("-").replace("_", "-")
+    last_part = name.rpartition(".")[2]
     names = [flag.lstrip("-") for flag in flags]
-    ending = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = ending or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f", did you mean --{near[0]}?" if near and word.startswith("-") else ""
+    near = [each for each in names if each.rpartition(".")[2] == last_part]
+    if not near:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f", did you mean --{near[0]}?" if near else ""
 
 
 def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type, str]]:
@@ -149,6 +173,7 @@ def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type
     hints = get_type_hints(kind)
     for field in fields(kind):
         flag = prefix + field.name.replace("_", "-")
+        # the dots tell --model from --model-name, and match --model with --model.dim
         if not any(f"{name}.".startswith(f"{flag}.") for name in usual):
             rest.add((kind, field.name))
         elif is_dataclass(hints[field.name]):
@@ -161,64 +186,79 @@ def _flags(kind: Any, prefix: str = "--") -> list[str]:
     flags = []
     hints = get_type_hints(kind)
     for field in fields(kind):
-        name = prefix + field.name.replace("_", "-")
-        flags += (
-            _flags(hints[field.name], f"{name}.") if is_dataclass(hints[field.name]) else [name]
-        )
+        flag = prefix + field.name.replace("_", "-")
+        if is_dataclass(hints[field.name]):
+            flags += _flags(hints[field.name], f"{flag}.")
+        else:
+            flags.append(flag)
     return flags
 
 
-def _with_advice(said: str, kind: Any, prog: str) -> str:
-    """Return what tyro says of a command line, with the usage where something is missing, and with
-    the nearest choice where a value is none."""
-    if choice := re.match(r"invalid choice '(.*)' for argument '(.*?)'\. Expected one of \(", said):
-        value, flag = choice.groups()
-        known = re.findall(r"'([^']*)'", said[choice.end() :])
-        if "None" in known:  # of a set, in any order
-            known = sorted({*known} - {"None"})
-        return f"{flag} {value}{suggestion(value, known)}"
-    if said.startswith("Missing from "):
-        return f"needs {_usage(kind)}: {prog} {_usage(kind)}; --help lists all"
-    if of_place := re.match(r"Missing value for argument '(\w+)'", said):
-        return f"{of_place[1]} is no flag, write it alone: {prog} {_usage(kind)}; --help lists all"
-    return said
+def _with_advice(message: str, kind: Any, prog: str) -> str:
+    """Return tyro's message about a command line, with the usage where something is missing, and
+    with the nearest choice where a value is none of the choices."""
+    wrong_choice = re.match(
+        r"invalid choice '(.*)' for argument '(.*?)'\. Expected one of \(", message
+    )
+    if wrong_choice:
+        value, flag = wrong_choice.groups()
+        choices = re.findall(r"'([^']*)'", message[wrong_choice.end() :])
+        if "None" in choices:  # of a set, in any order
+            choices = sorted({*choices} - {"None"})
+        return f"{flag} {value}{suggestion(value, choices)}"
+    usage = f"{prog} {_usage(kind)}; --help lists all"
+    if message.startswith("Missing from "):
+        return f"needs {_usage(kind)}: {usage}"
+    missing_value = re.match(r"Missing value for argument '(\w+)'", message)
+    if missing_value:  # tyro's name of a value that is given by its place
+        return f"{missing_value[1]} is no flag, write it alone: {usage}"
+    return message
 
 
 def _usage(kind: Any) -> str:
     """Return the words that a command line needs: values by their place, and required flags."""
     words = []
+    _, positional = get_args(tyro.conf.Positional[str])
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        marks = getattr(hints[field.name], "__metadata__", ())
-        named = next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None)
-        name = named or field.name.upper()
-        if get_args(tyro.conf.Positional[str])[1] in marks:
-            words.append(name)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            words.append(f"--{field.name.replace('_', '-')} {name}")
+        marks = getattr(hints[field.name], "__metadata__", ())  # those of Annotated
+        metavars = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
+        value_name = metavars[0] if metavars else field.name.upper()
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if positional in marks:
+            words.append(value_name)
+        elif not has_default:
+            words.append(f"--{field.name.replace('_', '-')} {value_name}")
     return " ".join(words)
 
 
-def _refusal_of(stop: SystemExit) -> InputError | None:
-    """Return the InputError of the dataclass that made tyro stop, if any: tyro's frame would break
-    its lines."""
+def _refusal_of(stop: SystemExit, box: str, kind: Any, prog: str) -> InputError:
+    """Return the InputError of the dataclass that made tyro stop, since tyro's frame would break
+    its lines; else one with the message that tyro has printed in a frame, `box`."""
     error = stop.__context__
     while error is not None and not isinstance(error, InputError):
         error = error.__context__
-    return error
+    if error is not None:
+        return error
+    return InputError(_with_advice(_one_line(box), kind, prog))
 
 
 def _one_line(box: str) -> str:
     """Return the text of a framed tyro message without the frame (lines, or hyphens in ASCII),
     headings and help."""
-    text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]+|-{3,}", " ", box)
-    words = re.sub(r"\s+", " ", text).strip()
+    colours_and_frame = r"\x1b\[[0-9;]*m|[─-╿]+|-{3,}"
+    words = re.sub(colours_and_frame, " ", box)
+    words = re.sub(r"\s+", " ", words).strip()
     words = re.split(r" (?:Argument helptext:|For full helptext)", words)[0]
+
+    # of a value with several types, the last one and the value: int: 'x'
     words = re.sub(
         r"no type matching .* instantiated from \['(.*?)'\]\. Got errors: .*(int|float)\b.*",
         r"\2: '\1'",
         words,
     )
+
+    # what Python says of a value that is no number
     words = re.sub(
         r"(invalid literal for )?int(\(\) with base 10)?: '", "not a whole number: '", words
     )

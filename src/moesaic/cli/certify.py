@@ -50,15 +50,18 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.testing.certify import system_named
 
     system_named(options.system)
-    found = [each for ranks in options.ranks for each in _findings(options, ranks)]
-    wrong = [each for each in found if not each["holds"]]
+    findings = []
+    for ranks in options.ranks:
+        findings += _findings(options, ranks)
+    wrong = [finding for finding in findings if not finding["holds"]]
     if options.json:
-        sys.stdout.write(json.dumps({"passed": not wrong, "findings": found}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"passed": not wrong, "findings": findings}, indent=2) + "\n")
     else:
-        sys.stdout.writelines(f"{each['ranks']} ranks, {each['says']}\n" for each in wrong)
-        on = " and ".join(map(str, options.ranks))
+        sys.stdout.writelines(f"{finding['ranks']} ranks, {finding['says']}\n" for finding in wrong)
+        all_ranks = " and ".join(map(str, options.ranks))
+        num_right = len(findings) - len(wrong)
         sys.stdout.write(
-            f"{options.system} on {on} ranks: {len(found) - len(wrong)} right, {len(wrong)} wrong\n"
+            f"{options.system} on {all_ranks} ranks: {num_right} right, {len(wrong)} wrong\n"
         )
     return 1 if wrong else 0
 
@@ -71,22 +74,28 @@ def _findings(options: CertifyOptions, ranks: int) -> list[dict[str, Any]]:
 
     arguments = (options.system, options.poison)
     try:
-        found = on_ranks(ranks, certify_named, *arguments, timeout_seconds=TIMEOUT_SECONDS)[0]
+        by_rank = on_ranks(ranks, certify_named, *arguments, timeout_seconds=TIMEOUT_SECONDS)
+        comparisons = by_rank[0]
     except Exception as error:  # a rank that dies is a finding too
-        last = (str(error).strip().splitlines() or [""])[-1]
-        found = [
-            Certified(
-                "every situation",
-                quantity="all",
-                error=math.inf,
-                factor=None,
-                failed=f"{type(error).__name__}: {last}",
-            )
-        ]
-    rows = []
-    for each in found:
-        row = {"ranks": ranks, **asdict(each), "holds": each.holds(), "says": str(each)}
-        if not math.isfinite(each.error):
-            row["error"] = None
-        rows.append(row)
-    return rows
+        lines = str(error).strip().splitlines()
+        last_line = lines[-1] if lines else ""
+        death = Certified(
+            "every situation",
+            quantity="all",
+            error=math.inf,
+            factor=None,
+            failed=f"{type(error).__name__}: {last_line}",
+        )
+        comparisons = [death]
+    findings = []
+    for compared in comparisons:
+        finding = {
+            "ranks": ranks,
+            **asdict(compared),
+            "holds": compared.holds(),
+            "says": str(compared),
+        }
+        if not math.isfinite(compared.error):
+            finding["error"] = None
+        findings.append(finding)
+    return findings

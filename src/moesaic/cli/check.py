@@ -50,7 +50,8 @@ class CheckOptions:
         for name, least in (("cases", 1), ("seed", 0), ("workers", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"--{name} {getattr(self, name)}: must be at least {least}")
-        if self.world is not None and (self.only is None or self.world not in (1, 2, 4, 8)):
+        fits_one_case = self.only is not None and self.world in (1, 2, 4, 8)
+        if self.world is not None and not fits_one_case:
             raise InputError(f"--world {self.world}: goes with --only and is 1, 2, 4 or 8")
 
     @property
@@ -96,7 +97,9 @@ def gather(options: CheckOptions) -> Evidence:
     """Run the suite, with progress bars on standard error."""
     from moesaic.testing.runner import GLOO_CASES, gather_evidence
 
-    totals = {"cases": options.cases} | ({"worlds": len(GLOO_CASES)} if options.gloo else {})
+    totals = {"cases": options.cases}
+    if options.gloo:
+        totals["worlds"] = len(GLOO_CASES)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -139,7 +142,8 @@ def _print(evidence: Evidence) -> None:
     table = Table("check", "result", title="moesaic check")
     failed = sum(bool(checked.reason) for checked in evidence.loopback)
     table.add_row("cases on loopback", f"{len(evidence.loopback):,}, {failed} failed")
-    if missing := missing_codecs():
+    missing = missing_codecs()
+    if missing:
         table.add_row("codecs that are not installed, and so in no case", ", ".join(missing))
     for world, count in evidence.worlds.items():
         table.add_row(f"cases on {world} processes", str(count))
@@ -147,6 +151,7 @@ def _print(evidence: Evidence) -> None:
     for quantity, error in sorted(evidence.worst.items()):
         table.add_row(f"worst error, {quantity}", f"{error:.1e}")
     console.print(table)
+    # the failures on loopback come first; those on processes need their number of ranks
     for number, checked in enumerate(evidence.failures):
         flag = f" --world {checked.case.grid.world}" if number >= failed else ""
         again = f"moesaic check --only {checked.case.seed}{flag}"

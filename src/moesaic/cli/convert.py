@@ -111,10 +111,11 @@ def _upcycling(options: ConvertOptions) -> Upcycling | None:
     from moesaic.weights.upcycle import Upcycling
 
     names = ("top_k", "granularity", "router_std", "seed")
+    values = {name: getattr(options, name) for name in names}
+    defaults = {name: getattr(ConvertOptions, name) for name in names}
     if options.experts is not None:
-        given = {name: getattr(options, name) for name in names}
-        return Upcycling(num_experts=options.experts, **given)
-    if any(getattr(options, name) != getattr(ConvertOptions, name) for name in names):
+        return Upcycling(num_experts=options.experts, **values)
+    if values != defaults:
         raise InputError(
             "top-k, granularity, router-std and seed are of --experts: give the number of "
             "experts too"
@@ -127,11 +128,9 @@ def _export(options: ConvertOptions) -> int:
     from moesaic.weights.run import export_run
 
     summary = export_run(Path(options.source), Path(options.out), logits=LOGITS[options.logits])
-    about_tokenizer = (
-        "with its tokenizer"
-        if summary["tokenizer"]
-        else "without a tokenizer, since the run's .bin files name none"
-    )
+    about_tokenizer = "without a tokenizer, since the run's .bin files name none"
+    if summary["tokenizer"]:
+        about_tokenizer = "with its tokenizer"
     lines = [
         f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; "
         f"{about_tokenizer}",
@@ -143,33 +142,28 @@ def _export(options: ConvertOptions) -> int:
 
 def _receipt_lines(receipt: dict[str, Any], path: str) -> list[str]:
     """Return the lines that summarize a receipt."""
-    experts = sum(
-        len(counts) for counts in receipt["sha256"]["weights"].values() if isinstance(counts, list)
-    )
+    num_experts = 0
+    for sums in receipt["sha256"]["weights"].values():
+        if isinstance(sums, list):  # one for each expert of a parameter
+            num_experts += len(sums)
     lines = [
         f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, "
-        f"{receipt['tensors']} tensors, {receipt['bytes']:,} bytes, {experts} experts"
+        f"{receipt['tensors']} tensors, {receipt['bytes']:,} bytes, {num_experts} experts"
     ]
-    lines += [
-        f"{state}: {counts['placed']} of {counts['in the source']} placed"
-        for state, counts in receipt["moments"].items()
-    ]
-    if receipt["left_behind"]:
-        lines.append(
-            f"entries not converted: {len(receipt['left_behind'])}, for example "
-            f"{receipt['left_behind'][0]}"
-        )
+    for state, counts in receipt["moments"].items():
+        lines.append(f"{state}: {counts['placed']} of {counts['in the source']} placed")
+    left_behind = receipt["left_behind"]
+    if left_behind:
+        lines.append(f"entries not converted: {len(left_behind)}, for example {left_behind[0]}")
     return [*lines, *_logits_lines(receipt["logits"]), f"compared with the source; receipt: {path}"]
 
 
 def _logits_lines(found: dict[str, Any] | None) -> list[str]:
     """Return the lines about the comparison of logits; none if there was no comparison."""
-    lines = (
-        []
-        if found is None
-        else [f"largest difference of logits: {found['largest_difference']:.3g}"]
-    )
-    if found and found["not_finite"]:
+    if found is None:
+        return []
+    lines = [f"largest difference of logits: {found['largest_difference']:.3g}"]
+    if found["not_finite"]:
         lines.append(
             f"{found['not_finite']} logits are not finite, neither before nor after: look for "
             "them in the source"
@@ -188,11 +182,10 @@ def _verify(arguments: Sequence[str]) -> int:
     from moesaic.weights.convert import verify
 
     verified = verify(options.out)
-    states = (
-        f", and {', '.join(verified['states'][1:])} of an optimizer"
-        if len(verified["states"]) > 1
-        else ""
-    )
+    optimizer_states = verified["states"][1:]  # the first one is "weights"
+    states = ""
+    if optimizer_states:
+        states = f", and {', '.join(optimizer_states)} of an optimizer"
     line = (
         f"{options.out}: {verified['tensors']} entries and {verified['experts']} experts are what "
         f"the receipt says{states}"

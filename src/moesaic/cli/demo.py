@@ -61,23 +61,23 @@ def run(arguments: Sequence[str]) -> int:
     console = Console()
     results: dict[str, TrainResult] = {}
     start = preset("demo")
-    for name, ffn in (("moe", "moe"), ("dense", "dense")):
+    for ffn in ("moe", "dense"):
         config = replace(
             start,
-            out=str(Path(options.out) / name),
+            out=str(Path(options.out) / ffn),
             existing="replace",
             steps=options.steps or start.steps,
-            model=override(start.model, {"ffn": ffn}, source=name),
+            model=override(start.model, {"ffn": ffn}, source=ffn),
         )
-        results[name] = train(config, console=console)
-        if results[name].was_stopped:
+        results[ffn] = train(config, console=console)
+        if results[ffn].was_stopped:
             return 0
     console.print(_comparison(results["moe"], results["dense"]))
     console.rule("a sample of the sparse model")
     sample = SampleOptions(run=str(results["moe"].folder), prompt=(options.prompt,))
     console.print(options.prompt + continuations(sample)[0], markup=False, highlight=False)
     console.rule()
-    folders = [results[name].folder for name in ("moe", "dense")]
+    folders = [result.folder for result in results.values()]
     page = write_report(folders, report, typed=False)
     console.print(f"the report: {page}", soft_wrap=True, highlight=False)
     return 0
@@ -89,10 +89,10 @@ def _vision(options: DemoOptions) -> int:
     from moesaic.cli.main import main
 
     steps = ("--steps", str(options.steps)) if options.steps else ()
-    codes = [
-        main(["vision", "--ffn", ffn, "--out", str(Path(options.out) / ffn), *steps])
-        for ffn in ("moe", "dense")
-    ]
+    codes = []
+    for ffn in ("moe", "dense"):
+        out = str(Path(options.out) / ffn)
+        codes.append(main(["vision", "--ffn", ffn, "--out", out, *steps]))
     return max(codes)
 
 

@@ -76,36 +76,25 @@ def _start_ranks(options: FinetuneOptions, ranks: int, arguments: Sequence[str])
 
     require(options, ranks)
     logging.disable(logging.ERROR)  # a rank has said why it failed; torchrun would say that it did
-    before = saved_steps(options.out)
-    waits = (
-        []
-        if "--shutdown-timeout" not in run.get_args_parser().format_help()
-        else ["--shutdown-timeout", STEP_SECONDS]
-    )
+    steps_before = saved_steps(options.out)
+    flags = ["--standalone", "--nproc-per-node", str(ranks)]
+    if "--shutdown-timeout" in run.get_args_parser().format_help():  # not in earlier versions
+        flags += ["--shutdown-timeout", STEP_SECONDS]
     try:
-        run.main(
-            [
-                "--standalone",
-                "--nproc-per-node",
-                str(ranks),
-                *waits,
-                "-m",
-                "moesaic",
-                "finetune",
-                *arguments,
-            ]
-        )
+        run.main([*flags, "-m", "moesaic", "finetune", *arguments])
     except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode
+        _, failure = error.get_first_failure()
+        return failure.exitcode
     except SignalException as error:  # torchrun has passed it on, and the ranks have ended
-        return 0 if saved_steps(options.out) != before else 128 + error.sigval.value
+        has_saved = saved_steps(options.out) != steps_before
+        return 0 if has_saved else 128 + error.sigval.value
     finally:
         logging.disable(logging.NOTSET)
     return 0
 
 
 def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> None:
-    """Fine-tune on this rank, and say where the adapters are."""
+    """Fine-tune on this rank, one of `world`, and say where the adapters are if it `says`."""
     from moesaic.finetune.recipe import finetune
 
     with warnings.catch_warnings():

@@ -61,7 +61,8 @@ code."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (None for that of the process); returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    asks_for_help = not words or bool({"-h", "--help", "--help-all", "--version"} & set(words))
+    help_flags = {"-h", "--help", "--help-all", "--version"}
+    asks_for_help = not words or not help_flags.isdisjoint(words)
     command = words[0] if words else "--help"
     with guarded_output(command, asks_for_help=asks_for_help):
         return _run(command, words[1:])
@@ -93,18 +94,19 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # of standard output, which goes nowhere from then on
         return 141
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in _EXTRAS:
+        package = (error.name or "").split(".")[0]
+        if package not in _EXTRAS:
             raise
-        extra = to_install(f".[{_EXTRAS[error.name.split('.')[0]]}]")
+        extra = to_install(f".[{_EXTRAS[package]}]")
         print(f"moesaic {command}: needs the package {error.name}: {extra}", file=sys.stderr)
         return 2
     except Exception as error:
         # a path too long, without permission or on a full disk can fail wherever it is looked up
-        found = system_error(error)
-        if found is None or found.errno not in OF_PLACES:
+        cause = system_error(error)
+        if cause is None or cause.errno not in OF_PLACES:
             raise
-        where = "a file" if found.filename is None else in_one_line(str(found.filename))
-        what = OF_PLACES[found.errno].format(found.strerror)
+        where = "a file" if cause.filename is None else in_one_line(str(cause.filename))
+        what = OF_PLACES[cause.errno].format(cause.strerror)
         print(f"moesaic {command}: {where:.200}: {what}", file=sys.stderr)
         return 2
 
@@ -135,8 +137,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in COMMANDS:
         run = import_module(f"moesaic.cli.{name.replace('-', '_')}").run
         return run
-    for offered in entry_points(group=GROUP, name=name):
-        run = offered.load()
+    for entry_point in entry_points(group=GROUP, name=name):  # the first one counts
+        run = entry_point.load()
         return run
     if name in LABORATORY:
         raise InputError(f"needs the package moesaic-lab: {to_install('./lab')}")
@@ -152,6 +154,7 @@ _EXTRAS = {
     "plotly": "report",
     "jinja2": "report",
 }
+"""The extra of this package that installs each package."""
 
 
 def _usage() -> str:

@@ -93,7 +93,9 @@ class LastingStream(io.TextIOBase):
             os.close(nowhere)
         if self._ends and isinstance(error, BrokenPipeError):
             raise error
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
         if self._ends:
             raise InputError(self._line.format(reason)) from error
         if self._other is not None:
@@ -136,18 +138,20 @@ def guarded_output(command: str, *, asks_for_help: bool = False) -> Iterator[Non
         BrokenPipeError: within the block: its reader has gone.
     """
     ends = asks_for_help or command not in LASTING
-    out = sys.stdout
+    out = sys.stdout  # None if the process was started without one, as is standard error
     err = sys.stderr
-    line = f"moesaic {command}: {{}} ({{}}): it goes on without{LASTING.get(command, '')}"
+
+    # `LastingStream` puts the reason in place of {}
+    goes_on = f"({{}}): it goes on without{LASTING.get(command, '')}"
     if out is not None:
-        lost = "standard output cannot be written"
-        said = (
-            f"{lost} ({{}}): free space, or send it elsewhere" if ends else line.format(lost, "{}")
-        )
-        sys.stdout = LastingStream(out, err, said, ends=ends)
+        line = f"moesaic {command}: standard output cannot be written {goes_on}"
+        if ends:
+            line = "standard output cannot be written ({}): free space, or send it elsewhere"
+        sys.stdout = LastingStream(out, err, line, ends=ends)
     if err is not None:
-        said = line.format("standard error cannot be written", "{}")
-        sys.stderr = LastingStream(err, None if ends else out, said)
+        line = f"moesaic {command}: standard error cannot be written {goes_on}"
+        sys.stderr = LastingStream(err, None if ends else out, line)
+
     try:
         yield
     finally:

@@ -47,6 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     simulator = options.simulator()
     cluster = simulator.cluster
     job = options.job(cluster)
+
     if options.flags is not None:
         return _emit(options.system, job, options.layout_of(options.flags, job, cluster))
     if options.system != "moesaic" and options.pp is not None:
@@ -56,7 +57,9 @@ def run(arguments: Sequence[str]) -> int:
                 f"--pp {options.pp}: no layout of {cluster.world} devices with {options.pp} stages "
                 "fits: try another number"
             )
-        return _emit(options.system, job, best[0])
+        layout, _ = best
+        return _emit(options.system, job, layout)
+
     job, result = options.searched(job, simulator)
     return _emit(options.system, job, layout_of(job, result.best), result.best)
 

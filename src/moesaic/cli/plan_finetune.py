@@ -1,5 +1,10 @@
 """`moesaic plan finetune`: what fits, how fast each split of a model is, and which change would
-help most."""
+help most.
+
+A *split* is a way to use several ranks: experts spread over them, stages of layers, or copies. In
+this file, `sizes` are the arguments of `predict_finetune` that say what is fine-tuned: ranks,
+tokens per rank and micro-batch, tokens per sequence (`length`), method and rank of the adapters.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,23 +96,29 @@ def run(arguments: Sequence[str]) -> int:
         "logits": LOSS_TOKENS,
         "projections": 4,
     }
-    found = predict_finetune(job.model, cluster=cluster, **sizes)
-    if not any(split.fits for split in found.splits.values()):
+
+    predicted = predict_finetune(job.model, cluster=cluster, **sizes)
+    if not any(split.fits for split in predicted.splits.values()):
         raise InputError(
-            f"{model} on {cluster.name} does not fit: {_what_fits(job, cluster, found, sizes)}"
+            f"{model} on {cluster.name} does not fit: {_what_fits(job, cluster, predicted, sizes)}"
         )
-    changes = sorted(_changes(job, cluster, found, sizes), key=lambda change: -change.speedup)
+
+    changes = sorted(_changes(job, cluster, predicted, sizes), key=lambda change: -change.speedup)
     if options.json:
         data = {
-            **asdict(found),
-            "bytes": found.bytes,
-            "fastest": found.fastest,
-            "command": _command(model, cluster, found, sizes),
-            "changes": [*map(asdict, changes)],
+            "model": model,
+            "cluster": cluster.name,
+            **sizes,
+            **asdict(predicted),
+            "bytes": predicted.bytes,
+            "fastest": predicted.fastest,
+            "command": _command(model, cluster, predicted, sizes),
+            "changes": [asdict(change) for change in changes],
         }
-        print(json.dumps({"model": model, "cluster": cluster.name, **sizes, **data}, indent=2))
+        print(json.dumps(data, indent=2))
         return 0
-    print(*map(folded, _lines(model, cluster, found, changes, sizes)), sep="\n")
+    lines = _lines(model, cluster, predicted, changes, sizes)
+    print(*map(folded, lines), sep="\n")
     return 0
 
 
@@ -133,6 +143,7 @@ def _lines(
         f"fragments, of {device:g}"
     )
     yield "  " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items())
+
     yield "split over ranks             tokens/s       GiB  limited by"
     for name, split in found.splits.items():
         mark = ""
@@ -142,22 +153,23 @@ def _lines(
             mark = "; does not fit"
         speed = f"{split.tokens_per_second:>12,.0f}{split.bytes / GIB:>10.1f}"
         yield f"  {name:<26} {speed}  {split.bottleneck}{mark}"
+
     if found.plan is not None and found.tokens_per_second is not None:
         low, high = found.interval or (0.0, 0.0)
-        limits = sorted(found.limits.items(), key=lambda limit: -limit[1])[:3]
-        busy = ", ".join(f"{name} {seconds:.2f}" for name, seconds in limits)
+        busiest_first = sorted(found.limits, key=lambda name: -found.limits[name])
+        busy = ", ".join(f"{name} {found.limits[name]:.2f}" for name in busiest_first[:3])
         yield (
             f"experts spread: {low:,.0f} to {high:,.0f} tokens/s likely; seconds of a step: "
             f"{found.seconds:.2f}; busy: {busy}"
         )
         yield f"  plan: {plan_in_words(found.plan)}"
+
     yield f"run: {_command(model, cluster, found, sizes)}"
     yield "what would change most, each predicted again:"
     for change in changes[:6]:
-        needs = (
-            f"{change.bytes / GIB:.1f} GiB with experts "
-            f"spread{'' if change.fits else ', does not fit'}"
-        )
+        needs = f"{change.bytes / GIB:.1f} GiB with experts spread"
+        if not change.fits:
+            needs += ", does not fit"
         yield f"  {change.what}: {change.speedup:.2f} times the tokens/s; {needs}"
 
 
@@ -174,26 +186,31 @@ def _command(
         folder = path
     elif path.is_file():
         folder = path.parent
+
     starts = "moesaic"
     if cluster.nodes > 1:
         starts = (
             f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} "
             "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m moesaic"
         )
-    flags = {
-        "ranks": sizes["ranks"] if cluster.nodes == 1 else None,
-        "pp": best.stages if best.stages != 1 else None,
-        "method": sizes["method"],
-        "rank": sizes["rank"],
-        "length": sizes["length"],
-        "micro-batch": sizes["tokens"] // sizes["length"],
-        "batch": sizes["ranks"] * sizes["accumulation"] * sizes["tokens"] // sizes["length"],
-    }
-    given = [f"--{name} {value}" for name, value in flags.items() if value is not None]
-    return " ".join([f"{starts} finetune {shlex.quote(str(folder))} DATA", *given])
+
+    flags = {}
+    if cluster.nodes == 1:
+        flags["ranks"] = sizes["ranks"]
+    if best.stages != 1:
+        flags["pp"] = best.stages
+    flags["method"] = sizes["method"]
+    flags["rank"] = sizes["rank"]
+    flags["length"] = sizes["length"]
+    flags["micro-batch"] = sizes["tokens"] // sizes["length"]
+    step_tokens = sizes["ranks"] * sizes["accumulation"] * sizes["tokens"]
+    flags["batch"] = step_tokens // sizes["length"]
+    words = [f"--{name} {value}" for name, value in flags.items()]
+    return " ".join([f"{starts} finetune {shlex.quote(str(folder))} DATA", *words])
 
 
 def _reserved(num_bytes: float) -> float:
+    """Return the GiB that tensors take with the allocator's fragments."""
     return num_bytes * FRAGMENTED / GIB
 
 
@@ -201,17 +218,15 @@ def _changes(
     job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]
 ) -> Iterator[FinetuneChange]:
     """Yield single changes of a fine-tune, each predicted again."""
-    before = found.splits[found.fastest].tokens_per_second
 
     def change(
         what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any
     ) -> FinetuneChange:
         """Return how a change speeds up the split with experts spread, or the fastest one."""
         after = predict_finetune(job.model, cluster=other, **{**sizes, **changed})
-        split = after.splits["experts" if of_experts else after.fastest]
-        speedup = split.tokens_per_second / (
-            found.splits["experts"].tokens_per_second if of_experts else before
-        )
+        split_before = found.splits["experts" if of_experts else found.fastest]
+        split_after = after.splits["experts" if of_experts else after.fastest]
+        speedup = split_after.tokens_per_second / split_before.tokens_per_second
         return FinetuneChange(what=what, speedup=speedup, bytes=after.bytes, fits=bool(after.fits))
 
     tokens = sizes["tokens"]
@@ -244,25 +259,29 @@ def _what_fits(
     """Return a clause with what is missing, and the smallest single changes after which experts
     spread over ranks fit."""
     memory = cluster.device.memory_gib
+
+    def fits(**changed: Any) -> bool:
+        """Return whether the fine-tune fits with some sizes changed."""
+        limited = {**sizes, "memory_bytes": memory * GIB}
+        return bool(predict_finetune(job.model, **{**limited, **changed}).fits)
+
     fitting = []
-    powers = [2**power for power in range(1, MOST_TIMES.bit_length())]
-    again = partial(predict_finetune, job.model)
-    limited = {**sizes, "memory_bytes": memory * GIB}
-    for times in powers:
-        ranks = cluster.world * times
-        if job.model.moe.num_experts % ranks == 0 and again(**{**limited, "ranks": ranks}).fits:
+    factors = [2**power for power in range(1, MOST_TIMES.bit_length())]
+    for factor in factors:
+        ranks = cluster.world * factor
+        if job.model.moe.num_experts % ranks == 0 and fits(ranks=ranks):
             fitting.append(f"{ranks} such devices")
             break
-    for times in powers:
-        length = sizes["length"] // times
-        if length and again(**{**limited, "tokens": length, "length": length}).fits:
+    for factor in factors:
+        length = sizes["length"] // factor
+        if length and fits(tokens=length, length=length):
             fitting.append(f"one sequence of {length:,} tokens")
             break
-    smaller = [name for name, size in WEIGHT_BYTES.items() if size < WEIGHT_BYTES[sizes["method"]]]
-    fitting += [
-        f"--method {name}" for name in smaller if again(**{**limited, "method": name}).fits
-    ][:1]
+    own_bytes = WEIGHT_BYTES[sizes["method"]]
+    for method, weight_bytes in WEIGHT_BYTES.items():
+        if weight_bytes < own_bytes and fits(method=method):
+            fitting.append(f"--method {method}")
+            break
     needs = f"needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"
-    return (
-        f"{needs}; smallest that fits: {'; or '.join(fitting) or 'no single change that was tried'}"
-    )
+    changes = "; or ".join(fitting) or "no single change that was tried"
+    return f"{needs}; smallest that fits: {changes}"

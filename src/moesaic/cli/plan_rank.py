@@ -1,5 +1,9 @@
 """The ranking of `moesaic plan`: the plans with the shortest simulated steps, and what follows from
-the best one."""
+the best one.
+
+Jobs, layouts and MaxVio are those of `plan_search.py`. `flags` are Megatron or torchtitan flags of
+a layout to compare with the best one; None for none. A *skewed* step is one under a MaxVio.
+"""
 
 from __future__ import annotations
 
@@ -118,15 +122,18 @@ def _print(
     cluster = simulator.cluster
     skewed = [] if options.max_vio is None else _under_skew(job, cluster, result, options.max_vio)
     lines = _lines(job, simulator, result, options, flags)
+
     if options.page is not None:
         # the page has the last line's sources one by one
         _write_page(options, lines[:-1], job, result, simulator)
+
     if options.json:
-        described = as_data(result, cluster, skewed)
-        described["parameters"] = dict(zip(("total", "active"), job.parameters(cluster)))
-        described["speed"] = asdict(best_speed(job, cluster, result.best))
-        described["reasons"] = lines
-        print(json.dumps(described, indent=2))
+        data = as_data(result, cluster, skewed)
+        total, active = job.parameters(cluster)
+        data["parameters"] = {"total": total, "active": active}
+        data["speed"] = asdict(best_speed(job, cluster, result.best))
+        data["reasons"] = lines
+        print(json.dumps(data, indent=2))
         return 0
     Console(width=WIDEST).print(table_of(result, cluster, options.model, skewed))
     print(*map(folded, lines), sep="\n")
@@ -139,19 +146,22 @@ def _as_others(
     job: Job, cluster: ClusterSpec, options: PlanOptions, ours: Speed | None, flags: str | None
 ) -> list[str]:
     """Return lines about the best layout of Megatron, for a Hugging Face model on several devices,
-    and about the layout of `flags`."""
+    and about the layout of `flags`; `ours` is the speed of our best plan, None if none fits."""
     lines: list[str] = []
     if cluster.world > 1 and isinstance(job.model, HubShape):
-        lines += as_others_shard(
-            "megatron", job, cluster, options.best_of("megatron", job, cluster), ours
-        )
-    return lines if flags is None else [*lines, *explained(job, cluster, ours, flags)]
+        best = options.best_of("megatron", job, cluster)
+        lines += as_others_shard("megatron", job, cluster, best, ours)
+    if flags is not None:
+        lines += explained(job, cluster, ours, flags)
+    return lines
 
 
 def _fewer(job: Job, cluster: ClusterSpec, options: PlanOptions, seconds: float) -> list[str]:
-    """Return a line about machines that could be left out; none if all are needed."""
+    """Return a line about machines that could be left out of those on which the best step takes
+    `seconds`; none if all are needed."""
 
     def best_of(machines: int) -> PlannedStep:
+        """Return the best step on fewer machines."""
         part = cluster.of_devices(machines * cluster.devices_per_node)
         return search(job, part, options.settings()).best
 
@@ -171,17 +181,15 @@ def _print_without_layout(
         InputError: if there are no `flags`. The message is one line.
     """
 
-    def larger(count: int) -> tuple[Job, ClusterSpec]:
-        larger_spec = read_cluster(
-            options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node)
-        )
-        return options.job(larger_spec), larger_spec
+    def on_devices(count: int) -> tuple[Job, ClusterSpec]:
+        """Return the job and the cluster with this number of devices, in whole nodes."""
+        devices_per_node = read_cluster(options.cluster).devices_per_node
+        larger = read_cluster(options.cluster, nodes=-(-count // devices_per_node))
+        return options.job(larger), larger
 
-    lines = [f"{error}: {in_words(remedies(error.job, cluster, options.settings(), larger))}"]
-    lines += [
-        about_parameters(error.job, cluster),
-        *_as_others(error.job, cluster, options, None, flags),
-    ]
+    changes = in_words(remedies(error.job, cluster, options.settings(), on_devices))
+    lines = [f"{error}: {changes}", about_parameters(error.job, cluster)]
+    lines += _as_others(error.job, cluster, options, None, flags)
     if flags is None:
         raise InputError("; ".join(lines))
     print(*map(folded, lines), sep="\n")
@@ -204,6 +212,7 @@ def _lines(
             under_counts=options.trace is not None,
         )
     )
+
     if options.trace is None and options.max_vio is None:
         lines += _fewer(job, cluster, options, result.best.seconds)
     if options.trace is None:  # layouts of other systems are predicted under even routing
@@ -211,6 +220,7 @@ def _lines(
     elif flags is not None:
         lines.append("yours, under even routing, which is not compared with the plan above:")
         lines += explained(job, cluster, None, flags)
+
     if options.verbose or options.json or options.page is not None:
         lines += further(job, simulator, result, has_price=options.price_per_hour is not None)
     return lines
@@ -219,6 +229,7 @@ def _lines(
 def _write_page(
     options: PlanOptions, lines: list[str], job: Job, result: Result, simulator: Simulator
 ) -> None:
+    """Write the page about the best plan; `lines` is the answer in words."""
     from moesaic.report.plan_page import PlanAnswer, write_plan_page
 
     best = result.best
@@ -228,21 +239,26 @@ def _write_page(
     forward, backward = simulator.passes(
         compiled.forward, compiled.backward, cost_model.model.layer, compiled.grid
     )
-    has_stages = best.split.pp > 1
-    flies = best.split.in_flight > 1
+    stages = None
+    if best.split.pp > 1:
+        stages = cost_model.timed(forward, backward)
+    flight = None
+    if best.split.in_flight > 1:
+        forward_flight, _ = cost_model.flights(compiled, forward, backward)
+        flight = forward_flight
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
-    found = PlanAnswer(
+    plan_answer = PlanAnswer(
         job=job,
         result=result,
         cluster=cluster,
         speed=best_speed(job, cluster, best),
         lines=lines,
         timelines={"forward": forward.timeline, "backward": backward.timeline},
-        stages=cost_model.timed(forward, backward) if has_stages else None,
-        flight=cost_model.flights(compiled, forward, backward)[0] if flies else None,
+        stages=stages,
+        flight=flight,
         price=options.price_per_hour,
     )
-    write_plan_page(title, found, Path(str(options.page)))
+    write_plan_page(title, plan_answer, Path(str(options.page)))
 
 
 def _under_skew(
@@ -272,14 +288,12 @@ def as_data(
     MaxVio, if one is given."""
     ranking = [_step_as_data(planned) for planned in result.ranking]
     for data, planned, step in zip(ranking, result.ranking, skewed):
-        data["under_max_vio"] = (
-            None
-            if step is None
-            else {
+        data["under_max_vio"] = None
+        if step is not None:
+            data["under_max_vio"] = {
                 "seconds": step.longer * planned.seconds,
                 "memory_bytes": {**asdict(step.memory), "total": step.memory.total},
             }
-        )
     return {
         "cluster": cluster.name,
         "ranks": cluster.world,
@@ -300,13 +314,12 @@ def as_data(
 
 
 def _step_as_data(planned: PlannedStep) -> dict[str, Any]:
-    grid = planned.grid
+    """Return a plan of the ranking as plain data."""
+    axes = ("dp", "tp", "edp", "ep", "etp", "innermost")
     return {
         "seconds": planned.seconds,
         "over_bound": planned.seconds / planned.bound_seconds,
-        "mesh": {
-            name: getattr(grid, name) for name in ("dp", "tp", "edp", "ep", "etp", "innermost")
-        },
+        "mesh": {name: getattr(planned.grid, name) for name in axes},
         "split": asdict(planned.split),
         "plan": asdict(planned.plan),
         "bottleneck": planned.estimate.bottleneck,

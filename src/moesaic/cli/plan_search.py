@@ -1,5 +1,10 @@
 """What the commands of `moesaic plan` share: the model and the cluster, and the search for the best
-plan of one on the other."""
+plan of one on the other.
+
+A *job* is a model with the sizes of its step. A *layout* is a mesh, with pipeline stages, and what
+else splits the step; *lossy* codecs and products lose precision. *MaxVio* is how much more copies
+than its share the busiest expert (here: ep rank) gets, relative to that share.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +71,10 @@ class JobOptions:
     """Tokens per sequence; None for that of the model (4096 for a Hugging Face model)."""
 
     def __post_init__(self) -> None:
-        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
-            flag = f"--{name.replace('_', '-')}"
-            if type(value) is int and value < 1:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            flag = f"--{field.name.replace('_', '-')}"
+            if type(value) is int and value < 1:  # not isinstance, which bool would pass too
                 raise InputError(f"{flag} {value}: must be at least 1")
             if value == ():
                 raise InputError(f"{flag} is empty: name at least one, or leave it out")
@@ -94,7 +100,9 @@ class JobOptions:
                 f"--cluster is missing: choose one of {', '.join(presets())}, or give a file"
             )
         cluster = read_cluster(self.cluster, nodes=self.nodes)
-        return Simulator(cluster if self.gpus is None else cluster.of_devices(self.gpus))
+        if self.gpus is not None:
+            cluster = cluster.of_devices(self.gpus)
+        return Simulator(cluster)
 
     def job(self, cluster: ClusterSpec) -> Job:
         """Return the training job, with the batch size, accumulation and sequence length of the
@@ -104,7 +112,9 @@ class JobOptions:
             job = replace(job, batch_size=self.batch_size)
         if self.seq_len is not None and job.model.seq_len != self.seq_len:
             job = replace(job, model=replace(job.model, seq_len=self.seq_len))
-        return job if self.accumulation is None else replace(job, accumulation=self.accumulation)
+        if self.accumulation is not None:
+            job = replace(job, accumulation=self.accumulation)
+        return job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +204,9 @@ class SearchOptions(JobOptions):
             codecs=codecs,
             backward_codecs=codecs,
         )
+
         pins = Pins(tp=self.tp, ep=self.ep, etp=self.etp, innermost=self.innermost)
+
         return Settings(
             give_up=GIVE_UP,
             refine=REFINED,
@@ -242,6 +254,7 @@ class SearchOptions(JobOptions):
         with _progress_bar(Console(stderr=True)) as progress:
 
             def result_of(job: Job) -> Result:
+                """Return the result of the search for a job."""
                 return search(
                     job,
                     simulator.cluster,
@@ -265,6 +278,9 @@ def _progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]
     """Yield the `progress` callback of a search, shown as a progress bar."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total
-        )
+
+        def show(what: str, done: int, total: int) -> None:
+            """Show how far the search is."""
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield show

@@ -1,4 +1,8 @@
-"""The answer of `moesaic plan` in words: lines about the best plan, and about other layouts."""
+"""The answer of `moesaic plan` in words: lines about the best plan, and about other layouts.
+
+Jobs, layouts and MaxVio are those of `plan_search.py`. *Ours* is the speed of the best plan of the
+search, *others* are layouts of other training systems, and *narrow* products are those in 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +56,12 @@ def table_of(
         box=None,
     )
     for name in ("", "ms", "over bound", "layout", "plan", "limited by", "GiB"):
-        table.add_column(
-            name, justify="right" if name in ("", "ms", "over bound", "GiB") else "left"
-        )
+        is_text = name in ("layout", "plan", "limited by")
+        table.add_column(name, justify="left" if is_text else "right")
     if skewed:
         for name in ("ms under skew", "GiB under skew"):
             table.add_column(name, justify="right")
+
     for number, planned in enumerate(result.ranking, start=1):
         cells = [
             str(number),
@@ -69,26 +73,29 @@ def table_of(
             f"{planned.memory.total / GIB:.1f}",
         ]
         if skewed:
-            step = skewed[number - 1]
-            cells += (
-                ["-", "-"]
-                if step is None
-                else [
-                    f"{step.longer * planned.seconds * 1e3:,.2f}",
-                    f"{step.memory.total / GIB:.1f}",
-                ]
-            )
+            cells += _skew_cells(planned, skewed[number - 1])
         table.add_row(*cells)
     return table
 
 
+def _skew_cells(planned: PlannedStep, step: SkewedStep | None) -> list[str]:
+    """Return the milliseconds and the GiB of a plan under a MaxVio."""
+    if step is None:
+        return ["-", "-"]
+    return [f"{step.longer * planned.seconds * 1e3:,.2f}", f"{step.memory.total / GIB:.1f}"]
+
+
 def about_parameters(job: Job, cluster: ClusterSpec) -> str:
     """Return a line with the parameters of the model."""
-    total, active = (
-        f"{number / 1e9:,.1f} billion" if number >= 1e9 else f"{number / 1e6:,.1f} million"
-        for number in job.parameters(cluster)
-    )
-    return f"model: {total} total, {active} active parameters"
+    total, active = job.parameters(cluster)
+    return f"model: {_in_words(total)} total, {_in_words(active)} active parameters"
+
+
+def _in_words(number: float) -> str:
+    """Return a number in millions or billions."""
+    if number >= 1e9:
+        return f"{number / 1e9:,.1f} billion"
+    return f"{number / 1e6:,.1f} million"
 
 
 def what_was_measured(cluster: ClusterSpec) -> str:
@@ -132,17 +139,20 @@ def answer(
     yield f"speed: {_speed_in_words(speed, tokens, cluster.world)}; {OTHERS_STEPS}"
     if job.model.checkpoint_activations and isinstance(job.model, HubShape):
         yield "activations are recomputed: otherwise no layout fits the memory"
+
     name = best.estimate.bottleneck
     yield (
         f"limited by {name}, busy {best.estimate.limits[name] / best.seconds:.0%} of the step; "
         f"{best.seconds / best.bound_seconds:.2f} times the bound of this layout, "
         f"{best.seconds / result.bound_seconds:.2f} times that of any"
     )
+
     yield (
         f"memory: {best.memory.total / GIB:.1f} of {cluster.device.memory_gib:g} GiB: "
         f"{_memory_in_words(best.memory)}"
     )
     yield about_fragments(best.memory, cluster)
+
     if not under_counts:
         yield _first_changes(job, cluster, result, reserve_gib)
     yield from _other_eps(result)
@@ -157,9 +167,10 @@ def answer(
 
 def _first_changes(job: Job, cluster: ClusterSpec, result: Result, reserve_gib: float) -> str:
     """Return a line with the changes that gain most."""
-    changed = changes(job, cluster, result, reserve_gib=reserve_gib)
     gains = [
-        f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if each.speedup > 1
+        f"{change.what}: {change.speedup:.2f} times the speed"
+        for change in changes(job, cluster, result, reserve_gib=reserve_gib)
+        if change.speedup > 1
     ]
     nothing = "no change that was tried helps by more than half a percent"
     return f"change first: {'; '.join(gains[:5]) or nothing}"
@@ -177,14 +188,15 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
         f"best: {best.layout} (dp {best.grid.dp}, edp {best.grid.edp}), "
         f"{plan_in_words(best.plan)}: {parts}"
     )
+
     yield _about_whole_experts(result)
     if best.grid.tp * best.grid.etp > 1:
-        schedule = choose(
-            simulator, best.split.of(job).step_model(cluster, best.grid.dp).layer, best.grid
-        ).schedule
+        layer = best.split.of(job).step_model(cluster, best.grid.dp).layer
+        schedule = choose(simulator, layer, best.grid).schedule
         yield (
             f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"
         )
+
     if not has_price:
         cost = best_speed(job, cluster, best).price(USUAL_PRICE)
         yield (
@@ -226,36 +238,49 @@ def as_others_shard(
     speed = speed_of(
         job, step, cluster, devices=cluster.world, sequences=layout.sequences(cluster.world)
     )
-    sizes = [
-        f"{axis} {getattr(layout, axis)}"
-        for axis in ("pp", "cp", "tp", "ep")
-        if getattr(layout, axis) > 1
-    ]
-    others = (
-        (layout.pp > 1, layout.schedule),
-        (layout.virtual_pp > 1, f"{layout.virtual_pp} runs a rank"),
-        (layout.by_deepep, "DeepEP"),
-        (layout.overlapped, "overlapped"),
-        (layout.is_narrow, layout.precision),
-        (layout.recompute, f"recomputes {' '.join(layout.recompute)}"),
-    )
-    choices = [*(sizes or ["every size 1"]), f"micro-batch {layout.micro_batch}"]
-    choices += [word for holds, word in others if holds]
-    times = (
-        ""
-        if ours is None
-        else f", {speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above"
-    )
+
+    times = ""
+    if ours is not None:
+        ratio = speed.tokens_per_second / ours.tokens_per_second
+        times = f", {ratio:.2f} times the speed above"
+    choices = ", ".join(_choices_of(layout))
     yield (
-        f"as {name} runs it: {', '.join(choices)}: {speed.tokens_per_second:,.0f} tokens/s and "
+        f"as {name} runs it: {choices}: {speed.tokens_per_second:,.0f} tokens/s and "
         f"device, {step.memory.total / GIB:.1f} GiB{times} (moesaic plan emit "
         f"{system} --pp {layout.pp} prints it)"
     )
+
     gains = without_what_we_lack(job, cluster, layout)
     if gains:
         parts = ", ".join(f"{what} ({gain:.2f} times)" for what, gain in gains.items())
         yield f"of that, moesaic train lacks {parts}, each against the same layout without it"
     yield from _starved(job, cluster, layout)
+
+
+def _choices_of(layout: OthersLayout) -> list[str]:
+    """Return what a layout of another system chooses, in words: sizes of axes, then options."""
+    choices = []
+    for axis in ("pp", "cp", "tp", "ep"):
+        size = getattr(layout, axis)
+        if size > 1:
+            choices.append(f"{axis} {size}")
+    if not choices:
+        choices.append("every size 1")
+    choices.append(f"micro-batch {layout.micro_batch}")
+
+    if layout.pp > 1:
+        choices.append(layout.schedule)
+    if layout.virtual_pp > 1:
+        choices.append(f"{layout.virtual_pp} runs a rank")
+    if layout.by_deepep:
+        choices.append("DeepEP")
+    if layout.overlapped:
+        choices.append("overlapped")
+    if layout.is_narrow:
+        choices.append(layout.precision)
+    if layout.recompute:
+        choices.append(f"recomputes {' '.join(layout.recompute)}")
+    return choices
 
 
 def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) -> Iterator[str]:
@@ -277,8 +302,10 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
         f"by {_limit(step)}; {step.memory.total / GIB:.1f} "
         f"GiB{what_is_missing(step.memory, cluster)}"
     )
+
     parts = [f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in step.estimate.parts.items()]
     yield f"your parts: {', '.join(parts)}; memory: {_memory_in_words(step.memory)}"
+
     unread = unread_flags(flags, job)
     if unread:
         yield f"flags of yours that are not read, and may matter: {', '.join(unread)}"
@@ -290,10 +317,8 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
     yield from _starved(job, cluster, layout)
     if ours is not None:
         gain = ours.tokens_per_second / speed.tokens_per_second
-        yield (
-            "the layout above reaches "
-            f"{f'{gain:.2f} times as much' if gain > 1 else f'only {gain:.2f} of it'}"
-        )
+        compared = f"{gain:.2f} times as much" if gain > 1 else f"only {gain:.2f} of it"
+        yield f"the layout above reaches {compared}"
 
 
 def _starved(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Iterator[str]:
@@ -307,17 +332,19 @@ def _starved(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> Iterator[s
 
 
 def _limit(planned: PlannedStep) -> str:
+    """Return what limits a step, and the share of the step in which it is busy."""
     limits = planned.estimate.limits
     name = planned.estimate.bottleneck
     return f"{name} ({limits[name] / planned.seconds:.0%})"
 
 
 def _memory_in_words(memory: Memory) -> str:
+    """Return the GiB of each part of the memory."""
     return ", ".join(f"{part} {num_bytes / GIB:.1f}" for part, num_bytes in asdict(memory).items())
 
 
 def _speed_in_words(speed: Speed, tokens: int, devices: int) -> str:
-    """Return a speed in words, and the step that it gives."""
+    """Return a speed in words, and the step of all devices that it gives for a number of tokens."""
     low, high = speed.interval
     seconds = tokens / speed.tokens_per_second / devices
     return (
@@ -331,51 +358,56 @@ def _other_eps(result: Result) -> Iterator[str]:
     """Yield a line about the best layouts of other sizes of ep that were searched to the end, and
     the sizes that were not."""
     best = result.best
-    words = []
-    others = {ep: results for ep, results in result.by_ep.items() if ep != best.grid.ep}
-    searched = [results.best for results in others.values() if results.is_searched and results.best]
+    searched = []
+    too_large = []
+    not_searched = []
+    for ep, results in result.by_ep.items():
+        if ep == best.grid.ep:
+            continue
+        if results.is_searched and results.best:
+            searched.append(results.best)
+        if results.is_too_large:
+            too_large.append(str(ep))
+        elif not results.is_searched:
+            not_searched.append(str(ep))
+
+    clauses = []
     for planned in sorted(searched, key=lambda planned: planned.seconds):
-        words.append(
-            f"ep {planned.grid.ep} ({planned.layout}): "
-            f"{best.seconds / planned.seconds:.2f} times the speed"
-        )
-    if unfit := [str(ep) for ep, results in others.items() if results.is_too_large]:
-        words.append(f"ep {', '.join(unfit)}: do not fit")
-    if left := [
-        str(ep)
-        for ep, results in others.items()
-        if not results.is_searched and not results.is_too_large
-    ]:
-        words.append(f"ep {', '.join(left)}: not searched (--ep does)")
-    if words:
-        yield f"slower: {'; '.join(words)}"
+        speed = best.seconds / planned.seconds
+        clauses.append(f"ep {planned.grid.ep} ({planned.layout}): {speed:.2f} times the speed")
+    if too_large:
+        clauses.append(f"ep {', '.join(too_large)}: do not fit")
+    if not_searched:
+        clauses.append(f"ep {', '.join(not_searched)}: not searched (--ep does)")
+    if clauses:
+        yield f"slower: {'; '.join(clauses)}"
 
 
 def _about_whole_experts(result: Result) -> str:
     """Return a line about ep = 1, under which every rank has all experts."""
     best = result.best
-    by_ep = result.by_ep
-    if 1 not in by_ep:
+    whole_experts = result.by_ep.get(1)
+    if whole_experts is None:
         return (
             "ep = 1, every rank with all experts, was not searched: the given sizes of axes "
             "exclude it"
         )
-    if by_ep[1].is_too_large:
+    if whole_experts.is_too_large:
         return (
             "ep = 1, every rank with all experts, does not fit: it needs more memory than a "
             "device has"
         )
-    whole = by_ep[1].best
     if best.grid.ep == 1:
         return "ep = 1 wins: gathering experts' parameters costs less than sending tokens"
-    if whole is None or not by_ep[1].is_searched:
+    planned = whole_experts.best
+    if planned is None or not whole_experts.is_searched:
         return (
             "ep = 1 was not searched to the end: it takes at least "
-            f"{by_ep[1].floor_seconds * 1e3:,.1f} ms (--ep 1)"
+            f"{whole_experts.floor_seconds * 1e3:,.1f} ms (--ep 1)"
         )
     return (
-        f"ep = 1 would take {whole.seconds / best.seconds:.2f} times as long "
-        f"({whole.layout}, limited by {whole.estimate.bottleneck}); it wins if blocks have "
+        f"ep = 1 would take {planned.seconds / best.seconds:.2f} times as long "
+        f"({planned.layout}, limited by {planned.estimate.bottleneck}); it wins if blocks have "
         "enough tokens to hide the gathering of experts"
     )
 
@@ -389,18 +421,20 @@ def _about_skew(
         if max_vio is not None:
             yield f"a MaxVio of {max_vio:g}: costs nothing, since every rank has all experts"
         return
-    most = largest_max_vio(best.grid.ep, job.step_model(cluster, best.grid.dp).layer)
-    asked = min(1.0, most) if max_vio is None else max_vio
-    step = under_skew(job, cluster, best, asked)
+
+    if max_vio is None:
+        largest = largest_max_vio(best.grid.ep, job.step_model(cluster, best.grid.dp).layer)
+        max_vio = min(1.0, largest)
+    step = under_skew(job, cluster, best, max_vio)
     if step is None:
         yield (
-            f"a MaxVio of {asked:g}: not predicted, since more than {SKEWED} ranks share a copy of "
-            "the experts"
+            f"a MaxVio of {max_vio:g}: not predicted, since more than {SKEWED} ranks share a copy "
+            "of the experts"
         )
         return
     yield (
-        f"a MaxVio of {asked:g} (one rank's experts get {1 + asked:g} times their share in every "
-        f"layer) makes a step {step.longer:.2f} times as long and takes "
+        f"a MaxVio of {max_vio:g} (one rank's experts get {1 + max_vio:g} times their share in "
+        f"every layer) makes a step {step.longer:.2f} times as long and takes "
         f"{step.memory.total / GIB:.1f} GiB instead of "
         f"{best.memory.total / GIB:.1f}{what_is_missing(step.memory, cluster)}"
     )

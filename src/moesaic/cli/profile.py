@@ -73,14 +73,15 @@ def run(arguments: Sequence[str]) -> int:
     try:
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("starting", total=1.0)
+
+            def show(what: str, share: float) -> None:
+                """Show what is measured, and the share that is done."""
+                bar.update(task, description=what, completed=share)
+
             grid = Mesh.create(device_type="cpu").grid
-            profile = measure(
-                grid.ranks_per_node or grid.world,
-                options.repeats,
-                tuple(options.dtypes.split(",")),
-                lambda what, share: bar.update(task, description=what, completed=share),
-                options.transport,
-            )
+            ranks_per_node = grid.ranks_per_node or grid.world
+            dtypes = tuple(options.dtypes.split(","))
+            profile = measure(ranks_per_node, options.repeats, dtypes, show, options.transport)
         if profile.troubles and not options.accept:
             raise InputError(
                 f"the profile fails its own check ({'; '.join(profile.troubles)}), so "
@@ -117,19 +118,23 @@ def table(profile: Profile) -> Table:
     figures = Table("what", "value", title=f"{cluster.name}: {cluster.description}")
     for link in cluster.links:
         whose = f"{link.devices} ranks together" if link.devices > 1 else "each rank"
-        figures.add_row(f"{link.name}, {whose}", f"{link.gbps[0] * 125:.1f} MB/s")
+        megabytes_per_second = link.gbps[0] * 125
+        figures.add_row(f"{link.name}, {whose}", f"{megabytes_per_second:.1f} MB/s")
+    # straight lines: seconds = alpha + beta * bytes
     for line in cluster.collectives:
         rate = f"{1e-6 / line.beta:.1f} MB/s" if line.beta else "no bytes seen"
         figures.add_row(
             line.what,
             f"{1e6 * line.alpha:.0f} us + {rate}, r2 {line.r2:.3f}, worst {line.worst:.0%}",
         )
-    for name in ("layer_us", "task_us", "message_us"):
-        figures.add_row(f"host: {name.partition('_')[0]}", f"{getattr(cluster.host, name):.0f} us")
+    for what in ("layer", "task", "message"):
+        microseconds = getattr(cluster.host, f"{what}_us")
+        figures.add_row(f"host: {what}", f"{microseconds:.0f} us")
     device = cluster.device
     for name in DTYPES:
-        if rate := getattr(device.tflops, name):
-            figures.add_row(f"products, {name}, most", f"{1e3 * rate:.1f} GFLOP/s")
+        tflops = getattr(device.tflops, name)
+        if tflops:
+            figures.add_row(f"products, {name}, most", f"{1e3 * tflops:.1f} GFLOP/s")
     figures.add_row("copies", f"{device.memory_gigabytes_per_second:.1f} GB/s")
     for codec in device.codecs:
         figures.add_row(f"codec {codec.name}", f"{codec.gigabytes_per_second:.2f} GB/s")

@@ -59,9 +59,8 @@ def run(arguments: Sequence[str]) -> int:
 
         write(Path(options.perfetto), json.dumps(run_trace(runs)), typed=True)
     path = write_page(runs, Path(options.out) if options.out else None)
-    print(
-        json.dumps({"page": str(path), "runs": [one.headline() for one in runs]})
-        if options.json
-        else in_one_line(str(path))
-    )
+    if options.json:
+        print(json.dumps({"page": str(path), "runs": [one.headline() for one in runs]}))
+    else:
+        print(in_one_line(str(path)))
     return 0

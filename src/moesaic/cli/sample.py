@@ -36,11 +36,8 @@ class SampleOptions:
     """Device of the model: auto (CUDA if there is a GPU), cpu or cuda."""
 
     def __post_init__(self) -> None:
-        if (
-            self.tokens < 1
-            or not 0 <= self.temperature < math.inf
-            or (self.top_k is not None and self.top_k < 1)
-        ):
+        has_no_tokens = self.top_k is not None and self.top_k < 1
+        if self.tokens < 1 or has_no_tokens or not 0 <= self.temperature < math.inf:
             raise InputError(
                 "tokens and top-k must be at least 1, temperature a finite number of at least 0"
             )
@@ -58,7 +55,11 @@ def run(arguments: Sequence[str]) -> int:
         prog="moesaic sample",
         description="Continue a prompt with a trained model.",
     )
-    print("\n\n".join(map("".join, zip(options.prompt, continuations(options)))))
+    texts = [
+        f"{prompt}{continuation}"
+        for prompt, continuation in zip(options.prompt, continuations(options))
+    ]
+    print("\n\n".join(texts))
     return 0
 
 

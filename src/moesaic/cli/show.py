@@ -1,5 +1,9 @@
 """`moesaic show`: prints the stages of a plan's programs, the bytes that they move, and their
-memory. Runs without torch."""
+memory. Runs without torch.
+
+A *movement* is a task of a program that sends something: inside nodes, or across them. `found` says
+what a plan file was found for: a model, a cluster and a layer.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ from moesaic.program.sample_layouts import PlacedIndex, placed_sizes
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Lane, Op, Program
 from moesaic.program.text import NAMES, to_text
-from moesaic.program.timeline import Timeline, to_trace
+from moesaic.program.timeline import Span, Timeline, to_trace
 from moesaic.runtime.call_counts import CountedCall
 
 
@@ -140,22 +144,26 @@ def run(arguments: Sequence[str]) -> int:
     cluster = _cluster(options, found)
     sizes_of_layer = vars(options.layer)
     layer = Workload(**sizes_of_layer) if found is None else replace(found.layer, **sizes_of_layer)
-    simulator = Simulator(cluster)
-    unmoved = compile_plan(plan, grid)
-    compiled = moving(unmoved) if options.samples else unmoved
+
+    compiled = compile_plan(plan, grid)
+    sizes_by_sample = None
+    if options.samples:
+        compiled = moving(compiled)
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
     if options.samples:
-        sizes = _by_sample(sizes, plan, options.layer, options.samples)
+        sizes_by_sample = _by_sample(sizes, plan, options.layer, options.samples)
+        sizes = sizes_by_sample
     programs = {"forward": compiled.forward, "backward": compiled.backward}
     if compiled.again is not None:
         programs["again"] = compiled.again
-    rows = {name: _movement_rows(program, sizes, layer) for name, program in programs.items()}
-    timelines = {
-        name: simulator.run(
-            program, layer, compiled.grid, sizes=sizes if options.samples else None
-        ).timeline
-        for name, program in programs.items()
-    }
+    rows = {}
+    timelines = {}
+    simulator = Simulator(cluster)
+    for name, program in programs.items():
+        rows[name] = _movement_rows(program, sizes, layer)
+        simulated = simulator.run(program, layer, compiled.grid, sizes=sizes_by_sample)
+        timelines[name] = simulated.timeline
+
     if options.write is not None:
         write_plan(plan, Path(options.write))
     title = _title(options, of_file, cluster, grid)
@@ -194,6 +202,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[ShowOptions, OfFile | None]:
         description=DESCRIPTION,
         default=None if of_file is None else of_file.options,
     )
+
     plan = options.plan
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
@@ -212,22 +221,19 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     There is one entry for even routing, and one for all tokens on the same experts.
     """
     grid = compiled.grid
-    even = uniform_counts(compiled.grid.dp, layer)
+    even = uniform_counts(compiled.grid.dp, layer)  # (dp, num_experts)
     skewed = np.zeros_like(even)
     skewed[:, : layer.top_k] = layer.tokens
     experts = ExpertSizes.stacked(
         layer.dim, layer.hidden // grid.etp, layer.matrices, layer.element_bytes
     )
+
     budget = MemoryBudget(compiled, layer.num_experts)
     rows = []
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
-        call = CountedCall(
-            copies,
-            tokens=-(-copies.sum(1) // layer.top_k),
-            units=experts.units,
-            experts=lambda: experts,
-        )
+        tokens = -(-copies.sum(1) // layer.top_k)  # rounded up
+        call = CountedCall(copies, tokens=tokens, units=experts.units, experts=lambda: experts)
         unreplicated = budget.unreplicated
         _, replicated, cut = budget.hold(unreplicated, None, call)
         whole = float(budget.peak(unreplicated, None, call).max())
@@ -244,21 +250,19 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
 
 
 def _memory_line(row: dict[str, Any], budget: int | None) -> str:
-    """Return an entry of `_memory_rows` as a line."""
+    """Return an entry of `_memory_rows` as a line; `budget` is in bytes."""
     line = (
         f"memory, {row['routing']}: a call holds {row['bytes'] / 1e6:,.2f} MB on a rank, forward "
         "and backward"
     )
     if budget is None or row["bytes"] <= budget:
         return line
-    measures = (
-        [f"{row['replicated_rows']} rows go to other ranks"] if row["replicated_rows"] else []
-    )
+    measures = []
+    if row["replicated_rows"]:
+        measures.append(f"{row['replicated_rows']} rows go to other ranks")
     if row["slices"] > 1:
-        measures.append(
-            f"{row['slices']} slices, of which {row['slices'] - row['kept_slices']} run again "
-            "for backward"
-        )
+        repeated = row["slices"] - row["kept_slices"]
+        measures.append(f"{row['slices']} slices, of which {repeated} run again for backward")
     return f"{line}; within {budget / 1e6:,.2f} MB: {', '.join(measures)}"
 
 
@@ -284,7 +288,8 @@ def _of_file(path: Path) -> OfFile:
         options = ShowOptions(plan=plan, mesh=replace(MeshOptions(), **mesh))
         return OfFile(options=options, found=None, stages=stages)
     world = found.ranks // stages
-    mesh |= {"world": world, "ranks_per_node": min(found.devices_per_node, world)}
+    mesh["world"] = world
+    mesh["ranks_per_node"] = min(found.devices_per_node, world)
     layer = {field.name: getattr(found.layer, field.name) for field in fields(LayerOptions)}
     options = ShowOptions(
         plan=plan, mesh=MeshOptions(**mesh), layer=LayerOptions(**layer), cluster=found.cluster
@@ -299,8 +304,9 @@ def _cluster(options: ShowOptions, found: FoundFor | None) -> ClusterSpec:
     if found is None or options.cluster != found.cluster:
         cluster = read_cluster(options.cluster)
         return cluster if nodes <= cluster.nodes else read_cluster(options.cluster, nodes=nodes)
-    cluster = read_cluster(found.cluster, nodes=max(nodes, found.nodes))
-    return cluster if nodes > found.nodes else cluster.of_devices(found.ranks)
+    if nodes > found.nodes:
+        return read_cluster(found.cluster, nodes=nodes)
+    return read_cluster(found.cluster, nodes=found.nodes).of_devices(found.ranks)
 
 
 def _where(cluster: ClusterSpec, grid: Grid) -> str:
@@ -341,14 +347,14 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
     """Return the sizes of a call whose copies are kept apart by sample, with every sample staying
     on its rank."""
     grid = sizes.grid
-    share, remainder = divmod(layer.tokens * layer.top_k // layer.num_experts, slots)
-    if remainder or layer.tokens % slots or grid.tp > 1:
+    copies_per_expert = layer.tokens * layer.top_k // layer.num_experts
+    splits_evenly = copies_per_expert % slots == 0 and layer.tokens % slots == 0
+    if not splits_evenly or grid.tp > 1:
         raise InputError(
             f"--samples {slots}: needs --mesh.tp 1, and samples among which a rank's "
-            f"{layer.tokens} tokens and each expert's "
-            f"{layer.tokens * layer.top_k // layer.num_experts} copies split evenly"
+            f"{layer.tokens} tokens and each expert's {copies_per_expert} copies split evenly"
         )
-    copies = np.full((grid.world, slots, layer.num_experts), share)
+    copies = np.full((grid.world, slots, layer.num_experts), copies_per_expert // slots)
     homes = Homes.start(grid.world, slots)
     index = LayoutIndex(grid, layer.num_experts, slots, parts=plan.chunks)
     placed = PlacedIndex(index, lambda: homes.targets(homes), layer.tokens // slots)
@@ -356,7 +362,7 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
 
 
 def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
-    """Return a row of the table for each movement of a program."""
+    """Return a row of the table of bytes, as plain data, for each movement of a program."""
     rows = []
     stages = {task.name: task.stage.value for task in program.tasks}
     for moved in traffic(program, sizes, sizes.grid.node_of):
@@ -387,15 +393,14 @@ def _as_data(
     """Return what the tables and pictures show, for `--json`."""
     data: dict[str, Any] = {}
     for name, program in programs.items():
-        total = {
-            key: sum(row[key] for row in rows[name]) for key in ("inside_bytes", "across_bytes")
-        }
+        expert_tasks = [task for task in program.tasks if task.op in (Op.EXPERT, Op.EXPERT_GRAD)]
         data[name] = {
             "program": program.name,
             "tasks": len(program.tasks),
-            "experts": sum(task.op in (Op.EXPERT, Op.EXPERT_GRAD) for task in program.tasks),
+            "experts": len(expert_tasks),
             "rows": rows[name],
-            **total,
+            "inside_bytes": sum(row["inside_bytes"] for row in rows[name]),
+            "across_bytes": sum(row["across_bytes"] for row in rows[name]),
             "seconds": timelines[name].makespan,
             "overlap": timelines[name].overlap,
         }
@@ -437,18 +442,25 @@ def _stage_table(timelines: dict[str, Timeline]) -> Table:
         "moving hidden",
     ):
         table.add_column(column, justify="left" if column in ("", "stage") else "right")
+
     for name, timeline in timelines.items():
-        stages = dict.fromkeys(span.stage for span in timeline.spans)
-        for stage in (*stages, None):
-            spans = [span for span in timeline.spans if stage in (span.stage, None)]
-            times = [
-                sum(span.end - span.start for span in spans if span.lane in lanes)
-                for lanes in ((Lane.COMPUTE, Lane.HOST), (Lane.INTRA,), (Lane.INTER,))
-            ]
-            cells = [str(len(spans)), *(f"{seconds * 1e3:,.2f}" for seconds in times)]
-            whole = () if stage else (f"{timeline.makespan * 1e3:,.2f}", f"{timeline.overlap:.0%}")
-            table.add_row(name, stage.value if stage else "in all", *cells, *whole)
+        stages = dict.fromkeys(span.stage for span in timeline.spans)  # each once, in order
+        for stage in stages:
+            spans = [span for span in timeline.spans if span.stage == stage]
+            table.add_row(name, stage.value, *_time_cells(spans))
+        whole = (f"{timeline.makespan * 1e3:,.2f}", f"{timeline.overlap:.0%}")
+        table.add_row(name, "in all", *_time_cells(timeline.spans), *whole)
     return table
+
+
+def _time_cells(spans: Sequence[Span]) -> list[str]:
+    """Return the number of some tasks, and their milliseconds of computing, inside nodes and across
+    nodes."""
+    cells = [str(len(spans))]
+    for lanes in ((Lane.COMPUTE, Lane.HOST), (Lane.INTRA,), (Lane.INTER,)):
+        seconds = sum(span.end - span.start for span in spans if span.lane in lanes)
+        cells.append(f"{seconds * 1e3:,.2f}")
+    return cells
 
 
 def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> Table:
@@ -459,34 +471,30 @@ def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> T
         title=f"MB that all ranks move, {routing}, before any codec", box=None, title_justify="left"
     )
     for column in ("", "stage", "what", "how", "inside nodes", "across nodes", "messages", "tasks"):
-        table.add_column(
-            column,
-            justify="right" if "nodes" in column or column == "messages" else "left",
-            no_wrap=True,
-        )
+        is_number = "nodes" in column or column == "messages"
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+
     for name, of_program in rows.items():
-        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        kinds: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         for row in of_program:
-            if row["inside_messages"] + row["across_messages"]:
-                how = (
-                    f"{row['collective']}, {row['codec']}"
-                    if is_coded(row["codec"])
-                    else row["collective"]
-                )
-                alike.setdefault((row["stage"], row["what"], how), []).append(row)
-        for words, moved in (*alike.items(), (("in all", "", ""), of_program)):
-            inside, across = (
-                f"{sum(row[key] for row in moved) / 1e6:,.2f}"
-                for key in ("inside_bytes", "across_bytes")
-            )
-            messages = sum(row["inside_messages"] + row["across_messages"] for row in moved)
-            tasks = [row["task"] for row in moved if words[1]]
-            table.add_row(
-                name,
-                *words,
-                inside,
-                across,
-                f"{messages:,}",
-                "".join(tasks[:1]) + (", ..." if len(tasks) > 1 else ""),
-            )
+            if row["inside_messages"] + row["across_messages"] == 0:
+                continue
+            how = row["collective"]
+            if is_coded(row["codec"]):
+                how = f"{how}, {row['codec']}"
+            kinds.setdefault((row["stage"], row["what"], how), []).append(row)
+
+        for kind, of_kind in kinds.items():
+            first_task = of_kind[0]["task"]
+            tasks = first_task if len(of_kind) == 1 else f"{first_task}, ..."
+            table.add_row(name, *kind, *_byte_cells(of_kind), tasks)
+        table.add_row(name, "in all", "", "", *_byte_cells(of_program), "")
     return table
+
+
+def _byte_cells(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the MB of some movements inside nodes and across nodes, and their messages."""
+    inside = sum(row["inside_bytes"] for row in rows)
+    across = sum(row["across_bytes"] for row in rows)
+    messages = sum(row["inside_messages"] + row["across_messages"] for row in rows)
+    return [f"{inside / 1e6:,.2f}", f"{across / 1e6:,.2f}", f"{messages:,}"]

@@ -93,10 +93,11 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    words = {"show": _show, "counts": _counts, "check": _check, "convert": _convert}
-    if arguments[0] not in words:
-        raise InputError(f"unknown word {arguments[0]}: write {', '.join(words)}")
-    return words[arguments[0]](arguments[1:])
+    subcommands = {"show": _show, "counts": _counts, "check": _check, "convert": _convert}
+    name = arguments[0]
+    if name not in subcommands:
+        raise InputError(f"unknown word {name}: write {', '.join(subcommands)}")
+    return subcommands[name](arguments[1:])
 
 
 def _show(arguments: Sequence[str]) -> int:
@@ -128,6 +129,7 @@ def _counts(arguments: Sequence[str]) -> int:
     if path.suffix not in (".csv", ".npy"):
         raise InputError(f"--out {path}: choose a name that ends in .csv or .npy")
     require_writable(path, "--out")
+
     trace = Trace.open(Path(options.file))
     step = trace.steps[-1] if options.step is None else options.step
     table = trace.counts(options.layer, step, options.micro, groups=options.groups)
@@ -141,6 +143,7 @@ def _counts(arguments: Sequence[str]) -> int:
         raise InputError(
             f"--out {path}: cannot be written ({error.strerror}): choose another place"
         ) from error
+
     size = f"{table.shape[0]} ranks x {table.shape[1]} experts"
     print(in_one_line(f"{path}: layer {options.layer}, step {step}, {size}"))
     return 0
@@ -195,19 +198,19 @@ def _convert(arguments: Sequence[str]) -> int:
 
 def _open(options: TraceCheckOptions) -> Trace:
     """Open a trace of Moesaic, or a recording of other software."""
-    return (
-        Trace.open(Path(options.file))
-        if options.from_format is None
-        else Trace.of(_read(options), options.file)
-    )
+    if options.from_format is None:
+        return Trace.open(Path(options.file))
+    return Trace.of(_read(options), options.file)
 
 
 def _read(options: TraceCheckOptions) -> TraceSegment:
+    """Read a recording of other software."""
     assert options.from_format is not None
     return _format(options.from_format).read(Path(options.file), options)
 
 
 def _format(name: str) -> TraceFormat:
+    """Return the format of a name of --from or --to."""
     if name not in FORMATS:
         raise InputError(f"format {name}: is unknown{suggestion(name, list(FORMATS))}")
     return FORMATS[name]
@@ -258,12 +261,18 @@ def print_loads(trace: Trace, loads: Sequence[LayerLoad]) -> None:
         "locality",
     ):
         table.add_column(name, justify="right", no_wrap=True)
+
     for load in loads:
-        violations = load.max_violation
-        figures = [violations[0], float(np.mean(violations)), max(violations), violations[-1]]
+        violations = load.max_violation  # by step
+        first_mean_largest_last = [
+            violations[0],
+            float(np.mean(violations)),
+            max(violations),
+            violations[-1],
+        ]
         table.add_row(
             str(load.layer),
-            *(f"{value:.2f}" for value in figures),
+            *(f"{value:.2f}" for value in first_mean_largest_last),
             str(load.busiest[-1]),
             str(load.dead_experts),
             f"{load.drift:.3f}",

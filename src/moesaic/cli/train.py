@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.cli.arguments import parse
+from moesaic.cli.arguments import parse, value_of
 from moesaic.errors import InputError, in_one_line
 from moesaic.train.signals import say_ends
 
@@ -82,7 +83,7 @@ def train_from(
         presets: values of --preset.
         task_of: returns what a configuration trains; None for a decoder.
     """
-    if {"-h", "--help", "--help-all"} & set(arguments):
+    if not {"-h", "--help", "--help-all"}.isdisjoint(arguments):
         _configured(arguments, presets, command)  # prints, without torch, and exits
     is_alone = "RANK" not in os.environ
     # refused at once, without torch
@@ -123,16 +124,11 @@ def _start_patience(arguments: Sequence[str]) -> float:
     """
     from moesaic.train.config import TrainConfig
 
-    words = [
-        part
-        for word in arguments
-        for part in word.replace("start_patience", "start-patience").split("=", 1)
-    ]
-    try:
-        given = words[words.index("--start-patience") + 1]
-        return TrainConfig(start_patience=float(given)).start_patience
-    except (ValueError, IndexError):
-        return TrainConfig.start_patience
+    value = value_of(arguments, "--start-patience")
+    if value is not None:
+        with suppress(ValueError):  # of a wrong value, which is refused with the configuration
+            return TrainConfig(start_patience=float(value)).start_patience
+    return TrainConfig.start_patience
 
 
 def _configured(
@@ -144,21 +140,21 @@ def _configured(
     from moesaic.planner.presets import PRESETS as MODELS
     from moesaic.train.config import TrainConfig
 
-    words, chosen = _take(list(arguments), TAKEN)
-    if "--plan" in chosen:
-        words = ["--planner.plan", chosen["--plan"], *words]
+    words, taken = _take(list(arguments), TAKEN)
+    if "--plan" in taken:
+        words = ["--planner.plan", taken["--plan"], *words]
     config = TrainConfig()
-    if "--preset" in chosen:
-        name = chosen["--preset"]
+    if "--preset" in taken:
+        name = taken["--preset"]
         if name in MODELS and name not in presets:
             kind = MODELS[name].model.block.kind
-            trains = "moesaic train --preset" if kind == "decoder" else "moesaic bench paper-train"
-            raise InputError(f"preset {name} is of kind {kind}: train it with {trains} {name}")
+            other = "moesaic train --preset" if kind == "decoder" else "moesaic bench paper-train"
+            raise InputError(f"preset {name} is of kind {kind}: train it with {other} {name}")
         if name not in presets:
             raise InputError(f"unknown preset {name}{suggestion(name, list(presets))}")
         config = presets[name]()
-    if "--config" in chosen:
-        path = Path(chosen["--config"])
+    if "--config" in taken:
+        path = Path(taken["--config"])
         config = override(config, _table(path), source=str(path))
     description = DESCRIPTION.replace("PRESETS", ", ".join(presets))
     return parse(
@@ -182,9 +178,11 @@ def _table(path: Path) -> dict[str, Any]:
     except InputError:
         from moesaic.train.run_folder import read_config
 
-        return read_config(
-            path, lambda line: print(in_one_line(f"moesaic train: {line}"), file=sys.stderr)
-        )
+        def warn(line: str) -> None:
+            """Print a line about the damage."""
+            print(in_one_line(f"moesaic train: {line}"), file=sys.stderr)
+
+        return read_config(path, warn)
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

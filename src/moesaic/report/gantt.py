@@ -5,6 +5,10 @@ A program's chart has a row per lane and a bar per task, coloured by chunk or st
 has every block of the first micro-batch, forward and backward, then the rest of the step, in the
 order in which a rank runs them. An MoE layer's communication overlaps its computation as in its
 programs' timelines; parts without overlap follow each other.
+
+A *lane* is what tasks of a rank occupy: its processor, its host, or its links inside or between
+nodes. A *part* is what a bar belongs to, which the legend names: a chunk, a stage of a layer, or a
+part of a step. Times are in seconds until they are drawn.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ from moesaic.report.style import (
 _ROW = 58
 """Height of a lane, in pixels."""
 _LEGEND = 20
+"""Height of a line of the legend, in pixels."""
 _NARROW = 4
-"""The height of a line of the legend in pixels, and the entries of a line on a telephone."""
+"""Entries in a line of the legend on a telephone."""
 
 
 class Bar(NamedTuple):
@@ -70,6 +75,7 @@ STAGES = {
 
 
 def _name_of(chunk: int | None) -> str:
+    """Return the part of tasks that work on a chunk; None stands for no chunk or several."""
     return ALL if chunk is None else f"chunk {chunk}"
 
 
@@ -101,15 +107,22 @@ def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
         for span, part in zip(timeline.spans, parts)
     ]
     rows = [lane.value for lane in LANES if timeline.on(lane)]
-    chunks = sorted({span.chunk for span in timeline.spans if span.chunk is not None})
-    if chunks:
-        shades = zip(chunks, ordered_colours(len(chunks)))
-        colours = {_name_of(chunk): shade for chunk, shade in shades}
-        colours = {ALL: WHOLE, **colours} if ALL in parts else colours
-    else:
-        colours = {stage.value: STAGES[stage] for stage in Stage if stage.value in parts}
     end = until or timeline.makespan
+    colours = _colours_of(timeline, parts)
     return _draw(all_bars, rows, colours, unit_of(end), end, textposition="inside")
+
+
+def _colours_of(timeline: Timeline, parts: Sequence[str]) -> dict[str, str]:
+    """Return the colour of each part of a timeline, in the legend's order."""
+    chunks = sorted({span.chunk for span in timeline.spans if span.chunk is not None})
+    if not chunks:
+        return {stage.value: STAGES[stage] for stage in Stage if stage.value in parts}
+    colours = {}
+    if ALL in parts:
+        colours[ALL] = WHOLE
+    for chunk, shade in zip(chunks, ordered_colours(len(chunks))):
+        colours[_name_of(chunk)] = shade
+    return colours
 
 
 def _draw(
@@ -120,15 +133,20 @@ def _draw(
     until: float,
     **text: str,
 ) -> go.Figure:
-    """Draw bars in rows, the first one on top, on an axis that ends at `until` seconds."""
+    """Draw bars in rows, the first one on top, on an axis that ends at `until` seconds.
+
+    Args:
+        all_bars: the bars; times are in seconds.
+        rows: the names of the rows.
+        colours: the colour of each part, in the legend's order.
+        unit: the unit of the axis, and its length in seconds.
+        **text: options of plotly's bars.
+    """
     name, length = unit
-    chart = figure(
-        f"time ({name})",
-        "",
-        height=96 + _ROW * max(len(rows), 1) + _LEGEND * ((len(colours) - 1) // _NARROW),
-        legend=True,
-        categoryorder="array",
-    )
+    further_legend_lines = (len(colours) - 1) // _NARROW
+    height = 96 + _ROW * max(len(rows), 1) + _LEGEND * further_legend_lines
+    chart = figure(f"time ({name})", "", height=height, legend=True, categoryorder="array")
+
     for part, colour in colours.items():
         own = [bar for bar in all_bars if bar.part == part]
         lengths = [(bar.end - bar.start) / length for bar in own]
@@ -149,6 +167,7 @@ def _draw(
             **text,
         )
         chart.add_trace(trace)
+
     chart.update_yaxes(
         categoryarray=rows[::-1], showgrid=False, nticks=None, range=[-0.5, len(rows) - 0.5]
     )
@@ -228,19 +247,12 @@ def bars_of(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> l
     """
     all_bars = list(_micro_batch(job, best, timelines))
     count = job.accumulation
-    seconds_each = all_bars[-1].end
-    end = count * seconds_each
+    end_of_first = all_bars[-1].end
+    end = count * end_of_first
     optimizer = best.estimate.parts.get("optimizer", 0.0)
     if count > 1:
-        all_bars.append(
-            Bar(
-                COMPUTING,
-                part=FURTHER,
-                what=f"{count - 1} more like the first",
-                start=seconds_each,
-                end=end,
-            )
-        )
+        what = f"{count - 1} more like the first"
+        all_bars.append(Bar(COMPUTING, part=FURTHER, what=what, start=end_of_first, end=end))
     if optimizer:
         all_bars.append(
             Bar(COMPUTING, part="optimizer", what="optimizer", start=end, end=end + optimizer)
@@ -250,40 +262,42 @@ def bars_of(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> l
 
 def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> Iterator[Bar]:
     """Yield the bars of the first micro-batch, in the order in which a rank runs them."""
-    model = job.model
-    now = 0.0
-    sparse = sum(map(model.is_sparse, range(model.num_layers)))
-    # A backward pass takes twice as long as a forward pass. Under activation checkpointing, the
-    # forward pass runs again.
-    forwards = 1 + int(model.checkpoint_activations)
-    shares = {
-        "attention": (2 + forwards) * model.num_layers,
-        "dense": (2 + forwards) * max(model.num_layers - sparse, 1),
-        "shared experts": (2 + forwards) * sparse,
-        "parameters": 2 * model.num_layers,
-        "routing": sparse,
-        "moe forward": forwards * sparse,
-        "moe backward": sparse,
-        "unembed": 1,
-    }
-    parts = defaultdict(float, best.estimate.parts)
+    shares = _shares_of(job)
+    parts = defaultdict(float, best.estimate.parts)  # seconds of a step
     parts["routing"] += parts["small kernels"] + parts["launches"]
-    for part, what, times in _order(job):
-        seconds = times * parts[part] / job.accumulation / shares[part]
+    now = 0.0
+    for part, what, length in _order(job):
+        seconds = length * parts[part] / job.accumulation / shares[part]
         if part.startswith("moe "):
             timeline = timelines[part.removeprefix("moe ")]
             scale = seconds / timeline.makespan if timeline.makespan else 0.0
             for row, start, end in _busy(timeline):
                 yield Bar(row, part, what, start=now + scale * start, end=now + scale * end)
         elif seconds > 0:
-            yield Bar(
-                WAITING if part == "parameters" else COMPUTING,
-                part,
-                what,
-                start=now,
-                end=now + seconds,
-            )
+            row = WAITING if part == "parameters" else COMPUTING
+            yield Bar(row, part, what, start=now, end=now + seconds)
         now += seconds
+
+
+def _shares_of(job: Job) -> dict[str, int]:
+    """Return into how many forward passes of one block the seconds of each part of a micro-batch
+    divide."""
+    model = job.model
+    num_sparse = sum(map(model.is_sparse, range(model.num_layers)))
+    num_dense = model.num_layers - num_sparse
+    # A backward pass takes twice as long as a forward pass. Under activation checkpointing, the
+    # forward pass runs again.
+    forwards = 2 if model.checkpoint_activations else 1
+    return {
+        "attention": (2 + forwards) * model.num_layers,
+        "dense": (2 + forwards) * max(num_dense, 1),
+        "shared experts": (2 + forwards) * num_sparse,
+        "parameters": 2 * model.num_layers,
+        "routing": num_sparse,
+        "moe forward": forwards * num_sparse,
+        "moe backward": num_sparse,
+        "unembed": 1,
+    }
 
 
 def _order(job: Job) -> Iterator[tuple[str, str, int]]:
@@ -291,7 +305,7 @@ def _order(job: Job) -> Iterator[tuple[str, str, int]]:
     model = job.model
 
     def forward(block: int, what: str) -> Iterator[tuple[str, str, int]]:
-        """Yield the parts of a block's forward pass: their names, texts and numbers."""
+        """Yield the activities of a block's forward pass; `what` ends their descriptions."""
         yield "attention", f"attention {what}", 1
         if model.is_sparse(block):
             yield "shared experts", f"shared experts {what}", 1
@@ -320,30 +334,31 @@ def _order(job: Job) -> Iterator[tuple[str, str, int]]:
 def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
     """Yield (row, start, end) of each interval in which a row of a program is busy. Adjoining spans
     are merged."""
-    for row in dict.fromkeys(ROWS.values()):
-        merged: list[list[float]] = []
-        for start, end in sorted(
-            (span.start, span.end) for span in timeline.spans if ROWS[span.lane] == row
-        ):
+    for row in dict.fromkeys(ROWS.values()):  # each once
+        spans = [span for span in timeline.spans if ROWS[span.lane] == row]
+        merged: list[tuple[float, float]] = []
+        for start, end in sorted((span.start, span.end) for span in spans):
             if merged and start <= merged[-1][1]:
-                merged[-1][1] = max(end, merged[-1][1])
+                last_start, last_end = merged.pop()
+                merged.append((last_start, max(end, last_end)))
             else:
-                merged.append([start, end])
-        yield from ((row, start, end) for start, end in merged if end > start)
+                merged.append((start, end))
+        for start, end in merged:
+            if end > start:
+                yield row, start, end
 
 
 def step_gantt(all_bars: Sequence[Bar]) -> go.Figure:
     """Draw the bars of a step. The axis first shows the first micro-batch; a double click shows the
     whole step."""
-    until = max(bar.end for bar in all_bars if bar.part not in (FURTHER, "optimizer"))
-    rows = [
-        row
-        for row in (*dict.fromkeys(ROWS.values()), WAITING)
-        if any(bar.row == row for bar in all_bars)
-    ]
+    end_of_first = max(bar.end for bar in all_bars if bar.part not in (FURTHER, "optimizer"))
+    end_of_step = max(bar.end for bar in all_bars)
+    used_rows = {bar.row for bar in all_bars}
+    all_rows = [*dict.fromkeys(ROWS.values()), WAITING]
+    rows = [row for row in all_rows if row in used_rows]
     colours = {bar.part: part_colour(bar.part) for bar in all_bars}
-    end = min(1.05 * until, max(bar.end for bar in all_bars))
-    return _draw(all_bars, rows, colours, unit_of(until), end, textposition="none")
+    until = min(1.05 * end_of_first, end_of_step)
+    return _draw(all_bars, rows, colours, unit_of(end_of_first), until, textposition="none")
 
 
 def stages_gantt(timed: Timed) -> go.Figure:
@@ -369,7 +384,9 @@ def in_flight_gantt(flight: InFlight) -> go.Figure:
     messages, so that gaps show who waits."""
 
     def row(micro_batch: int, lane: Lane) -> str:
-        return f"micro-batch {micro_batch + 1}: {COMPUTING if lane is Lane.COMPUTE else 'messages'}"
+        """Return the row of what a micro-batch computes, or of its messages on any other lane."""
+        what = COMPUTING if lane is Lane.COMPUTE else "messages"
+        return f"micro-batch {micro_batch + 1}: {what}"
 
     all_bars = [
         Bar(
@@ -382,9 +399,13 @@ def in_flight_gantt(flight: InFlight) -> go.Figure:
         for turn in flight.turns
         if turn.end > turn.start and turn.lane is not Lane.HOST
     ]
-    rows = [row(number, lane) for lane in (Lane.COMPUTE, Lane.INTER) for number in range(2)]
+
+    rows = []
+    for lane in (Lane.COMPUTE, Lane.INTER):
+        rows += [row(0, lane), row(1, lane)]
     layers = sorted({bar.part for bar in all_bars} - {"between layers"})
-    shades = iter(ordered_colours(len(layers)))
-    colours = {"between layers": WHOLE} | {layer: next(shades) for layer in layers}
+    colours = {"between layers": WHOLE}
+    for layer, shade in zip(layers, ordered_colours(len(layers))):
+        colours[layer] = shade
     end = max(bar.end for bar in all_bars)
     return _draw(all_bars, rows, colours, unit_of(end), end, textposition="none")

@@ -4,6 +4,9 @@ configuration.
 Some charts compare runs: loss, speed, optimisation, and balance as the mean over the layers. Others
 show one run's MoE layers. A chart leaves out runs that lack its number; the page leaves out empty
 charts. Pages are self-contained: they load nothing.
+
+A *line* of metrics is one entry of a run's metrics.jsonl, a *number* one of its values by name. A
+run has the colour and the symbol of its index among the runs in all charts.
 """
 
 from __future__ import annotations
@@ -173,34 +176,30 @@ def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:
     sections = [
         Section(title="Learning", charts=[loss_over_steps(runs), validation_over_time(runs)]),
         Section(title="Speed and optimisation", charts=over_steps(runs)),
-        *[section for run in runs if (section := plans_section(run))],
-        *[section for run, colour in coloured if (section := balance_section(run, colour))],
-        *[
-            Section(
-                title="Experts of",
-                run=run.name,
-                colour=colour,
-                charts=[*layer_charts(run), *load_maps(run)],
-            )
-            for run, colour in coloured
-            if run.layers
-        ],
     ]
+    sections += filter(None, [plans_section(run) for run in runs])
+    sections += filter(None, [balance_section(run, colour) for run, colour in coloured])
+    sections += [_experts_section(run, colour) for run, colour in coloured if run.layers]
+    sentences = []
+    for run in runs:
+        sentences += [f"{run.name}: {phrase}." for phrase in run.stragglers]
+
     return page_text(
         "report.html",
         drawn,
         what="report",
         title=" vs ".join(run.name for run in runs),
         runs=[{"name": run.name, "colour": colour} for run, colour in coloured],
-        words=[f"{run.name}: {phrase}." for run in runs for phrase in run.stragglers],
+        words=sentences,
         cards=cards(runs),
-        sections=[
-            each
-            for each in sections
-            if each.table or any(chart.figure.data for chart in each.charts)
-        ],
+        sections=[section for section in sections if not _is_empty(section)],
         configuration=configuration(runs),
     )
+
+
+def _is_empty(section: Section) -> bool:
+    """Return whether a section has neither a table nor a chart with anything in it."""
+    return not section.table and not any(chart.figure.data for chart in section.charts)
 
 
 def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
@@ -208,31 +207,36 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
 
     The initial axis excludes the first steep drop, which would flatten the rest of the curve.
     """
+    # where a token is a byte, both losses are the same
     is_of_bytes = all(
         run.over_steps("val_loss") == run.over_steps("val_nats_per_byte") for run in runs
     )
-    chart = figure(
-        STEP, f"loss (nats/{'byte' if is_of_bytes else 'token'})", height=340, legend=True
-    )
-    firsts = []
-    every = []
-    validations = []
+    unit = "nats/byte" if is_of_bytes else "nats/token"
+    chart = figure(STEP, f"loss ({unit})", height=340, legend=True)
+
+    first_validations = []
+    all_losses = []
+    validation_lines = []
     for index, run in enumerate(runs):
         loss = run.over_steps("loss")
         validation = run.over_steps("val_loss")
-        every += [*loss.values, *validation.values]
-        firsts += [validation.values[0]] if len(validation) > 2 else []
+        all_losses += [*loss.values, *validation.values]
+        if len(validation) > 2:
+            first_validations.append(validation.values[0])
         name = f"{run.name}, training"
         chart.add_trace(
             line(name, loss.steps, loss.values, run_colour(index), width=1, opacity=0.55)
         )
         if validation:
             name = f"{run.name}, validation"
-            validations.append(_validation(name, validation.steps, validation.values, index))
-    chart.add_traces(validations)  # in front
-    if firsts:
-        high = max(firsts) + 0.12 * (max(firsts) - min(every))
-        chart.update_yaxes(range=[min(every) - 0.08 * (high - min(every)), high])
+            validation_lines.append(_validation(name, validation.steps, validation.values, index))
+    chart.add_traces(validation_lines)  # in front
+
+    if first_validations:
+        low = min(all_losses)
+        highest = max(first_validations)
+        high = highest + 0.12 * (highest - low)
+        chart.update_yaxes(range=[low - 0.08 * (high - low), high])
     caption = (
         "Training loss of single steps (thin) and validation loss. Double-click for the whole "
         "range."
@@ -278,7 +282,10 @@ def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
     """Draw speed, optimisation, auxiliary losses and, of several runs, the mean MaxVio over steps:
     a line per run."""
     charts = list(OVER_STEPS)
-    for name in dict.fromkeys(name for run in runs for name in run.auxiliary):
+    auxiliary: dict[str, None] = {}  # each name once
+    for run in runs:
+        auxiliary |= dict.fromkeys(run.auxiliary)
+    for name in auxiliary:
         words = name.replace("_", " ")
         charts.append(
             Chart(
@@ -288,16 +295,19 @@ def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
                 number=name,
             )
         )
+
     pictures = []
     for chart in charts:
         series = [run.over_steps(chart.number) for run in runs]
         drawn = _per_run(runs, series, chart.y_title, **chart.y_axis)
         pictures.append(Picture(chart.title, chart.caption, drawn))
-    if sum(bool(run.layers) for run in runs) > 1:
-        means = [
-            mean_over_layers([layer.over_steps("max_violation") for layer in run.layers])
-            for run in runs
-        ]
+
+    num_sparse = len([run for run in runs if run.layers])
+    if num_sparse > 1:
+        means = []
+        for run in runs:
+            by_layer = [layer.over_steps("max_violation") for layer in run.layers]
+            means.append(mean_over_layers(by_layer))
         caption = "Mean over each run's MoE layers; 0 is balanced."
         pictures.append(Picture("Balance compared", caption, _per_run(runs, means, "mean MaxVio")))
     return pictures
@@ -347,6 +357,12 @@ def per_layer(series: Mapping[str, Series], title: str, **y_axis: str) -> go.Fig
     return chart
 
 
+def _experts_section(run: RunSummary, colour: str) -> Section:
+    """Return the section about the MoE layers of a run."""
+    charts = [*layer_charts(run), *load_maps(run)]
+    return Section(title="Experts of", run=run.name, colour=colour, charts=charts)
+
+
 def load_maps(run: RunSummary) -> list[Picture]:
     """Draw a heatmap of the experts' loads for each of a run's MoE layers."""
     return [
@@ -368,14 +384,15 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
     the same counts.
     """
     lines = [
-        each
-        for each in run.lines
-        if each["kind"] == "train" and isinstance(each.get("balance"), dict)
+        entry
+        for entry in run.lines
+        if entry["kind"] == "train" and isinstance(entry.get("balance"), dict)
     ]
     if not lines:
         return None
-    steps = [each["step"] for each in lines]
-    layers = [each["balance"]["layers"] for each in lines]
+    steps = [entry["step"] for entry in lines]
+    layers = [entry["balance"]["layers"] for entry in lines]
+
     pictures = [
         Picture(
             "Load of the busiest rank",
@@ -407,9 +424,9 @@ def _busiest(steps: Sequence[int], layers: Layers) -> go.Figure:
         if not _any_has(name, layers):
             continue
         loads = []
-        for of_line in layers:
-            counts = [rows for rows in _having(name, of_line) if any(rows)]
-            relative = [max(rows) * len(rows) / sum(rows) for rows in counts]
+        for layers_of_line in layers:
+            rows_by_layer = [rows for rows in _having(name, layers_of_line) if any(rows)]
+            relative = [max(rows) * len(rows) / sum(rows) for rows in rows_by_layer]
             loads.append(_mean(relative, empty=1.0))
         chart.add_trace(line(title, steps, loads, part_colour(title), width=2.2, showlegend=True))
     return chart
@@ -420,7 +437,10 @@ def _bytes_moved(steps: Sequence[int], layers: Layers) -> go.Figure:
     chart = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
     for name, title in BYTES.items():
         if _any_has(name, layers):
-            sizes = [_mean(_having(name, each), empty=0.0) / MEBIBYTE for each in layers]
+            sizes = [
+                _mean(_having(name, layers_of_line), empty=0.0) / MEBIBYTE
+                for layers_of_line in layers
+            ]
             chart.add_trace(
                 line(title, steps, sizes, part_colour(title), width=2.0, showlegend=True)
             )
@@ -429,12 +449,17 @@ def _bytes_moved(steps: Sequence[int], layers: Layers) -> go.Figure:
 
 def _options(steps: Sequence[int], layers: Layers) -> go.Figure:
     """Draw how often each option of the arbiter was chosen, as a share of the calls."""
-    chosen = [sum(map(Counter, _having("options", each)), Counter[str]()) for each in layers]
+    calls_by_line = []  # of each option, over all layers
+    for layers_of_line in layers:
+        calls = Counter[str]()
+        for calls_of_layer in _having("options", layers_of_line):
+            calls += Counter(calls_of_layer)
+        calls_by_line.append(calls)
     chart = figure(
         STEP, "share of the calls", height=300, legend=True, rangemode="tozero", tickformat="~%"
     )
-    for name in sorted({name for counts in chosen for name in counts}):
-        shares = [counts[name] / max(counts.total(), 1) for counts in chosen]
+    for name in sorted(set[str]().union(*calls_by_line)):
+        shares = [calls[name] / max(calls.total(), 1) for calls in calls_by_line]
         chart.add_trace(line(name, steps, shares, part_colour(name), width=2.0, showlegend=True))
     return chart
 
@@ -465,11 +490,10 @@ def plans_section(run: RunSummary) -> Section | None:
         f"{last['switches']} changes of plan, {percent(last['explored_share'])} of the steps on "
         f"trial; at the end {last['running']} runs."
     )
-    rows = [
-        (str(step), why, str(bucket), plan)
-        for entry in plans
-        for step, why, bucket, plan in entry["decisions"]
-    ]
+    rows = []
+    for entry in plans:
+        for step, why, bucket, plan in entry["decisions"]:
+            rows.append((str(step), why, str(bucket), plan))
     table = Table(("Step", "Why", "Load", "Plan from then on"), rows[-SHOWN:])
     return Section(title="Plans of", run=run.name, text=text, table=table)
 
@@ -478,8 +502,11 @@ def configuration(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
     """Return the tables of the configuration: the fields that differ between runs (if any), and all
     fields."""
     configurations = [flattened(run.config) for run in runs]
-    fields = dict.fromkeys(name for each in configurations for name in each)
-    rows = {name: [each.get(name, NONE) for each in configurations] for name in fields}
+    rows: dict[str, list[str]] = {}
+    for config in configurations:
+        for name in config:
+            if name not in rows:
+                rows[name] = [other.get(name, NONE) for other in configurations]
     different = {name: values for name, values in rows.items() if len(set(values)) > 1}
     every = {"title": f"All fields ({len(rows)})", "rows": list(rows.items()), "is_open": False}
     if not different:
@@ -500,8 +527,10 @@ def flattened(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
             flat |= flattened(value, f"{prefix}{name}.")
         elif isinstance(value, list):
             flat[prefix + name] = ", ".join(map(str, value)) or "none"
-        elif value is None or isinstance(value, bool):
-            flat[prefix + name] = {None: "none", True: "yes", False: "no"}[value]
+        elif value is None:
+            flat[prefix + name] = "none"
+        elif isinstance(value, bool):
+            flat[prefix + name] = "yes" if value else "no"
         else:
             flat[prefix + name] = str(value)
     return flat

@@ -1,5 +1,9 @@
 """Writes the page about a plan: a sentence, tiles, the ranking, a step by part, a layer, memory,
-roofline and sources."""
+roofline and sources.
+
+`named` are the plans of the ranking by the name that charts and table give them, "plan 1" for the
+fastest.
+"""
 
 from __future__ import annotations
 
@@ -78,13 +82,9 @@ def write_plan_page(title: str, answer: PlanAnswer, path: Path) -> Path:
     named = {
         f"plan {number}": planned for number, planned in enumerate(answer.result.ranking, start=1)
     }
-    folded = {
-        "The answer in sentences": answer.lines,
-        "Where the numbers come from": [
-            *(f"measured: {each}" for each in answer.cluster.measured),
-            f"the rest: {answer.cluster.source}",
-        ],
-    }
+    sources = [f"measured: {what}" for what in answer.cluster.measured]
+    sources.append(f"the rest: {answer.cluster.source}")
+    folded = {"The answer in sentences": answer.lines, "Where the numbers come from": sources}
     return charts_page(
         path,
         "plan",
@@ -118,6 +118,7 @@ def _step_picture(answer: PlanAnswer) -> Picture:
             "messages of the other travel. Where neither computes, both wait. Drag to zoom in."
         )
         return Picture(name, text, in_flight_gantt(answer.flight))
+
     if answer.stages is None:
         text = (
             f"The first micro-batch of {answer.job.accumulation}, block by block. Drag to zoom in, "
@@ -125,6 +126,7 @@ def _step_picture(answer: PlanAnswer) -> Picture:
         )
         all_bars = bars_of(answer.job, answer.result.best, answer.timelines)
         return Picture(name, text, step_gantt(all_bars))
+
     drawn = 1 + max(span.operation.micro_batch for span in answer.stages.spans)
     count = answer.result.best.split.of(answer.job).accumulation
     text = (
@@ -136,57 +138,53 @@ def _step_picture(answer: PlanAnswer) -> Picture:
 
 def _pictures(answer: PlanAnswer, named: Mapping[str, PlannedStep]) -> list[Picture]:
     """Draw the best plan's step and layer, and the plans beside each other, which have names."""
-    job = answer.job
     cluster = answer.cluster
     best = answer.result.best
-    timelines = answer.timelines
-    until = max(timeline.makespan for timeline in timelines.values())
-    parts = {name: planned.estimate.parts for name, planned in named.items()}
-    memory = {
-        name: {use: size / GIB for use, size in vars(planned.memory).items()}
-        for name, planned in named.items()
-    }
+
+    seconds_by_part = {name: planned.estimate.parts for name, planned in named.items()}
+    caption = "Seconds by part of the step, for the plans of the table."
+    pictures = [
+        _step_picture(answer),
+        Picture("One step", caption, stacked(seconds_by_part, "seconds")),
+    ]
+
+    # forward and backward on one scale
+    until = max(timeline.makespan for timeline in answer.timelines.values())
+    for name, timeline in answer.timelines.items():
+        title = f"One MoE layer of the best plan, {name}"
+        caption = f"{in_words(timeline)}. {NAMES}"
+        pictures.append(Picture(title, caption, gantt(timeline, until)))
+
+    gib_by_use = {}
+    for name, planned in named.items():
+        memory = vars(planned.memory)
+        gib_by_use[name] = {use: size / GIB for use, size in memory.items()}
     limit = cluster.device.memory_gib
-    bounds = (
+    caption = f"GiB by use; the line marks the device's memory, {limit:g} GiB."
+    pictures.append(Picture("Memory of a rank", caption, stacked(gib_by_use, "GiB", limit=limit)))
+
+    layer = best.split.of(answer.job).step_model(cluster, best.grid.dp).layer
+    caption = (
         "The device's rate over the rows of a product: bounded by memory bandwidth times "
         "operations per byte of weights, and by the best measured rate. The dot is an expert "
         "of the best plan."
     )
-    layer = best.split.of(job).step_model(cluster, best.grid.dp).layer
-    return [
-        _step_picture(answer),
-        Picture(
-            "One step",
-            "Seconds by part of the step, for the plans of the table.",
-            stacked(parts, "seconds"),
-        ),
-        *(
-            Picture(
-                f"One MoE layer of the best plan, {name}",
-                f"{in_words(timeline)}. {NAMES}",
-                gantt(timeline, until),
-            )
-            for name, timeline in timelines.items()
-        ),
-        Picture(
-            "Memory of a rank",
-            f"GiB by use; the line marks the device's memory, {limit:g} GiB.",
-            stacked(memory, "GiB", limit=limit),
-        ),
-        Picture("Roofline of products", bounds, roofline(best, cluster, layer)),
-    ]
+    pictures.append(Picture("Roofline of products", caption, roofline(best, cluster, layer)))
+    return pictures
 
 
 def tiles(answer: PlanAnswer) -> list[Card]:
     """Return the headline numbers of the best plan."""
     best = answer.result.best
     speed = answer.speed
-    slow, fast = (_time(best.seconds * speed.tokens_per_second / bound) for bound in speed.interval)
-    total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
     low, high = speed.interval
+    slow = _time(best.seconds * speed.tokens_per_second / low)
+    fast = _time(best.seconds * speed.tokens_per_second / high)
+    total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
     name = best.estimate.bottleneck
     price = answer.price or USUAL_PRICE
     currency = "US dollars" if answer.price is None else "the currency of --price-per-hour"
+
     rows = [
         ("Step time", _time(best.seconds), f"{fast} to {slow} by the errors for published steps"),
         (
@@ -250,15 +248,12 @@ def stacked(
         limit: where to draw a vertical line; None for no line.
     """
     chart = figure(unit, "", height=140 + 34 * len(named), legend=True)
-    for part in dict.fromkeys(part for parts in named.values() for part in parts):
-        chart.add_trace(
-            bars(
-                part,
-                list(named),
-                [parts.get(part, 0.0) for parts in named.values()],
-                part_colour(part),
-            )
-        )
+    all_parts: dict[str, None] = {}  # each once
+    for parts in named.values():
+        all_parts |= dict.fromkeys(parts)
+    for part in all_parts:
+        values = [parts.get(part, 0.0) for parts in named.values()]
+        chart.add_trace(bars(part, list(named), values, part_colour(part)))
     chart.update_yaxes(autorange="reversed", dtick=1)
     chart.update_layout(barmode="stack", hovermode="closest", legend={"traceorder": "normal"})
     if limit is not None:
@@ -270,21 +265,24 @@ def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Fig
     """Draw the rate of an expert's matrix products over its rows: the upper bound, the rate
     reached, and the plan's experts."""
     rates = rates_of(cluster, layer.products or layer.dtype)
-    work = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
+    weights = float(layer.matrices * layer.dim * layer.hidden / best.grid.etp)
     plan_rows = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp
 
     def reached(rows: np.ndarray) -> np.ndarray:
-        """Return the rate reached in TFLOP/s."""
-        seconds = rates.product_seconds(rows, 2 * work, work * layer.element_bytes, grouped=True)
-        rate: np.ndarray = rows * 2 * work / seconds / 1e12
+        """Return the rate reached in TFLOP/s, (rows,)."""
+        weight_bytes = weights * layer.element_bytes
+        seconds = rates.product_seconds(rows, 2 * weights, weight_bytes, grouped=True)
+        rate: np.ndarray = rows * 2 * weights / seconds / 1e12
         return rate
 
     rows = np.geomspace(1, max(8192.0, 2 * plan_rows), 60)
     chart = figure("rows of an expert", "TFLOP/s", height=340, legend=True, type="log")
     chart.update_xaxes(type="log")
-    memory = np.minimum(2 * rows * rates.memory / layer.element_bytes, rates.grouped_flops) / 1e12
+    # a product does 2 * rows operations with each weight that it reads
+    by_memory = 2 * rows * rates.memory / layer.element_bytes
+    bound = np.minimum(by_memory, rates.grouped_flops) / 1e12
     chart.add_trace(
-        line("memory and the best rate", rows.tolist(), memory.tolist(), run_colour(6), width=1.2)
+        line("memory and the best rate", rows.tolist(), bound.tolist(), run_colour(6), width=1.2)
     )
     chart.add_trace(
         line("reached", rows.tolist(), reached(rows).tolist(), run_colour(0), width=2.4)

@@ -23,17 +23,18 @@ def run_trace(runs: Sequence[RunSummary]) -> dict[str, Any]:
 
 
 def _events(run: RunSummary, number: int) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run, whose process in the trace has a number."""
     yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": run.name}}
     begin = 0.0
-    after = 0
+    step_before = 0
     for line in run.lines:
         if line.get("kind") != "train" or not isinstance(line.get("seconds"), float):
             continue
         times = line["ranks"] if has_rank_times(line.get("ranks")) else None
-        ranks = range(len(times["seconds"]) if times else 1)
-        steps = f"steps {after + 1} to {line['step']}"
+        num_ranks = len(times["seconds"]) if times else 1
+        steps = f"steps {step_before + 1} to {line['step']}"
         details: dict[str, Any] = {key: line[key] for key in DETAILS if key in line}
-        for rank in ranks:
+        for rank in range(num_ranks):
             yield _span(steps, begin, line["seconds"] - begin, (number, rank), details)
             parts = _parts(times, rank) if times else []
             start = begin
@@ -41,27 +42,28 @@ def _events(run: RunSummary, number: int) -> Iterator[dict[str, Any]]:
                 yield _span(name, start, seconds, (number, rank), {})
                 start += seconds
         begin = line["seconds"]
-        after = line["step"]
+        step_before = line["step"]
 
 
 def _parts(times: dict[str, Any], rank: int) -> list[tuple[str, float]]:
     """Return what a rank did in the steps of a line, and for how many seconds."""
-    waits = [
-        (f"wait for rank {peer}", seconds) for peer, seconds in enumerate(times["waited"][rank])
-    ]
-    return [each for each in (("compute", times["compute"][rank]), *waits) if each[1] > 0]
+    parts = [("compute", times["compute"][rank])]
+    for peer, seconds in enumerate(times["waited"][rank]):
+        parts.append((f"wait for rank {peer}", seconds))
+    return [(name, seconds) for name, seconds in parts if seconds > 0]
 
 
 def _span(
     name: str, start: float, seconds: float, row: tuple[int, int], details: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return an event of some length in the row of a (run, rank)."""
+    """Return an event of some length in the row of a (run, rank); times are in seconds."""
+    run, rank = row
     return {
         "ph": "X",
         "name": name,
         "ts": start * 1e6,
         "dur": max(seconds, 0.0) * 1e6,
-        "pid": row[0],
-        "tid": row[1],
+        "pid": run,
+        "tid": rank,
         "args": details,
     }

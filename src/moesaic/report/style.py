@@ -7,6 +7,7 @@ A page is a self-contained HTML file that includes plotly.js and loads nothing. 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,15 +157,16 @@ def line(
     **options: Any,
 ) -> go.Scatter:
     """Return a line for a chart. Escapes its name, which may be user input; a single point becomes
-    a marker."""
+    a marker. `options` are those of plotly's Scatter."""
     mode = options.pop("mode", "lines")
+    marker = {"color": colour, "size": 7, **options.pop("marker", {})}
     return go.Scatter(
         name=html.escape(name, quote=False),
         x=list(x),
         y=[rounded(value) for value in y],
         mode=mode if len(x) > 1 else "markers",
         line={"color": colour, "width": width},
-        marker={"color": colour, "size": 7, **options.pop("marker", {})},
+        marker=marker,
         **options,
     )
 
@@ -181,11 +183,12 @@ def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.F
     num_experts = len(shares[0]) if shares else 0
     chart = figure(STEP, "expert", height=min(max(150 + 10 * num_experts, 240), 460))
     ticks = {"tickvals": [0, 0.5, 1, 1.5, 2], "ticktext": ["0", "0.5", "1", "1.5", "≥ 2"]}
+
     chart.add_trace(
         go.Heatmap(
             x=list(steps),
             y=list(range(num_experts)),
-            z=[list(row) for row in zip(*shares)],
+            z=[list(by_step) for by_step in zip(*shares)],  # a row per expert
             zmin=0,
             zmax=2,
             colorscale=[list(stop) for stop in LOAD_COLOURS],
@@ -215,15 +218,16 @@ def load_shares(
         most_columns: largest number of steps to return. If there are more, the loads of
             neighbouring steps are added up.
     """
-    group = -(-len(loads) // most_columns) or 1
-    ends: list[int] = []
+    group_size = math.ceil(len(loads) / most_columns) or 1
+    last_steps: list[int] = []
     shares: list[list[float | None]] = []
-    for first in range(0, len(loads), group):
-        load = [sum(column) for column in zip(*loads[first : first + group])]
+    for first in range(0, len(loads), group_size):
+        group = loads[first : first + group_size]
+        load = [sum(of_expert) for of_expert in zip(*group)]
         mean = sum(load) / len(load)
-        ends.append(steps[min(first + group, len(loads)) - 1])
-        shares.append([round(count / mean, 3) if mean else None for count in load])
-    return ends, shares
+        last_steps.append(steps[first + len(group) - 1])
+        shares.append([round(copies / mean, 3) if mean else None for copies in load])
+    return last_steps, shares
 
 
 def bars(name: str, y: Sequence[str], x: Sequence[float], colour: str, **options: Any) -> go.Bar:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,83 +34,104 @@ from moesaic.train.metrics import read_metrics
 LINES = 20
 """Number of lines of metrics, the last ones, that are used to find stragglers."""
 SLOWER = 1.2
+"""A slow rank's compute time is more than this, relative to the median of the others."""
 WAITS = 0.1
+"""A wait counts if it takes more than this share of the steps."""
 APART = 3.0
-"""Thresholds for stragglers: a slow rank's compute time relative to the median of the others; the
-share of the steps from which a wait counts; a slow link's wait relative to the median of the other
-links."""
+"""A slow link's wait is longer than this, relative to the median of the other links."""
 
 
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Return a phrase for each slow rank, late rank and slow link."""
     tables = [line["ranks"] for line in lines if has_rank_times(line.get("ranks"))]
-    tables = [table for table in tables if len(table["compute"]) == len(tables[-1]["compute"])][
-        -LINES:
-    ]
-    if not tables or len(tables[0]["compute"]) < 2:
+    if not tables:
         return []
-    seconds, compute, waited = (
-        np.sum([table[name] for table in tables], 0) for name in ("seconds", "compute", "waited")
-    )
-    return _phrases(float(np.mean(seconds)), compute, waited)
+    world = len(tables[-1]["compute"])
+    if world < 2:
+        return []
+    tables = [table for table in tables if len(table["compute"]) == world][-LINES:]
+    seconds = float(np.mean(np.sum([table["seconds"] for table in tables], 0)))
+    compute = np.sum([table["compute"] for table in tables], 0)
+    waited = np.sum([table["waited"] for table in tables], 0)
+
+    slow = _slow_ranks(seconds, compute)
+    late = _late_ranks(seconds, waited, set(slow))
+    links = _slow_links(seconds, waited, {*slow, *late})
+    return [*slow.values(), *late.values(), *links]
 
 
-def _phrases(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[str]:
-    """Return sentences about slow ranks and about waiting."""
-    world = len(compute)
-    phrases = []
-    slow: set[int] = set()
-    for rank in range(world):
+def _slow_ranks(seconds: float, compute: np.ndarray) -> dict[int, str]:
+    """Return a phrase for each rank whose programs work longer than those of others.
+
+    Args:
+        seconds: the seconds of the steps.
+        compute: (world,), the seconds in which each rank's programs worked.
+    """
+    phrases = {}
+    for rank in range(len(compute)):
         usual = median(np.delete(compute, rank))
         if compute[rank] > SLOWER * usual and compute[rank] - usual > WAITS / 2 * seconds:
-            slow.add(rank)
-            phrases.append(
+            phrases[rank] = (
                 f"rank {rank} is slow: its programs work {compute[rank] / usual:.1f} times as "
                 "long as those of other ranks, because its experts get more tokens or its "
                 "processor is slower"
             )
-    for awaited in range(world):
-        waits = [waited[rank, awaited] for rank in range(world) if rank != awaited]
-        if awaited not in slow and world > 2 and min(waits) > WAITS * seconds:
-            slow.add(awaited)
-            phrases.append(
-                f"rank {awaited} comes late: all others wait for it for "
-                f"{min(waits) / seconds:.0%} of the steps, though its programs work no longer "
-                "than theirs"
-            )
-    for rank in range(world):
-        for peer in range(world):
-            other_waits = [
-                waited[a, b]
-                for a in range(world)
-                for b in range(world)
-                if a != b and {a, b} != {rank, peer}
-            ]
-            usual = median(other_waits) if other_waits else 0.0
-            is_slow = waited[rank, peer] > max(WAITS * seconds, APART * usual)
-            if (
-                rank != peer
-                and not {rank, peer} & slow
-                and is_slow
-                and waited[rank, peer] >= waited[peer, rank]
-            ):
-                phrases.append(
-                    f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its "
-                    f"messages for {waited[rank, peer] / seconds:.0%} of the steps"
-                )
     return phrases
 
 
-def has_rank_times(ranks: Any) -> bool:
-    """Whether the times in a line are numbers, for the same number of ranks each."""
-    try:
-        shapes = [
-            np.asarray(ranks[name], dtype=float).shape for name in ("seconds", "compute", "waited")
+def _late_ranks(seconds: float, waited: np.ndarray, slow: set[int]) -> dict[int, str]:
+    """Return a phrase for each rank that is not slow, but for which all others wait.
+
+    Args:
+        seconds: the seconds of the steps.
+        waited: (world, world), the seconds for which the first rank waited for the second.
+        slow: the slow ranks.
+    """
+    world = len(waited)
+    phrases: dict[int, str] = {}
+    if world <= 2:  # one wait does not tell a late rank from a slow link
+        return phrases
+    for awaited in range(world):
+        shortest = min(waited[rank, awaited] for rank in range(world) if rank != awaited)
+        if awaited not in slow and shortest > WAITS * seconds:
+            phrases[awaited] = (
+                f"rank {awaited} comes late: all others wait for it for "
+                f"{shortest / seconds:.0%} of the steps, though its programs work no longer "
+                "than theirs"
+            )
+    return phrases
+
+
+def _slow_links(seconds: float, waited: np.ndarray, slow: set[int]) -> Iterator[str]:
+    """Yield a phrase for each link over which one rank waits for another, neither of which is slow
+    or late; arguments as for `_late_ranks`."""
+    for rank, peer in permutations(range(len(waited)), 2):
+        if rank in slow or peer in slow:
+            continue
+        other_waits = [
+            waited[pair] for pair in permutations(range(len(waited)), 2) if {*pair} != {rank, peer}
         ]
+        usual = median(other_waits) if other_waits else 0.0
+        wait = waited[rank, peer]
+        if wait > max(WAITS * seconds, APART * usual) and wait >= waited[peer, rank]:
+            yield (
+                f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its "
+                f"messages for {wait / seconds:.0%} of the steps"
+            )
+
+
+def has_rank_times(ranks: Any) -> bool:
+    """Return whether the times in a line are numbers, for the same number of ranks each."""
+    try:
+        seconds = np.asarray(ranks["seconds"], dtype=float)
+        compute = np.asarray(ranks["compute"], dtype=float)
+        waited = np.asarray(ranks["waited"], dtype=float)
     except (KeyError, TypeError, ValueError):
         return False
-    first, second, third = shapes[:3]
-    return len(first) == 1 and second == first and third == first * 2
+    if seconds.ndim != 1:
+        return False
+    world = len(seconds)
+    return compute.shape == (world,) and waited.shape == (world, world)
 
 
 _TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds")
@@ -194,48 +216,49 @@ class RunSummary:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the headline cards of the report."""
-        rows = [(card.title, *card.values, card.note) for card in cards([self])]
+        rows = []
+        for card in cards([self]):
+            rows.append((card.title, *card.values, card.note))
         return html_table(f"run {self.name}", ("figure", "value", "note"), rows)
 
     def headline(self) -> dict[str, Any]:
         """Return the headline numbers as data for JSON, with None for numbers that the run does not
         have."""
-        try:
-            sizes = (
-                self.config["batch_size"]
-                * self.config["accumulation"]
-                * self.config["model"]["seq_len"]
-            )
-            tokens = int(self.steps * sizes)
-        except (KeyError, TypeError):
-            tokens = None
         violations = [layer.over_steps("max_violation").last for layer in self.layers]
-        copies = sum(sum(load) for layer in self.layers for load in layer.loads)
-        dropped = sum(layer.dropped for layer in self.layers)
+        dead = [layer.over_steps("dead_experts").last for layer in self.layers]
+        copies = 0
+        dropped = 0
+        for layer in self.layers:
+            copies += sum(sum(load) for load in layer.loads)
+            dropped += layer.dropped
+        validations = self.over_steps("val_nats_per_byte")
         numbers = {
             "name": self.name,
             "folder": str(self.folder),
             "steps": self.steps,
-            "tokens": tokens,
+            "tokens": self._tokens(),
             "training_seconds": self.training_seconds,
             "last_train_loss": self.over_steps("loss").last,
-            "last_val_nats_per_byte": self.over_steps("val_nats_per_byte").last,
-            "best_val_nats_per_byte": min(
-                self.over_steps("val_nats_per_byte").values, default=None
-            ),
+            "last_val_nats_per_byte": validations.last,
+            "best_val_nats_per_byte": min(validations.values, default=None),
             "tokens_per_second_median": self.over_steps("tokens_per_second").median,
             "mfu_median": self.over_steps("mfu").median,
             "max_violation_per_layer": violations,
             "max_violation_mean": _mean(violations),
-            "dead_experts": sum(
-                int(layer.over_steps("dead_experts").last or 0) for layer in self.layers
-            ),
-            "dropped_copies": dropped,
+            "dead_experts": sum(int(number or 0) for number in dead) if self.layers else None,
+            "dropped_copies": dropped if self.layers else None,
             "dropped_share": dropped / copies if copies else None,
         }
-        if not self.layers:
-            numbers |= {"dead_experts": None, "dropped_copies": None}
         return {name: _finite_or_none(value) for name, value in numbers.items()}
+
+    def _tokens(self) -> int | None:
+        """Return the tokens of all steps; None if the configuration lacks a size."""
+        try:
+            sequences = self.config["batch_size"] * self.config["accumulation"]
+            tokens_per_step = sequences * self.config["model"]["seq_len"]
+            return int(self.steps * tokens_per_step)
+        except (KeyError, TypeError):
+            return None
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunSummary]:
@@ -244,11 +267,11 @@ def read_runs(folders: Sequence[Path]) -> list[RunSummary]:
     Raises:
         InputError: a folder is missing, holds no run, is given twice, or its files are damaged.
     """
-    whole = [folder.resolve() for folder in folders]
-    for folder, path in zip(folders, whole):
-        if whole.count(path) > 1:
+    resolved = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, resolved):
+        if resolved.count(path) > 1:
             raise InputError(f"{folder}: given twice: name each run once")
-    return [summarise(folder, name) for folder, name in zip(folders, distinct_names(whole))]
+    return [summarise(folder, name) for folder, name in zip(folders, distinct_names(resolved))]
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -257,13 +280,15 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     names = []
     for folder in folders:
         others = [other.parts for other in folders if other != folder]
+        parts = folder.parts
         length = 1
-        while length < len(folder.parts) and any(
-            other[-length:] == folder.parts[-length:] for other in others
-        ):
+        while length < len(parts):
+            endings = [other[-length:] for other in others]
+            if parts[-length:] not in endings:
+                break
             length += 1
-        name = "/".join(part.strip("/") for part in folder.parts[-length:])
-        names.append(name or str(folder))
+        name = "/".join(part.strip("/") for part in parts[-length:])
+        names.append(name or str(folder))  # the root has no name
     return names
 
 
@@ -286,6 +311,7 @@ def summarise(folder: Path, name: str) -> RunSummary:
         raise InputError(
             f"{folder}: no run there (config.json is missing): name the folder of a run"
         )
+
     config = read_table(folder / "config.json")
     lines = read_metrics(folder)
     if not lines:
@@ -326,7 +352,11 @@ def _summary(
     evals = [line for line in lines if line["kind"] == "eval"]
     with_layers = [line for line in train if line.get("layers")]
     num_layers = max((len(line["layers"]) for line in with_layers), default=0)
-    evaluated = {name: _series(evals, name) for name in ("val_loss", "val_nats_per_byte")}
+
+    numbers = _all_series(train)
+    numbers["val_loss"] = _series(evals, "val_loss")
+    numbers["val_nats_per_byte"] = _series(evals, "val_nats_per_byte")
+    numbers["val_seconds"] = _series(evals, "seconds")
     return RunSummary(
         name=name,
         folder=folder,
@@ -334,7 +364,7 @@ def _summary(
         lines=lines,
         steps=max(line["step"] for line in lines),
         training_seconds=max(_series(lines, "seconds").values, default=0.0),
-        numbers=_all_series(train) | evaluated | {"val_seconds": _series(evals, "seconds")},
+        numbers=numbers,
         layers=tuple(_layer(with_layers, index) for index in range(num_layers)),
         stragglers=tuple(stragglers(train)),
     )
@@ -342,21 +372,30 @@ def _summary(
 
 def _is_number(value: Any) -> bool:
     """Return whether a value is a number that fits into a float."""
-    return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
+    if type(value) is int:  # and not bool
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
     """Return a number of the metrics over steps, where the lines have it."""
-    points = [(line["step"], float(line[key])) for line in lines if _is_number(line.get(key))]
-    return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
+    steps = []
+    values = []
+    for line in lines:
+        if _is_number(line.get(key)):
+            steps.append(line["step"])
+            values.append(float(line[key]))
+    return Series(tuple(steps), tuple(values))
 
 
 def _all_series(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:
     """Return every number of some lines over the steps, by name."""
-    names = dict.fromkeys(
-        name for line in lines for name, value in line.items() if _is_number(value)
-    )
-    return {name: _series(lines, name) for name in names if name != "step"}
+    series = {}
+    for line in lines:
+        for name, value in line.items():
+            if name != "step" and name not in series and _is_number(value):
+                series[name] = _series(lines, name)
+    return series
 
 
 def _layer(with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
@@ -369,12 +408,11 @@ def _layer(with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
     for row in rows:
         copies = sum(row.get("tokens_per_expert", ()))
         row["dropped_share"] = row.get("dropped", 0) / copies if copies else 0.0
+    with_load = [row for row in rows if row.get("tokens_per_expert")]
     return LayerSeries(
         numbers=_all_series(rows),
-        load_steps=tuple(row["step"] for row in rows if row.get("tokens_per_expert")),
-        loads=tuple(
-            tuple(row["tokens_per_expert"]) for row in rows if row.get("tokens_per_expert")
-        ),
+        load_steps=tuple(row["step"] for row in with_load),
+        loads=tuple(tuple(row["tokens_per_expert"]) for row in with_load),
         dropped=sum(row.get("dropped", 0) for row in rows),
     )
 
@@ -383,11 +421,14 @@ def mean_over_layers(series: Sequence[Series]) -> Series:
     """Return the mean of several series, at the steps that all of them have."""
     if not series:
         return Series()
-    tables = [
-        dict(zip(series_of_layer.steps, series_of_layer.values)) for series_of_layer in series
-    ]
-    steps = tuple(step for step in series[0].steps if all(step in table for table in tables))
-    return Series(steps, tuple(fmean(table[step] for table in tables) for step in steps))
+    values_by_step = [dict(zip(layer.steps, layer.values)) for layer in series]
+    steps = []
+    means = []
+    for step in series[0].steps:
+        if all(step in values for values in values_by_step):
+            steps.append(step)
+            means.append(fmean(values[step] for values in values_by_step))
+    return Series(tuple(steps), tuple(means))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -418,12 +459,10 @@ class Card:
 
 def cards(runs: Sequence[RunSummary]) -> list[Card]:
     """Return the headline cards. A card is left out if no run has its number."""
-    steps = {run.steps for run in runs}
-    trained = (
-        f"in {min(steps):,} to {max(steps):,} steps"
-        if len(steps) > 1
-        else f"in {min(steps):,} steps"
-    )
+    fewest = min(run.steps for run in runs)
+    most = max(run.steps for run in runs)
+    trained = f"in {fewest:,} steps" if fewest == most else f"in {fewest:,} to {most:,} steps"
+    # the number of `RunSummary.headline`, the card's title and note, and how to show the number
     rows: list[tuple[str, str, str, Callable[[Any], str]]] = [
         ("last_val_nats_per_byte", "Validation loss", "nats/byte, last", "{:.3f}".format),
         ("best_val_nats_per_byte", "Best validation", "nats/byte, lowest", "{:.3f}".format),
@@ -435,14 +474,14 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
         ("dead_experts", "Dead experts", "at the end, over all layers", "{}".format),
         ("dropped_share", "Dropped", "share of copies", percent),
     ]
+
     shown = []
-    numbers = [run.headline() for run in runs]
-    for name, title, note, text in rows:
-        values = [of_run[name] for of_run in numbers]
+    headlines = [run.headline() for run in runs]
+    for name, title, note, in_words in rows:
+        values = [headline[name] for headline in headlines]
         if any(value is not None for value in values):
-            shown.append(
-                Card(title, tuple(NONE if value is None else text(value) for value in values), note)
-            )
+            texts = tuple(NONE if value is None else in_words(value) for value in values)
+            shown.append(Card(title, texts, note))
     return shown
 
 

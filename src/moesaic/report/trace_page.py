@@ -20,28 +20,26 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
     Raises:
         InputError: the file cannot be written.
     """
-    shown = drawn_layers(len(loads))
     pictures = [
         Picture(
             "MaxVio",
             "Largest load over mean load, minus 1; 0 is balanced.",
             violations(trace.steps, loads),
-        ),
-        *(
-            Picture(
-                f"Load of the experts, layer {load.layer}",
-                (
-                    f"locality {load.locality:.3f}, drift {load.drift:.3f} a step, "
-                    f"{load.dead_experts} dead experts"
-                ),
-                expert_loads(trace.steps, load.shares.tolist()),
-            )
-            for load in (loads[number] for number in shown)
-        ),
+        )
     ]
-    left_out = (
-        "" if len(shown) == len(loads) else f" The charts show {len(shown)} of {len(loads)} layers."
-    )
+    shown = drawn_layers(len(loads))
+    for number in shown:
+        load = loads[number]
+        caption = (
+            f"locality {load.locality:.3f}, drift {load.drift:.3f} a step, "
+            f"{load.dead_experts} dead experts"
+        )
+        chart = expert_loads(trace.steps, load.shares.tolist())
+        pictures.append(Picture(f"Load of the experts, layer {load.layer}", caption, chart))
+
+    left_out = ""
+    if len(shown) < len(loads):
+        left_out = f" The charts show {len(shown)} of {len(loads)} layers."
     lead = f"{trace_in_words(trace)}.{left_out}"
     return charts_page(path, "trace", Path(trace.name).name, lead, pictures)
 
@@ -70,4 +68,6 @@ def drawn_layers(count: int) -> list[int]:
     """Return which of `count` layers get a heatmap of their experts."""
     if count <= MOST_NAMED:
         return list(range(count))
-    return sorted({round(place * (count - 1) / (MOST_NAMED - 1)) for place in range(MOST_NAMED)})
+    # evenly spread from the first to the last
+    last = MOST_NAMED - 1
+    return sorted({round(index * (count - 1) / last) for index in range(MOST_NAMED)})

@@ -9,6 +9,9 @@ A rank's memory has two peaks, and a budget must cover the larger one.
     While weights or their gradients travel, a rank holds at most two thirds of that per row. In
     addition it holds the messages for every helper and those that it relays. A home that replicates
     also holds the packed weights and the summed gradients.
+
+A *budget* here is a number of rows at the experts of one rank. Places, homes, helpers and replicas
+are those of `replication/cost.py`; a call in *slices* runs in parts, one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ def rows_for_weights(load: CallLoad) -> int:
     matrix.
     """
     matrices = Rates().matrices
-    return -(-load.units * load.dim * matrices // (3 * load.dim + matrices * load.units))
+    weight_values = load.units * load.dim * matrices
+    row_values = 3 * load.dim + matrices * load.units
+    return -(-weight_values // row_values)  # rounded up
 
 
 def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
@@ -59,9 +64,12 @@ def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
     size = rows_for_weights(replica.load)
     replicates = np.bincount(home, weights=helped.any(1), minlength=ep) > 0
     messages = replica.sent(helped)
+
     # experts' weights that a place holds at each of the two peaks
     in_gradients = HELD * helped.sum(0)
-    travelling = HELD * messages.sum(0) + messages.sum(1) + AT_HOME * replicates * (len(home) // ep)
+    packed_at_home = AT_HOME * replicates * (len(home) // ep)
+    travelling = HELD * messages.sum(0) + messages.sum(1) + packed_at_home
+
     left_in_gradients = budget - size * in_gradients
     left_while_travelling = (budget - size * travelling) * 3 // 2  # rows take two thirds then
     rows: np.ndarray = np.minimum(left_in_gradients, left_while_travelling)
@@ -96,9 +104,11 @@ def within_budget(
 def _fitted(
     replica: ReplicaLoad, initial: Replications, budget: int, slices: int
 ) -> Replications | None:
-    """Return a table of replicated copies that fits every place; None if the search finds none."""
+    """Return a table of replicated copies that fits every place; None if the search finds none. It
+    starts from `initial`; the rest is as for `within_budget`."""
     giving = Giving(replica, initial)
     weights = slices * HELD * rows_for_weights(replica.load)
+    # at most as many steps as there are pairs of an expert and a helper
     for _ in range(giving.helped.size):
         room = slices * limits(replica, giving.helped, budget) - giving.loads
         giver = int(room.argmin())
@@ -121,13 +131,18 @@ def fitting_tables(
         budget: as for `within_budget`.
         most_slices: the largest number of slices.
     """
-    mean = load.copies.sum() / len(load.copies)
+    # the searches: the table from which one starts, and the rows that it allows
+    searches = []
+    if not replicated.is_empty:
+        searches.append((replicated, budget))
+    searches.append((NOTHING, budget))
     # under a loose budget it pays to replicate more than necessary
-    even = min(budget, int(np.ceil(mean * EVEN)))
-    starts = [] if replicated.is_empty else [(replicated, budget)]
-    starts += [(NOTHING, budget), *([(NOTHING, even)] if even < budget else [])]
+    mean = load.copies.sum() / len(load.copies)
+    even_rows = int(np.ceil(mean * EVEN))
+    if even_rows < budget:
+        searches.append((NOTHING, even_rows))
     for slices in range(1, min(most_slices, MOST_TABLES) + 1):
-        candidates = [within_budget(load, table, limit, slices) for table, limit in starts]
+        candidates = [within_budget(load, start, rows, slices) for start, rows in searches]
         tables = [table for table in candidates if table is not None]
         if tables:
             return tables
@@ -148,21 +163,19 @@ def seconds(
         slices: number of slices of the call; 1 for a whole call.
         repeated: share of the busiest rank's rows that are in slices that are not kept.
     """
-    worst = 0.0
+    slowest = 0.0
     for replica in replica_loads(load, costs):
         moved = rows_of(replica, within(replica, replicated))
         rows = moved.home + moved.replicated
+        whole_call = replica.seconds_of(rows, moved.fetched * slices)
+
+        # the forward pass once more: a third of the products, and one transfer of rows
         repeat_seconds = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3
         repeat_seconds += replica.row_bytes * replica.fullest(rows)
-        starts = (
-            (slices - 1)
-            * (replica.costs.passes + 1)
-            * (len(rows) - 1)
-            * costs.inter_latency_us
-            * 1e-6
-        )
-        worst = max(
-            worst,
-            replica.seconds_of(rows, moved.fetched * slices) + repeated * repeat_seconds + starts,
-        )
-    return worst
+
+        # each further slice starts messages to all other places
+        other_places = len(rows) - 1
+        messages = (slices - 1) * (replica.costs.passes + 1) * other_places
+        start_up = messages * costs.inter_latency_us * 1e-6
+        slowest = max(slowest, whole_call + repeated * repeat_seconds + start_up)
+    return slowest

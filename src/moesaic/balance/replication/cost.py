@@ -5,6 +5,11 @@ The model follows equations 7 and 8 of FasterMoE (He et al., PPoPP 2022), with c
 that stay at home cross no link. Tokens that still travel are counted in addition to the weights.
 Bytes are counted as bytes. Each link has the rate of its kind; the links between the places that
 hold experts are computed once.
+
+A *place* is a coordinate of ep: the ranks of etp that hold shards of the same experts. An expert's
+*home* is the place that has it; a *helper* is another place that computes some of its copies, with
+weights fetched from home, perhaps through a *relay* on the helper's node. A *replica* is a group of
+places that together hold all experts once, and an *origin* the rank or place that has the tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +31,10 @@ def ranks_by_place(grid: Grid) -> np.ndarray:
     int64."""
     ranks = np.empty((grid.edp, grid.ep, grid.etp), dtype=np.int64)
     for rank in range(grid.world):
-        ranks[tuple(grid.coordinate(rank, axis) for axis in ("edp", "ep", "etp"))] = rank
+        replica = grid.coordinate(rank, "edp")
+        place = grid.coordinate(rank, "ep")
+        shard = grid.coordinate(rank, "etp")
+        ranks[replica, place, shard] = rank
     return ranks
 
 
@@ -44,19 +52,27 @@ def seconds_per_byte(
     Args:
         rates: those of one rank.
         node: (places,), the node of each place.
-        node_links: rate of each node's link to the other nodes, relative to `rates`; the
-            slower end counts. () if they are equal.
+        node_links: rate of each node's link to the other nodes, relative to `rates`, repeated if
+            there are more nodes; the slower end counts. () if they are equal.
     """
-    link = np.array(node_links or (1.0,))[node % len(node_links or (1.0,))]
+    links = np.array(node_links or (1.0,))
+    link = links[node % len(links)]
     between = rates.inter_gbps * np.minimum(link[:, None], link[None, :])
-    gbps = np.where(node[:, None] == node[None, :], rates.intra_gbps, between)
-    seconds: np.ndarray = 8 / (gbps * 1e9) * (1 - np.eye(len(node)))
+    is_inside = node[:, None] == node[None, :]
+    gbps = np.where(is_inside, rates.intra_gbps, between)
+    is_other_place = 1 - np.eye(len(node))
+    seconds: np.ndarray = 8 / (gbps * 1e9) * is_other_place
     return seconds
 
 
 def slowness_of(speeds: tuple[float, ...], ranks: np.ndarray) -> np.ndarray:
-    """Return the time of a copy on the slowest rank of each place, relative to the rates, from the
-    ranks of each place."""
+    """Return the time of a copy on the slowest rank of each place, relative to the rates, (...).
+
+    Args:
+        speeds: the speed of each rank relative to the rates, repeated if there are more ranks; ()
+            if all are equal.
+        ranks: (..., ranks of a place), the ranks of each place.
+    """
     speed = np.array(speeds or (1.0,))
     slowest: np.ndarray = (1 / speed[ranks % len(speed)]).max(-1)
     return slowest
@@ -75,9 +91,11 @@ def relays_of(grid: Grid, places: tuple[tuple[int, ...], ...]) -> np.ndarray | N
         return None
     via = np.zeros((len(places), len(places)), dtype=np.int64)
     for home, helper in product(range(len(places)), repeat=2):
-        rails = grid.group(places[home][0], ("node",))
-        mates = set(grid.group(places[helper][0], ("local",)))
-        via[home, helper] = next(grid.coordinate(rank, "ep") for rank in rails if rank in mates)
+        # the rank with the home's number within its node, on the helper's node
+        same_number = set(grid.group(places[home][0], ("node",)))
+        on_node = set(grid.group(places[helper][0], ("local",)))
+        (relay,) = same_number & on_node
+        via[home, helper] = grid.coordinate(relay, "ep")
     return via
 
 
@@ -159,13 +177,20 @@ class ReplicaLinks:
         """
         rates = self.costs
         ep = len(self.origins)
-        inside = self.nodes[:, None] == self.nodes[None, :]
-        links = []
-        for ranks in (rates.intra_ranks, rates.inter_ranks):
-            group = np.unique(self.origins[:, 0] // ranks, return_inverse=True)[1]
-            links.append(np.stack(np.broadcast_arrays(group[:, None], ep + group[None, :])))
-        numbers: np.ndarray = np.where(inside, links[0], 2 * ep + links[1])
+        is_inside = self.nodes[:, None] == self.nodes[None, :]
+        # at most ep links of each kind: out inside nodes, in inside nodes, out between, in between
+        intra_links = self._ends_of(rates.intra_ranks)
+        inter_links = 2 * ep + self._ends_of(rates.inter_ranks)
+        numbers: np.ndarray = np.where(is_inside, intra_links, inter_links)
         return numbers
+
+    def _ends_of(self, ranks_per_link: int) -> np.ndarray:
+        """Return the numbers of the links of one kind, (2, ep, ep) int64: those out of each place
+        from 0, those into each from ep."""
+        ep = len(self.origins)
+        _, link = np.unique(self.origins[:, 0] // ranks_per_link, return_inverse=True)
+        out_of_place, into_place = np.broadcast_arrays(link[:, None], ep + link[None, :])
+        return np.stack([out_of_place, into_place])
 
     @cached_property
     def end_seconds(self) -> np.ndarray:
@@ -175,20 +200,25 @@ class ReplicaLinks:
         as many bytes.
         """
         rates = self.costs
+        ep = len(self.origins)
+        node_links = np.array(rates.node_links or (1.0,))
+        inter_gbps = rates.inter_gbps * node_links[self.nodes % len(node_links)]
+        intra_gbps = np.full(ep, rates.intra_gbps)
+        is_inside = self.nodes[:, None] == self.nodes[None, :]
+        intra_seconds = self._seconds_at_ends(rates.intra_ranks, intra_gbps)
+        inter_seconds = self._seconds_at_ends(rates.inter_ranks, inter_gbps)
+        is_other_place = 1 - np.eye(ep)
+        seconds: np.ndarray = np.where(is_inside, intra_seconds, inter_seconds) * is_other_place
+        return seconds
+
+    def _seconds_at_ends(self, ranks_per_link: int, gbps: np.ndarray) -> np.ndarray:
+        """Return the seconds of a byte on the links out of and into a place, (2, ep, ep), for one
+        kind of link with a rate per rank, (ep,)."""
         first = self.origins[:, 0]
-        links = self.costs.node_links or (1.0,)
-        of_node = np.array(links)[self.nodes % len(links)]
-        inside = self.nodes[:, None] == self.nodes[None, :]
-        busy = []
-        for ranks, gbps in (
-            (rates.intra_ranks, np.full(len(first), rates.intra_gbps)),
-            (rates.inter_ranks, rates.inter_gbps * of_node),
-        ):
-            together = (self.origins // ranks == (first // ranks)[:, None]).sum(1)
-            seconds = 8 * together / (ranks * gbps * 1e9)
-            busy.append(np.stack(np.broadcast_arrays(seconds[:, None], seconds[None, :])))
-        of_ends: np.ndarray = np.where(inside, *busy) * (1 - np.eye(len(first)))
-        return of_ends
+        shares_link = self.origins // ranks_per_link == (first // ranks_per_link)[:, None]
+        shards_on_link = shares_link.sum(1)
+        seconds = 8 * shards_on_link / (ranks_per_link * gbps * 1e9)
+        return np.stack(np.broadcast_arrays(seconds[:, None], seconds[None, :]))
 
     @cached_property
     def via(self) -> np.ndarray | None:
@@ -199,17 +229,18 @@ class ReplicaLinks:
     def busy(self, moved: np.ndarray) -> np.ndarray:
         """Return the seconds on each link, (4 * ep,), if each of the items that places send, (ep,
         ep), were one byte."""
-        seconds: np.ndarray = np.bincount(
-            self.ends.reshape(-1), (moved * self.end_seconds).reshape(-1), 4 * len(self.origins)
-        )
+        num_links = 4 * len(self.origins)
+        spent = moved * self.end_seconds
+        seconds: np.ndarray = np.bincount(self.ends.reshape(-1), spent.reshape(-1), num_links)
         return seconds
 
     def busy_by(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Return the seconds on each link, (n, 4 * ep), of a byte from each `source` place, (n,),
         to its `target`."""
-        seconds = np.zeros((len(source), 4 * len(self.origins)))
+        num_links = 4 * len(self.origins)
+        seconds = np.zeros((len(source), num_links))
         number = np.arange(len(source))
-        for links, busy in zip(self.ends, self.end_seconds):
+        for links, busy in zip(self.ends, self.end_seconds):  # out of the source, into the target
             seconds[number, links[source, target]] += busy[source, target]
         return seconds
 
@@ -242,7 +273,8 @@ class ReplicaLoad:
     def seconds_per_copy(self) -> float:
         """Seconds of the products of one copy, forward and backward."""
         flops = 2 * self.load.dim * self.load.units * self.costs.matrices
-        return flops * (3 if self.costs.backward else 1) / (self.costs.tflops * 1e12)
+        products = 3 if self.costs.backward else 1  # gradients of input and of weights
+        return flops * products / (self.costs.tflops * 1e12)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -261,19 +293,23 @@ class ReplicaLoad:
             helped: (num_experts, ep) bool, whether an expert is replicated to a place.
         """
         ep = len(self.origins)
-        by_home = helped.reshape(ep, -1, ep)
-        straight: np.ndarray = by_home.sum(1)
+        by_home = helped.reshape(ep, -1, ep)  # (home, expert of the home, helper)
+        direct: np.ndarray = by_home.sum(1)
         via = self.links.via
         if via is None:
-            return straight
+            return direct
+
+        # each relay gets an expert once, whatever the number of helpers on its node
         home, expert, helper = np.nonzero(by_home)
-        gets = np.zeros(by_home.shape, dtype=bool)
-        gets[home, expert, via[home, helper]] = True
-        first = gets.sum(1)
-        onward = np.bincount(
-            (via * ep + np.arange(ep)).reshape(-1), weights=straight.reshape(-1), minlength=ep * ep
+        relay_gets = np.zeros(by_home.shape, dtype=bool)
+        relay_gets[home, expert, via[home, helper]] = True
+        to_relays = relay_gets.sum(1)
+
+        relay_and_helper = via * ep + np.arange(ep)
+        from_relays = np.bincount(
+            relay_and_helper.reshape(-1), weights=direct.reshape(-1), minlength=ep * ep
         )
-        weights: np.ndarray = first + onward.reshape(ep, ep).astype(np.int64)
+        weights: np.ndarray = to_relays + from_relays.reshape(ep, ep).astype(np.int64)
         np.fill_diagonal(weights, 0)
         return weights
 
@@ -302,8 +338,9 @@ class ReplicaLoad:
         """Return the copies that each place may compute, (ep,) int64: `limit` times its share if
         all places take equally long."""
         speed = 1 / self.links.slowness
-        fair = speed / speed.sum()
-        loads = np.round(self.copies.sum() * fair * limit, 6)
+        share = speed / speed.sum()
+        # rounded, so that rounding errors do not lift a whole number to the next one
+        loads = np.round(self.copies.sum() * share * limit, 6)
         limits: np.ndarray = np.ceil(loads).astype(np.int64)
         return limits
 

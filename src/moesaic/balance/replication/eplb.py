@@ -7,7 +7,9 @@ has room and does not hold the expert. An expert's home and its redundant expert
 expert's token copies equally. EPLB ignores the cost of sending weights.
 
 EPLB also reorders experts, which is expert placement here. It decides from past statistics; this
-policy sees the counts of the call itself and so looks better than EPLB.
+policy sees the counts of the call itself and so looks better than EPLB. In this file, a *replica*
+of an expert is one of the places that compute it, its home included; the argument `replica` is a
+group of places that together hold all experts once.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ def redundant(replica: ReplicaLoad, per_place: int) -> Replications:
     """
     holds = redundant_places(replica, np.full(len(replica.origins), per_place))
     share = replica.copies.sum(0) // holds.sum(1)
-    holds[np.arange(len(holds)), replica.load.home] = False
-    return from_tables(replica, np.where(holds, share[:, None], 0))
+    helps = holds
+    helps[np.arange(len(holds)), replica.load.home] = False
+    return from_tables(replica, np.where(helps, share[:, None], 0))
 
 
 def redundant_places(replica: ReplicaLoad, room: np.ndarray) -> np.ndarray:
@@ -48,16 +51,19 @@ def redundant_places(replica: ReplicaLoad, room: np.ndarray) -> np.ndarray:
         room: (ep,), number of redundant experts that each place may hold.
     """
     loads = replica.copies.sum(0)
+    num_experts = len(loads)
     home = replica.load.home
     ep = len(replica.origins)
-    num_replicas = replicas_by_load(loads, len(loads) + int(room.sum()), ep)
+    num_replicas = replicas_by_load(loads, num_experts + int(room.sum()), ep)
     share = loads / num_replicas
+
     room_left = room.copy()
-    holds = np.zeros((len(loads), ep), dtype=bool)
-    holds[np.arange(len(loads)), home] = True
+    holds = np.zeros((num_experts, ep), dtype=bool)
+    holds[np.arange(num_experts), home] = True
     place_loads = np.bincount(home, share, ep)
-    further = np.repeat(np.arange(len(loads)), num_replicas - 1)
-    for expert in further[np.argsort(-share[further], kind="stable")]:
+    # each expert as often as it has redundant replicas, those with the largest shares first
+    redundant_experts = np.repeat(np.arange(num_experts), num_replicas - 1)
+    for expert in redundant_experts[np.argsort(-share[redundant_experts], kind="stable")]:
         free = (room_left > 0) & ~holds[expert]
         if free.any():
             place = int(np.where(free, place_loads, np.inf).argmin())

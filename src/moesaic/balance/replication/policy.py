@@ -2,7 +2,8 @@
 compute instead of the home.
 
 A policy only decides. Every rank calls it with the same counts and gets the same decision, so no
-rank waits for another.
+rank waits for another. Places, homes, helpers and replicas are those of `replication/cost.py`; a
+*table* says how many copies of each origin for each expert each helper computes.
 """
 
 from __future__ import annotations
@@ -97,17 +98,16 @@ class AbstractReplicationPolicy(ABC):
         """
         table = self.decide(load)
         shape = (*load.copies.shape, load.grid.ep)
-        if not isinstance(table, np.ndarray) or table.dtype.kind != "i" or table.shape != shape:
-            found = (
-                f"{table.dtype} {table.shape}"
-                if isinstance(table, np.ndarray)
-                else type(table).__name__
-            )
-            raise InputError(
-                f"replication policy {type(self).__name__} decided {found}: return integers of "
-                f"shape {shape}, (world, num_experts, ep)"
-            )
-        return Replications.of(table)
+        if isinstance(table, np.ndarray):
+            if table.dtype.kind == "i" and table.shape == shape:
+                return Replications.of(table)
+            decided = f"{table.dtype} {table.shape}"
+        else:
+            decided = type(table).__name__
+        raise InputError(
+            f"replication policy {type(self).__name__} decided {decided}: return integers of "
+            f"shape {shape}, (world, num_experts, ep)"
+        )
 
     def option_plans(self, plan: Plan, grid: Grid) -> dict[str, Plan]:
         """Return the plans whose programs calls may run, by name: first one that replicates
@@ -130,14 +130,12 @@ class AbstractReplicationPolicy(ABC):
 
         Only attributes that are numbers, strings, tuples, dictionaries or dataclasses are included.
         """
-        plain = {
-            name: value
-            for name, value in sorted(vars(self).items())
-            if value is None
-            or isinstance(value, (bool, int, float, str, tuple, dict))
-            or is_dataclass(value)
-        }
-        return f"{type(self).__name__} {plain}"
+        settings = {}
+        for name, value in sorted(vars(self).items()):
+            is_plain = value is None or isinstance(value, (bool, int, float, str, tuple, dict))
+            if is_plain or is_dataclass(value):
+                settings[name] = value
+        return f"{type(self).__name__} {settings}"
 
 
 class _ByTable(AbstractChooser):
@@ -150,9 +148,8 @@ class _ByTable(AbstractChooser):
     def choose(self, load: CallLoad) -> CallDecision:
         """Ask the policy what to replicate, and check its answer."""
         replicated = self._policy.replications(load)
-        if (replicated.amount < 1).any() or (
-            replicated.helper == load.home[replicated.expert]
-        ).any():
+        goes_home = replicated.helper == load.home[replicated.expert]
+        if (replicated.amount < 1).any() or goes_home.any():
             raise InputError(
                 f"replication policy {type(self._policy).__name__} replicates less than a "
                 "copy, or to load.home: leave it out"

@@ -59,6 +59,7 @@ def shadows_of(copies: np.ndarray, home: np.ndarray, rates: ShadowRates) -> list
     best = rates.unshadowed(computed)
     shadowed: list[int] = []
     for expert in np.argsort(-copies.sum(0), kind="stable").tolist():
+        # every place computes its own copies for a shadowed expert
         computed[home[expert]] -= copies[:, expert].sum()
         computed += copies[:, expert]
         seconds = rates.shadowed(computed, len(shadowed) + 1)
@@ -83,8 +84,8 @@ class Published(AbstractReplicaPolicy):
             trip=replica.costs.passes * replica.row_bytes * slowest,
             weights=replica.costs.passes / 2 * replica.weight_bytes * slowest,
         )
-        shadowed = np.isin(
-            np.arange(load.num_experts), shadows_of(replica.copies, load.home, rates)
-        )
-        place, expert = np.nonzero(shadowed & (places[:, None] != load.home) & (replica.copies > 0))
+        experts = shadows_of(replica.copies, load.home, rates)
+        is_shadowed = np.isin(np.arange(load.num_experts), experts)
+        is_away = places[:, None] != load.home
+        place, expert = np.nonzero(is_shadowed & is_away & (replica.copies > 0))
         return Replications(place, expert, helper=place, amount=replica.copies[place, expert])

@@ -2,7 +2,8 @@
 weights; the limit is the fastest by the cost model.
 
 The algorithm is that of least-loaded expert parallelism. Copies of all origins may move; those of
-the helper itself move first, since they need not travel.
+the helper itself move first, since they need not travel. A *giver* is a place that computes more
+than its limit, *room* what a place may compute more, negative for a giver.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Spill(AbstractReplicaPolicy):
     that is fastest."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        tables = [NOTHING, *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
-        return min(tables, key=partial(seconds_under, replica))
+        spilled = [overflow(replica, replica.limits(limit)) for limit in LIMITS]
+        return min([NOTHING, *spilled], key=partial(seconds_under, replica))
 
 
 def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> Replications:
@@ -64,6 +65,7 @@ class Giving:
         self._places = np.arange(len(replica.origins))
         self._initial = initial
         self._given = list[tuple[int, int, int, int]]()
+        """Origin, expert, helper and amount of each replication since."""
         self._staying = initial.staying(replica.copies)
         self.helped = initial.helped(len(self._home), len(self._places))
         """(num_experts, ep) bool: whether an expert is replicated to a place."""
@@ -75,9 +77,8 @@ class Giving:
     @property
     def replicated(self) -> Replications:
         """The replications at the start and those since."""
-        return self._initial.joined(
-            Replications(*np.array(self._given, dtype=np.int64).reshape(-1, 4).T)
-        )
+        given = np.array(self._given, dtype=np.int64).reshape(-1, 4)
+        return self._initial.joined(Replications(*given.T))
 
     def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:
         """Replicate the excess copies of a place, at most those of one expert to one helper, and
@@ -92,24 +93,34 @@ class Giving:
         """
         own_experts = np.flatnonzero(self._home == giver)
         expert = int(own_experts[self._staying[:, own_experts].sum(0).argmax()])
-        room_left = room - np.where(self.helped[expert], 0, weights)
-        may_help = (self.helped[expert] | (self.helped.sum(0) < MOST_HELPED)) & (
-            self._places != giver
-        )
-        helper = int(np.where(may_help, room_left, np.iinfo(np.int64).min).argmax())
-        new = 0 if self.helped[expert, helper] else weights
-        amount = int(min(room_left[helper], new - room[giver], self._staying[:, expert].sum()))
+
+        new_weights = np.where(self.helped[expert], 0, weights)
+        room_left = room - new_weights
+        may_take_expert = self.helped[expert] | (self.helped.sum(0) < MOST_HELPED)
+        may_help = may_take_expert & (self._places != giver)
+        least = np.iinfo(np.int64).min
+        helper = int(np.where(may_help, room_left, least).argmax())
+
+        excess = new_weights[helper] - room[giver]
+        copies_left = self._staying[:, expert].sum()
+        amount = int(min(room_left[helper], excess, copies_left))
         if not may_help[helper] or amount <= 0:
             return False
-        staying = self._staying[:, expert]
-        remaining = amount
+        self._take(expert, helper, amount)
+        self.helped[expert, helper] = True
+        self.loads[giver] -= amount
+        self.loads[helper] += amount
+        return True
+
+    def _take(self, expert: int, helper: int, amount: int) -> None:
+        """Replicate copies of an expert: the helper's own first, then those of the places with most
+        of them."""
+        staying = self._staying[:, expert]  # a view
         others = [int(place) for place in np.argsort(-staying, kind="stable") if place != helper]
-        # the helper's own tokens first, then those of the places with most of them
+        remaining = amount
         for place in (helper, *others):
             moved = min(remaining, int(staying[place]))
             staying[place] -= moved
-            self._given += [(place, expert, helper, moved)] if moved else []
             remaining -= moved
-        self.helped[expert, helper] = True
-        self.loads[[giver, helper]] += -amount, amount
-        return True
+            if moved:
+                self._given.append((place, expert, helper, moved))

@@ -5,6 +5,10 @@ Shadowing is FasterMoE's (He et al., PPoPP 2022, section 4.1) and takes the best
 experts. Spilling follows `replication/spill.py` (least-loaded expert parallelism). A decision in
 every call must cost almost nothing: all prefixes are evaluated at once, and givers are matched to
 helpers by laying excess and room end to end.
+
+Places, homes, helpers, origins and replicas are those of `replication/cost.py`. A *pair* is a place
+and an expert of another place, and the pair's copies those that the place has for the expert: if
+the pair is *shadowed*, the place computes them itself. A *giver* is a place above its limit.
 """
 
 from __future__ import annotations
@@ -46,19 +50,21 @@ def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
     if replicated.is_empty:
         nothing = np.zeros((ep, ep), dtype=np.int64)
         return Rows(at_home, nothing, nothing)
-    home_cell = replicated.origin * ep + home[replicated.expert]
-    helper_cell = replicated.origin * ep + replicated.helper
-    moved, helped = (
-        np.bincount(cell, replicated.amount, ep * ep).astype(np.int64).reshape(ep, ep)
-        for cell in (home_cell, helper_cell)
-    )
-    replicates = replicated.helped(replica.load.num_experts, ep)
+    leave_home = _between(replicated.origin, home[replicated.expert], replicated.amount, ep)
+    to_helpers = _between(replicated.origin, replicated.helper, replicated.amount, ep)
+    is_replicated = replicated.helped(replica.load.num_experts, ep)
     return Rows(
-        at_home - moved,
-        replicated=helped,
-        fetched=replica.sent(replicates),
-        held=int(replicates.sum(0).max()),
+        at_home - leave_home,
+        replicated=to_helpers,
+        fetched=replica.sent(is_replicated),
+        held=int(is_replicated.sum(0).max()),
     )
+
+
+def _between(source: np.ndarray, target: np.ndarray, amount: np.ndarray, ep: int) -> np.ndarray:
+    """Return the summed amounts from each source place to each target place, (ep, ep) int64."""
+    sums = np.bincount(source * ep + target, amount, ep * ep)
+    return sums.astype(np.int64).reshape(ep, ep)
 
 
 def shadows(
@@ -86,10 +92,14 @@ def shadows(
         return NOTHING
     amount = replica.copies[place, expert]
     seconds = _prefix_seconds(replica, place, expert, amount)
-    if whole:
-        seconds[1:-1][expert[1:] == expert[:-1]] = np.inf
+    if whole:  # no prefix that ends within the pairs of one expert
+        is_within_expert = expert[1:] == expert[:-1]
+        seconds[1:-1][is_within_expert] = np.inf
     end = int(np.argmin(np.round(seconds + price * most_held, DECIMALS)))
-    return Replications(place[:end], expert=expert[:end], helper=place[:end], amount=amount[:end])
+    prefix = slice(end)
+    return Replications(
+        place[prefix], expert=expert[prefix], helper=place[prefix], amount=amount[prefix]
+    )
 
 
 def shadows_above(
@@ -146,20 +156,25 @@ def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False
     """
     away = _away(replica)
     total = max(1, int(replica.copies.sum()))
-    values = away.sum(0) if whole else away.reshape(-1)
-    shadowed = values[np.unique(shadows.expert)] if whole else shadows.amount
+    if whole:
+        copies = away.sum(0)
+        shadowed = copies[np.unique(shadows.expert)]
+    else:
+        copies = away.reshape(-1)
+        shadowed = shadows.amount
     coldest = int(shadowed.min())
-    place = len(values) - len(shadowed) - 1
-    hottest = int(np.partition(values, place)[place]) if place >= 0 else 0
-    return (coldest + min(hottest, coldest)) / (2 * total)
+    # in ascending order, the last one before those that are shadowed
+    index = len(copies) - len(shadowed) - 1
+    hottest_other = int(np.partition(copies, index)[index]) if index >= 0 else 0
+    return (coldest + min(hottest_other, coldest)) / (2 * total)
 
 
 def _away(replica: ReplicaLoad) -> np.ndarray:
     """Return the copies that each place has for experts of other places, (ep, num_experts) int64; 0
     for its own experts."""
-    return np.where(
-        np.arange(len(replica.origins))[:, None] == replica.load.home[None, :], 0, replica.copies
-    )
+    places = np.arange(len(replica.origins))
+    is_home = places[:, None] == replica.load.home[None, :]
+    return np.where(is_home, 0, replica.copies)
 
 
 def _ranked(
@@ -168,15 +183,16 @@ def _ranked(
     """Return (place, expert) pairs in the order of replication, and for every prefix the most
     experts on one place."""
     away = _away(replica)
-    ep = len(replica.origins)
+    ep, num_experts = away.shape
+    copies = away.reshape(-1)  # pair p is that of place p // num_experts
     if whole:
         hottest = np.argsort(-away.sum(0), kind="stable")[:at_most]
-        first_of_place = np.arange(ep) * away.shape[1]
-        order = (first_of_place[None, :] + hottest[:, None]).reshape(-1)
+        first_of_place = np.arange(ep) * num_experts
+        pairs = (first_of_place[None, :] + hottest[:, None]).reshape(-1)
     else:
-        order = largest(away.reshape(-1), tries)
-    order = order[away.reshape(-1)[order] > 0]
-    place, expert = np.divmod(order, away.shape[1])
+        pairs = largest(copies, tries)
+    pairs = pairs[copies[pairs] > 0]
+    place, expert = np.divmod(pairs, num_experts)
     return _fitting(place, expert, ep, at_most)
 
 
@@ -186,9 +202,10 @@ def _fitting(
     """Return the first `at_most` pairs of each place, and for every prefix of these the most
     experts on one place."""
     is_at = place[:, None] == np.arange(ep)[None, :]
-    held = np.cumsum(is_at, axis=0)[np.arange(len(place)), place]
-    fits = held <= at_most
-    most_held = np.concatenate([[0], np.maximum.accumulate(held[fits])])
+    # how many pairs of the same place there are up to each pair
+    number = np.cumsum(is_at, axis=0)[np.arange(len(place)), place]
+    fits = number <= at_most
+    most_held = np.concatenate([[0], np.maximum.accumulate(number[fits])])
     return place[fits], expert[fits], most_held
 
 
@@ -197,7 +214,9 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
     then in index order."""
     if len(values) < 4 * count:
         return np.argsort(-values, kind="stable")[:count]
-    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    # sorting only the largest ones is faster
+    position = len(values) - count
+    threshold = np.partition(values, position)[position]
     among = np.flatnonzero(values >= threshold)
     indices: np.ndarray = among[np.argsort(-values[among], kind="stable")][:count]
     return indices
@@ -210,22 +229,26 @@ def _prefix_seconds(
     weights count once per node."""
     ep = len(replica.origins)
     links = replica.links
-    count = len(place)
     owner = replica.load.home[expert]
-    via = owner if links.via is None else links.via[owner, place]
-    is_new_message = np.zeros(count, dtype=bool)
-    is_new_message[np.unique(expert * ep + via, return_index=True)[1]] = True
     rows = rows_of(replica, NOTHING).home
 
+    # each pair moves its copies from the owner's products to those of the place
     helps = np.eye(ep)[place]
     owns = np.eye(ep)[owner]
-    computed = _largest_of_prefixes(
-        rows.sum(0) * links.slowness, amount[:, None] * (helps - owns) * links.slowness
-    )
-    tokens = _largest_of_prefixes(links.busy(rows), -amount[:, None] * links.busy_by(place, owner))
-    weights = _largest_of_prefixes(
-        0.0, is_new_message[:, None] * links.busy_by(owner, via) + links.busy_by(via, place)
-    )
+    gained = amount[:, None] * (helps - owns)
+    computed = _largest_of_prefixes(rows.sum(0) * links.slowness, gained * links.slowness)
+
+    # its tokens no longer travel
+    spared = amount[:, None] * links.busy_by(place, owner)
+    tokens = _largest_of_prefixes(links.busy(rows), -spared)
+
+    # but weights do, first to the relay unless an earlier pair has brought them there
+    relay = owner if links.via is None else links.via[owner, place]
+    _, first_to_relay = np.unique(expert * ep + relay, return_index=True)
+    is_new_message = np.zeros(len(place), dtype=bool)
+    is_new_message[first_to_relay] = True
+    to_relay = is_new_message[:, None] * links.busy_by(owner, relay)
+    weights = _largest_of_prefixes(0.0, to_relay + links.busy_by(relay, place))
     return replica.closed_form(computed, tokens, weights)
 
 
@@ -261,17 +284,19 @@ def spills(
     ep = len(replica.origins)
     home = replica.load.home
     staying = replicated.staying(replica.copies)
-    loads = np.bincount(home, staying.sum(0), ep) + np.bincount(
-        replicated.helper, replicated.amount, ep
-    )
-    loads = loads.astype(np.int64)
+    computed_at_home = np.bincount(home, staying.sum(0), ep)
+    computed_as_helper = np.bincount(replicated.helper, replicated.amount, ep)
+    loads = (computed_at_home + computed_as_helper).astype(np.int64)
     limits = replica.limits(limit)
     if (loads <= limits).all():
         return NOTHING
-    nodes = replica.links.nodes
-    runs = [np.flatnonzero(nodes == node) for node in np.unique(nodes)] if near_first else []
+
+    groups = [np.arange(ep)]
+    if near_first:
+        nodes = replica.links.nodes
+        groups = [np.flatnonzero(nodes == node) for node in np.unique(nodes)] + groups
     replications = NOTHING
-    for places in (*runs, np.arange(ep)):
+    for places in groups:
         moved = _matched(replica, staying, loads, places, limits)
         np.subtract.at(staying, (moved.origin, moved.expert), moved.amount)
         np.subtract.at(loads, home[moved.expert], moved.amount)
@@ -294,7 +319,8 @@ def spread(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) 
         replicas: the loads of the replicas of the experts.
         replicated: the replications between the places of each replica.
     """
-    return NOTHING.joined(*(_by_rank(*each) for each in zip(replicas, replicated)))
+    tables = [_by_rank(replica, table) for replica, table in zip(replicas, replicated)]
+    return NOTHING.joined(*tables)
 
 
 def within(replica: ReplicaLoad, replicated: Replications) -> Replications:
@@ -312,11 +338,17 @@ def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
     experts = replica.load.num_experts
     if ranks == 1 or replicated.is_empty:
         return replicated._replace(origin=replica.origins[replicated.origin, 0])
-    cells, number = np.unique(replicated.origin * experts + replicated.expert, return_inverse=True)
+    # a cell is an origin and an expert that occur in the table
+    cells, cell_of_entry = np.unique(
+        replicated.origin * experts + replicated.expert, return_inverse=True
+    )
     origin, expert = np.divmod(cells, experts)
+
     by_helper = np.zeros((len(cells), len(replica.origins)), dtype=np.int64)
-    np.add.at(by_helper, (number, replicated.helper), replicated.amount)
-    shared = _overlaps(replica.load.copies[replica.origins[origin], expert[:, None]], by_helper)
+    np.add.at(by_helper, (cell_of_entry, replicated.helper), replicated.amount)
+    by_rank = replica.load.copies[replica.origins[origin], expert[:, None]]
+    shared = _overlaps(by_rank, by_helper)
+
     cell, rank, helper = np.nonzero(shared)
     return Replications(
         replica.origins[origin[cell], rank],
@@ -346,24 +378,30 @@ def _matched(
         places: the places that exchange copies.
         limits: (ep,), the loads to reach.
     """
-    excess = np.maximum((loads - limits)[places], 0)
-    room = np.maximum((limits - loads)[places], 0)
-    givers = places[np.argsort(-excess, kind="stable")]
-    helpers = places[np.argsort(-room, kind="stable")]
+    excess = np.maximum(loads - limits, 0)
+    room = np.maximum(limits - loads, 0)
+    givers = places[np.argsort(-excess[places], kind="stable")]
+    helpers = places[np.argsort(-room[places], kind="stable")]
+
+    # the experts of each giver and their copies, (givers, experts of a place), largest first
     per_place = replica.load.num_experts // len(replica.origins)
     totals = staying.sum(0).reshape(-1, per_place)[givers]
     largest = np.argsort(-totals, axis=1, kind="stable")
     totals = np.take_along_axis(totals, largest, 1)
-    given_before = totals.cumsum(1) - totals
-    excess_left = np.maximum((loads - limits)[givers], 0)[:, None] - given_before
-    amounts = np.clip(excess_left, 0, totals).reshape(-1)
     experts = (givers[:, None] * per_place + largest).reshape(-1)
+
+    # how many copies each of them gives
+    given_before = totals.cumsum(1) - totals
+    excess_left = excess[givers][:, None] - given_before
+    amounts = np.clip(excess_left, 0, totals).reshape(-1)
     gives = amounts > 0
-    if not gives.any() or not room.any():
+    if not gives.any() or not room[places].any():
         return NOTHING
     experts = experts[gives]
     amounts = amounts[gives]
-    replicated = _overlaps(amounts[None], np.maximum((limits - loads)[helpers], 0)[None])[0]
+
+    # what is given and the helpers' room, laid end to end
+    replicated = _overlaps(amounts[None], room[helpers][None])[0]
     return from_origins(replica, staying, experts, helpers, replicated)
 
 
@@ -384,34 +422,41 @@ def from_origins(
         helpers: (m,), the places that help.
         replicated: (k, m), copies of each expert that each helper computes.
     """
-    ep = len(replica.origins)
+    # the helpers' own copies, (k, m)
     own_copies = np.minimum(replicated, staying[helpers][:, experts].T)
-    copies_left = staying[:, experts].T.copy()
-    copies_left[np.arange(len(experts))[:, None], helpers[None, :]] -= own_copies
-    after_home = replica.load.home[experts] + 1
-    turn = (after_home[:, None] + np.arange(ep)[None, :]) % ep
-    shared = _overlaps(np.take_along_axis(copies_left, turn, 1), replicated - own_copies)
-    expert, origin, helper = np.nonzero(shared)
-    others = Replications(
-        turn[expert, origin],
-        expert=experts[expert],
-        helper=helpers[helper],
-        amount=shared[expert, origin, helper],
-    )
     expert_index, helper_index = np.nonzero(own_copies)
-    return Replications(
+    own = Replications(
         helpers[helper_index],
         expert=experts[expert_index],
         helper=helpers[helper_index],
         amount=own_copies[expert_index, helper_index],
-    ).joined(others)
+    )
+
+    # the other copies, (k, ep), with origins in turn from the place after the home
+    ep = len(replica.origins)
+    copies_left = staying[:, experts].T.copy()
+    copies_left[np.arange(len(experts))[:, None], helpers[None, :]] -= own_copies
+    after_home = replica.load.home[experts] + 1
+    origins = (after_home[:, None] + np.arange(ep)[None, :]) % ep
+    copies_in_turn = np.take_along_axis(copies_left, origins, 1)
+    shared = _overlaps(copies_in_turn, replicated - own_copies)
+    expert_index, turn, helper_index = np.nonzero(shared)
+    others = Replications(
+        origins[expert_index, turn],
+        expert=experts[expert_index],
+        helper=helpers[helper_index],
+        amount=shared[expert_index, turn, helper_index],
+    )
+    return own.joined(others)
 
 
 def _overlaps(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the overlaps of two partitions of each row, (k, a, b), from the lengths of the parts,
-    (k, a) and (k, b)."""
+    """Return the overlaps of two partitions of each row, (k, a, b) int64, from the lengths of the
+    parts, (k, a) and (k, b), which lie end to end."""
     ends = first.cumsum(1)[:, :, None]
     other_ends = second.cumsum(1)[:, None, :]
-    starts = np.maximum(ends - first[:, :, None], other_ends - second[:, None, :])
+    own_starts = ends - first[:, :, None]
+    other_starts = other_ends - second[:, None, :]
+    starts = np.maximum(own_starts, other_starts)
     lengths: np.ndarray = np.maximum(np.minimum(ends, other_ends) - starts, 0)
     return lengths

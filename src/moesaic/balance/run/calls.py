@@ -29,6 +29,7 @@ from moesaic.balance.replication.policy import (
     AbstractChooser,
     AbstractReplicationPolicy,
     CallDecision,
+    CallTraffic,
     programs_of,
 )
 from moesaic.balance.run.relocate import SampleMove
@@ -80,6 +81,7 @@ class BalancedCalls(AbstractCallPolicy):
         self.programs: dict[str, Compiled] = {}
         """The programs that calls may run, by the name that the replication policy gives them; {}
         without replication."""
+
         if compiled.replicates:
             self._policy = policy or replication_policy(compiled.plan.replication)
             self.programs = programs_of(compiled, self._policy)
@@ -99,10 +101,9 @@ class BalancedCalls(AbstractCallPolicy):
         settings."""
         if self._policy is None:
             return self.compiled.digest
-        digests = b"".join(each.digest for each in self.programs.values())
-        return hashlib.blake2b(
-            digests + self._policy.settings_text().encode(), digest_size=16
-        ).digest()
+        digests = b"".join(program.digest for program in self.programs.values())
+        settings = self._policy.settings_text().encode()
+        return hashlib.blake2b(digests + settings, digest_size=16).digest()
 
     @property
     def bare(self) -> Compiled:
@@ -134,6 +135,7 @@ class BalancedCalls(AbstractCallPolicy):
         return Chosen(compiled, replicated, None if cut is None else partial(run_slices, cut))
 
     def _load(self, copies: np.ndarray, units: int) -> CallLoad:
+        """Return the load of a call; see the fields of `CallLoad`."""
         return CallLoad(self.compiled.grid, copies, self._num_experts, units, self._dim)
 
     def _note(self, record: RoutingRecord, decision: CallDecision) -> None:
@@ -152,12 +154,13 @@ class BalancedCalls(AbstractCallPolicy):
         """
         if self._moves is None:
             return False
-        if move.stays is None:
-            if move.goal is not None:
-                move.stays = move.before.same_as(move.goal)
-            else:
-                move.stays = not self._moves.prefers_moving()
-                move.goal = move.before if move.stays else None
+        if move.stays is not None:  # a recomputation
+            return move.stays
+        if move.goal is not None:
+            move.stays = move.before.same_as(move.goal)
+        else:
+            move.stays = not self._moves.prefers_moving()
+            move.goal = move.before if move.stays else None
         return move.stays
 
     def note_move(
@@ -202,7 +205,9 @@ class MoveArbiter:
         self._other = 1.0
         """The same ratio for the best other option."""
         self._moves = True
+        """Whether samples moved when that was last decided."""
         self._calls = 0
+        """Number of calls since moving was last tried."""
 
     def prefers_moving(self) -> bool:
         """Return whether samples may move in the next call."""
@@ -216,18 +221,19 @@ class MoveArbiter:
             self._calls = 0
             return True
         moving = self._share
-        margin = 1 - MARGIN
-        self._moves = (
-            moving < 1 and not self._other < margin * moving
-            if self._moves
-            else moving < margin * self._other
-        )
+        clearly = 1 - MARGIN
+        if self._moves:
+            self._moves = moving < 1 and not self._other < clearly * moving
+        else:
+            self._moves = moving < clearly * self._other
         return self._moves
 
     def note_others(self, decision: CallDecision) -> None:
         """Record how good the policy's choice is, relative to leaving the call alone."""
-        alone = decision.seconds.get(ALONE, 0.0)
-        self._other = decision.seconds.get(decision.option, alone) / alone if alone else 1.0
+        seconds_alone = decision.seconds.get(ALONE, 0.0)
+        self._other = 1.0
+        if seconds_alone:
+            self._other = decision.seconds.get(decision.option, seconds_alone) / seconds_alone
 
     def note_move(self, move: SampleMove, decision: CallDecision, dim: int) -> CallDecision:
         """Record that samples move in this call. Its gain is computed when the next call starts.
@@ -242,14 +248,14 @@ class MoveArbiter:
         self.note_others(decision)
         if move.goal is None:
             self._tried = move, decision.seconds.get(ALONE, 0.0), dim
-        moved = decision.moved
-        return replace(
-            decision,
-            option=RELOCATE,
-            program=ALONE,
-            replicated=None,
-            moved=lambda: (moved()[0], moved()[0]),
-        )
+        traffic_of = decision.moved
+
+        def moved() -> tuple[CallTraffic, CallTraffic]:
+            """Return the traffic without replication, which no program changes in this call."""
+            alone, _ = traffic_of()
+            return alone, alone
+
+        return replace(decision, option=RELOCATE, program=ALONE, replicated=None, moved=moved)
 
 
 def saved_seconds(move: SampleMove, costs: Rates, dim: int) -> float:
@@ -262,11 +268,12 @@ def saved_seconds(move: SampleMove, costs: Rates, dim: int) -> float:
         dim: width of a token.
     """
     unmoved, moved = move.volumes()
-    row_bits = 8 * dim * costs.element_bytes * (2 if costs.backward else 1)
-    inside = unmoved.intra - moved.intra
-    across = unmoved.inter - moved.inter
-    seconds = inside / costs.intra_gbps + across / costs.inter_gbps
-    return row_bits * seconds / 1e9 / move.before.ranks
+    passes = 2 if costs.backward else 1
+    row_bits = 8 * dim * costs.element_bytes * passes
+    intra_saved = unmoved.intra - moved.intra
+    inter_saved = unmoved.inter - moved.inter
+    rows_per_gbps = intra_saved / costs.intra_gbps + inter_saved / costs.inter_gbps
+    return row_bits * rows_per_gbps / 1e9 / move.before.ranks
 
 
 def calls_by(policy: AbstractReplicationPolicy) -> policies.CallsOf:

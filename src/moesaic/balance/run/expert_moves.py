@@ -9,6 +9,9 @@ Experts move with everything that belongs to them: weights, gradients, master co
 state. SmartMoE's published code moves only parameters: moments stay behind, and an optimizer with
 master copies overwrites the new expert's weights with the old one's at its next step. Here every
 tensor that has a part per expert moves, bit by bit.
+
+An expert is in a *slot*: with n experts, place p of ep has the slots from p * n / ep on. An *order*
+is the expert in each slot, (num_experts,) int64.
 """
 
 from __future__ import annotations
@@ -55,11 +58,9 @@ class ExpertSlots:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot on this rank."""
-        return (
-            sum(tensor.numel() * tensor.element_size() for tensor in self.slots[0])
-            if self.slots
-            else 0
-        )
+        if not self.slots:
+            return 0
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.slots[0])
 
 
 def expert_slots_of(
@@ -83,8 +84,9 @@ def expert_slots_of(
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     if isinstance(experts, ModuleExperts):
         return [_module_slots(experts, state, masters)]
+    sharded_names, common_names = experts.names
     return [
-        _parameter_slots(name, experts, state, masters) for names in experts.names for name in names
+        _parameter_slots(name, experts, state, masters) for name in (*sharded_names, *common_names)
     ]
 
 
@@ -97,8 +99,9 @@ def _parameter_slots(
     tensors = []
     descriptions = []
     for tensor_name, value in _belongings(parameter, state, masters):
-        if value.dim() == 0 or (value.numel() == 1 and value.shape != parameter.shape):
-            continue  # a step count, which is the same for all experts
+        is_step_count = value.numel() == 1 and value.shape != parameter.shape
+        if value.dim() == 0 or is_step_count:
+            continue  # the same for all experts
         local = _local(value)
         if len(local) != rows:
             raise InputError(
@@ -108,6 +111,7 @@ def _parameter_slots(
             )
         tensors.append(local)
         descriptions.append(f"{tensor_name} {value.dtype} {tuple(value.shape[1:])}")
+
     shards = 1
     if is_dtensor(parameter):  # ep and etp are its last axes
         device_mesh = parameter.device_mesh
@@ -126,11 +130,10 @@ def _module_slots(
     slots = []
     description = ""
     for module in experts.experts.children():
-        tensors = [
-            (f"{name} {what}", value)
-            for name, parameter in module.named_parameters()
-            for what, value in _belongings(parameter, state, masters)
-        ]
+        tensors = []
+        for name, parameter in module.named_parameters():
+            for what, value in _belongings(parameter, state, masters):
+                tensors.append((f"{name} {what}", value))
         tensors += list(module.named_buffers())
         slots.append([_local(value) for _, value in tensors])
         description = ", ".join(
@@ -144,16 +147,16 @@ def _belongings(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that belongs to a parameter, with a name, in the same order on all
     ranks."""
-    owners: list[tuple[str, Tensor]] = [("weight", parameter)]
+    copies: list[tuple[str, Tensor]] = [("weight", parameter)]
     if parameter in masters:
-        owners.append(("master", masters[parameter]))
-    for owner, tensor in owners:
-        yield owner, tensor.detach()
+        copies.append(("master", masters[parameter]))
+    for name, tensor in copies:
+        yield name, tensor.detach()
         if tensor.grad is not None:
-            yield f"{owner}.grad", tensor.grad
+            yield f"{name}.grad", tensor.grad
         for key, value in sorted(state.get(tensor, {}).items()):
             if isinstance(value, Tensor):
-                yield f"{owner}.{key}", value
+                yield f"{name}.{key}", value
             elif value is not None and not isinstance(value, int | float | str):
                 raise InputError(
                     f"place_experts: the optimizer keeps a {type(value).__name__} as its {key}, "
@@ -184,38 +187,41 @@ def carry_slots(
     """
     tag = transport.take_tags(1)
     rank = transport.rank
-    holder = _holders(expert_slots, grid, rank, len(before))
-    old_slot = np.argsort(before)
-    sends: dict[int, list[Tensor]] = {}
-    receives: dict[int, list[int]] = {}
+    device = transport.device
+    holders = _holders(expert_slots, grid, rank, len(before))
+    old_slot = np.argsort(before)  # of each expert
+
+    # by peer, this rank included: the packed slots to send, and the indices of the slots to fill
+    leaving: dict[int, list[Tensor]] = {}
+    arriving: dict[int, list[int]] = {}
     for slot, expert in enumerate(after):
-        source, old = holder[old_slot[expert]]
-        target, new = holder[slot]
-        if (source, old) == (target, new):
+        source, source_index = holders[old_slot[expert]]
+        target, target_index = holders[slot]
+        if (source, source_index) == (target, target_index):
             continue
         if source == rank:
-            sends.setdefault(target, []).append(_packed(expert_slots.slots[old], transport.device))
+            packed = _packed(expert_slots.slots[source_index], device)
+            leaving.setdefault(target, []).append(packed)
         if target == rank:
-            receives.setdefault(source, []).append(new)
-    messages = {peer: torch.cat(parts) for peer, parts in sends.items()}
-    buffers = {
-        peer: torch.empty(
-            len(places) * expert_slots.slot_bytes, dtype=torch.uint8, device=transport.device
-        )
-        for peer, places in receives.items()
-        if peer != rank
-    }
+            arriving.setdefault(source, []).append(target_index)
+
+    messages = {peer: torch.cat(parts) for peer, parts in leaving.items()}
+    buffers = {}
+    for peer, indices in arriving.items():
+        if peer != rank:
+            num_bytes = len(indices) * expert_slots.slot_bytes
+            buffers[peer] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     arrived = dict(buffers)
     if rank in messages:
         arrived[rank] = messages.pop(rank)
     transport.wait(transport.issue(Transfer(rank, tag, sends=messages, receives=buffers)))
-    for peer, places in receives.items():
-        for new, part in zip(places, arrived[peer].view(len(places), -1)):
-            _unpack(part, expert_slots.slots[new])
-    other_node_peers = [peer for peer in messages if grid.node_of(peer) != grid.node_of(rank)]
-    return sum(each.numel() for each in messages.values()), sum(
-        messages[peer].numel() for peer in other_node_peers
-    )
+    for peer, indices in arriving.items():
+        for index, part in zip(indices, arrived[peer].view(len(indices), -1)):
+            _unpack(part, expert_slots.slots[index])
+
+    sent_bytes = {peer: message.numel() for peer, message in messages.items()}
+    to_other_nodes = [peer for peer in sent_bytes if grid.node_of(peer) != grid.node_of(rank)]
+    return sum(sent_bytes.values()), sum(sent_bytes[peer] for peer in to_other_nodes)
 
 
 def _holders(
@@ -225,18 +231,21 @@ def _holders(
     its index on that rank."""
     per_place = num_experts // grid.ep
     shards = expert_slots.shards
-    replica = grid.coordinate(rank, "edp") // shards
-    rank_at = {
-        (grid.coordinate(r, "edp") % shards, grid.coordinate(r, "ep")): r
-        for r in grid.group(rank, ("edp", "ep"))
-        if grid.coordinate(r, "edp") // shards == replica
-    }
-    per_rank = -(-per_place // shards)
-    holders = [
-        (rank_at[slot % per_place // per_rank, slot // per_place], slot % per_place % per_rank)
-        for slot in range(num_experts)
-    ]
-    num_own = sum(owner == rank for owner, _ in holders)
+    # the ranks that hold all slots once: their coordinates along edp form a run of `shards`
+    run = grid.coordinate(rank, "edp") // shards
+    rank_at = {}
+    for other in grid.group(rank, ("edp", "ep")):
+        edp = grid.coordinate(other, "edp")
+        if edp // shards == run:
+            rank_at[edp % shards, grid.coordinate(other, "ep")] = other
+
+    per_rank = -(-per_place // shards)  # rounded up
+    holders = []
+    for slot in range(num_experts):
+        place, slot_in_place = divmod(slot, per_place)
+        shard, index = divmod(slot_in_place, per_rank)
+        holders.append((rank_at[shard, place], index))
+    num_own = sum(holder == rank for holder, _ in holders)
     assert num_own == len(expert_slots.slots), (
         f"rank {rank} has {len(expert_slots.slots)} slots of {expert_slots.layout}, not {num_own}"
     )
@@ -245,7 +254,10 @@ def _holders(
 
 def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the bytes of tensors, one after another."""
-    parts = [tensor.contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in tensors]
+    parts = []
+    for tensor in tensors:
+        flat = tensor.contiguous().reshape(-1)
+        parts.append(flat.view(torch.uint8).to(device))
     return torch.cat(parts)
 
 
@@ -359,14 +371,12 @@ class ExpertPlacement:
             return None
         loads = self._loads()
         moved = self.place(self._decide(loads))
-        after = [places_of(order, self._mesh.grid.ep) for order in self.orders]
-        return replace(
-            moved,
-            busiest_before=tuple(_busiest_over_mean(load, load.place) for load in loads),
-            busiest_after=tuple(
-                _busiest_over_mean(load, place) for load, place in zip(loads, after)
-            ),
-        )
+        before = [_busiest_over_mean(load, load.place) for load in loads]
+        after = [
+            _busiest_over_mean(load, places_of(order, self._mesh.grid.ep))
+            for load, order in zip(loads, self.orders)
+        ]
+        return replace(moved, busiest_before=tuple(before), busiest_after=tuple(after))
 
     def place(self, orders: Sequence[np.ndarray]) -> Moved:
         """Move experts to the given orders. All ranks call this together, between steps.
@@ -385,33 +395,40 @@ class ExpertPlacement:
                 f"place_experts: {len(orders)} orders for {len(self._layers)} layers: give one each"
             )
         all_slots, refusal = self._all_slots(orders)
-        fields = {
-            f"place_experts layer {number} order": list(order)
-            for number, order in enumerate(orders)
-        }
-        states = {
-            f"place_experts layer {n} state": "; ".join(s.layout for s in of)
-            for n, of in enumerate(all_slots)
-        }
-        check_same(transport, {**fields, **states, "place_experts": refusal})
-        if refusal:
-            raise InputError(refusal)
-        sent = torch.zeros(2, dtype=torch.int64)
-        moved = 0
+        self._check_agreement(orders, all_slots, refusal)
+
+        sent = torch.zeros(2, dtype=torch.int64)  # bytes, and those of them to other nodes
+        num_moved = 0
         for layer_slots, order, new_order in zip(all_slots, self._orders, orders):
             if np.array_equal(order.experts, new_order):
                 continue
             for expert_slots in layer_slots:
-                sent += torch.tensor(
-                    carry_slots(expert_slots, transport, grid, order.experts, new_order)
-                )
-            moved += int((places_of(order.experts, grid.ep) != places_of(new_order, grid.ep)).sum())
+                carried = carry_slots(expert_slots, transport, grid, order.experts, new_order)
+                sent += torch.tensor(carried)
+            is_moved = places_of(order.experts, grid.ep) != places_of(new_order, grid.ep)
+            num_moved += int(is_moved.sum())
             order.change(new_order)
+
         everyone = tuple(range(grid.world))
-        num_bytes, inter_node_bytes = all_reduce_sum(
-            transport, everyone, sent.to(transport.device)
-        ).tolist()
-        return Moved(experts=moved, num_bytes=num_bytes, inter_node_bytes=inter_node_bytes)
+        sent_by_all = all_reduce_sum(transport, everyone, sent.to(transport.device))
+        num_bytes, inter_node_bytes = sent_by_all.tolist()
+        return Moved(experts=num_moved, num_bytes=num_bytes, inter_node_bytes=inter_node_bytes)
+
+    def _check_agreement(
+        self, orders: Sequence[np.ndarray], all_slots: Sequence[Sequence[ExpertSlots]], refusal: str
+    ) -> None:
+        """Raise InputError on every rank if ranks differ in what moves or where, or if one of them
+        cannot move it."""
+        fields: dict[str, object] = {}
+        for number, order in enumerate(orders):
+            fields[f"place_experts layer {number} order"] = list(order)
+        for number, layer_slots in enumerate(all_slots):
+            layouts = [expert_slots.layout for expert_slots in layer_slots]
+            fields[f"place_experts layer {number} state"] = "; ".join(layouts)
+        fields["place_experts"] = refusal
+        check_same(self._mesh.transport, fields)
+        if refusal:
+            raise InputError(refusal)
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
@@ -441,21 +458,25 @@ class ExpertPlacement:
         """Return the first rank's orders on all ranks: rounding differences could lead ranks to
         different orders."""
         transport = self._mesh.transport
-        orders = self.orders if transport.rank else [self._placer.decide(load) for load in loads]
-        flat = torch.from_numpy(np.concatenate(orders)).to(transport.device)
-        flat = broadcast(transport, tuple(range(self._mesh.grid.world)), flat, 0).cpu()
-        return [part.numpy() for part in flat.split([len(order) for order in orders])]
+        orders = self.orders
+        if transport.rank == 0:
+            orders = [self._placer.decide(load) for load in loads]
+        lengths = [len(order) for order in orders]
+        joined = torch.from_numpy(np.concatenate(orders)).to(transport.device)
+        joined = broadcast(transport, tuple(range(self._mesh.grid.world)), joined, 0).cpu()
+        return [part.numpy() for part in joined.split(lengths)]
 
     def _loads(self) -> list[ExpertLoad]:
         """Return the load of each layer since the last decision, the same on all ranks."""
         transport = self._mesh.transport
         grid = self._mesh.grid
-        slot_bytes = [
-            sum(expert_slots.slot_bytes for expert_slots in of)
-            for of in self._all_slots(self.orders)[0]
-        ]
-        sizes = torch.tensor(slot_bytes or [0] * len(self._layers), device=transport.device)
+        all_slots, _ = self._all_slots(self.orders)
+        layer_bytes = [0] * len(self._layers)  # if this rank cannot move its experts
+        if all_slots:
+            layer_bytes = [sum(slots.slot_bytes for slots in of_layer) for of_layer in all_slots]
+        sizes = torch.tensor(layer_bytes, device=transport.device)
         largest = all_reduce_max(transport, tuple(range(grid.world)), sizes).tolist()
+
         return [
             ExpertLoad(
                 grid=grid,
@@ -489,7 +510,8 @@ def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
     """Return the number of parameters of one shard of an expert, independently of data-parallel
     sharding."""
     if isinstance(experts, ModuleExperts):
-        return sum(parameter.numel() for parameter in next(experts.experts.children()).parameters())
+        first_expert = next(experts.experts.children())
+        return sum(parameter.numel() for parameter in first_expert.parameters())
     total = 0
     for parameter in experts.parameters():
         shards = etp if is_dtensor(parameter) else 1
@@ -498,5 +520,6 @@ def _shard_parameters(experts: AbstractExperts, etp: int) -> int:
 
 
 def _busiest_over_mean(load: ExpertLoad, place: np.ndarray) -> float:
+    """Return the load of the busiest place over the mean of the fullest replica; 0 without load."""
     mean = float(load.weight.sum(1).max()) / load.grid.ep
     return load.busiest(place) / mean if mean else 0.0

@@ -1,5 +1,10 @@
 """`MovingMoE`: a wrapper of an MoE layer that delivers results to the samples' new homes. The layer
-itself is unchanged."""
+itself is unchanged.
+
+Homes, slots of samples, moves and riding residuals are those of `relocate.py`. An expert is in a
+*slot* of the mesh too (`_OwnCopies.slot`), since experts may have moved. A call is *direct* if its
+programs send results to the new homes; otherwise results return home first, and then travel.
+"""
 
 from __future__ import annotations
 
@@ -97,18 +102,18 @@ class MovingMoE(nn.Module):
     def _compute(self, move: SampleMove, residual: Residual | None, call: RoutedCall) -> Tensor:
         """Return the experts' results of a routed call, plus the residual if any, for the samples
         after the move."""
-        y = _run_moved(self.layer, call, move, residual)
+        delivered_TD = _run_moved(self.layer, call, move, residual)
         shared_TD = self.layer.run_shared(call.x_TD, call.mask)
+        # what is added to the experts' results, at the old homes
         extra = None if shared_TD is None else shared_TD.view(call.x.shape)
         if residual is not None and not move.rides:
             extra = residual.x if extra is None else residual.x + extra
-        if y is not None:
-            y = y.view(call.x.shape)
+        if delivered_TD is not None:
+            y = delivered_TD.view(call.x.shape)
             return y if extra is None else y + move.carry(extra)
         on_mesh = _on_mesh(self.layer)
-        y = on_mesh.run_experts(self.layer.experts, call.x_TD, call.routed, call.padded_rows).view(
-            call.x.shape
-        )
+        y_TD = on_mesh.run_experts(self.layer.experts, call.x_TD, call.routed, call.padded_rows)
+        y = y_TD.view(call.x.shape)
         return move.carry(y if extra is None else y + extra)
 
 
@@ -188,17 +193,21 @@ class _MovedCall:
         programs = None
         if call.padded_rows is None:
             programs = move.relocator.compiled(plain, bias=bool(experts.names[1]))
+
         # The shared expert's result is sent separately anyway, and the residual is added to it.
         riding = residual if layer.shared is None and programs is not None else None
         if not rides_along(riding, plain.plan, on_mesh.weight_first):
             riding = None
+
+        # the ranks of a tensor-parallel group route a slice of its tokens each, or all of them
+        num_slices = on_mesh.grid.tp if plain.routes_slices else 1
         return cls(
             on_mesh=on_mesh,
             experts=experts,
             call=call,
             move=move,
             copies=_own_copies(on_mesh, call.routed, experts.num_experts),
-            num_tokens=len(call.x_TD) // (on_mesh.grid.tp if plain.routes_slices else 1),
+            num_tokens=len(call.x_TD) // num_slices,
             is_direct=programs is not None,
             riding=riding,
         )
@@ -207,22 +216,28 @@ class _MovedCall:
         """Count the copies of this rank's samples, and start to decide where samples go."""
         move = self.move
         x_TD = self.call.x_TD
+        mask = self.call.mask
+        token_ids = self.call.token_ids
         own = slice(0, self.num_tokens)
-        if self.num_tokens == len(x_TD):
+        if self.num_tokens == len(x_TD):  # this rank routed tokens of its whole group
             own = move.tokens(len(x_TD))
+
         token = self.copies.token
-        inside = (token >= own.start) & (token < own.stop)
-        own_token = token[inside] - own.start
+        is_own = (token >= own.start) & (token < own.stop)
+        own_token = token[is_own] - own.start
         copies_of_token = torch.bincount(own_token, minlength=own.stop - own.start)
-        mask, token_ids = (
-            None if each is None else each.reshape(-1)
-            for each in (self.call.mask, self.call.token_ids)
-        )
+        is_alone = copies_of_token.view(-1, move.length) == 0  # (slots, tokens of a sample)
+
         move.decide(
-            move.count(own_token, self.copies.slot[inside], self.experts.num_experts),
-            (copies_of_token.view(-1, move.length) == 0).sum(1),
-            move.predict(x_TD, mask, token_ids),
+            move.count(own_token, self.copies.slot[is_own], self.experts.num_experts),
+            is_alone.sum(1),
+            move.predict(
+                x_TD,
+                None if mask is None else mask.reshape(-1),
+                None if token_ids is None else token_ids.reshape(-1),
+            ),
             rides=self.riding is not None,
+            # results that go home first travel too, as one row with the residual if it is given
             carried=1 if self.is_direct or has_residual else 2,
             is_direct=self.is_direct,
         )
@@ -235,11 +250,13 @@ class _MovedCall:
         x = self.call.x_TD
         token = self.copies.token
         if self.riding is not None:
-            num_copies = torch.bincount(token, minlength=self.num_tokens)[token]
+            copies_of_token = torch.bincount(token, minlength=self.num_tokens)
+            num_copies = copies_of_token[token]
             computing = WithResidual(
                 self.experts, self.riding.norm, num_copies, move.relocator.mesh
             )
             x = self.riding.x.view(x.shape)
+
         inputs = CallInputs(
             experts=computing,
             record=self.call.routed.record,
@@ -283,7 +300,8 @@ def _own_copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> _O
         token = token[sent]
         slot = slot[sent]
         gates = gates[sent]
-    order = (slot * max(routing.num_tokens, 1) + token).argsort(stable=True)
+    by_slot_and_token = slot * max(routing.num_tokens, 1) + token
+    order = by_slot_and_token.argsort(stable=True)
     return _OwnCopies(token[order], slot[order], gates[order])
 
 
@@ -306,11 +324,12 @@ def _add_residuals_left_behind(y: Tensor, x: Tensor, token: Tensor, move: Sample
     group = move.relocator.group
     own_tokens = move.tokens(len(x))
     num_tokens = own_tokens.stop - own_tokens.start
-    alone = (torch.bincount(token, minlength=num_tokens) == 0).nonzero().squeeze(1)
+    copies_of_token = torch.bincount(token, minlength=num_tokens)
+    alone = (copies_of_token == 0).nonzero().squeeze(1)
     # each rank of a tensor-parallel group carries its slice
     own = x if len(group) == 1 else slice_rows(transport, group, x)
-    rows, places = move.carry_tokens(own[alone], alone)
+    rows, tokens = move.carry_tokens(own[alone], alone)
     if len(group) == 1:
-        return y.index_add(0, places, rows)
-    added = rows.new_zeros(num_tokens, x.shape[1]).index_add(0, places, rows)
+        return y.index_add(0, tokens, rows)
+    added = rows.new_zeros(num_tokens, x.shape[1]).index_add(0, tokens, rows)
     return y + gather_rows(transport, group, added, len(x))

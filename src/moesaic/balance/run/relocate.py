@@ -20,12 +20,17 @@ or, if there is another operation between the layer and the sum,
 A prediction of the next layer's routing only decides what is cheap; a wrong one costs time.
 Deciding costs 3 to 7 % of a step on an emulated cluster, even if no sample moves. So after passes
 without moves a policy rests, in the same passes on all ranks.
+
+The *home* of a sample is its rank, where it takes one of as many *slots* as every rank has. A
+*goal* is a move's homes if they are fixed and not decided. Tokens *alone* have no copies, since all
+were dropped. A residual *rides* if it travels with the experts' results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,33 +120,37 @@ def _exchange(
     own_rows_after = rows_after(rows, before, after)[rank]
     x = x.detach().contiguous()
     out = x.new_empty(int(own_rows_after.sum()), *x.shape[1:])
+
     sends: dict[int, Tensor] = {}
-    arriving: dict[int, tuple[Tensor, Tensor]] = {}
+    receives: dict[int, Tensor] = {}
+    arriving_rows: dict[int, Tensor] = {}
     for peer in range(transport.world):
-        coming = np.flatnonzero(sources[rank] == peer)
-        leaving = _places(own_rows_before, np.flatnonzero(targets[rank] == peer)).to(x.device)
-        places = _places(own_rows_after, coming[np.argsort(source_slots[rank][coming])]).to(
-            x.device
-        )
+        leaving_slots = np.flatnonzero(targets[rank] == peer)
+        leaving = _rows_of(own_rows_before, leaving_slots).to(x.device)
+        arriving_slots = np.flatnonzero(sources[rank] == peer)
+        in_order_of_leaving = np.argsort(source_slots[rank][arriving_slots])
+        arriving = _rows_of(own_rows_after, arriving_slots[in_order_of_leaving]).to(x.device)
         if peer == rank:
-            out[places] = x[leaving]
+            out[arriving] = x[leaving]
             continue
         if len(leaving):
             sends[peer] = x[leaving]
-        if len(places):
-            arriving[peer] = places, x.new_empty(len(places), *x.shape[1:])
-    receives = {peer: buffer for peer, (_, buffer) in arriving.items()}
+        if len(arriving):
+            arriving_rows[peer] = arriving
+            receives[peer] = x.new_empty(len(arriving), *x.shape[1:])
+
     if x.shape[1:].numel() and (sends or receives):
         transport.wait(transport.issue(Transfer(rank, tag, sends, receives)))
-    for places, buffer in arriving.values():
-        out[places] = buffer
+    for peer, arriving in arriving_rows.items():
+        out[arriving] = receives[peer]
     return out
 
 
-def _places(rows: np.ndarray, slots: np.ndarray) -> Tensor:
-    """Return the rows of some slots, (rows,) int64, in the order of `slots`; `rows` has the number
-    of rows of each slot."""
-    return torch.from_numpy(Runs((rows.cumsum() - rows)[slots], rows[slots]).rows)
+def _rows_of(rows: np.ndarray, slots: np.ndarray) -> Tensor:
+    """Return the indices of the rows of some slots, (rows,) int64, in the order of `slots`; `rows`
+    has the number of rows of each slot."""
+    starts = rows.cumsum() - rows
+    return torch.from_numpy(Runs(starts[slots], rows[slots]).rows)
 
 
 def sample_dropout(x: Tensor, p: float, samples: Tensor, seed: int) -> Tensor:
@@ -225,23 +234,11 @@ class Relocator:
                 tensor-parallel group does not split its samples evenly, or if a router looks across
                 tokens or draws random numbers by rank.
         """
-        before = [] if self.trip is None else self.trip.moves
-        rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in before])
+        moves_before = [] if self.trip is None else self.trip.moves
+        rests = self._rest.begins(self.placer.rest, [move.moves_anybody for move in moves_before])
         for following in followings:
             _check_router(following.router, self.mesh.transport.device)
-        own_sizes = torch.tensor([num_samples, length], device=self.mesh.transport.device)
-        sizes = torch.stack(
-            all_gather(self.mesh.transport, tuple(range(self.mesh.grid.world)), own_sizes)
-        ).cpu()
-        different = (sizes != sizes[0]).any(1).nonzero().flatten().tolist()
-        if different:
-            samples, tokens = sizes[0].tolist()
-            other_samples, other_tokens = sizes[different[0]].tolist()
-            raise InputError(
-                f"sample placement needs samples that split evenly: rank 0 has {samples} of "
-                f"{tokens} tokens, rank {different[0]} has {other_samples} of {other_tokens}: "
-                "give every rank equally many samples of one length"
-            )
+        self._check_sizes(num_samples, length)
         tp = self.mesh.grid.tp
         if num_samples % tp:
             raise InputError(
@@ -253,6 +250,26 @@ class Relocator:
         )
         return self.trip
 
+    def _check_sizes(self, num_samples: int, length: int) -> None:
+        """Raise InputError, on every rank, if ranks have different numbers of samples or tokens per
+        sample."""
+        transport = self.mesh.transport
+        own_sizes = torch.tensor([num_samples, length], device=transport.device)
+        everyone = tuple(range(self.mesh.grid.world))
+        sizes = torch.stack(all_gather(transport, everyone, own_sizes)).cpu()
+        is_different = (sizes != sizes[0]).any(1)
+        different_ranks = is_different.nonzero().flatten().tolist()
+        if not different_ranks:
+            return
+        other = different_ranks[0]
+        samples, tokens = sizes[0].tolist()
+        other_samples, other_tokens = sizes[other].tolist()
+        raise InputError(
+            f"sample placement needs samples that split evenly: rank 0 has {samples} of "
+            f"{tokens} tokens, rank {other} has {other_samples} of {other_tokens}: "
+            "give every rank equally many samples of one length"
+        )
+
     def compiled(self, plain: Compiled, *, bias: bool) -> Compiled | None:
         """Return the programs that deliver to new homes, cached per plan; None if results under the
         plan go home first.
@@ -262,17 +279,17 @@ class Relocator:
             bias: whether the shards of an expert have parameters in common.
         """
         key = (plain.digest, bias)
-        if key not in self._compiled:
+        if key in self._compiled:
+            return self._compiled[key]
+        self._compiled[key] = None
+        # if all ranks of a tensor-parallel group send all copies of the group, results go home
+        # first
+        if plain.grid.tp == 1 or plain.routes_slices:
             has_bias = "b" in plain.logical.inputs
             base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)
-            # if all ranks of a tensor-parallel group send all copies of the group, results go home
-            # first
-            try:
-                self._compiled[key] = (
-                    moving(base) if plain.grid.tp == 1 or plain.routes_slices else None
-                )
-            except InputError:  # the plan does not let results go straight to new homes
-                self._compiled[key] = None
+            # InputError: the plan does not let results go straight to new homes
+            with suppress(InputError):
+                self._compiled[key] = moving(base)
         return self._compiled[key]
 
     def shapes(self, plain: Compiled, num_experts: int, slots: int) -> LayoutIndex:
@@ -306,9 +323,8 @@ class Relocator:
         if x.is_floating_point():
             own = carry(transport, slice_rows(transport, self.group, x), before, after)
             return gather_rows(transport, self.group, own, len(x))
-        own = carry(
-            transport, x[share_of(len(x), self.group.index(self.mesh.rank), tp)], before, after
-        )
+        own_share = share_of(len(x), self.group.index(self.mesh.rank), tp)
+        own = carry(transport, x[own_share], before, after)
         return all_gather_rows(transport, self.group, own, len(x))
 
 
@@ -316,7 +332,10 @@ class Rest:
     """Decides in which passes of one relocator the policy rests."""
 
     def __init__(self) -> None:
-        self._still = self._left = 0
+        self._still = 0
+        """Number of passes in a row in which the policy was asked and moved nothing."""
+        self._left = 0
+        """Number of passes that are left to rest."""
 
     def begins(self, rest: int, moved: Sequence[bool | None]) -> bool:
         """Return whether the policy rests in the pass that starts now.
@@ -326,9 +345,9 @@ class Rest:
             moved: for each layer in the previous pass, which has ended: whether the policy moved
                 samples; None if the policy was not asked.
         """
-        moved_if_asked = [found for found in moved if found is not None]
-        if moved_if_asked:
-            self._still = 0 if any(moved_if_asked) else self._still + 1
+        answers = [answer for answer in moved if answer is not None]
+        if answers:
+            self._still = 0 if any(answers) else self._still + 1
             self._left = rest if self._still >= PATIENCE else 0
         elif self._left:
             self._left -= 1
@@ -371,19 +390,17 @@ class SampleTrip:
         number = len(self.moves) + 1
         assert number <= len(self._followings), "more MoE layers than the trip was started for"
         is_last = number == len(self._followings)
-        following = None if is_last else self._followings[number]
-        goal = self.home if self._rests or (is_last and self.relocator.ends_home) else None
-        self.moves.append(
-            SampleMove(
-                self.relocator,
-                before=self.homes,
-                following=following,
-                length=self.length,
-                goal=goal,
-                rests=self._rests,
-            )
+        goes_home = self._rests or (is_last and self.relocator.ends_home)
+        move = SampleMove(
+            self.relocator,
+            before=self.homes,
+            following=None if is_last else self._followings[number],
+            length=self.length,
+            goal=self.home if goes_home else None,
+            rests=self._rests,
         )
-        return self.moves[-1]
+        self.moves.append(move)
+        return move
 
     def bring(self, x: Tensor) -> Tensor:
         """Return values of the samples that are here now, given those of the home samples:
@@ -399,7 +416,8 @@ class SampleTrip:
 def samples_of(relocator: Relocator, homes: Homes) -> Tensor:
     """Return the samples of this rank's tensor-parallel group, (samples,) int64, by their number in
     the whole batch."""
-    return torch.from_numpy(homes.samples[list(relocator.group)].reshape(-1).copy())
+    samples = homes.samples[list(relocator.group)]
+    return torch.from_numpy(samples.reshape(-1).copy())
 
 
 class SampleMove:
@@ -447,10 +465,9 @@ class SampleMove:
         self._following = following
         self._future: Future[Homes] | None = None
         if rests:
-            no_copies = np.zeros((before.samples.size, relocator.mesh.grid.ep), dtype=np.int64)
-            self.load = SampleLoad(
-                relocator.mesh.grid, homes=before, copies=no_copies, following=None
-            )
+            grid = relocator.mesh.grid
+            no_copies = np.zeros((before.samples.size, grid.ep), dtype=np.int64)
+            self.load = SampleLoad(grid, homes=before, copies=no_copies, following=None)
 
     @property
     def after(self) -> Homes:
@@ -495,13 +512,13 @@ class SampleMove:
         """
         transport = self.relocator.mesh.transport
         assert self.alone is not None
-        route = (self.before, self.after, self.alone)
-        place = carry(transport, token % self.length, *route)
-        arriving = torch.from_numpy(
-            rows_after(self.alone, self.before, self.after)[transport.rank]
-        ).to(token.device)
-        first = torch.arange(self.before.slots, device=token.device) * self.length
-        return carry(transport, rows, *route), place + first.repeat_interleave(arriving)
+        place_in_sample = token % self.length
+        arriving_places = carry(transport, place_in_sample, self.before, self.after, self.alone)
+        rows_of_slots = rows_after(self.alone, self.before, self.after)[transport.rank]
+        arriving_by_slot = torch.from_numpy(rows_of_slots).to(token.device)
+        first_of_slot = torch.arange(self.before.slots, device=token.device) * self.length
+        arriving_tokens = arriving_places + first_of_slot.repeat_interleave(arriving_by_slot)
+        return carry(transport, rows, self.before, self.after, self.alone), arriving_tokens
 
     def volumes(self) -> tuple[Volume, Volume]:
         """Return the rows that cross links from this layer's experts to the next layer's (as
@@ -533,24 +550,28 @@ class SampleMove:
         """
         mesh = self.relocator.mesh
         self.rides = rides
-        own_counts = torch.cat(
-            [alone[:, None], copies, *([] if predicted is None else [predicted])], dim=1
-        )
-        counts = all_gather(
-            mesh.transport, tuple(range(mesh.grid.world)), own_counts.to(torch.int32)
-        )
-        table = torch.stack(counts).cpu().numpy().astype(np.int64)
+        columns = [alone[:, None], copies]
+        if predicted is not None:
+            columns.append(predicted)
+        own_counts = torch.cat(columns, dim=1).to(torch.int32)
+        counts = all_gather(mesh.transport, tuple(range(mesh.grid.world)), own_counts)
+        table = torch.stack(counts).cpu().numpy().astype(np.int64)  # (ranks, slots, columns)
         self.alone = table[:, :, 0]
-        self.copies, following = np.split(table[:, :, 1:], [copies.shape[1]], axis=2)
+        num_experts = copies.shape[1]
+        self.copies = table[:, :, 1 : 1 + num_experts]
+        following = table[:, :, 1 + num_experts :]
+
         place = self.before.place
-        by_sample = [
-            part.reshape(len(place), part.shape[2])[place] for part in (self.copies, following)
-        ]
+
+        def by_sample(by_slot: np.ndarray) -> np.ndarray:
+            """Return a table by sample, (samples, columns), from one by slot."""
+            return by_slot.reshape(len(place), by_slot.shape[2])[place]
+
         self.load = SampleLoad(
             mesh.grid,
             homes=self.before,
-            copies=by_sample[0],
-            following=None if predicted is None else by_sample[1],
+            copies=by_sample(self.copies),
+            following=None if predicted is None else by_sample(following),
             carried=self.alone.reshape(-1)[place] if rides else carried * self.length,
             is_direct=is_direct,
         )
@@ -575,24 +596,30 @@ class SampleMove:
             return None
         own_tokens = self.tokens(len(x_TD))
         x_TD = x_TD[own_tokens]
-        valid_T, token_ids = (
-            None if each is None else each[own_tokens] for each in (valid_T, token_ids)
-        )
+        if valid_T is not None:
+            valid_T = valid_T[own_tokens]
+        if token_ids is not None:
+            token_ids = token_ids[own_tokens]
+
         router = self._following.router
-        top_k = self._following.top_k
+        score_dtype = torch.promote_types(x_TD.dtype, torch.float32)
         with (
             torch.no_grad(),
             torch.autocast(x_TD.device.type, enabled=False),
             parameters_as(router, _whole),
         ):
-            scores = router.scores(
-                x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids
-            )
-            choice = own_choice(router)(scores, top_k, valid_T, None)
-        alive = slice(None) if valid_T is None else valid_T[choice.token]
-        order = self._following.order
-        expert = choice.expert if order is None else order.slots(choice.expert)
-        return self.count(choice.token[alive], expert[alive], router.num_experts)
+            scores = router.scores(x_TD.to(score_dtype), None, token_ids)
+            choice = own_choice(router)(scores, self._following.top_k, valid_T, None)
+
+        token = choice.token
+        expert = choice.expert
+        if self._following.order is not None:
+            expert = self._following.order.slots(expert)
+        if valid_T is not None:
+            is_valid = valid_T[token]
+            token = token[is_valid]
+            expert = expert[is_valid]
+        return self.count(token, expert, router.num_experts)
 
     def tokens(self, num_tokens: int) -> slice:
         """Return which of the tensor-parallel group's tokens this rank is responsible for."""
@@ -602,8 +629,10 @@ class SampleMove:
     def count(self, token: Tensor, expert: Tensor, num_experts: int) -> Tensor:
         """Return the number of copies that each sample has for each expert, (slots, num_experts)
         int64."""
-        cell = token // self.length * num_experts + expert
-        return torch.bincount(cell, minlength=self.before.slots * num_experts).view(-1, num_experts)
+        slot = token // self.length
+        cell = slot * num_experts + expert
+        counts = torch.bincount(cell, minlength=self.before.slots * num_experts)
+        return counts.view(-1, num_experts)
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:

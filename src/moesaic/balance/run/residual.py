@@ -85,10 +85,12 @@ class WithResidual(AbstractExperts):
         self.norm = norm
         self._num_copies = num_copies
         self._mesh = mesh
-        self._shapes = (
-            {} if norm is None else {name: value.shape for name, value in norm.named_parameters()}
-        )
+        self._shapes: dict[str, torch.Size] = {}
+        """The shapes of the norm's parameters, by name."""
+        if norm is not None:
+            self._shapes = {name: value.shape for name, value in norm.named_parameters()}
         self._columns = sum(shape.numel() for shape in self._shapes.values())
+        """Number of the columns that the norm's parameters take."""
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -107,11 +109,14 @@ class WithResidual(AbstractExperts):
         assert weight is not None, "a residual rides on copies that have weights"
         shares = self._num_copies.unsqueeze(1).to(weight.dtype).reciprocal()
         gates_and_shares = torch.cat([weight, shares], dim=1)
-        y: Tensor = self.inner(
-            rows,
-            gates_and_shares,
-            run=lambda x, gates, sharded, common: run(x, gates, sharded, self._joined(common)),
-        )
+
+        def run_joined(
+            x: Tensor, gates: Tensor | None, sharded: Weights, common: Weights
+        ) -> Tensor:
+            """Run with the norm's parameters beside those of the experts."""
+            return run(x, gates, sharded, self._joined(common))
+
+        y: Tensor = self.inner(rows, gates_and_shares, run=run_joined)
         return y
 
     def compute(self, call: ExpertCall) -> Tensor:
@@ -131,25 +136,28 @@ class WithResidual(AbstractExperts):
     ) -> ExpertGradients:
         """Return the gradients through the inner experts, then through the norm and the
         residual."""
-        norm_row = self._split(call.common)[1]
-        leaves = [call.rows.detach().requires_grad_(), norm_row.detach().requires_grad_()]
+        _, norm_row = self._split(call.common)
+        rows = call.rows.detach().requires_grad_()
+        norm_row = norm_row.detach().requires_grad_()
         with torch.enable_grad():
-            normed = self._normed(*leaves)
-        inside = self._inner_call(call, normed.detach())
-        of_inner = self.inner.gradients(inside, kept, dy, deferred_wgrad)
-        assert of_inner.gates is not None
+            normed = self._normed(rows, norm_row)
+
+        inner_call = self._inner_call(call, normed.detach())
+        inner = self.inner.gradients(inner_call, kept, dy, deferred_wgrad)
+        assert inner.gates is not None
         d_rows, d_norm_row = torch.autograd.grad(
-            normed, leaves, of_inner.rows, allow_unused=True, materialize_grads=True
+            normed, [rows, norm_row], inner.rows, allow_unused=True, materialize_grads=True
         )
         d_rows = d_rows + self._share(dy, call)
         # Shares are constants without a gradient.
-        d_gates = torch.stack([of_inner.gates, torch.zeros_like(of_inner.gates)], dim=1)
-        d_common = of_inner.common
+        d_gates = torch.stack([inner.gates, torch.zeros_like(inner.gates)], dim=1)
+        d_common = inner.common
         if self._columns:
+            # (experts, columns): the call reads the first expert's, so the others' are zero
             d_norm = torch.zeros_like(call.common[0][:, -self._columns :])
             d_norm[:1] = d_norm_row
             d_common = (torch.cat([*d_common, d_norm], dim=1),)
-        return ExpertGradients(d_rows, gates=d_gates, sharded=of_inner.sharded, common=d_common)
+        return ExpertGradients(d_rows, gates=d_gates, sharded=inner.sharded, common=d_common)
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         self.inner.init_normal(std, out_std, draw)
@@ -179,43 +187,37 @@ class WithResidual(AbstractExperts):
         grid = self._mesh.grid
         rank = self._mesh.rank
         norm_row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
-        norm_row = (
-            norm_row
-            if grid.tp == 1
-            else share(self._mesh.transport, grid.group(rank, ("tp",)), norm_row)
-        )
-        norm_row = (
-            norm_row
-            if grid.etp == 1
-            else norm_row / grid.etp + (norm_row - norm_row / grid.etp).detach()
-        )
-        return (torch.cat([*common, norm_row.expand(self.num_experts // grid.ep, -1)], dim=1),)
+        if grid.tp > 1:
+            norm_row = share(self._mesh.transport, grid.group(rank, ("tp",)), norm_row)
+        if grid.etp > 1:  # the same value, with a gradient divided by etp
+            norm_row = norm_row / grid.etp + (norm_row - norm_row / grid.etp).detach()
+        norm_columns = norm_row.expand(self.num_experts // grid.ep, -1)
+        return (torch.cat([*common, norm_columns], dim=1),)
 
     def _inner_call(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
         """Return the call of the inner experts, with rows after the norm."""
         inner_common, norm_row = self._split(call.common)
         rows = self._normed(call.rows, norm_row) if normed is None else normed
-        return replace(
-            call, common=inner_common, rows=rows, gates=_gates_and_shares(call)[:, 0].contiguous()
-        )
+        gates = _gates_and_shares(call)[:, 0].contiguous()
+        return replace(call, common=inner_common, rows=rows, gates=gates)
 
     def _split(self, common: Weights) -> tuple[Weights, Tensor]:
         """Return the inner experts' common parameters, and the norm's parameters, (columns,)."""
         if not self._columns:
             return common, torch.empty(0)
-        width = common[0].shape[1] - self._columns
-        return ((common[0][:, :width],) if width else ()), common[0][0, width:]
+        (joined,) = common  # (experts, width + columns)
+        width = joined.shape[1] - self._columns
+        inner_common = (joined[:, :width],) if width else ()
+        norm_row = joined[0, width:]
+        return inner_common, norm_row
 
     def _normed(self, rows: Tensor, norm_row: Tensor) -> Tensor:
         """Return the norm of rows, with its parameters from `norm_row`; the rows themselves without
         a norm."""
         if self.norm is None:
-            return rows.view_as(rows)
-        parts = (
-            norm_row.split([shape.numel() for shape in self._shapes.values()])
-            if self._columns
-            else ()
-        )
+            return rows.view_as(rows)  # a result of its own, of which `gradients` can ask
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        parts = norm_row.split(sizes) if self._columns else ()
         parameters = {
             name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)
         }

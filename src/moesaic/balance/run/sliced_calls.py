@@ -63,18 +63,18 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
     expert = call.expert
     compiled = call.whole.compiled
     rows = []
-    node_tokens = []
+    node_tokens = []  # under multicast, the tokens that each slice sends to each node
     for number in range(cut.num_slices):
-        places, origin = cut.rows(number, call.origins)
-        rows.append(torch.from_numpy(places).to(token.device))
+        indices_of_rows, origin = cut.rows(number, call.origins)
+        rows.append(torch.from_numpy(indices_of_rows).to(token.device))
         if call.find is not None:
-            own = torch.from_numpy(places[origin == transport.rank]).to(token.device)
+            is_own = origin == transport.rank
+            own = torch.from_numpy(indices_of_rows[is_own]).to(token.device)
             node_tokens.append(call.find(token[own], expert[own]))
     if node_tokens:
         counts = torch.stack([each.counts for each in node_tokens])
-        all_counts = (
-            torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
-        )
+        counts_of_ranks = all_gather(transport, tuple(range(transport.world)), counts)
+        all_counts = torch.stack(counts_of_ranks).cpu().numpy()  # (ranks, slices, ...)
         node_tokens = [
             each.with_counts(all_counts[:, number], transport.rank)
             for number, each in enumerate(node_tokens)
@@ -82,15 +82,20 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
 
     slices = []
     for number in range(cut.num_slices):
-        own_node_tokens = node_tokens[number] if node_tokens else None
-        table = None if own_node_tokens is None else own_node_tokens.of_all
-        replicated = cut.replicated(number)
-        of_call = partial(compiled.sizes, tokens=call.tokens, units=call.units)
-        sizes = partial(of_call, cut.copies(number), node_tokens=table, replicated=replicated)
-        indices = (
-            {"index": token[rows[number]].unsqueeze(1)}
-            if own_node_tokens is None
-            else own_node_tokens.indices
+        table = None
+        indices: Mapping[str, Tensor]
+        if node_tokens:
+            table = node_tokens[number].of_all
+            indices = node_tokens[number].indices
+        else:
+            indices = {"index": token[rows[number]].unsqueeze(1)}
+        sizes = partial(
+            compiled.sizes,
+            cut.copies(number),
+            tokens=call.tokens,
+            units=call.units,
+            node_tokens=table,
+            replicated=cut.replicated(number),
         )
         slices.append(Slice(rows[number], sizes, indices))
     return slices
@@ -172,33 +177,36 @@ class RunSlices(torch.autograd.Function):
         gates: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        """Run the slices and sum their results; keep the inputs, and the values of the slices that
-        are kept."""
+        """Run the slices, the last first, and sum their results; keep the inputs, and the values of
+        the slices that are kept."""
         tags = sliced_run.take_tags()
-        names = sliced_run.names if has_grad and any(ctx.needs_input_grad) else ()
+        needs_backward = has_grad and any(ctx.needs_input_grad)
+        names = sliced_run.names if needs_backward else ()
+        sharded, common = _split(weights, num_sharded)
+
         total = torch.zeros_like(x, dtype=accumulate_dtype(x.dtype))
         states = [_RunState.now(x)] * len(sliced_run.slices)
         flat: list[Tensor] = []
         layouts = []
         for number in reversed(range(len(sliced_run.slices))):
             states[number] = _RunState.now(x)
-            keeps = names if number < sliced_run.kept else ()
+            kept_values = names if number < sliced_run.kept else ()
             run = sliced_run.run(number, tags[number])
-            inputs = inputs_of(
-                run, x, gates[sliced_run.slices[number].rows], *_split(weights, num_sharded)
-            )
-            values = drive(
-                interpret(run.compiled.forward, inputs, run.call, {*keeps, "y"}), run.transport
-            )
+            gates_of_slice = gates[sliced_run.slices[number].rows]
+            inputs = inputs_of(run, x, gates_of_slice, sharded, common)
+            steps = interpret(run.compiled.forward, inputs, run.call, {*kept_values, "y"})
+            values = drive(steps, run.transport)
             y = values["y"]
             assert isinstance(y, Tensor)
             total += y
-            if keeps:
-                tensors, layout = flattened(values, keeps)
+            if kept_values:
+                tensors, layout = flattened(values, kept_values)
                 flat += tensors
                 layouts.append(layout)
                 del tensors
-            del values, y, inputs
+            # memory of this slice that the next one must not add to
+            del values, y, inputs, steps, gates_of_slice
+
         ctx.save_for_backward(x, gates, *weights, *flat)
         ctx.work = sliced_run
         ctx.num_sharded = num_sharded
@@ -218,32 +226,40 @@ class RunSlices(torch.autograd.Function):
         # a second backward pass needs new tags
         tags = ctx.tags or sliced_run.take_tags()
         ctx.tags = None
+        sharded, common = _split(weights, ctx.num_sharded)
+
         d_gates = torch.zeros_like(gates)
         totals: list[Tensor] = []
         for number, part in enumerate(sliced_run.slices):
             run = sliced_run.run(number, tags[number])
             if not kept:  # neither this slice nor a later one was kept
-                inputs = inputs_of(run, x, gates[part.rows], *_split(weights, ctx.num_sharded))
+                inputs = inputs_of(run, x, gates[part.rows], sharded, common)
                 with ctx.states[number].again():
                     again = interpret(sliced_run.again, inputs, run.call, set(sliced_run.names))
                     kept.append(drive(again, run.transport))
                 del inputs, again
-            d_x, d_own, *d_parameters = run_backward(run, kept.pop(), dy)
-            d_gates[part.rows] = d_own
-            totals = totals or [
-                torch.zeros_like(value, dtype=accumulate_dtype(value.dtype))
-                for value in (x, *weights)
-            ]
+            d_x, d_gates_of_slice, *d_parameters = run_backward(run, kept.pop(), dy)
+            d_gates[part.rows] = d_gates_of_slice
+            if not totals:
+                totals = [
+                    torch.zeros_like(value, dtype=accumulate_dtype(value.dtype))
+                    for value in (x, *weights)
+                ]
             for total, value in zip(totals, (d_x, *d_parameters), strict=True):
                 total += value
             del d_x, d_parameters
-        d_x, *d_weights = (total.to(value.dtype) for total, value in zip(totals, (x, *weights)))
+
+        # in the order of `forward`'s arguments
+        gradients = []
+        for total, value in zip(totals, (x, *weights)):
+            gradients.append(total.to(value.dtype))
+        d_x, *d_weights = gradients
         return None, None, None, d_x, d_gates, *d_weights
 
 
 def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:
-    """Return the inputs, and the kept values of the first slices in reverse order, in lists without
-    other references."""
+    """Return the inputs, and the kept values of the first slices, the first slice's last, in lists
+    without other references."""
     saved = ctx.saved_tensors
     start = ctx.num_inputs
     kept = []
@@ -267,21 +283,24 @@ class _RunState:
 
     device: torch.device
     autocast: tuple[bool, torch.dtype]
+    """Whether it is enabled, and its dtype."""
     random_state: Tensor
     device_state: Tensor | None
 
     @classmethod
     def now(cls, x: Tensor) -> _RunState:
+        """Return the present state, on the device of x."""
         kind = x.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        of_device = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-        return cls(x.device, autocast, torch.get_rng_state(), of_device)
+        device_state = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+        return cls(x.device, autocast, torch.get_rng_state(), device_state)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Return a context with the same state."""
         enabled, dtype = self.autocast
-        with torch.random.fork_rng([self.device] if self.device_state is not None else []):
+        devices = [self.device] if self.device_state is not None else []
+        with torch.random.fork_rng(devices):
             torch.set_rng_state(self.random_state)
             if self.device_state is not None:
                 torch.cuda.set_rng_state(self.device_state, self.device)

@@ -4,7 +4,9 @@ After the one exchange of a call, every rank has the counts of all ranks. From t
 choose the same option without further messages: the one that the model predicts to be fastest.
 Comparing all options takes longer than a call could gain, so they are compared now and then, and
 what each saved is averaged over comparisons, since loads may alternate. In between, the chosen
-program runs with a table that is built from each call's own counts.
+program runs with a table that is built from each call's own counts, or *scaled*: each entry of an
+earlier table keeps its share of the copies. *Alone* is the call without replication; options and
+recipes are those of `options.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from moesaic.balance.selector.options import (
     Option,
     Recipe,
     Weigher,
+    Work,
     is_even,
     option_plans,
 )
@@ -87,13 +90,10 @@ class Arbiter(AbstractReplicationPolicy):
     def decide(self, load: CallLoad) -> np.ndarray:
         """Return the fastest table of replicated copies by the model, (world, num_experts, ep)
         int64."""
-        plan = Plan(replication="arbiter")
-        replicated = (
-            self.start({ALONE: Plan(replication=NO_REPLICATION), REPLICATED: plan})
-            .choose(load)
-            .replicated
-        )
-        return (replicated or NOTHING).table((*load.copies.shape, load.grid.ep))
+        plans = {ALONE: Plan(replication=NO_REPLICATION), REPLICATED: Plan(replication="arbiter")}
+        decision = self.start(plans).choose(load)
+        replicated = decision.replicated or NOTHING
+        return replicated.table((*load.copies.shape, load.grid.ep))
 
 
 class Arbitration(AbstractChooser):
@@ -109,8 +109,11 @@ class Arbitration(AbstractChooser):
         self.weigher = Weigher(plans, settings.costs, settings.at_most)
         self._last = Option(ALONE, recipe=Recipe(), replicated=(), seconds=0.0)
         self._seconds: dict[str, float] = {}
+        """Modelled seconds of each option in the last comparison."""
         self._known: dict[str, Option] = {}
+        """The options of all comparisons, as they were last."""
         self._saved: dict[str, float] = {}
+        """The share of the seconds of leaving calls alone that each option saved lately."""
         self._scaled: ScaledTable | None = None
         self._calls = 0
 
@@ -119,7 +122,8 @@ class Arbitration(AbstractChooser):
         started = time.thread_time()
         replicas = self.weigher.replica_loads(load)
         self._calls += 1
-        if self._calls % max(EVERY, load.copies.size // COUNTS) == 1:
+        calls_between_comparisons = max(EVERY, load.copies.size // COUNTS)
+        if self._calls % calls_between_comparisons == 1:
             self._compare(replicas)
             table = self._spread(replicas, self._last.replicated)
         else:
@@ -133,18 +137,10 @@ class Arbitration(AbstractChooser):
         def moved() -> tuple[CallTraffic, CallTraffic]:
             """Return what a call moves without replication, and what it moved."""
             nothing = (NOTHING,) * len(replicas)
-            ran = [within(each, table) for each in replicas]
-            return tuple(  # type: ignore[return-value]
-                CallTraffic(
-                    tuple(rows for work in works for rows in work.rows),
-                    sum(work.token_bytes for work in works),
-                    sum(work.weight_bytes for work in works),
-                )
-                for works in (
-                    self.weigher.works(ALONE, replicas, nothing),
-                    self.weigher.works(option.program, replicas, ran),
-                )
-            )
+            tables = [within(replica, table) for replica in replicas]
+            alone = self.weigher.works(ALONE, replicas, nothing)
+            decided = self.weigher.works(option.program, replicas, tables)
+            return _traffic(alone), _traffic(decided)
 
         return CallDecision(
             option=option.name,
@@ -164,10 +160,11 @@ class Arbitration(AbstractChooser):
         else:
             options = self.weigher.all(replicas)
         self._seconds = {option.name: option.seconds for option in options}
-        chosen = self._fastest_lately(options)
-        if all(option is not chosen for option in options):  # its recipe is that of an earlier call
-            chosen = replace(chosen, replicated=self.weigher.tables(chosen.recipe, replicas))
-        self._last = chosen
+        fastest = self._fastest_lately(options)
+        if all(option is not fastest for option in options):  # its tables are of an earlier call
+            tables = self.weigher.tables(fastest.recipe, replicas)
+            fastest = replace(fastest, replicated=tables)
+        self._last = fastest
         self._scaled = None
 
     def _fastest_lately(self, options: Sequence[Option]) -> Option:
@@ -177,32 +174,32 @@ class Arbitration(AbstractChooser):
         An option that is not among those of a call replicates nothing there, and so saves what its
         program saves without.
         """
-        alone = options[0].seconds
-        known = {option.name: option for option in options}
-        now = {name: 1 - option.seconds / alone if alone else 0.0 for name, option in known.items()}
-        without = now.get(STEPS, 0.0)
-        now |= {
-            name: without if name.startswith(STEPS) else 0.0
-            for name in self._saved
-            if name not in now
-        }
-        self._known |= known
+        seconds_alone = options[0].seconds
+        saved_now = {}
+        for option in options:
+            self._known[option.name] = option
+            share = 1 - option.seconds / seconds_alone if seconds_alone else 0.0
+            saved_now[option.name] = share
+        steps_share = saved_now.get(STEPS, 0.0)
+        for name in self._saved:
+            if name not in saved_now:
+                saved_now[name] = steps_share if name.startswith(STEPS) else 0.0
+
         self._saved = {
-            name: (self._saved.get(name, share) + share) / 2 for name, share in now.items()
+            name: (self._saved.get(name, share) + share) / 2 for name, share in saved_now.items()
         }
-        name = max(self._saved, key=lambda name: self._saved[name])
-        return self._known[name if self._saved[name] > self.settings.margin else ALONE]
+        best = max(self._saved, key=lambda name: self._saved[name])
+        return self._known[best if self._saved[best] > self.settings.margin else ALONE]
 
     def _repeated(self, replicas: Sequence[ReplicaLoad]) -> Replications:
         """Return the table of the last option for another call."""
         if not self._last.recipe.policy:
             return NOTHING
-        scaled = None if self._scaled is None else self._scaled.fitted(replicas[0].load)
-        return (
-            self._spread(replicas, self.weigher.tables(self._last.recipe, replicas))
-            if scaled is None
-            else scaled
-        )
+        if self._scaled is not None:
+            scaled = self._scaled.fitted(replicas[0].load)
+            if scaled is not None:
+                return scaled
+        return self._spread(replicas, self.weigher.tables(self._last.recipe, replicas))
 
     def _spread(
         self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]
@@ -210,11 +207,19 @@ class Arbitration(AbstractChooser):
         """Return a table over all ranks; it is kept for later calls, unless shadows are chosen as
         quickly as it is scaled."""
         table = spread(replicas, replicated)
-        if not table.is_empty and not (
-            self._last.recipe.shadows and replicas[0].load.copies.size <= SMALL
-        ):
+        is_built_quickly = self._last.recipe.shadows and replicas[0].load.copies.size <= SMALL
+        if not table.is_empty and not is_built_quickly:
             self._scaled = ScaledTable(replicas[0], table)
         return table
+
+
+def _traffic(works: Sequence[Work]) -> CallTraffic:
+    """Return what a call computes and moves, from its work by replica of the experts."""
+    return CallTraffic(
+        tuple(rows for work in works for rows in work.rows),
+        sum(work.token_bytes for work in works),
+        sum(work.weight_bytes for work in works),
+    )
 
 
 class ScaledTable:
@@ -232,17 +237,17 @@ class ScaledTable:
     def __init__(self, replica: ReplicaLoad, table: Replications) -> None:
         load = replica.load
         self._table = table
-        self._runs = table.origin * load.num_experts + table.expert
-        self._before = load.copies.reshape(-1)[self._runs]
+        self._cells = table.origin * load.num_experts + table.expert
+        """For each entry, the index of its origin's copies for its expert in `CallLoad.copies`."""
+        self._before = load.copies.reshape(-1)[self._cells]
         self._slowness = replica.links.slowness
         self._source = load.home[table.expert]
         self._busiest = self._busiest_under(load, table.amount)
 
     def fitted(self, load: CallLoad) -> Replications | None:
         """Return the table for a call; None if the load has changed too much for it."""
-        amounts: np.ndarray = (
-            self._table.amount * load.copies.reshape(-1)[self._runs] // self._before
-        )
+        copies = load.copies.reshape(-1)[self._cells]
+        amounts: np.ndarray = self._table.amount * copies // self._before
         if self._busiest_under(load, amounts) > self._busiest + WORSE:
             return None
         return self._table._replace(amount=amounts).where(amounts > 0)
@@ -252,8 +257,8 @@ class ScaledTable:
         mean."""
         ep = load.grid.ep
         copies = load.copies.sum(0)
-        moved = np.bincount(self._table.helper, amounts, ep) - np.bincount(
-            self._source, amounts, ep
-        )
-        loads = (copies.reshape(ep, -1).sum(1) + moved) * self._slowness
+        at_home = copies.reshape(ep, -1).sum(1)
+        gained = np.bincount(self._table.helper, amounts, ep)
+        lost = np.bincount(self._source, amounts, ep)
+        loads = (at_home + (gained - lost)) * self._slowness
         return float(loads.max()) * ep / max(1, int(copies.sum()))

@@ -4,8 +4,9 @@ tables and modelled times.
 The programs are those of the plan without replication, with replication, with other values of r,
 and each also step by step.
 
-A recipe describes how to build a table. By it the table of a call is built from that call's own
-counts, without comparing options again.
+A *recipe* describes how to build a table. By it the table of a call is built from that call's own
+counts, without comparing options again. An *option* is a program with a recipe. Places, homes and
+helpers are those of `replication/cost.py`, and r is `Plan.gather_weights`.
 
 The model is that of `replication/cost.py`, a closed form over the busiest place and link that is
 cheap enough for every call. It is extended by what other options need: start-up times of messages,
@@ -54,7 +55,8 @@ def option_plans(plan: Plan, grid: Grid) -> dict[str, Plan]:
     alone = replace(plan, replication=NO_REPLICATION)
     plans = {ALONE: alone, REPLICATED: plan}
     for r in range(grid.etp):
-        if (r == 0 or grid.etp % r == 0) and r != plan.gather_weights:
+        divides = r == 0 or grid.etp % r == 0
+        if divides and r != plan.gather_weights:
             plans[f"r={r}"] = replace(alone, gather_weights=r)
     groups = steps_of(grid)
     if plan.peer_groups == 1 and groups > 1:
@@ -163,7 +165,8 @@ class Weigher:
         are computed once."""
         if self._links is None or self._links[0] != load.grid:
             self._links = (load.grid, replica_links(load, self._costs))
-        return [ReplicaLoad(load, each) for each in self._links[1]]
+        _, links_of_replicas = self._links
+        return [ReplicaLoad(load, links) for links in links_of_replicas]
 
     def tables(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...]:
         """Return the replications of a recipe in a call, within each replica of the experts."""
@@ -177,11 +180,11 @@ class Weigher:
         self, program: str, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]
     ) -> list[Work]:
         """Return the work of a call under a program, by replica of the experts."""
+        plan = self._plans[program]
         works = [
-            work_of(replica, each, self._plans[program].chunks)
-            for replica, each in zip(replicas, replicated)
+            work_of(replica, table, plan.chunks) for replica, table in zip(replicas, replicated)
         ]
-        r = self._plans[program].gather_weights
+        r = plan.gather_weights
         if r is None or r == self._plans[ALONE].gather_weights:
             return works
         return [gathered_work(replica, work, r) for replica, work in zip(replicas, works)]
@@ -196,9 +199,13 @@ class Weigher:
         alone = self.alone(replicas)
         tables = self._best_tables(replicas)
         options = [alone]
-        for program, plan in list(self._plans.items())[1:]:
+        other_plans = list(self._plans.items())[1:]
+        for program, plan in other_plans:
             if plan.replicates:
-                options += [self._option(program, *each) for each in tables]
+                options += [
+                    self._option(program, recipe, replicated, works)
+                    for recipe, replicated, works in tables
+                ]
             else:
                 works = self.works(program, replicas, alone.replicated)
                 options.append(self._option(program, Recipe(), alone.replicated, works))
@@ -210,9 +217,10 @@ class Weigher:
         """Return a program as an option, with its predicted seconds."""
         plan = self._plans[program]
         costs = self._costs
-        parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
         seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
-        seconds += parts * (costs.part_us + costs.inter_latency_us) * 1e-6
+        # each further part starts a message and a product
+        further_parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
+        seconds += further_parts * (costs.part_us + costs.inter_latency_us) * 1e-6
         return Option(program, recipe, replicated, seconds=round(seconds, DECIMALS))
 
     def _best_tables(
@@ -220,36 +228,47 @@ class Weigher:
     ) -> list[tuple[Recipe, tuple[Replications, ...], list[Work]]]:
         """Return recipe, table and work of the best table of each policy, without policies that
         replicate nothing."""
+        # with the host's seconds per replicated expert, and without; once if they are 0
         prices = dict.fromkeys((self._costs.expert_us * 1e-6, 0.0))
-        tables = [
-            [self._shadowed(replicas, price, whole) for price in prices] for whole in (False, True)
-        ]
         spilling = [Recipe(limit=limit) for limit in SPILLS]
-        if len(set(replicas[0].links.nodes.tolist())) > 1:
+        num_nodes = len(set(replicas[0].links.nodes.tolist()))
+        if num_nodes > 1:
             spilling += [replace(recipe, near_first=True) for recipe in spilling]
-        for recipes in (spilling, [Recipe(redundant=each) for each in REDUNDANT]):
-            tables.append([(recipe, self.tables(recipe, replicas)) for recipe in recipes])
-        found = []
-        for of_policy in tables:
-            priced = [
-                (recipe, table, self.works(REPLICATED, replicas, table))
-                for recipe, table in of_policy
+        redundancies = [Recipe(redundant=number) for number in REDUNDANT]
+        candidates_by_policy = [
+            [self._shadowed(replicas, price, whole=False) for price in prices],
+            [self._shadowed(replicas, price, whole=True) for price in prices],
+            [(recipe, self.tables(recipe, replicas)) for recipe in spilling],
+            [(recipe, self.tables(recipe, replicas)) for recipe in redundancies],
+        ]
+
+        best_tables = []
+        for candidates in candidates_by_policy:
+            with_works = [
+                (recipe, tables, self.works(REPLICATED, replicas, tables))
+                for recipe, tables in candidates
             ]
-            found.append(min(priced, key=lambda each: self._option(REPLICATED, *each).seconds))
-        return [each for each in found if not all(table.is_empty for table in each[1])]
+            best = min(with_works, key=lambda each: self._option(REPLICATED, *each).seconds)
+            _, tables, _ = best
+            if not all(table.is_empty for table in tables):
+                best_tables.append(best)
+        return best_tables
 
     def _shadowed(
-        self, replicas: Sequence[ReplicaLoad], price: float, whole: bool
+        self, replicas: Sequence[ReplicaLoad], price: float, *, whole: bool
     ) -> tuple[Recipe, tuple[Replications, ...]]:
-        """Return the recipe and the table of shadows if each expert costs `price` more seconds."""
-        tables = tuple(
-            shadows(each, price, at_most=self._at_most, whole=whole) for each in replicas
-        )
-        thresholds = tuple(
-            1.0 if table.is_empty else least_of(replica, table, whole=whole)
-            for replica, table in zip(replicas, tables)
-        )
-        return Recipe(shadows=True, whole=whole, least=thresholds), tables
+        """Return the recipe and the tables of shadows, by replica of the experts, if each expert
+        costs `price` more seconds."""
+        tables = []
+        thresholds = []
+        for replica in replicas:
+            table = shadows(replica, price, at_most=self._at_most, whole=whole)
+            tables.append(table)
+            # no pair has all copies, so that nothing reaches a threshold of 1
+            threshold = 1.0 if table.is_empty else least_of(replica, table, whole=whole)
+            thresholds.append(threshold)
+        recipe = Recipe(shadows=True, whole=whole, least=tuple(thresholds))
+        return recipe, tuple(tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,11 +306,15 @@ class Work:
         compute = self.home
         travel = self.travel
         if not self.replicates:
+            # the longer of the two hides the other, except for its first or last part
             busiest = float(compute.max())
             return max(busiest, travel) + min(busiest, travel) / parts + self.fetch
-        # over the same links as tokens that travel home
+
+        # weights and replicated copies, over the same links as tokens that travel home
         arrives = self.fetch + self.travel_helped / 2
-        whole = travel / 2 + np.maximum(compute, arrives) + np.maximum(self.helped, travel / 2)
+        # half of `travel` goes there, half comes back
+        returns = np.maximum(self.helped, travel / 2)
+        whole = travel / 2 + np.maximum(compute, arrives) + returns
         in_parts = (
             np.maximum(compute, travel + arrives)
             + np.minimum(compute, travel) / parts
@@ -312,22 +335,28 @@ def work_of(replica: ReplicaLoad, replicated: Replications, chunks: int = 1) -> 
     rows = rows_of(replica, replicated)
     shards = replica.origins.shape[1]
     passes = replica.costs.passes
-    messages = replica.links.start_up
     slowness = replica.links.slowness
-    moved = rows.home + rows.replicated
-    across = int(moved.sum() - np.trace(moved))
+
+    # bytes on the fullest link, and the start-up of messages
+    start_up = replica.links.start_up
+    travel = replica.travel_seconds(replica.fullest(rows.home))
+    travel += passes * _fullest(start_up * chunks * (rows.home > 0))
+    travel_helped = replica.travel_seconds(replica.fullest(rows.replicated))
+    travel_helped += passes * _fullest(start_up * (rows.replicated > 0))
+    fetch = replica.fetch_seconds(replica.fullest(rows.fetched))
+    fetch += passes / 2 * _fullest(start_up * (rows.fetched > 0))
+
+    computed = rows.home + rows.replicated  # (ep, ep): by origin and place that computes
+    across = int(computed.sum() - np.trace(computed))
     return Work(
         home=replica.compute_seconds(rows.home.sum(0) * slowness),
         helped=replica.compute_seconds(rows.replicated.sum(0) * slowness),
-        travel=replica.travel_seconds(replica.fullest(rows.home))
-        + passes * _fullest(messages * chunks * (rows.home > 0)),
-        travel_helped=replica.travel_seconds(replica.fullest(rows.replicated))
-        + passes * _fullest(messages * (rows.replicated > 0)),
-        fetch=replica.fetch_seconds(replica.fullest(rows.fetched))
-        + passes / 2 * _fullest(messages * (rows.fetched > 0)),
+        travel=travel,
+        travel_helped=travel_helped,
+        fetch=fetch,
         host=rows.held * replica.costs.expert_us * 1e-6,
         replicates=not replicated.is_empty,
-        rows=tuple(moved.sum(0).tolist()),
+        rows=tuple(computed.sum(0).tolist()),
         token_bytes=passes * across * replica.row_bytes * shards,
         weight_bytes=passes // 2 * int(rows.fetched.sum()) * replica.weight_bytes * shards,
     )
@@ -373,6 +402,7 @@ def _all_gathered(replica: ReplicaLoad, alone: Work) -> Work:
     per_place = replica.load.num_experts // len(replica.origins)
     transfers = replica.costs.passes - 1  # forward, backward again, gradients back
     own_copies = replica.load.copies[replica.origins].sum(2)
+
     # between places: every place sends all its shards to each other place
     sent = shards * per_place * (1 - np.eye(len(replica.origins)))
     fetched = replica.weight_bytes * replica.fullest(sent)
@@ -380,6 +410,7 @@ def _all_gathered(replica: ReplicaLoad, alone: Work) -> Work:
     fetched += _fullest(shards * replica.links.start_up)
     # inside a place: the shards of the other ranks
     fetched += (shards - 1) * per_place * replica.weight_bytes * _within_place(replica)
+
     # the shards of all other ranks
     num_fetched = (replica.origins.size - 1) * per_place
     return Work(
@@ -409,19 +440,28 @@ def is_even(replica: ReplicaLoad, margin: float) -> bool:
     """
     home = replica.load.home
     ep = len(replica.origins)
-    away = replica.copies * (np.arange(ep)[:, None] != home[None, :])
-    if 2 * int(away.max(initial=0)) * replica.row_bytes > replica.weight_bytes:
+    is_away = np.arange(ep)[:, None] != home[None, :]
+    away = replica.copies * is_away
+    exchanged_bytes = 2 * int(away.max(initial=0)) * replica.row_bytes  # there and back
+    if exchanged_bytes > replica.weight_bytes:
         return False
     rows = rows_of(replica, NOTHING).home
     travel = rows * replica.links.seconds_per_byte
-    loads = (rows.sum(0) * replica.links.slowness, travel.sum(0), travel.sum(1))
-    return all(float(each.max()) <= (1 + margin) * float(each.mean()) for each in loads)
+    computed = rows.sum(0) * replica.links.slowness
+    received = travel.sum(0)
+    sent = travel.sum(1)
+    for load in (computed, received, sent):
+        if not float(load.max()) <= (1 + margin) * float(load.mean()):
+            return False
+    return True
 
 
 def _fullest(seconds: np.ndarray) -> float:
     """Return the seconds of the place that sends or receives longest, from the seconds between
     places, (ep, ep)."""
-    return float(max(seconds.sum(0).max(), seconds.sum(1).max()))
+    received = seconds.sum(0)
+    sent = seconds.sum(1)
+    return float(max(received.max(), sent.max()))
 
 
 def _within_place(replica: ReplicaLoad) -> float:
@@ -429,4 +469,5 @@ def _within_place(replica: ReplicaLoad) -> float:
     rates = replica.costs
     grid = replica.load.grid
     nodes = {grid.node_of(int(rank)) for rank in replica.origins[0]}
-    return 8 / ((rates.intra_gbps if len(nodes) == 1 else rates.inter_gbps) * 1e9)
+    gbps = rates.intra_gbps if len(nodes) == 1 else rates.inter_gbps
+    return 8 / (gbps * 1e9)
