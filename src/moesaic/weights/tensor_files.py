@@ -272,7 +272,7 @@ def _read_indexed(folder: Path, file_of: Mapping[str, str]) -> dict[str, Stored]
         file_of: the index, name of a tensor -> name of its file.
     """
     file_names = sorted(set(file_of.values()))
-    present = [path.name for path in folder.glob("*.safetensors")]
+    present = [path.name for path in folder.glob("[!.]*.safetensors")]
     unlisted = sorted(
         name for name in present if OF_MODEL.fullmatch(name) and name not in file_names
     )
