@@ -4,6 +4,7 @@ traffic, contention."""
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +66,11 @@ def test_a_shared_medium_gives_less_to_more_users() -> None:
         ),
         (
             {"sizes": (2.0, 1.0), "size_share": (1.0, 1.0)},
-            "sizes=[2.0, 1.0]: must be above 0 and ascending",
+            "sizes=[2.0, 1.0]: must be finite, above 0 and ascending",
+        ),
+        (
+            {"sizes": (math.nan, 2.0), "size_share": (1.0, 1.0)},
+            "sizes=[nan, 2.0]: must be finite, above 0 and ascending",
         ),
         (
             {"users": (2.0,), "users_share": (0.0,)},

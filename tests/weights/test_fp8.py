@@ -291,3 +291,16 @@ def test_scales_that_do_not_fit_are_refused_for_what_they_are(tmp_path, names, l
         {"format": "pt"},
     )
     assert line in refused(moesaic.convert, tmp_path / "hub", tmp_path / "out", to="hf")
+
+
+def test_scales_of_a_vector_that_do_not_fit_are_refused(tmp_path):
+    _, _, change, _ = FORMS["compressed one"]
+    write(tmp_path / "hub", groups(), "weight_scale", change, {})
+    vector = "model.layers.0.input_layernorm.weight"
+    tensors = load_file(tmp_path / "hub" / FILE)
+    tensors[vector] = tensors[vector].to(torch.float8_e4m3fn)
+    tensors[f"{vector}_scale"] = torch.ones(1, 2, 1)
+    save_file(tensors, tmp_path / "hub" / FILE, {"format": "pt"})
+    told = refused(moesaic.convert, tmp_path / "hub", tmp_path / "out", to="hf")
+    assert f"{vector}" in told
+    assert "and its scales are [1, 2, 1]" in told

@@ -31,10 +31,10 @@ def check_curve(where: str, at: str, share: str, holder: object) -> None:
             f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one "
             "share for each"
         )
-    falls = any(low >= high for low, high in pairwise(positions))
-    starts_too_low = len(positions) > 0 and positions[0] <= 0
-    if falls or starts_too_low:
-        raise InputError(f"{where}{at}={list(positions)}: must be above 0 and ascending")
+    # asked so that nan, of which every comparison is false, fails
+    ascends = all(low < high for low, high in pairwise([0, *positions]))
+    if not ascends or not all(map(math.isfinite, positions)):
+        raise InputError(f"{where}{at}={list(positions)}: must be finite, above 0 and ascending")
     for value in shares:
         check_above_zero(f"{where}{share}", value)
 

@@ -290,7 +290,7 @@ def _num_blocks(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ..
 def _without_ones(grid: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of scales without the ones that Model Optimizer puts after each of the last
     two dimensions, as in (..., rows, 1, columns, 1)."""
-    if len(grid) == len(shape) + 2 and grid[-3] == grid[-1] == 1:
+    if len(shape) >= 2 and len(grid) == len(shape) + 2 and grid[-3] == grid[-1] == 1:
         *leading, rows, _, columns, _ = grid
         return (*leading, rows, columns)
     return grid
