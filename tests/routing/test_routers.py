@@ -266,6 +266,16 @@ def test_hash_reads_ids_only_and_gives_each_token_different_experts() -> None:
     assert (first.counts > 60).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_hash_takes_the_tables_experts_however_many_there_are(dtype: torch.dtype) -> None:
+    """bfloat16 has no whole numbers between 256 and 258, float16 none between 2048 and 2050."""
+    router = Hash(8, 4096, buckets=64)
+    ids = torch.arange(64)
+    scores = router.scores(torch.zeros(64, 8, dtype=dtype), None, ids)
+    chosen = router.choose(scores, 8, None, None).expert.view(64, 8)
+    assert torch.equal(chosen, router.table[:, :8].long())
+
+
 def test_hash_tables_differ_by_seed_only() -> None:
     assert torch.equal(Hash(8, 4, buckets=64).table, Hash(8, 4, buckets=64).table)
     assert not torch.equal(Hash(8, 4, buckets=64).table, Hash(8, 4, buckets=64, seed=1).table)

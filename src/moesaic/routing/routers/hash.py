@@ -66,15 +66,16 @@ class Hash(AbstractRouter):
                 "the hash router reads token ids: call the layer as moe(x, token_ids=ids)"
             )
         order_TE = self.table[token_ids % len(self.table)].long()
-        rank_by = torch.zeros_like(order_TE, dtype=x_TD.dtype)
+        # bfloat16 has no whole numbers between 256 and 258, so experts would tie
+        rank_by = torch.zeros_like(order_TE, dtype=torch.float32)
         # the first expert of a row gets E, the second E - 1, and the last 1
-        ranks_E = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=x_TD.dtype)
+        ranks_E = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=torch.float32)
         rank_by.scatter_(1, order_TE, ranks_E.expand_as(rank_by))
-        uniform = torch.full_like(rank_by, 1 / self.num_experts)
+        gates = torch.ones_like(order_TE, dtype=x_TD.dtype)
         return Scores(
-            torch.zeros_like(rank_by),
-            probs=uniform,
-            gates=torch.ones_like(rank_by),
+            logits=torch.zeros_like(gates),
+            probs=gates / self.num_experts,
+            gates=gates,
             rank_by=rank_by,
         )
 
