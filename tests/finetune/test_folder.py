@@ -25,7 +25,8 @@ from forked import Forked
 from helpers import thinned
 from moesaic.finetune import trainer
 from moesaic.finetune.folder import CHECKPOINTS
-from moesaic.resuming import COMPLETE
+from moesaic.finetune.states import read_states, write_states
+from moesaic.resuming import COMPLETE, seal
 from moesaic.train.run_folder import RunFolder
 
 IMPORTS = ("transformers", "moesaic.finetune.recipe")
@@ -89,6 +90,74 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(place, run, capsy
     assert path.name in said
     assert "taking checkpoint-2 instead" in said
     assert digest(run / RESULT) == digest(place / "run" / RESULT)
+
+
+def of_step(states: dict[str, Any], value: Any) -> None:
+    states["optimizer"]["state"][0]["exp_avg"] = value
+
+
+STRANGE: list[Callable[[dict[str, Any]], object]] = [
+    lambda states: of_step(states, torch.zeros(3)),
+    lambda states: states["optimizer"]["state"][0].pop("exp_avg"),
+    lambda states: states["optimizer"]["state"].popitem(),
+    lambda states: states["optimizer"]["state"].update({99: states["optimizer"]["state"][0]}),
+    lambda states: states["optimizer"]["param_groups"][0].update(lr="x"),
+    lambda states: states["optimizer"]["param_groups"].pop(),
+    lambda states: states["optimizer"].update(state=3),
+    lambda states: states["schedule"].update(last_epoch="x"),
+    lambda states: states["schedule"].clear(),
+    lambda states: states["random"].clear(),
+    lambda states: states.update(random=[torch.zeros(3)]),
+]
+
+
+@pytest.mark.parametrize("change", thinned(STRANGE, every=5))
+def test_states_that_are_none_of_the_run_s_are_refused_in_one_line(place, run, capsys, change):
+    checkpoint = run / "checkpoint-4"
+    (path,) = checkpoint.glob("states-*")
+    states = read_states(path)
+    change(states)
+    write_states(path, states)
+    resealed(checkpoint)
+    assert finetune(place, run, "--resume", "--steps", "5") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith(f"moesaic finetune: {checkpoint}: its states are none of this run (")
+
+
+def resealed(checkpoint: Path) -> None:
+    """Write the checksums of a checkpoint anew."""
+    files = [path for path in checkpoint.iterdir() if path.name != COMPLETE]
+    seal(checkpoint, {path.name: digest(path) for path in files})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    thinned(
+        [
+            ("log_history", 5),
+            ("train_batch_size", "x"),
+            ("total_flos", None),
+            ("num_input_tokens_seen", []),
+            ("best_model_checkpoint", [1]),
+        ],
+        every=5,
+    ),
+)
+def test_a_trainer_s_state_of_other_types_is_damaged(place, run, capsys, name, value):
+    path = run / "checkpoint-4" / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    resealed(path.parent)
+    assert finetune(place, run, "--resume") == 0
+    said = capsys.readouterr().err
+    assert f"(checkpoint-4: trainer_state.json has {name}={value!r}): taking checkpoint-2" in said
+    assert digest(run / RESULT) == digest(place / "run" / RESULT)
+
+
+def test_how_often_the_trainer_s_state_shows_steps_does_not_count(place, run):
+    path = run / "checkpoint-4" / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"logging_steps": 0}))
+    resealed(path.parent)
+    assert finetune(place, run, "--resume", "--steps", "5") == 0
 
 
 def test_if_all_are_damaged_nothing_is_trained(place, run, capsys):

@@ -271,7 +271,7 @@ class Run:
             TrainingProgress(steps, done, label="fine-tuning") as progress,
             stop_requests() as asked,
         ):
-            keep = Keep(states, asked, self._ranks)
+            keep = Keep(start, states, asked, self._ranks)
             trainer = self._trainer_class()(
                 model=self._model,
                 args=self._arguments(),
