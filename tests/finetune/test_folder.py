@@ -20,6 +20,7 @@ pytest.importorskip("peft", reason="pip install peft")
 
 from finetuned import FLAGS, RESULT, digest, finetune, write_model, write_text
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from forked import Forked
 from helpers import thinned
@@ -113,13 +114,14 @@ STRANGE: list[Callable[[dict[str, Any]], object]] = [
 
 @pytest.mark.parametrize("change", thinned(STRANGE, every=5))
 def test_states_that_are_none_of_the_run_s_are_refused_in_one_line(place, run, capsys, change):
-    checkpoint = run / "checkpoint-4"
+    shutil.rmtree(run / "checkpoint-4")
+    checkpoint = run / "checkpoint-2"
     (path,) = checkpoint.glob("states-*")
     states = read_states(path)
     change(states)
     write_states(path, states)
     resealed(checkpoint)
-    assert finetune(place, run, "--resume", "--steps", "5") == 2
+    assert finetune(place, run, "--resume") == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith(f"moesaic finetune: {checkpoint}: its states are none of this run (")
 
@@ -154,10 +156,37 @@ def test_a_trainer_s_state_of_other_types_is_damaged(place, run, capsys, name, v
 
 
 def test_how_often_the_trainer_s_state_shows_steps_does_not_count(place, run):
-    path = run / "checkpoint-4" / "trainer_state.json"
+    path = run / "checkpoint-2" / "trainer_state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"logging_steps": 0}))
     resealed(path.parent)
-    assert finetune(place, run, "--resume", "--steps", "5") == 0
+    shutil.rmtree(run / "checkpoint-4")
+    assert finetune(place, run, "--resume") == 0
+    assert digest(run / RESULT) == digest(place / "run" / RESULT)
+
+
+@pytest.mark.parametrize("form", thinned(["files", "list"], every=2))
+def test_a_tokenizer_with_several_chat_templates_is_read_and_saved(place, tmp_path, form):
+    model = Path(shutil.copytree(place / "model", tmp_path / "model"))
+    plain = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    with_tools = plain + "{{ tools[0]['name'] }}"
+    if form == "files":
+        (model / "additional_chat_templates").mkdir()
+        (model / "chat_template.jinja").write_text(plain)
+        (model / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    else:
+        path = model / "tokenizer_config.json"
+        both = [
+            {"name": "default", "template": plain},
+            {"name": "tool_use", "template": with_tools},
+        ]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": both}))
+    row = {"messages": [{"role": "user", "content": "w5 w6"}], "tools": [{"name": "w9"}]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    assert finetune(tmp_path, tmp_path / "run", "--merge", text="chats.jsonl") == 0
+    for folder in (tmp_path / "run", tmp_path / "run" / "merged"):
+        assert not [path for path in folder.iterdir() if path.name.startswith(".writing-")]
+        saved = AutoTokenizer.from_pretrained(folder).chat_template
+        assert saved == {"default": plain, "tool_use": with_tools}
 
 
 def test_if_all_are_damaged_nothing_is_trained(place, run, capsys):

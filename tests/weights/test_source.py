@@ -206,6 +206,19 @@ def test_generation_settings_choose_no_code(tmp_path):
     assert "are no settings that transformers knows" in refused(read_generation, folder)
 
 
+def test_further_chat_templates_are_copied(tmp_path):
+    folder = save("Mixtral", tmp_path / "hub")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    moesaic.convert(folder, tmp_path / "out", to="hf", logits=False)
+    copied = tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja"
+    assert copied.read_text() == "{{ tools }}"
+    outside = shutil.move(folder / "additional_chat_templates", tmp_path / "outside")
+    (folder / "additional_chat_templates").symlink_to(outside)
+    line = "tool_use.jinja': is a link to a file outside the checkpoint"
+    assert line in refused(moesaic.convert, folder, tmp_path / "other", to="hf")
+
+
 def test_files_without_choices_are_copied_byte_by_byte(tmp_path):
     folder = save("Mixtral", tmp_path / "hub")
     text = '{ "temperature": 0.5,\n"x": {"__float__": "Infinity"}}'

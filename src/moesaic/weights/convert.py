@@ -17,7 +17,7 @@ from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_chec
 from moesaic.weights.layout import Layout, Readable, first_names
 from moesaic.weights.logits import Side, compare_logits, compares_logits, require_alike
 from moesaic.weights.model_tensors import AbstractFormat, Architecture
-from moesaic.weights.source import RECEIPT, companions, read_config
+from moesaic.weights.source import RECEIPT, companions, read_config, write_companions
 from moesaic.weights.tensor_files import filling, require_room
 from moesaic.weights.upcycle import Upcycling, upcycled
 
@@ -104,8 +104,7 @@ def _written(
 ) -> Checkpoint:
     """Write a checkpoint in a format, with the other files of its folder, and open it again."""
     before.model.config.save_pretrained(target)
-    for name in others.keys() - {CARD}:
-        write(target / name, others[name])
+    write_companions({name: data for name, data in others.items() if name != CARD}, target)
     FORMATS[to].write(target, tensors)
     return open_checkpoint(target, to, Architecture(read_config(target, None)))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ RECEIPT = "receipt.json"
 WEIGHTS = ("*.safetensors",)
 WORDS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Patterns of files of the hub: weights, and all that surrounds them. Code is never fetched."""
+TEMPLATES = "*.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of a model's chat templates besides the first."""
 OF_HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 """The options that say what is fetched from the hub, and how."""
 CODE = re.compile(
@@ -74,7 +77,10 @@ def source_folder(
         return folder
     try:
         fetched = snapshot_download(
-            str(source), allow_patterns=list(patterns), ignore_patterns=["*/*"], **of_hub
+            str(source),
+            allow_patterns=list(patterns),
+            ignore_patterns=[f"*/{each}" for each in patterns if each != TEMPLATES],
+            **of_hub,
         )
     except Exception as error:  # of the hub, of the network, of a name that is none
         reason = " ".join(str(error).split())
@@ -186,8 +192,7 @@ def read_tokenizer(folder: Path, name: str) -> Any:
     """
     try:
         with tempfile.TemporaryDirectory() as place:
-            for file, data in companions(folder).items():
-                write(Path(place, file), data)
+            write_companions(companions(folder), Path(place))
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 place,
                 config=transformers.AutoConfig.for_model(**read_settings(folder / CONFIG)),
@@ -209,9 +214,22 @@ def read_tokenizer(folder: Path, name: str) -> Any:
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer, with all its chat templates in files of the folder itself."""
+    is_one = not isinstance(tokenizer.chat_template, dict)
+    tokenizer.save_pretrained(folder, save_jinja_files=is_one)
+
+
+def write_companions(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files of `companions` into a folder of ours."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write(folder / name, data)
+
+
 def companions(folder: Path) -> dict[str, bytes]:
-    """Return the files that accompany the weights, by name: tokenizer, chat template, generation
-    settings, model card.
+    """Return the files that accompany the weights, by name below the folder: tokenizer, chat
+    templates, generation settings, model card.
 
     Settings that choose code are left out of them. Links count only within the folder, or within
     the cache of a hub that holds it: others may lead to files of the reader that the sender of the
@@ -221,7 +239,7 @@ def companions(folder: Path) -> dict[str, bytes]:
         InputError: a file cannot be read, or is a link to another place.
     """
     found = {}
-    for path in sorted(folder.iterdir()):
+    for path in (*sorted(folder.iterdir()), *sorted((folder / MORE_TEMPLATES).glob(TEMPLATES))):
         is_ours = (
             path.name in (CONFIG, RECEIPT, QUANTIZATION)
             or path.name.endswith(".index.json")
@@ -240,7 +258,8 @@ def companions(folder: Path) -> dict[str, bytes]:
                 "put that file in its place"
             )
         try:
-            found[path.name] = _without_code(path.name, read_bytes(path, at_most=MOST_TEXT))
+            data = read_bytes(path, at_most=MOST_TEXT)
+            found[path.relative_to(folder).as_posix()] = _without_code(path.name, data)
         except OSError as error:
             raise InputError(
                 f"{str(path)!r}: cannot be read ({error.strerror}): take it away"
