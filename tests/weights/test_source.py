@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -204,6 +205,17 @@ def test_generation_settings_choose_no_code(tmp_path):
     assert json.loads(companions(folder)["generation_config.json"]) == {"temperature": 0.5}
     (folder / "generation_config.json").write_text("[1]")
     assert "are no settings that transformers knows" in refused(read_generation, folder)
+
+
+def test_a_broken_package_is_named_in_place_of_the_configuration(tmp_path, monkeypatch):
+    folder = save("Mixtral", tmp_path / "hub")
+    (tmp_path / "broken_pkg.py").write_text('raise RuntimeError("no such symbol")')
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("AutoModelForCausalLM.from_config", "AutoConfig.for_model"):
+        with monkeypatch.context() as during:
+            during.setattr(f"transformers.{name}", lambda *a, **b: import_module("broken_pkg"))
+            line = refused(moesaic.convert, folder, tmp_path / "out", to="moesaic")
+            assert line.startswith("the package broken_pkg is installed and cannot be imported")
 
 
 def test_further_chat_templates_are_copied(tmp_path):

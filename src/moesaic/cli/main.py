@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 
 from moesaic import __version__
 from moesaic.cli.output import guarded_output
-from moesaic.errors import InputError, TrainingError, in_one_line, to_install
+from moesaic.errors import InputError, TrainingError, broken_package, in_one_line, to_install
 from moesaic.files import system_error
 
 COMMANDS = {
@@ -94,7 +94,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         return 141
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _EXTRAS:
-            raise
+            return _refuse_broken(command, error)
         extra = to_install(f".[{_EXTRAS[error.name.split('.')[0]]}]")
         print(f"moesaic {command}: needs the package {error.name}: {extra}", file=sys.stderr)
         return 2
@@ -102,11 +102,21 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         # a path too long, without permission or on a full disk can fail wherever it is looked up
         found = system_error(error)
         if found is None or found.errno not in OF_PLACES:
-            raise
+            return _refuse_broken(command, error)
         where = "a file" if found.filename is None else in_one_line(str(found.filename))
         what = OF_PLACES[found.errno].format(found.strerror)
         print(f"moesaic {command}: {where:.200}: {what}", file=sys.stderr)
         return 2
+
+
+def _refuse_broken(command: str, error: Exception) -> int:
+    """Name a package that cannot be imported, and return the exit code; raise any other error
+    again."""
+    broken = broken_package(error)
+    if broken is None:
+        raise error
+    print(f"moesaic {command}: {broken}", file=sys.stderr)
+    return 2
 
 
 REACHED = "cannot be reached ({}): name another path"

@@ -21,7 +21,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, broken_package
 from moesaic.files import MOST_TEXT, read_bytes, read_text, write
 from moesaic.weights.card import CARD
 from moesaic.weights.quantized import METHODS, QUANTIZATION, refused_quantization
@@ -118,6 +118,8 @@ def read_config(
         if not isinstance(getattr(config, "dtype", None), torch.dtype | None):
             raise ValueError(f"its dtype {config.dtype!r} is none of torch's")
     except Exception as error:  # transformers' checks may raise anything
+        if broken := broken_package(error):
+            raise InputError(broken) from error
         reason = " ".join(str(error).split())
         raise InputError(
             f"{path}: is not a configuration that transformers {transformers.__version__} knows "
@@ -205,6 +207,8 @@ def read_tokenizer(folder: Path, name: str) -> Any:
     except InputError:
         raise
     except Exception as error:  # of a file, of a tokenizer's own code
+        if broken := broken_package(error):
+            raise InputError(broken) from error
         reason = " ".join(str(error).split())
         raise InputError(
             f"{name}: has no tokenizer that transformers can load ({reason:.100}): add its files"
