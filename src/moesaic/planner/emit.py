@@ -274,6 +274,39 @@ SIZES: dict[str, Callable[[Job], int]] = {
 }
 """Flags for the sizes of a model, and the function that reads the same size from a job."""
 
+MOST_PADDING = 0.01
+"""Largest part of a vocabulary that padding adds, or that a tokenizer leaves unused."""
+
+
+def _fits_vocabulary(job: Job, size: int) -> bool:
+    """Return whether a size is that of a job's vocabulary, but for padding."""
+    return abs(size - job.data.vocab_size) <= MOST_PADDING * job.data.vocab_size
+
+
+FITTING: dict[str, Callable[[Job, int], bool]] = {
+    "ffn-hidden-size": lambda job, size: size in (job.model.dense_hidden, job.model.moe.hidden),
+    "moe-shared-expert-intermediate-size": lambda job, size: size == job.model.moe.shared_hidden,
+    "moe-layer-freq": lambda job, every: (
+        every > 0 and job.dense_layers == job.model.num_layers - -(-job.model.num_layers // every)
+    ),
+    "vocab-size": _fits_vocabulary,
+    "padded-vocab-size": _fits_vocabulary,
+}
+"""Further flags for sizes, which are named where they are not those of the job."""
+LAYERS = re.compile(r"\[([01])\](?:\*([0-9]+))?")
+"""A part of a list of layers, dense (0) or not (1), such as "[0]*3"."""
+
+
+def _has_dense_layers(job: Job, layers: str) -> bool:
+    """Return whether a list of layers, such as "([0]*3+[1]*58)", is that of a job, by its numbers
+    of dense and other layers."""
+    found = {"0": 0, "1": 0}
+    for kind, count in LAYERS.findall(layers):
+        found[kind] += int(count or 1)
+    is_list = not LAYERS.sub("", layers).strip("()+ ")
+    dense = job.dense_layers
+    return is_list and found == {"0": dense, "1": job.model.num_layers - dense}
+
 
 def unread_flags(flags: str, job: Job) -> list[str]:
     """Return the flags that no prediction reads and that are not known to be harmless, each as it
@@ -298,12 +331,16 @@ def unread_flags(flags: str, job: Job) -> list[str]:
                 f"them agree{option}"
             )
     known = {*MEGATRON, *TORCHTITAN, *SIZES, *HARMLESS, *(GRAPHS if _is_one_graph(given) else ())}
-    return list(dict.fromkeys(flag.word for flag in given if _is_unread(flag, known)))
+    return list(dict.fromkeys(flag.word for flag in given if _is_unread(flag, known, job)))
 
 
-def _is_unread(flag: Given, known: set[str]) -> bool:
+def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
     """Return whether a flag may matter and no prediction reads it."""
     value = next(iter(flag.values), "")
+    if flag.name == "moe-layer-freq" and not value.isdecimal():
+        return not _has_dense_layers(job, value)
+    if flag.name in FITTING:
+        return not (value.isdecimal() and FITTING[flag.name](job, int(value)))
     if flag.name in SIZES:
         return not value.isdecimal()
     if flag.name in ASSUMED.split():
