@@ -23,6 +23,31 @@ def to_install(what: str) -> str:
     return f'in a clone of the repository, pip install "{what}"'
 
 
+def broken_package(error: BaseException) -> str | None:
+    """Return a line about an installed package whose import raised an error, or led to it; None if
+    no import did. Libraries that import others late say no more than that it failed."""
+    chain: BaseException | None = error
+    name = ""
+    while chain is not None:
+        place = chain.__traceback__
+        found = ""
+        while place is not None:
+            if place.tb_frame.f_code.co_name == "<module>":
+                found = str(place.tb_frame.f_globals.get("__name__", ""))
+            place = place.tb_next
+        if found:
+            name = found
+            reason = str(chain)
+        chain = chain.__cause__ or chain.__context__
+    package = name.partition(".")[0]
+    if package in ("", "__main__", "moesaic", "moesaic_lab"):
+        return None
+    return (
+        f"the package {package} is installed and cannot be imported ({in_one_line(reason):.200}): "
+        "install it anew, or take it away"
+    )
+
+
 def in_one_line(text: str) -> str:
     """Return `text` with line breaks and control characters as escapes: names of files and values
     in them come from others, and a terminal would obey them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -123,6 +124,31 @@ def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, cod
     captured = capsys.readouterr()
     assert captured.err == line + "\n"
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_installed_package_that_cannot_be_imported_is_named(
+    capsys, monkeypatch, tmp_path, is_wrapped
+):
+    (tmp_path / "broken_pkg").mkdir()
+    (tmp_path / "broken_pkg" / "__init__.py").write_text("from broken_pkg import inner")
+    (tmp_path / "broken_pkg" / "inner.py").write_text('raise RuntimeError("no such symbol")')
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def fail(words):
+        try:
+            import_module("broken_pkg")
+        except RuntimeError as error:
+            if is_wrapped:
+                raise ModuleNotFoundError("Could not import module 'A'") from error
+            raise
+
+    monkeypatch.setattr(sample, "run", fail)
+    assert main(["sample", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "moesaic sample: the package broken_pkg is installed and cannot be imported (no such "
+        "symbol): install it anew, or take it away\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,14 @@ pytest.importorskip("peft", reason="pip install peft")
 
 from finetuned import FLAGS, RESULT, digest, finetune, write_model, write_text
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from forked import Forked
 from helpers import thinned
 from moesaic.finetune import trainer
 from moesaic.finetune.folder import CHECKPOINTS
-from moesaic.resuming import COMPLETE
+from moesaic.finetune.states import read_states, write_states
+from moesaic.resuming import COMPLETE, seal
 from moesaic.train.run_folder import RunFolder
 
 IMPORTS = ("transformers", "moesaic.finetune.recipe")
@@ -89,6 +91,102 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(place, run, capsy
     assert path.name in said
     assert "taking checkpoint-2 instead" in said
     assert digest(run / RESULT) == digest(place / "run" / RESULT)
+
+
+def of_step(states: dict[str, Any], value: Any) -> None:
+    states["optimizer"]["state"][0]["exp_avg"] = value
+
+
+STRANGE: list[Callable[[dict[str, Any]], object]] = [
+    lambda states: of_step(states, torch.zeros(3)),
+    lambda states: states["optimizer"]["state"][0].pop("exp_avg"),
+    lambda states: states["optimizer"]["state"].popitem(),
+    lambda states: states["optimizer"]["state"].update({99: states["optimizer"]["state"][0]}),
+    lambda states: states["optimizer"]["param_groups"][0].update(lr="x"),
+    lambda states: states["optimizer"]["param_groups"].pop(),
+    lambda states: states["optimizer"].update(state=3),
+    lambda states: states["schedule"].update(last_epoch="x"),
+    lambda states: states["schedule"].clear(),
+    lambda states: states["random"].clear(),
+    lambda states: states.update(random=[torch.zeros(3)]),
+]
+
+
+@pytest.mark.parametrize("change", thinned(STRANGE, every=5))
+def test_states_that_are_none_of_the_run_s_are_refused_in_one_line(place, run, capsys, change):
+    shutil.rmtree(run / "checkpoint-4")
+    checkpoint = run / "checkpoint-2"
+    (path,) = checkpoint.glob("states-*")
+    states = read_states(path)
+    change(states)
+    write_states(path, states)
+    resealed(checkpoint)
+    assert finetune(place, run, "--resume") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith(f"moesaic finetune: {checkpoint}: its states are none of this run (")
+
+
+def resealed(checkpoint: Path) -> None:
+    """Write the checksums of a checkpoint anew."""
+    files = [path for path in checkpoint.iterdir() if path.name != COMPLETE]
+    seal(checkpoint, {path.name: digest(path) for path in files})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    thinned(
+        [
+            ("log_history", 5),
+            ("train_batch_size", "x"),
+            ("total_flos", None),
+            ("num_input_tokens_seen", []),
+            ("best_model_checkpoint", [1]),
+        ],
+        every=5,
+    ),
+)
+def test_a_trainer_s_state_of_other_types_is_damaged(place, run, capsys, name, value):
+    path = run / "checkpoint-4" / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    resealed(path.parent)
+    assert finetune(place, run, "--resume") == 0
+    said = capsys.readouterr().err
+    assert f"(checkpoint-4: trainer_state.json has {name}={value!r}): taking checkpoint-2" in said
+    assert digest(run / RESULT) == digest(place / "run" / RESULT)
+
+
+def test_how_often_the_trainer_s_state_shows_steps_does_not_count(place, run):
+    path = run / "checkpoint-2" / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"logging_steps": 0}))
+    resealed(path.parent)
+    shutil.rmtree(run / "checkpoint-4")
+    assert finetune(place, run, "--resume") == 0
+    assert digest(run / RESULT) == digest(place / "run" / RESULT)
+
+
+@pytest.mark.parametrize("form", thinned(["files", "list"], every=2))
+def test_a_tokenizer_with_several_chat_templates_is_read_and_saved(place, tmp_path, form):
+    model = Path(shutil.copytree(place / "model", tmp_path / "model"))
+    plain = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    with_tools = plain + "{{ tools[0]['name'] }}"
+    if form == "files":
+        (model / "additional_chat_templates").mkdir()
+        (model / "chat_template.jinja").write_text(plain)
+        (model / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    else:
+        path = model / "tokenizer_config.json"
+        both = [
+            {"name": "default", "template": plain},
+            {"name": "tool_use", "template": with_tools},
+        ]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": both}))
+    row = {"messages": [{"role": "user", "content": "w5 w6"}], "tools": [{"name": "w9"}]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    assert finetune(tmp_path, tmp_path / "run", "--merge", text="chats.jsonl") == 0
+    for folder in (tmp_path / "run", tmp_path / "run" / "merged"):
+        assert not [path for path in folder.iterdir() if path.name.startswith(".writing-")]
+        saved = AutoTokenizer.from_pretrained(folder).chat_template
+        assert saved == {"default": plain, "tool_use": with_tools}
 
 
 def test_if_all_are_damaged_nothing_is_trained(place, run, capsys):

@@ -401,6 +401,17 @@ HARMLESS: dict[str, Any] = {
 """Fields of published files that change no size of a matrix."""
 
 
+def test_values_that_say_what_is_planned_anyway_are_harmless() -> None:
+    fields = {
+        "moe_expert_interval": 1,
+        "num_experts_per_group": 1,
+        "normalization_function": "rmsnorm",
+    }
+    assert shape(MIXTRAL | fields) == shape(MIXTRAL)
+    for name in ("moe_expert_interval", "num_experts_per_group"):
+        assert f"planning does not read {name}=2" in refused(shape, MIXTRAL | {name: 2})
+
+
 def test_what_changes_no_size_is_no_reason_to_refuse() -> None:
     assert shape(MIXTRAL | HARMLESS) == shape(MIXTRAL)
     for name in HARMLESS:

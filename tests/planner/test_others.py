@@ -167,6 +167,23 @@ def test_flags_that_say_nothing_are_one_line(flags: str, words: str) -> None:
     assert len(line) < 400
 
 
+def test_sizes_that_are_not_those_of_the_model_are_named() -> None:
+    model = QWEN.model
+    for flag, same, other in (
+        ("--ffn-hidden-size", model.dense_hidden, 9),
+        ("--ffn_hidden_size", model.moe.hidden, 9),
+        ("--moe-shared-expert-intermediate-size", 0, 512),
+        ("--vocab-size", QWEN.data.vocab_size - 200, 9),
+        ("--padded-vocab-size", QWEN.data.vocab_size, 2 * QWEN.data.vocab_size),
+        ("--moe-layer-freq", 1, 2),
+        ("--moe-layer-freq", "[1]*48", "'([0]*3+[1]*45)'"),
+        ("--moe-layer-freq", "'([1]*40 + [1]*8)'", "[1]*47"),
+    ):
+        assert unread_flags(f"{flag} {same}", QWEN) == []
+        assert unread_flags(f"{flag} {other}", QWEN) == [flag]
+    assert unread_flags("--vocab-size $VOCAB", QWEN) == ["--vocab-size"]
+
+
 def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
     flags = (
         "--num-layers 48 --seq-length=2048 --hidden-size 2048 --num-experts 128 "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -204,6 +205,30 @@ def test_generation_settings_choose_no_code(tmp_path):
     assert json.loads(companions(folder)["generation_config.json"]) == {"temperature": 0.5}
     (folder / "generation_config.json").write_text("[1]")
     assert "are no settings that transformers knows" in refused(read_generation, folder)
+
+
+def test_a_broken_package_is_named_in_place_of_the_configuration(tmp_path, monkeypatch):
+    folder = save("Mixtral", tmp_path / "hub")
+    (tmp_path / "broken_pkg.py").write_text('raise RuntimeError("no such symbol")')
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("AutoModelForCausalLM.from_config", "AutoConfig.for_model"):
+        with monkeypatch.context() as during:
+            during.setattr(f"transformers.{name}", lambda *a, **b: import_module("broken_pkg"))
+            line = refused(moesaic.convert, folder, tmp_path / "out", to="moesaic")
+            assert line.startswith("the package broken_pkg is installed and cannot be imported")
+
+
+def test_further_chat_templates_are_copied(tmp_path):
+    folder = save("Mixtral", tmp_path / "hub")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    moesaic.convert(folder, tmp_path / "out", to="hf", logits=False)
+    copied = tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja"
+    assert copied.read_text() == "{{ tools }}"
+    outside = shutil.move(folder / "additional_chat_templates", tmp_path / "outside")
+    (folder / "additional_chat_templates").symlink_to(outside)
+    line = "tool_use.jinja': is a link to a file outside the checkpoint"
+    assert line in refused(moesaic.convert, folder, tmp_path / "other", to="hf")
 
 
 def test_files_without_choices_are_copied_byte_by_byte(tmp_path):

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 
 from moesaic import __version__
 from moesaic.cli.output import guarded_output
-from moesaic.errors import InputError, TrainingError, in_one_line, to_install
+from moesaic.errors import InputError, TrainingError, broken_package, in_one_line, to_install
 from moesaic.files import system_error
 
 COMMANDS = {
@@ -96,7 +96,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in _EXTRAS:
-            raise
+            return _refuse_broken(command, error)
         extra = to_install(f".[{_EXTRAS[package]}]")
         print(f"moesaic {command}: needs the package {error.name}: {extra}", file=sys.stderr)
         return 2
@@ -104,11 +104,21 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         # a path too long, without permission or on a full disk can fail wherever it is looked up
         cause = system_error(error)
         if cause is None or cause.errno not in OF_PLACES:
-            raise
+            return _refuse_broken(command, error)
         where = "a file" if cause.filename is None else in_one_line(str(cause.filename))
         what = OF_PLACES[cause.errno].format(cause.strerror)
         print(f"moesaic {command}: {where:.200}: {what}", file=sys.stderr)
         return 2
+
+
+def _refuse_broken(command: str, error: Exception) -> int:
+    """Name a package that cannot be imported, and return the exit code; raise any other error
+    again."""
+    broken = broken_package(error)
+    if broken is None:
+        raise error
+    print(f"moesaic {command}: {broken}", file=sys.stderr)
+    return 2
 
 
 REACHED = "cannot be reached ({}): name another path"

@@ -174,6 +174,19 @@ def _table(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _require_types(state: TrainerState) -> None:
+    """Raise DamagedError if an entry of a trainer's state is of another type than Trainer goes on
+    with."""
+    numbers = ("epoch", "train_batch_size", "num_input_tokens_seen", "total_flos")
+    wrong = [name for name in numbers if not isinstance(getattr(state, name), int | float)]
+    if not isinstance(state.log_history, list):
+        wrong.append("log_history")
+    if not isinstance(state.best_model_checkpoint, str | None):
+        wrong.append("best_model_checkpoint")
+    if wrong:
+        raise DamagedError(f"{TRAINER_STATE} has {wrong[0]}={getattr(state, wrong[0])!r:.60}")
+
+
 class FinetuneFolder:
     """The folder of a run, which all its ranks use together and the first one writes.
 
@@ -354,7 +367,8 @@ class FinetuneFolder:
                 raise DamagedError(f"{COMPLETE} lists {name!r:.100}, which no checkpoint has")
         try:
             CHECKPOINTS.require_sums(path, sums, COMPLETE)
-            step = TrainerState.load_from_json(str(path / TRAINER_STATE)).global_step
+            state = TrainerState.load_from_json(str(path / TRAINER_STATE))
+            _require_types(state)
         except FileNotFoundError as error:
             raise DamagedError(f"{Path(str(error.filename)).name} is missing") from error
         except DamagedError:
@@ -363,8 +377,10 @@ class FinetuneFolder:
             raise DamagedError(
                 f"{TRAINER_STATE} or another file cannot be read ({error})"
             ) from error
-        if step != CHECKPOINTS.step_of(path):
-            raise DamagedError(f"{TRAINER_STATE} is of step {step}: rename the folder as it was")
+        if state.global_step != CHECKPOINTS.step_of(path):
+            raise DamagedError(
+                f"{TRAINER_STATE} is of step {state.global_step}: rename the folder as it was"
+            )
         return path
 
     def _new_folder(self, kind: str) -> Path:

@@ -35,7 +35,7 @@ from moesaic.weights.load import require_all
 from moesaic.weights.logits import compare_merged, compares_logits, fixed_text
 from moesaic.weights.model_tensors import Architecture
 from moesaic.weights.quantized import LOADED
-from moesaic.weights.source import read_config
+from moesaic.weights.source import read_config, save_tokenizer
 from moesaic.weights.tensor_files import INDEX, SHARD_BYTES, filling
 
 
@@ -200,7 +200,7 @@ def _write_files(
     """Write all files of the merged model."""
     architecture.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     file_of: dict[str, str] = {}  # name of a tensor -> its file
     of_file: dict[str, Tensor] = {}  # what the next file will hold
     total_bytes = 0

@@ -62,7 +62,7 @@ from moesaic.weights.layout import first_names
 from moesaic.weights.load import load_model
 from moesaic.weights.model_tensors import Architecture
 from moesaic.weights.quantized import LOADED
-from moesaic.weights.source import read_config, read_tokenizer, source_folder
+from moesaic.weights.source import read_config, read_tokenizer, save_tokenizer, source_folder
 
 COMPARES = {"auto": None, "yes": True, "no": False}
 """Whether --merge compares logits, by --logits; None if the size decides."""
@@ -152,7 +152,7 @@ def hash_of(rows: Tensor) -> str:
 def tokenizer_files(tokenizer: Any) -> list[str]:
     """Return the names of the files that a tokenizer is saved in."""
     with tempfile.TemporaryDirectory() as place:
-        tokenizer.save_pretrained(place)
+        save_tokenizer(tokenizer, Path(place))
         return sorted(path.name for path in Path(place).iterdir())
 
 
@@ -160,7 +160,7 @@ def _save_results(model: peft.PeftModel, tokenizer: Any, ranks: Ranks, folder: P
     """Save adapters and tokenizer into a new folder."""
     save_adapters(model, ranks, folder)
     if ranks.is_first:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def adapted(
@@ -286,7 +286,7 @@ class Run:
             TrainingProgress(steps, done, label="fine-tuning") as progress,
             stop_requests() as signals,
         ):
-            keep = Keep(states, signals, self._ranks)
+            keep = Keep(start, states, signals, self._ranks)
             show = Show(progress, options.batch * options.length)
             trainer = self._trainer(rows, [keep, show])
             trainer.train(resume_from_checkpoint=None if start is None else str(start))

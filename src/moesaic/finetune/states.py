@@ -72,6 +72,10 @@ def read_states(path: Path) -> dict[str, Any]:
     return states
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter, in its shape, beside the number of its steps."""
+
+
 @dataclass(frozen=True)
 class Adapter:
     """A trained parameter of a model."""
@@ -165,6 +169,27 @@ def numbered(states: dict[str, Any], optimizer: Any, model: nn.Module) -> dict[s
     for number, name in enumerate(names_in(optimizer, model)):
         by_number[number] = states["named"][name]
     return {"state": by_number, "param_groups": groups}
+
+
+def require_states(kept: dict[str, Any], optimizer: Any) -> None:
+    """Raise DamagedError if the states of a checkpoint are not those of an optimizer's parameters,
+    or of its schedule: kernels would read memory that is not theirs."""
+    own = optimizer.state_dict()
+    found = kept["optimizer"]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if sorted(found["state"]) != list(range(len(parameters))):
+        raise DamagedError(f"they are of {len(found['state'])} adapters, not {len(parameters)}")
+    for number, parameter in enumerate(parameters):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        shapes = {name: tuple(each.shape) for name, each in found["state"][number].items()}
+        if shapes != {"step": (), **dict.fromkeys(MOMENTS, tuple(local.shape))}:
+            raise DamagedError(f"those of adapter {number} have the shapes {shapes}")
+    pairs = [*zip(own["param_groups"], found["param_groups"])]
+    numbers = [(name, group[name]) for _, group in pairs for name in ("lr", "eps", "weight_decay")]
+    numbers += [(name, kept["schedule"][name]) for name in ("last_epoch", "_step_count")]
+    for name, value in numbers:
+        if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+            raise DamagedError(f"{name}={value!r:.60} is no number")
 
 
 def _as_counted(adapters: Sequence[Adapter], ranks: int) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from moesaic.errors import TrainingError
-from moesaic.finetune.states import NAMES, numbered, write_states
+from moesaic.errors import InputError, TrainingError
+from moesaic.finetune.states import NAMES, numbered, require_states, write_states
 from moesaic.train.progress import TrainingProgress
 from moesaic.train.ranks import Ranks
 from moesaic.transformers.in_flight import both
@@ -84,16 +84,34 @@ def write_own(optimizer: Any, schedule: Any, names: list[str] | None, path: Path
     write_states(path, states)
 
 
+def _give(states: dict[str, Any], optimizer: Any, lr_scheduler: Any) -> None:
+    """Give optimizer, schedule and random numbers the states of a checkpoint."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, values in states["optimizer"]["state"].items():
+        parameter = parameters[number]
+        if isinstance(parameter, DTensor):
+            _distribute_like(parameter, values)
+    optimizer.load_state_dict(states["optimizer"])
+    lr_scheduler.load_state_dict(states["schedule"])
+    torch.set_rng_state(states["random"][0])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["random"][1:])
+
+
 class Keep(transformers.TrainerCallback):
     """Gives the first step the states of a checkpoint, and saves and ends a run that a signal asks
     to.
 
     Args:
-        states: this rank's states of the checkpoint to go on from.
+        start: the checkpoint to go on from; None to begin.
+        states: this rank's states of it.
         asked: gets the names of signals that this rank received.
     """
 
-    def __init__(self, states: dict[str, Any] | None, asked: list[str], ranks: Ranks) -> None:
+    def __init__(
+        self, start: Path | None, states: dict[str, Any] | None, asked: list[str], ranks: Ranks
+    ) -> None:
+        self._start = start
         self._states: dict[str, Any] | None = states
         self._asked = asked
         self._ranks = ranks
@@ -101,8 +119,10 @@ class Keep(transformers.TrainerCallback):
         """The signal that ended the run."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save as often as this command says, not as that which wrote the checkpoint did."""
+        """Save and show as often as this command says, not as that which wrote the checkpoint
+        did."""
         state.save_steps = args.save_steps
+        state.logging_steps = args.logging_steps
 
     def on_step_begin(
         self,
@@ -119,17 +139,17 @@ class Keep(transformers.TrainerCallback):
             return
         states = self._states
         self._states = None
-        of_optimizer = numbered(states["optimizer"], optimizer, model)
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        for number, values in of_optimizer["state"].items():
-            parameter = parameters[number]
-            if isinstance(parameter, DTensor):
-                _distribute_like(parameter, values)
-        optimizer.load_state_dict(of_optimizer)
-        lr_scheduler.load_state_dict(states["schedule"])
-        torch.set_rng_state(states["random"][0])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(states["random"][1:])
+        with self._ranks.together():
+            try:
+                states["optimizer"] = numbered(states["optimizer"], optimizer, model)
+                require_states(states, optimizer)
+                _give(states, optimizer, lr_scheduler)
+            except Exception as error:  # of states of other types
+                reason = " ".join(str(error).split())
+                raise InputError(
+                    f"{self._start}: its states are none of this run ({reason:.200}): take it "
+                    "away, so that an older one is taken"
+                ) from error
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save and end if any rank received a signal."""

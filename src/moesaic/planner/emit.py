@@ -298,6 +298,39 @@ SIZES: dict[str, Callable[[Job], int]] = {
 }
 """Flags for the sizes of a model, and the function that reads the same size from a job."""
 
+MOST_PADDING = 0.01
+"""Largest part of a vocabulary that padding adds, or that a tokenizer leaves unused."""
+
+
+def _fits_vocabulary(job: Job, size: int) -> bool:
+    """Return whether a size is that of a job's vocabulary, but for padding."""
+    return abs(size - job.data.vocab_size) <= MOST_PADDING * job.data.vocab_size
+
+
+FITTING: dict[str, Callable[[Job, int], bool]] = {
+    "ffn-hidden-size": lambda job, size: size in (job.model.dense_hidden, job.model.moe.hidden),
+    "moe-shared-expert-intermediate-size": lambda job, size: size == job.model.moe.shared_hidden,
+    "moe-layer-freq": lambda job, every: (
+        every > 0 and job.dense_layers == job.model.num_layers - -(-job.model.num_layers // every)
+    ),
+    "vocab-size": _fits_vocabulary,
+    "padded-vocab-size": _fits_vocabulary,
+}
+"""Further flags for sizes, which are named where they are not those of the job."""
+LAYERS = re.compile(r"\[([01])\](?:\*([0-9]+))?")
+"""A part of a list of layers, dense (0) or not (1), such as "[0]*3"."""
+
+
+def _has_dense_layers(job: Job, layers: str) -> bool:
+    """Return whether a list of layers, such as "([0]*3+[1]*58)", is that of a job, by its numbers
+    of dense and other layers."""
+    found = {"0": 0, "1": 0}
+    for kind, count in LAYERS.findall(layers):
+        found[kind] += int(count or 1)
+    is_list = not LAYERS.sub("", layers).strip("()+ ")
+    dense = job.dense_layers
+    return is_list and found == {"0": dense, "1": job.model.num_layers - dense}
+
 
 def unread_flags(flags: str, job: Job) -> list[str]:
     """Return the flags that no prediction reads and that are not known to be harmless, each as it
@@ -328,14 +361,18 @@ def unread_flags(flags: str, job: Job) -> list[str]:
         known.update(GRAPHS)
     unread: list[str] = []
     for flag in given:
-        if _is_unread(flag, known) and flag.word not in unread:
+        if _is_unread(flag, known, job) and flag.word not in unread:
             unread.append(flag.word)
     return unread
 
 
-def _is_unread(flag: Given, known: set[str]) -> bool:
+def _is_unread(flag: Given, known: set[str], job: Job) -> bool:
     """Return whether a flag may matter and no prediction reads it; `known` are names of flags that
     are read or harmless."""
+    if flag.name == "moe-layer-freq" and not flag.value.isdecimal():
+        return not _has_dense_layers(job, flag.value)
+    if flag.name in FITTING:
+        return not (flag.value.isdecimal() and FITTING[flag.name](job, int(flag.value)))
     if flag.name in SIZES:
         return not flag.value.isdecimal()
     if flag.name in ASSUMED.split():

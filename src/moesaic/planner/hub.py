@@ -199,6 +199,7 @@ HARMLESS = re.compile(
     ".*jitter.*|moe_(renormalize|gate|capacity)|"
     "moe_router_(enable|use|score|topk|load|type|logit).*|moe_(drop|random|token_drop|apply|norm|"
     "use_aux).*|enable_moe_fp32_combine|"
+    "moe_expert_interval=1|num_experts_per_group=1|normalization_function=(rms|layer)norm|"
     "use_mixed_mlp_moe|shared_expert_combination_strategy|shared_moe_mode|cla_share_factor|"
     # layers that predict further tokens, which are not counted
     "(use_|num_)?mtp(_.*)?|num_nextn_predict_layers"

@@ -17,7 +17,7 @@ from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_chec
 from moesaic.weights.layout import Layout, Readable, first_names
 from moesaic.weights.logits import Side, compare_logits, compares_logits, require_alike
 from moesaic.weights.model_tensors import AbstractFormat, Architecture
-from moesaic.weights.source import RECEIPT, companions, read_config
+from moesaic.weights.source import RECEIPT, companions, read_config, write_companions
 from moesaic.weights.tensor_files import filling, require_room
 from moesaic.weights.upcycle import Upcycling, upcycled
 
@@ -111,8 +111,7 @@ def _written(
         others: contents of files that accompany the weights, by name; the model card comes later.
     """
     before.model.config.save_pretrained(target)
-    for name in others.keys() - {CARD}:
-        write(target / name, others[name])
+    write_companions({name: data for name, data in others.items() if name != CARD}, target)
     FORMATS[to].write(target, tensors)
     return open_checkpoint(target, to, Architecture(read_config(target, None)))
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, broken_package
 from moesaic.weights.layout import Readable, Region, StoredBlock, first_names, full_region
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -87,6 +87,8 @@ class Architecture:
             with torch.device("meta"):
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
         except Exception as error:  # sizes that do not fit each other may raise anything
+            if broken := broken_package(error):
+                raise InputError(broken) from error
             reason = " ".join(str(error).split())
             raise InputError(
                 f"{config.model_type}: transformers creates no causal language model of this "

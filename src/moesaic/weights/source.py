@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, broken_package
 from moesaic.files import MOST_TEXT, read_bytes, read_text, write
 from moesaic.weights.card import CARD
 from moesaic.weights.quantized import METHODS, QUANTIZATION, refused_quantization
@@ -34,6 +34,9 @@ RECEIPT = "receipt.json"
 WEIGHTS = ("*.safetensors",)
 WORDS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Patterns of files of the hub: weights, and all that surrounds them. Code is never fetched."""
+TEMPLATES = "*.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of a model's chat templates besides the first."""
 OF_HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 """The options that say what is fetched from the hub, and how."""
 CODE = re.compile(
@@ -74,7 +77,10 @@ def source_folder(
         return folder
     try:
         fetched = snapshot_download(
-            str(source), allow_patterns=list(patterns), ignore_patterns=["*/*"], **of_hub
+            str(source),
+            allow_patterns=list(patterns),
+            ignore_patterns=[f"*/{each}" for each in patterns if each != TEMPLATES],
+            **of_hub,
         )
     except Exception as error:  # of the hub, of the network, of a name that is none
         reason = " ".join(str(error).split())
@@ -113,6 +119,8 @@ def read_config(
         if not isinstance(getattr(config, "dtype", None), torch.dtype | None):
             raise ValueError(f"its dtype {config.dtype!r} is none of torch's")
     except Exception as error:  # transformers' checks may raise anything
+        if broken := broken_package(error):
+            raise InputError(broken) from error
         reason = " ".join(str(error).split())
         raise InputError(
             f"{path}: is not a configuration that transformers {transformers.__version__} knows "
@@ -187,8 +195,7 @@ def read_tokenizer(folder: Path, name: str) -> Any:
     """
     try:
         with tempfile.TemporaryDirectory() as place:
-            for file, data in companions(folder).items():
-                write(Path(place, file), data)
+            write_companions(companions(folder), Path(place))
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 place,
                 config=transformers.AutoConfig.for_model(**read_settings(folder / CONFIG)),
@@ -201,6 +208,8 @@ def read_tokenizer(folder: Path, name: str) -> Any:
     except InputError:
         raise
     except Exception as error:  # of a file, of a tokenizer's own code
+        if broken := broken_package(error):
+            raise InputError(broken) from error
         reason = " ".join(str(error).split())
         raise InputError(
             f"{name}: has no tokenizer that transformers can load ({reason:.100}): add its files"
@@ -210,9 +219,22 @@ def read_tokenizer(folder: Path, name: str) -> Any:
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer, with all its chat templates in files of the folder itself."""
+    is_one = not isinstance(tokenizer.chat_template, dict)
+    tokenizer.save_pretrained(folder, save_jinja_files=is_one)
+
+
+def write_companions(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files of `companions` into a folder of ours."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write(folder / name, data)
+
+
 def companions(folder: Path) -> dict[str, bytes]:
-    """Return the files that accompany the weights, by name: tokenizer, chat template, generation
-    settings, model card.
+    """Return the files that accompany the weights, by name below the folder: tokenizer, chat
+    templates, generation settings, model card.
 
     Settings that choose code are left out of them. Links count only within the folder, or within
     the cache of a hub that holds it: others may lead to files of the reader that the sender of the
@@ -230,7 +252,8 @@ def companions(folder: Path) -> dict[str, bytes]:
         allowed.append(cache / "blobs")
 
     found = {}
-    for path in sorted(folder.iterdir()):
+    more_templates = (folder / MORE_TEMPLATES).glob(TEMPLATES)
+    for path in (*sorted(folder.iterdir()), *sorted(more_templates)):
         if not _accompanies(path):
             continue
         if not any(path.resolve().is_relative_to(place) for place in allowed):
@@ -239,7 +262,8 @@ def companions(folder: Path) -> dict[str, bytes]:
                 "put that file in its place"
             )
         try:
-            found[path.name] = _without_code(path.name, read_bytes(path, at_most=MOST_TEXT))
+            data = read_bytes(path, at_most=MOST_TEXT)
+            found[path.relative_to(folder).as_posix()] = _without_code(path.name, data)
         except OSError as error:
             raise InputError(
                 f"{str(path)!r}: cannot be read ({error.strerror}): take it away"
