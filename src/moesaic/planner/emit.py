@@ -545,7 +545,7 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
             f"--parallelism.pipeline_parallel_schedule {_schedule_name(layout)}",
             f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
         ]
-    # refused with either
+    # torchtitan refuses CUDA graphs with either
     if layout.ep > 1 or layout.pp > 1:
         lines.append("--training.disable_cuda_graphs")
     return [*lines, f"{RECOMPUTE}{mode}"]

@@ -543,6 +543,7 @@ def _dense_layers(
     if isinstance(table.get("moe_layers"), list):
         dense = sorted({*blocks} - {*table["moe_layers"]})
     elif schedules:
+        # 0 is also the False of `is_moe_layer`
         dense = [block for block in blocks if schedules[0][block] in (0, "dense")]
     else:
         dense = [block for block in blocks if _is_dense(block, table, sizes)]

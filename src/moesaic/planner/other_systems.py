@@ -428,7 +428,8 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
         tokens=whole.layer.tokens // layout.cp,
         products=layout.precision if layout.is_narrow else None,
     )
-    # PyTorch's loss keeps float32 logits, their log-softmax, and the gradients of both
+    # PyTorch's loss keeps float32 logits, their log-softmax, and the gradients of both, of which
+    # that of the logits has two bytes
     has_torch_loss = "loss" in layout.stepwise
     has_float32_gradients = layout.float32_states and layout.float32_reduced
     return replace(
@@ -600,6 +601,7 @@ def _starts(
 ) -> Iterator[OthersLayout]:
     """Yield layouts under the plainest choices, whose sizes are powers of two."""
     model = job.model
+    # where a system offers DeepEP, it is the last one
     all_to_all = offers.all_to_alls[-1 if cluster.carries_deepep else 0]
     stage_counts = (1, 2, 4, 8, 16) if stages is None else (stages,)
     sequence_parts = [1]
