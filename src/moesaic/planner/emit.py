@@ -231,6 +231,7 @@ def _words(flags: str) -> list[str]:
     `--a=b` is two words, and torchtitan's subcommand for recomputation becomes a flag.
     """
     lines = flags.replace("\r\n", "\n").replace("\\\n", " ")
+    # what is quoted (the group) stays, since a # in it begins no comment
     without_comments = COMMENT.sub(lambda match: match[1] or "", lines)
     words = []
     for word in shlex.split(without_comments.replace(RECOMPUTE, "--activation-checkpoint.mode ")):
@@ -265,16 +266,16 @@ def _given(words: list[str]) -> list[Given]:
         InputError: if a flag that would be read has no two hyphens.
     """
     given: list[Given] = []
-    given_flags = False
+    is_after_flag = False
     for word in words:
         dashes = DASHED.match(word)
         if dashes:
-            given_flags = True
+            is_after_flag = True
             name = word[dashes.end() :].replace("_", "-")
             if dashes[0] != "--" and name in {*MEGATRON, *TORCHTITAN, *SIZES}:
                 raise InputError(f"--flags: {word!r} is no flag: write two hyphens, --{name}")
             given.append(Given(word, name, []))
-        elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not given_flags):
+        elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not is_after_flag):
             given.append(Given(word, word, []))
         elif given:
             given[-1].values.append(word)
@@ -385,6 +386,7 @@ def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
         micro_batch=split.of(job).batch_size // grid.dp,
         global_batch=job.batch_size * job.accumulation,
         recompute=("block",) if job.model.checkpoint_activations else (),
+        # LINK: our plan sends each copy, else a token once to a node and to a rank
         all_to_all="multicast" if plan.crossing is not Crossing.LINK else "linear",
         overlapped=plan.chunks > 1,
         # PyTorch's pipelines keep parameters whole between micro-batches

@@ -266,7 +266,7 @@ class Even(AbstractVolumes):
         if not len(rows):
             return np.zeros(self.num_actors)
         paths = self._paths_of(hop, digits, hop.move, pairs)
-        ranks = paths.ends[:, 1 if hop.arrives else 0]
+        ranks = paths.ends[:, 1 if hop.arrives else 0]  # targets or sources
         return self._per_actor(ranks, paths.num_bytes(rows * pairs.count))
 
     def _per_actor(self, ranks: np.ndarray, rows: np.ndarray) -> np.ndarray:

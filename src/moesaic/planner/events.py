@@ -239,6 +239,7 @@ class Events:
                     self._end(now, actor=number, node=detail)
                 elif kind == _FLOW:
                     changed |= self._enter(now, number, place=detail)
+                # else the last byte arrives, unless the speed has changed since this was predicted
                 elif number in self._flows and self._flows[number].version == detail:
                     changed |= self._arrive(now, number)
             if changed:

@@ -100,7 +100,8 @@ def hop_paths(
         leg_from = partial(leg_of, target=target)
         distinct = _num_messages(digits, classed_digits, source, target, leg=leg, leg_to=leg_to)
         sharers = _num_sharers(digits, classed_digits, source, target, leg=leg, leg_from=leg_from)
-        # each pair stands for `distinct` messages, and `sharers` pairs for the same ones
+        # Each pair stands for `distinct` messages, and `sharers` pairs for the same ones. Of
+        # classes whose packets share a message, the one that makes most messages counts.
         leg_ends = (leg.source, leg.target)
         if leg_ends not in number_of:
             number_of[leg_ends] = len(ends)

@@ -497,6 +497,7 @@ def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list
     kinds: dict[str, list[Any]] = {"layer_types": _derived_layer_types(table, sizes)}
     for name, known in KINDS.items():
         given = table.get(name)
+        # `moe_layer_freq` is a list of entries, or a number that `NAMES` reads
         is_size = name in NAMES["every"] and not isinstance(given, list)
         if not given or is_size:
             continue

@@ -166,6 +166,7 @@ class OthersLayout:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in may_be_zero else 1
+            # a type is the text of its annotation
             if field.type == "int" and value < least:
                 raise InputError(f"layout: {field.name}={value}: must be at least {least}")
         if self.schedule != "1f1b" and self.virtual_pp not in (1, 2):

@@ -152,6 +152,7 @@ def _node_links(spec: ClusterSpec) -> tuple[float, ...]:
         return ()
     narrowest = min(levels, key=lambda link: min(link.gbps) / link.devices)
     rates = narrowest.gbps
+    # else they are one rate, or those of other links than one per node
     if len(rates) != spec.nodes or len(set(rates)) == 1:
         return ()
     return tuple(rate / min(rates) for rate in rates)

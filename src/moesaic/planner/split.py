@@ -118,7 +118,7 @@ def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:
     holds: list[Held] = ["parameters", "gradients"]
     if split.pp == 1:
         holds.append("nothing")
-    if grid.dp == 1 and grid.edp == 1:
+    if grid.dp == 1 and grid.edp == 1:  # nobody to share with: all ways are the same
         yield replace(split, hold=holds[-1])
         return
     shards: list[Sharding] = ["all"]

@@ -636,7 +636,7 @@ class StepCostModel:
         weights += model.moe_layers * (block.shared + self._expert_seconds)
         inputs = max(busy - forward_seconds - weights, 0.0)
 
-        scale = mean_busy / busy
+        scale = mean_busy / busy  # the pipeline fills and drains at the pace of all its ranks
         waits = bubble_seconds(
             model.schedule,
             model.stages,
@@ -735,15 +735,17 @@ class StepCostModel:
         tokens = layer.tokens / grid.tp
         copies = grid.dp * layer.copies / (grid.ep * grid.edp)  # that a rank computes
 
-        # each kind of layer: how many there are, and its forward passes per micro-batch
+        # Each kind of layer: how many there are, and its forward passes per micro-batch.
+        # `recomputes` of no part is the share of blocks that are recomputed as a whole.
         blocks = (model.num_layers, 1 + model.recomputes())
         sparse = (model.moe_layers, self.forward_passes)
-        # each operation: the layers that have it, and the values that it handles in one of them
+        # Each operation: the layers that have it, and the values that it handles in one of them. A
+        # block has two norms, and those inside its attention.
         operations = {
             "norms": (blocks, tokens * (2 * layer.dim + model.attention_normed)),
             "first_bias": (sparse, (layer.matrices - 1) * self.activated_values),
             "last_bias": (sparse, copies * layer.dim),
-            "loss": (blocks, 0.0),
+            "loss": (blocks, 0.0),  # counted by `loss_bytes`
         }
 
         moved_bytes = 0.0
@@ -887,6 +889,7 @@ class StepCostModel:
         root = self._node.all_reduce_seconds(root_bytes, self.grid.tp, dense_shards) / 2
         if not model.gathers_per_block:
             return self._whole_movements(blocks + root)
+        # scattered over the ranks of a copy of the shards, and summed between the copies
         reduced = 0.0 if model.is_frozen else blocks + self._copy_seconds
         if model.held != "nothing":
             return self._held_movements(blocks, root, reduced)
@@ -960,9 +963,10 @@ class StepCostModel:
 
     @cached_property
     def _moving_shares(self) -> dict[str, float]:
-        """By level of links, the share of the seconds in which parameters and gradients move behind
-        a pass for which they keep the level busy."""
+        """By level of links: of the seconds in which parameters and gradients move behind a pass,
+        the share for which the level is busy with them."""
         dense, experts = self.block_parameters
+        # a root that is gathered around all blocks moves behind no pass
         root = 0.0 if self.model.gathers_per_block else self.root_parameters
         # (how often, parameters, distance between the ranks that share them, number of these ranks)
         kinds = [
@@ -1086,7 +1090,8 @@ class StepCostModel:
         """Seconds of the busiest link of a step if every token crossed the link once for all
         experts behind it, or the weights did if they are fewer bytes; or of moving parameters and
         gradients, if that takes longer."""
-        # twice, since copies go to the experts and results come back
+        # in forward passes and one backward; twice, since copies go to the experts and results
+        # come back
         crossings_per_layer = 2 * (self.forward_passes + 1)
         crossings = self.model.micro_batches * crossings_per_layer * self.model.moe_layers
         bounds = [crossings * self._crossing_seconds(link) for link in self._links]

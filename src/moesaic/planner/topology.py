@@ -137,7 +137,7 @@ class Route:
         """Add n entries to their links.
 
         Args:
-            entries: (links,) bool or numbers that select n of the route's entries.
+            entries: which of the route's entries they are, (entries,) bool or (n,) numbers.
             links: (n,) number of each entry's link; may repeat.
             seconds: (n,) seconds for which each entry uses its link.
             messages: (n,) messages of each entry.
