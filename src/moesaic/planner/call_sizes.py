@@ -94,6 +94,7 @@ def sizes_of(
             _node_tokens(copies, workload, num_sharers, level, chunks) for level in grid.cast_levels
         ]
         node_tokens = np.concatenate(by_level, axis=1)
+    # chunks of replicated copies have words in place of numbers
     has_replicas = any(isinstance(slot.layout.chunk, str) for slot in program.slots)
     if has_replicas and replicated is None:
         replicated = NOTHING

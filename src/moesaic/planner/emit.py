@@ -475,7 +475,7 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
         "num-layers-per-virtual-pipeline-stage": (layout.virtual_layers, 0),
     }
     lines += [f"--{flag} {number}" for flag, (number, usual) in numbers.items() if number != usual]
-    for flag, (field_name, _) in MEGATRON.items():
+    for flag, (field_name, _) in MEGATRON.items():  # what is off unless a flag turns it on
         if field_name in APART and getattr(layout, field_name):
             lines.append(f"--{flag}")
     lines += _megatron_sharding(layout)

@@ -75,6 +75,7 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
     for issue, task in enumerate(tasks):
         run = count + issue
         written = {writer[name] for name in task.reads if name in writer}
+        # whether the issuing thread itself runs the task, and issues no other meanwhile
         on_thread = task.lane is Lane.HOST or (host_runs_compute and task.lane is Lane.COMPUTE)
         if thread_is_free is not None:
             before[issue].add(thread_is_free)

@@ -339,6 +339,7 @@ class Counted(AbstractVolumes):
             path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
             load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
             actors = (min(sender, receiver), max(sender, receiver))
+            # one send and one receive
             movements.append(Movement(actors, load, posts=np.ones(2), sender=sender))
         return movements
 

@@ -248,6 +248,7 @@ class _Ranks:
         compiled = self.compiled
         rank = self.ranks[0]  # all ranks have the same MoE layers
         volumes = rank.simulator.volumes(compiled.forward, rank.model.layer, compiled.grid)
+        # grouped products, behind which the activation runs as a kernel of its own
         kept_bytes, buffers = layer_memory(
             compiled.forward, compiled.backward, volumes, kernel="products"
         )

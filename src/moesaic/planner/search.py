@@ -301,7 +301,7 @@ class _Search:
         self.best = math.inf
         """Seconds of the best step of an earlier search."""
         self.options: dict[Grid, list[SplitCostModel]] = {}
-        """Results of `_options`."""
+        """Results of `_options`: by layout, the ways of holding the model."""
         self.step_models: dict[int, StepModel] = {}
         """Results of `_step_model`, by dp."""
         self.floors: dict[SplitCostModel, float] = {}
@@ -310,7 +310,7 @@ class _Search:
         self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
         """Results of `_simulate`; None for plans that do not fit their layout."""
         self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
-        """Results of `_run`."""
+        """Results of `_run`, by layout: compiled plans and their forward and backward passes."""
         self.loaded: dict[tuple[Grid, JobSplit, bytes], Memory] = {}
         """Results of `_loaded`; the bytes are the digest of the compiled plan."""
         self.refusal = ""

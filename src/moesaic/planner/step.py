@@ -884,7 +884,7 @@ class StepCostModel:
         # seconds of scattering the gradients of all blocks, and of the root
         blocks = self._scatter_seconds
         root_bytes = self.root_parameters * self._gradient_bytes
-        dense_shards, _ = self.num_shards
+        dense_shards = self.num_shards[0]
         # a scatter is half of an all-reduce
         root = self._node.all_reduce_seconds(root_bytes, self.grid.tp, dense_shards) / 2
         if not model.gathers_per_block:

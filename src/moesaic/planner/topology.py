@@ -219,6 +219,7 @@ class Topology:
                 names = [f"{link.name}{suffix}"]
                 if not link.shared:
                     names = [f"{link.name} out{suffix}", f"{link.name} in{suffix}"]
+                    # the second of these two names
                     self._inbound.append(len(self.names) + 1)
                 self.names += names
                 self._seconds_per_byte += [1 / self._rate(link, unit)] * len(names)
