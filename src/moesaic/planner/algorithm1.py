@@ -43,7 +43,8 @@ class Operations:
 
 
 def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
-    """Return "s1" or "s2" by the closed forms: y = s E C M, with every operation at y / m.
+    """Return "s1" or "s2" by the closed forms: y = s E C M, with every operation at y / m. E C are
+    the copies that a data-parallel group sends, and M is the width of a token.
 
     Args:
         operations: times of the operations.
@@ -52,7 +53,7 @@ def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
         s: size of etp.
     """
     y = s * layer.copies * layer.dim
-    return faster(operations, layer, y / m, y / m)
+    return faster(operations, layer, entered=y / m, overlapped=y / m)
 
 
 def faster(operations: Operations, layer: Workload, entered: float, overlapped: float) -> str:
@@ -189,12 +190,12 @@ def _operation_seconds(simulator: Simulator, grid: Grid, layer: Workload) -> dic
     for task in s1.forward.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
-        source, *_ = task.of or task.reads
+        source, *_ = task.of or task.reads  # `of`: the slots of the movement that a hop is part of
         kind = slots[source].kind
         if kind is Kind.LANE or kind is Kind.INDEX:
             continue  # routing weights and positions of tokens, which Parm does not count
         seconds = sum(moved.load.alone for moved in volumes.movements(task, slots, ""))
-        if kind is Kind.TOKENS:
+        if kind is Kind.TOKENS:  # at the end of S1, over tp
             seconds_of["gather"] += seconds
         elif task.stage is Stage.COMBINE:  # the second of two equal all-to-alls
             seconds_of["all_to_all"] += seconds

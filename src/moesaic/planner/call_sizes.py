@@ -89,10 +89,12 @@ def sizes_of(
     sends_tokens_once = any(slot.layout.flow in ONCE for slot in program.slots)
     if sends_tokens_once:
         num_sharers = 1 if program.is_redundant else grid.tp
+        # a level is the number of destinations: of nodes, or of ep ranks
         by_level = [
             _node_tokens(copies, workload, num_sharers, level, chunks) for level in grid.cast_levels
         ]
         node_tokens = np.concatenate(by_level, axis=1)
+    # chunks of replicated copies have words in place of numbers
     has_replicas = any(isinstance(slot.layout.chunk, str) for slot in program.slots)
     if has_replicas and replicated is None:
         replicated = NOTHING
@@ -250,7 +252,7 @@ def _node_tokens(
     """
     node_copies = copies.reshape(len(copies), nodes, -1).sum(axis=2)
     chunk_copies = node_copies / chunks
-    expected = chunk_copies
+    expected = chunk_copies  # if there are no copies at all
     even_copies = workload.copies / num_sharers / nodes
     if even_copies:
         tokens = workload.tokens / num_sharers

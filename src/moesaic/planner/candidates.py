@@ -174,7 +174,7 @@ class SearchSpace:
         return {
             "schedule": self.schedules,
             "fuse": self.fuse,
-            "gather_weights": (None, *gathered),
+            "gather_weights": (None, *gathered),  # None: r = etp
             "chunks": self.chunks,
             "peer_groups": tuple(dict.fromkeys(peer_groups)),  # each once
             "overlap_gather": self.overlap_gather,

@@ -586,6 +586,7 @@ class ClusterSpec:
                 continue
             if link.devices == 1:
                 return True
+            # the links of a run carry what leaves it, a shared medium what stays in it
             if kind == "outside" and link.devices <= per_node and not link.shared:
                 return True
             if kind == "inside" and link.devices >= per_node and link.shared:

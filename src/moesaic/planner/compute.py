@@ -160,15 +160,16 @@ def compute_seconds(
         return _experts(task, slots, volumes, rates)
     read = _bytes(task.reads, slots, volumes)
     written = _bytes(task.writes, slots, volumes)
-    # a move that is a part of a movement sends what other tasks have packed
+    # `of` of a move: a kernel sends rows as they lie
     needs_no_copies = task.op is Op.MOVE and task.of is not None
     reads_in_place = volumes.topology.world == 1 and task.op in (Op.MOVE, Op.PERMUTE)
+    # a hop's messages are packed and unpacked by other tasks; power 0 multiplies by 1
     is_free = task.op is Op.HOP or (task.op is Op.SCALE and task.power == 0)
     if is_free or needs_no_copies or reads_in_place:
         return np.zeros(volumes.num_actors)
     if task.op in (Op.PACK, Op.UNPACK):
         return _coding(task, slots, volumes, rates)
-    if task.op is Op.PERMUTE:
+    if task.op is Op.PERMUTE:  # which reads a token for each of its rows
         return 2 * written / rates.memory
     return (read + written) / rates.memory
 
@@ -225,7 +226,9 @@ def frozen_seconds(
         weights = layer.dim * units * layer.matrices
         moved_bytes = (rows > 0) * weights * (layer.frozen_bytes + layer.element_bytes)
     if layer.adapters:
-        # values that adapters read and write per row: of its width, and of each hidden unit
+        # Values that adapters read and write per row: of its width, and of each hidden unit.
+        # Forward moves each value of a product's input once and of its result 4 times, backward 6
+        # and 3 times. The width is that of the first products' input and of the last one's result.
         row_values = 9 * layer.dim if is_backward else 5 * layer.dim
         unit_values = 3 * layer.matrices + 3 if is_backward else 4 * layer.matrices - 3
         values_per_row = row_values + unit_values * units
@@ -240,14 +243,16 @@ def _coding(
     """Return the seconds of encoding rows into messages, or of decoding messages into rows,
     (actors,)."""
     assert task.of is not None
-    source, target = task.of
+    source, target = task.of  # slots of the movement whose messages are coded
     slot = slots[source if task.op is Op.PACK else target]
     rows = volumes.rows(slot.layout)
     plain_bytes = volumes.bytes_of(slot)
-    codec = task.codec if slot.kind is Kind.ROWS else ""
-    # the bytes of each number of rows are computed once; also refuses rows that the codec lacks
+    codec = task.codec if slot.kind is Kind.ROWS else ""  # "": rows are sent as they are
+    # The bytes of each number of rows are computed once; also before a rate that needs none, since
+    # it refuses rows that the codec does not support.
     row_counts, inverse = np.unique(rows, return_inverse=True)
     coded = [row_bytes(slot, codec, count, volumes.layer) for count in row_counts.tolist()]
+    # plain bytes per second of this codec, else of any; None: as fast as copies
     rate = rates.codecs.get(name_of(codec), rates.codec) if codec else None
     if rate is not None:
         return plain_bytes / rate
@@ -258,7 +263,8 @@ def _coding(
 def _bytes(
     names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractVolumes
 ) -> np.ndarray:
-    """Return the bytes of rows, tokens and routing weights in some slots, (actors,)."""
+    """Return the bytes of rows, tokens and routing weights in some slots, (actors,); packets are
+    counted by `_coding`."""
     total = np.zeros(volumes.num_actors)
     for name in names:
         slot = slots[name]

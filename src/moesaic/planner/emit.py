@@ -231,6 +231,7 @@ def _words(flags: str) -> list[str]:
     `--a=b` is two words, and torchtitan's subcommand for recomputation becomes a flag.
     """
     lines = flags.replace("\r\n", "\n").replace("\\\n", " ")
+    # what is quoted (the group) stays, since a # in it begins no comment
     without_comments = COMMENT.sub(lambda match: match[1] or "", lines)
     words = []
     for word in shlex.split(without_comments.replace(RECOMPUTE, "--activation-checkpoint.mode ")):
@@ -265,16 +266,16 @@ def _given(words: list[str]) -> list[Given]:
         InputError: if a flag that would be read has no two hyphens.
     """
     given: list[Given] = []
-    given_flags = False
+    is_after_flag = False
     for word in words:
         dashes = DASHED.match(word)
         if dashes:
-            given_flags = True
+            is_after_flag = True
             name = word[dashes.end() :].replace("_", "-")
             if dashes[0] != "--" and name in {*MEGATRON, *TORCHTITAN, *SIZES}:
                 raise InputError(f"--flags: {word!r} is no flag: write two hyphens, --{name}")
             given.append(Given(word, name, []))
-        elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not given_flags):
+        elif LIST.fullmatch(word) or (VARIABLE.fullmatch(word) and not is_after_flag):
             given.append(Given(word, word, []))
         elif given:
             given[-1].values.append(word)
@@ -422,6 +423,7 @@ def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
         micro_batch=split.of(job).batch_size // grid.dp,
         global_batch=job.batch_size * job.accumulation,
         recompute=("block",) if job.model.checkpoint_activations else (),
+        # LINK: our plan sends each copy, else a token once to a node and to a rank
         all_to_all="multicast" if plan.crossing is not Crossing.LINK else "linear",
         overlapped=plan.chunks > 1,
         # PyTorch's pipelines keep parameters whole between micro-batches
@@ -510,7 +512,7 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
         "num-layers-per-virtual-pipeline-stage": (layout.virtual_layers, 0),
     }
     lines += [f"--{flag} {number}" for flag, (number, usual) in numbers.items() if number != usual]
-    for flag, (field_name, _) in MEGATRON.items():
+    for flag, (field_name, _) in MEGATRON.items():  # what is off unless a flag turns it on
         if field_name in APART and getattr(layout, field_name):
             lines.append(f"--{flag}")
     lines += _megatron_sharding(layout)
@@ -582,7 +584,7 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
             f"--parallelism.pipeline_parallel_schedule {_schedule_name(layout)}",
             f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
         ]
-    # refused with either
+    # torchtitan refuses CUDA graphs with either
     if layout.ep > 1 or layout.pp > 1:
         lines.append("--training.disable_cuda_graphs")
     return [*lines, f"{RECOMPUTE}{mode}"]

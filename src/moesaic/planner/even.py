@@ -87,8 +87,11 @@ class Known:
     )
     """`route_of`, the last results of which are kept."""
     paths: dict[tuple[object, ...], HopPaths] = field(default_factory=dict)
+    """Results of `Even._paths_of`."""
     exchanges: dict[tuple[object, ...], Exchange] = field(default_factory=dict)
+    """Results of `_exchange`, by the digits and the movement, whatever its chunk."""
     movements: dict[tuple[object, ...], list[Movement]] = field(default_factory=dict)
+    """Results of `Even._grouped`."""
 
 
 class Even(AbstractVolumes):
@@ -132,10 +135,15 @@ class Even(AbstractVolumes):
         self._cuts = frozenset(
             run for run in switch_ranks if topology.ranks_per_node < run < grid.world
         )
+        """Numbers of ranks behind the switches that join several nodes."""
         self._rows: dict[Layout, np.ndarray] = {}
+        """Results of `rows`."""
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
+        """Results of `movements`, by kind of rows, movement, codec, all-to-all and hop."""
         self._ends: dict[Move, tuple[Messages, Messages]] = {}
+        """Results of `messages`."""
         self._checked: set[tuple[str, int, int, bool]] = set()
+        """What `check_regular` has found regular: all-to-all, nodes, ranks of a node, in steps."""
 
     @property
     def num_actors(self) -> int:
@@ -150,6 +158,7 @@ class Even(AbstractVolumes):
         """Return the rows of a layout on each class of ranks."""
         digits = self._radix(layout)
         box = box_of(digits, layout)
+        # those that number the groups of a step, which `pieces_of_step` counts
         step_digits = steps_of(digits, layout)
         num_origins = digits.product(box.free_origin - step_digits)
         num_homes = digits.product(box.free_expert - step_digits)
@@ -257,7 +266,7 @@ class Even(AbstractVolumes):
         if not len(rows):
             return np.zeros(self.num_actors)
         paths = self._paths_of(hop, digits, hop.move, pairs)
-        ranks = paths.ends[:, 1 if hop.arrives else 0]
+        ranks = paths.ends[:, 1 if hop.arrives else 0]  # targets or sources
         return self._per_actor(ranks, paths.num_bytes(rows * pairs.count))
 
     def _per_actor(self, ranks: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -291,6 +300,7 @@ class Even(AbstractVolumes):
         pairs, rows = self._pair_rows(digits, move)
         ranks = np.arange(self.topology.block)
         to_itself = Pairs(ranks, ranks, np.ones(len(ranks)))
+        # as of a sum, for which a rank takes the rows that it holds too
         stay = _exchange(digits, replace(move, reduce=True), to_itself)
         staying_rows = self._per_actor(stay.pairs.source, self._rows_of(stay, move))
         group = digits.axes(move.group)
@@ -303,10 +313,12 @@ class Even(AbstractVolumes):
             moved = self._per_actor(ranks, rows * pairs.count) + staying_rows
             # how often a row of the slot is used, at most
             uses = float((moved / np.maximum(self.rows(layout), 1e-9)).max())
-            differ_by_origin = group & box.free_origin & (peers_box.origin - peers_box.free_origin)
+            # digits in which rows here have different origins, and those of one peer the same one
+            fixed_at_peers = peers_box.origin - peers_box.free_origin
+            differ_by_origin = group & box.free_origin & fixed_at_peers
             num_experts = digits.product(box.free_expert) * self._experts_per_place(layout)
             in_order = not differ_by_origin or num_experts == 1
-            return Messages(uses, abs(uses - 1) < 1e-9 and in_order)
+            return Messages(uses, is_whole=abs(uses - 1) < 1e-9 and in_order)
 
         sent = end(pairs.source, move.source, move.target)
         received = end(pairs.target, move.target, move.source)
@@ -346,6 +358,7 @@ class Even(AbstractVolumes):
         if (name, nodes, per_node, in_steps) not in self._checked:
             check_regular(link, name, nodes, per_node, in_steps=in_steps)
             self._checked.add((name, nodes, per_node, in_steps))
+        # paths of some all-to-alls depend on groups of so many neighbouring nodes
         nodes_per_group = link.nodes_per_group(nodes)
         if nodes_per_group <= 1:
             return digits
@@ -426,6 +439,7 @@ def _exchange(digits: Digits, move: Move, pairs: Pairs) -> Exchange:
                 factors.append(int(digits.sizes[digit]))
             elif digit not in free_before and digit not in free_after:
                 sent &= equal[:, digit]
+    # the pieces of each pair as far as they depend on the digits of ep that number the groups
     steps: np.ndarray | None = None
     if move.source.step is not None:
         steps = pieces_of_step(
@@ -498,6 +512,8 @@ class EvenLayers(AbstractEvenLayers):
         self._topology = cache(partial(Topology, cluster))
         self._digits = cache(Digits)
         self._volumes: dict[tuple[Grid, Workload, int, bool, bool], AbstractVolumes] = {}
+        """Results of `volumes`, by mesh, layer, chunks, whether the ranks of a tensor-parallel
+        group each send all tokens, and whether ranks of a block are distinguished."""
         self._known = Known()
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
@@ -538,6 +554,7 @@ def piece_rows(workload: Workload, grid: Grid, chunks: int, redundant: bool) -> 
     """Return the rows of a piece under even routing; `redundant`: the ranks of a tensor-parallel
     group each send all of its tokens."""
     sharers = 1 if redundant else grid.tp
+    # of one replica of the experts
     nodes = max(1, grid.ep * grid.etp // (grid.ranks_per_node or grid.world))
     return PieceRows(
         copies=workload.copies / workload.num_experts / sharers,

@@ -69,15 +69,17 @@ def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = Tru
     writer: dict[str, int] = {}
     """By slot, the node that writes it."""
     last_on_lane: dict[Lane, int] = {}
+    """By lane, the node that runs its last task so far."""
     thread_is_free: int | None = None
     """The node after which the thread issues the next task."""
     for issue, task in enumerate(tasks):
         run = count + issue
         written = {writer[name] for name in task.reads if name in writer}
+        # whether the issuing thread itself runs the task, and issues no other meanwhile
         on_thread = task.lane is Lane.HOST or (host_runs_compute and task.lane is Lane.COMPUTE)
         if thread_is_free is not None:
             before[issue].add(thread_is_free)
-        if host_runs_compute or task.lane is Lane.HOST:
+        if host_runs_compute or task.lane is Lane.HOST:  # the thread itself waits for the slots
             before[issue] |= written
         before[run] |= written | {issue}
         if not on_thread:
@@ -238,6 +240,7 @@ class Events:
                     self._end(now, actor=number, node=detail)
                 elif kind == _FLOW:
                     changed |= self._enter(now, number, place=detail)
+                # else the last byte arrives, unless the speed has changed since this was predicted
                 elif number in self._flows and self._flows[number].version == detail:
                     changed |= self._arrive(now, number)
             if changed:
@@ -284,7 +287,7 @@ class Events:
                 self._launch(now, task, self._movements[task][part])
         if awaited:
             self._end_wait(now, actor, task)
-        elif parts:
+        elif parts:  # the actor only sends, and need not wait for its messages
             self._end(now, actor, node)
         else:
             heapq.heappush(self._heap, (now + self._compute[task][actor], _END, actor, node))
@@ -345,6 +348,7 @@ class Events:
             return
         link, want = list(flow.use.items())[place]
         begin = max(now, free.get(link, now))
+        # `left` is what the slowest link takes, and `part` this link's share of that
         free[link] = begin + want.part * flow.left
         flow.through = max(flow.through, free[link])
         heapq.heappush(self._heap, (begin, _FLOW, number, place + 1))
@@ -441,7 +445,9 @@ class _Contested:
     def __init__(self, wants: dict[int, Use]) -> None:
         self._wants = wants
         self._spare = 1.0
+        """Part of the link that the movements whose speed is fixed leave."""
         self._level: float | None = None
+        """`_level` of the others; None if it must be computed anew."""
         self.version = 0
         """Incremented when a movement's speed is fixed, after which the others may run faster on
         this link."""

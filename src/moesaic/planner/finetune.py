@@ -470,6 +470,7 @@ def _adapters(model: StepModel, job: FinetuneJob) -> tuple[float, float]:
     rank = job.rank
     queries = model.attention_result or layer.dim
     values = (model.key_values or 2 * layer.dim) / 2
+    # queries and values read a token and have these widths; four projections count as twice these
     attention = rank * (2 * layer.dim + queries + values) * job.projections / 2
     # the first products of an expert have one adapter together, and the last one has its own
     expert_sides = (layer.dim + (layer.matrices - 1) * layer.hidden) + (layer.hidden + layer.dim)

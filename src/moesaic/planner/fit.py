@@ -100,9 +100,10 @@ def fit(
     errors = np.abs(predicted / medians - 1)
 
     log_times = np.log(medians)
-    log_predicted = np.log(np.maximum(predicted, 1e-300))
+    log_predicted = np.log(np.maximum(predicted, 1e-300))  # a line may start at 0
     variation = float(((log_times - log_times.mean()) ** 2).sum())
     residual = float(((log_times - log_predicted) ** 2).sum())
+    # if all times are equal, there is no variation to explain
     r2 = 1.0 if residual < 1e-12 else 0.0
     if variation > 0:
         r2 = 1 - residual / variation

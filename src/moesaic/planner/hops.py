@@ -79,7 +79,7 @@ def hop_paths(
         pairs: the classes of pairs that exchange packets.
         classed: digits of the group of which a class only says whether they are equal.
     """
-    upper = sorted(classed)
+    classed_digits = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
         """Return the leg that a packet takes in the hop; None if it takes none."""
@@ -98,9 +98,10 @@ def hop_paths(
             continue
         leg_to = partial(leg_of, source)
         leg_from = partial(leg_of, target=target)
-        distinct = _num_messages(digits, upper, source, target, leg=leg, leg_to=leg_to)
-        sharers = _num_sharers(digits, upper, source, target, leg=leg, leg_from=leg_from)
-        # each pair stands for `distinct` messages, and `sharers` pairs for the same ones
+        distinct = _num_messages(digits, classed_digits, source, target, leg=leg, leg_to=leg_to)
+        sharers = _num_sharers(digits, classed_digits, source, target, leg=leg, leg_from=leg_from)
+        # Each pair stands for `distinct` messages, and `sharers` pairs for the same ones. Of
+        # classes whose packets share a message, the one that makes most messages counts.
         leg_ends = (leg.source, leg.target)
         if leg_ends not in number_of:
             number_of[leg_ends] = len(ends)
@@ -114,7 +115,7 @@ def hop_paths(
 
 def _num_messages(
     digits: Digits,
-    upper: list[int],
+    classed: list[int],
     source: int,
     target: int,
     leg: Leg,
@@ -125,16 +126,17 @@ def _num_messages(
 
     Args:
         digits: of the mesh.
-        upper: digits of which the class only says whether source and target have the same.
+        classed: digits of which the class only says whether source and target have the same.
         source: a rank that sends.
         target: the target that stands for its class.
         leg: the leg of the packet between them.
         leg_to: returns the leg of the packet from `source` to another target.
     """
     count = 1
-    for digit in upper:
+    for digit in classed:
         stride = int(digits.strides[digit])
         base = int(digits.sizes[digit])
+        # the digit of both ranks, which has `base` values
         source_value = source // stride % base
         target_value = target // stride % base
         if source_value == target_value or base == 2:
@@ -149,17 +151,17 @@ def _num_messages(
 
 def _num_sharers(
     digits: Digits,
-    upper: list[int],
+    classed: list[int],
     source: int,
     target: int,
     leg: Leg,
     leg_from: Callable[[int], Leg | None],
 ) -> int:
-    """Return the number of nodes whose packets for a target share a leg; arguments as of
+    """Return the number of sources whose packets for a target share a leg; arguments as of
     `_num_messages`, but `leg_from` returns the leg from another source to `target`."""
     # (distance from the source to another one, number of sources that it stands for)
     others = [(0, 1)]
-    for digit in upper:
+    for digit in classed:
         stride = int(digits.strides[digit])
         base = int(digits.sizes[digit])
         source_value = source // stride % base
@@ -238,6 +240,7 @@ class _AnyPlaces(NodeMap):
     def __init__(self, nodes: int, size: int) -> None:
         self.nodes = cast(Any, _Number(nodes))
         self._group_size = size
+        """Nodes in a group of neighbouring nodes."""
 
     @property
     def is_even(self) -> bool:
@@ -286,6 +289,7 @@ def check_regular(
         # A link that is truly broken raises again where every rank is simulated apart.
         raise _unlike_error(name) from error
     if in_steps:
+        # hops whose packets later hops forward; PACKED stands for the input
         hops_read = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
         forwards_packets = any(hop.lane is Lane.INTER for hop in hops_read)
         if link.hops_by_node or forwards_packets:
@@ -314,7 +318,7 @@ def _check_legs(
         _known(leg.source, _Rank)
         _known(leg.target, _Rank)
         if link.hops_by_node and isinstance(leg.hop, _Node):
-            # hops come first that are of one node each, and later ones must read all of these
+            # the first hops are of one destination node each, and later ones must read all of these
             are_equal = len(set(hops[:nodes])) == 1
             all_are_read = all(set(range(nodes)) <= set(hop.reads) for hop in hops[nodes:])
             if not (are_equal and all_are_read):

@@ -498,6 +498,7 @@ def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list
     kinds: dict[str, list[Any]] = {"layer_types": _derived_layer_types(table, sizes)}
     for name, known in KINDS.items():
         given = table.get(name)
+        # `moe_layer_freq` is a list of entries, or a number that `NAMES` reads
         is_size = name in NAMES["every"] and not isinstance(given, list)
         if not given or is_size:
             continue
@@ -544,6 +545,7 @@ def _dense_layers(
     if isinstance(table.get("moe_layers"), list):
         dense = sorted({*blocks} - {*table["moe_layers"]})
     elif schedules:
+        # 0 is also the False of `is_moe_layer`
         dense = [block for block in blocks if schedules[0][block] in (0, "dense")]
     else:
         dense = [block for block in blocks if _is_dense(block, table, sizes)]

@@ -78,6 +78,7 @@ def in_flight(
         places = list(_taking_turns(program, num_layers))
         both = replace(program, tasks=tuple(_task_of(program, place) for place in places))
         events = events_of(cluster, both, _costs_of(costs, places, between))
+        # starts and ends are (tasks, ranks)
         last_rank = int(events.ends.max(axis=0).argmax())
         turns = []
         for number, place in enumerate(places):
@@ -121,7 +122,8 @@ def _taking_turns(program: Program, layers: int) -> Iterator[_Place]:
 
 
 def _pieces(program: Program) -> list[list[int]]:
-    """Return the tasks of a call between its pauses, by their places in the program."""
+    """Return the tasks of a call between its pauses, by their places in the program. A step is
+    tasks that start together."""
     life = life_of(program, frozenset(program.outputs))
     number_of = {task.name: number for number, task in enumerate(program.tasks)}
     pieces: list[list[int]] = [[]]
@@ -143,7 +145,7 @@ def _task_of(program: Program, place: _Place) -> Task:
     if place.number < 0:
         return Task(
             name=f"between {place.micro_batch} {place.layer}",
-            op=Op.ADD,
+            op=Op.ADD,  # stands for any computation
             reads=in_call(program.outputs, place.layer - 1),
             writes=in_call(program.inputs, place.layer),
             stage=Stage.EXPERT,

@@ -121,7 +121,8 @@ class Job:
             shared_hidden=moe.shared_hidden,
             parameter_bytes=8 if self.precision == "float64" else 4,
             sparse_layers=model.num_layers - self.dense_layers,
-            # the loss's float32 copy, its log-softmax, and the gradients of both; the logits stay
+            # The loss's float32 copy, its log-softmax, and the gradients of both, the last one in
+            # the logits' dtype; the logits stay.
             loss_kept=max(layer.element_bytes, 4) * 3 + layer.element_bytes,
             logits_kept=layer.element_bytes,
             table_bytes=moe.table_bytes,

@@ -175,10 +175,10 @@ def decided(
     grid = compiled.grid
     rates = seen_by(simulator.cluster, grid, layer)
     policy = replication_policy(compiled.plan.replication, rates)
-    programs = programs_of(compiled, policy)
+    programs = programs_of(compiled, policy)  # compiled plans that a call may run, by name
     chooser = policy.start({name: each.plan for name, each in programs.items()})
     copies = copies_by_rank(compiled.forward, grid, counts)
-    units = max(1, layer.hidden // grid.etp)
+    units = max(1, layer.hidden // grid.etp)  # of each expert's hidden width, on a rank
     load = CallLoad(grid, copies, layer.num_experts, units=units, dim=layer.dim)
     decision = chooser.choose(load)
     return programs[decision.program], decision.replicated

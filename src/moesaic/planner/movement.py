@@ -243,7 +243,9 @@ class Counted(AbstractVolumes):
         self.layer = layer
         self._legs = legs
         self._rows: dict[Layout, np.ndarray] = {}
+        """Results of `rows`."""
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
+        """Results of `movements`, by kind of rows, movement, codec, all-to-all and hop."""
 
     @property
     def num_actors(self) -> int:
@@ -274,6 +276,7 @@ class Counted(AbstractVolumes):
 
     def shards(self, weights: Layout) -> float:
         shapes = self.sizes.shapes  # of all ranks, those of the first one stand for the others
+        # a piece is one shard of an expert, and etp of them are the whole one
         num_pieces = len(shapes.pieces(weights, 0).number)
         num_experts = len(shapes.experts(weights, 0))
         return num_pieces / num_experts / self.sizes.grid.etp
@@ -336,6 +339,7 @@ class Counted(AbstractVolumes):
             path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
             load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
             actors = (min(sender, receiver), max(sender, receiver))
+            # one send and one receive
             movements.append(Movement(actors, load, posts=np.ones(2), sender=sender))
         return movements
 

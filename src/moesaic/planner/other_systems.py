@@ -166,6 +166,7 @@ class OthersLayout:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in may_be_zero else 1
+            # a type is the text of its annotation
             if field.type == "int" and value < least:
                 raise InputError(f"layout: {field.name}={value}: must be at least {least}")
         if self.schedule != "1f1b" and self.virtual_pp not in (1, 2):
@@ -247,6 +248,7 @@ class _Ranks:
         compiled = self.compiled
         rank = self.ranks[0]  # all ranks have the same MoE layers
         volumes = rank.simulator.volumes(compiled.forward, rank.model.layer, compiled.grid)
+        # grouped products, behind which the activation runs as a kernel of its own
         kept_bytes, buffers = layer_memory(
             compiled.forward, compiled.backward, volumes, kernel="products"
         )
@@ -428,7 +430,8 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
         tokens=whole.layer.tokens // layout.cp,
         products=layout.precision if layout.is_narrow else None,
     )
-    # PyTorch's loss keeps float32 logits, their log-softmax, and the gradients of both
+    # PyTorch's loss keeps float32 logits, their log-softmax, and the gradients of both, of which
+    # that of the logits has two bytes
     has_torch_loss = "loss" in layout.stepwise
     has_float32_gradients = layout.float32_states and layout.float32_reduced
     return replace(
@@ -600,6 +603,7 @@ def _starts(
 ) -> Iterator[OthersLayout]:
     """Yield layouts under the plainest choices, whose sizes are powers of two."""
     model = job.model
+    # where a system offers DeepEP, it is the last one
     all_to_all = offers.all_to_alls[-1 if cluster.carries_deepep else 0]
     stage_counts = (1, 2, 4, 8, 16) if stages is None else (stages,)
     sequence_parts = [1]

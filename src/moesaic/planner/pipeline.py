@@ -38,10 +38,12 @@ def order_of(rank: int, pp: int, parts: int, count: int) -> list[Pass]:
         parts: parts of the model on each rank; those of rank r are r, r + pp, ...
         count: micro-batches.
     """
-    total = count * parts
+    total = count * parts  # passes of the rank in each direction
     # `warm_up` forward passes run before the first backward pass
     if parts > 1:
+        # micro-batches that pass a part before the rank turns to the next one: about pp
         per_round = count // max(1, count // pp)
+        # a round through all parts but the last, and two passes for each later stage
         warm_up = min((parts - 1) * per_round + 2 * (pp - 1 - rank), total)
     else:
         per_round = count
@@ -172,10 +174,10 @@ def _timed(
 ) -> Timed:
     """Run the operations of all ranks, each as early as it can; arguments as of
     `simulate_pipeline`."""
-    operations, alive = _schedule(pp, len(forward) // pp, count)
+    operations, alive = _schedule(pp, parts=len(forward) // pp, count=count)
     rank_free = [0.0] * pp
     busy = [0.0] * pp
-    way_free = [0.0] * (2 * len(forward))
+    way_free = [0.0] * (2 * len(forward))  # of each part ahead, and back
     # when the message of each operation arrives; the last stays 0, for `waits_for` of -1
     arrival = [0.0] * (len(operations) + 1)
     starts: list[float] = []

@@ -304,6 +304,7 @@ class PlanTable:
         if before:
             usual = median(before)
             spread = median(abs(math.log(seconds / usual)) for seconds in before)
+        # times that vary a lot must change by more: by four times their median deviation
         return abs(median(self._recent)) > max(math.log1p(self.settings.drift), 4 * spread)
 
     def estimates(self) -> list[float]:

@@ -58,6 +58,7 @@ def seen_by(spec: ClusterSpec, grid: Grid, layer: Workload) -> Rates:
             known.
     """
     topology = Topology(spec, grid.world, grid.ranks_per_node)
+    # every pair of ranks
     ranks = np.arange(grid.world)
     source = np.repeat(ranks, grid.world)
     target = np.tile(ranks, grid.world)
@@ -74,10 +75,12 @@ def seen_by(spec: ClusterSpec, grid: Grid, layer: Workload) -> Rates:
         far_gbps, far_latency_us = _rate(topology, source[~same_node], target[~same_node])
 
     device = rates_of(spec, layer.dtype)
+    # the copies of all data-parallel groups, shared by the edp replicas of an expert
     rows_per_expert = max(1.0, grid.dp * layer.copies / layer.num_experts / grid.edp)
     rows = np.array([rows_per_expert])
     flops_per_row = 2.0 * layer.matrices * layer.dim * layer.hidden / grid.etp
-    seconds = float(device.product_seconds(rows, flops_per_row, 0.0, grouped=True)[0])
+    seconds_by_expert = device.product_seconds(rows, flops_per_row, weight_bytes=0.0, grouped=True)
+    seconds = float(seconds_by_expert[0])
     return Rates(
         intra_gbps=near_gbps,
         inter_gbps=far_gbps,
@@ -89,8 +92,8 @@ def seen_by(spec: ClusterSpec, grid: Grid, layer: Workload) -> Rates:
         memory_gbps=device.memory * 8 / 1e9,
         speeds=spec.speeds,
         node_links=_node_links(spec),
-        expert_us=2 * spec.host.message_us,
-        part_us=3 * spec.host.task_us,
+        expert_us=2 * spec.host.message_us,  # forward and backward
+        part_us=3 * spec.host.task_us,  # a part counts as three tasks
         element_bytes=layer.element_bytes,
         matrices=layer.matrices,
     )
@@ -124,11 +127,13 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
             "the rate of a rank's own link: use a rank per device and a link with devices = 1, "
             "or give the levels yourself"
         )
-    sized_levels = []
+    sized_levels = []  # (ranks of a group, level)
     for link in cluster.links:
         leaves_node = link.carries == "outside" or link.devices >= per_node
+        # ranks of the group that messages leave over the link
         size = max(link.devices, per_node) if leaves_node else link.devices
         share = link.slowest(cluster.nodes) / (link.devices * min(own_rates))
+        # a shared medium carries messages among its own devices only
         leaves_no_group = link.carries == "inside" or link.shared
         limits_nothing = size == 1 or size >= grid.world or share >= 1
         if leaves_no_group or limits_nothing:
@@ -147,6 +152,7 @@ def _node_links(spec: ClusterSpec) -> tuple[float, ...]:
         return ()
     narrowest = min(levels, key=lambda link: min(link.gbps) / link.devices)
     rates = narrowest.gbps
+    # else they are one rate, or those of other links than one per node
     if len(rates) != spec.nodes or len(set(rates)) == 1:
         return ()
     return tuple(rate / min(rates) for rate in rates)
@@ -169,9 +175,9 @@ def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[f
     ones = np.ones(len(source))
     messages_per_rank = int(np.bincount(source).max())
     # the difference of two sizes is the time of bytes alone
-    small = topology.loads(source, target, ones * PROBE_BYTES, ones)
-    large = topology.loads(source, target, ones * (2 * PROBE_BYTES), ones)
-    small_seconds = float(small.seconds.max())
+    small = topology.loads(source, target, ones * PROBE_BYTES, messages=ones)
+    large = topology.loads(source, target, ones * (2 * PROBE_BYTES), messages=ones)
+    small_seconds = float(small.seconds.max())  # of the busiest link
     byte_seconds = (float(large.seconds.max()) - small_seconds) / messages_per_rank
     start_up = max(0.0, small_seconds / messages_per_rank - byte_seconds)
     start_up += small.latency / messages_per_rank

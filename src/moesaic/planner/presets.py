@@ -156,8 +156,8 @@ def _papers() -> dict[str, Job]:
 def _parm() -> dict[str, Job]:
     """Return the jobs of the Parm paper by name."""
     return {
-        # Parm: k is not given in the paper; E is that of its testbed B (2 on A), f the smaller of
-        # its sweep's two.
+        # Parm: top_k is not given in the paper; the experts are as many as on its testbed B (2 on
+        # A), and the capacity factor is the smaller of its sweep's two.
         "parm-bert-base": _job(
             dim=768,
             num_layers=12,
@@ -258,7 +258,8 @@ def _fastermoe() -> dict[str, Job]:
 def _netmoe() -> dict[str, Job]:
     """Return the jobs of the NetMoE paper by name."""
     jobs = {}
-    # NetMoE: GPT-2's depths, E of 16 devices; the largest has GPT-3's depth at this width.
+    # NetMoE: GPT-2's depths; 32 experts, the paper's number on 16 devices; the largest model has
+    # GPT-3's depth at this width.
     for name, layers, heads, dim in (
         ("s", 12, 12, 768),
         ("m", 24, 16, 1024),

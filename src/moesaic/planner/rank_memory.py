@@ -102,10 +102,10 @@ def layer_memory(
         volumes: the rows; among several actors, the one that needs most counts.
         memory_budget: most bytes that the layer may hold; None for no limit. Both results shrink by
             the same factor to fit it.
-        kernel: key of `SCRATCH`: what computes the experts.
+        kernel: what computes the experts: a key of `SCRATCH` in `program/expert_sizes.py`.
     """
     layer = volumes.layer
-    units = max(1, layer.hidden // volumes.grid.etp)
+    units = max(1, layer.hidden // volumes.grid.etp)  # of each expert's hidden width, on a rank
     experts = ExpertSizes.stacked(
         layer.dim, units, layer.matrices, layer.element_bytes, kernel=kernel
     )

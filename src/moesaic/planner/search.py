@@ -301,7 +301,7 @@ class _Search:
         self.best = math.inf
         """Seconds of the best step of an earlier search."""
         self.options: dict[Grid, list[SplitCostModel]] = {}
-        """Results of `_options`."""
+        """Results of `_options`: by layout, the ways of holding the model."""
         self.step_models: dict[int, StepModel] = {}
         """Results of `_step_model`, by dp."""
         self.floors: dict[SplitCostModel, float] = {}
@@ -310,7 +310,7 @@ class _Search:
         self.tried: dict[tuple[Grid, Plan], SimulatedPlan | None] = {}
         """Results of `_simulate`; None for plans that do not fit their layout."""
         self.times: dict[Grid, list[tuple[Compiled, tuple[Simulated, Simulated]]]] = {}
-        """Results of `_run`."""
+        """Results of `_run`, by layout: compiled plans and their forward and backward passes."""
         self.loaded: dict[tuple[Grid, JobSplit, bytes], Memory] = {}
         """Results of `_loaded`; the bytes are the digest of the compiled plan."""
         self.refusal = ""
@@ -318,6 +318,7 @@ class _Search:
 
         grids = layouts(split.of(job), self.cluster, settings.pins, split.pp)
         self.cost_models: list[SplitCostModel] = []
+        """Of each layout, the one that `_cost_model` returns."""
         for number, grid in enumerate(grids):
             progress("bounding layouts", number, len(grids))
             self.cost_models.append(self._cost_model(grid))
@@ -466,7 +467,7 @@ class _Search:
         space = self.settings.space
         first = {name: values[0] for name, values in space.values(grid).items()}
         # Every layout is tried with the all-to-alls that are best on some links, and with
-        # multicast, which is none of ours.
+        # multicast, which has no algorithm in `ALL_TO_ALLS` that could say so.
         judging = [
             name
             for name in space.all_to_alls
@@ -548,7 +549,7 @@ class _Search:
                             avoided.update((name, getattr(each.plan, name)) for name in names)
                 best = best_near
                 changed = 1
-            elif avoided and choices > 1:
+            elif avoided and choices > 1:  # single changes are at their end: try all once more
                 avoided.clear()
             else:
                 changed += 1
@@ -635,7 +636,7 @@ class _Search:
             loaded = self._under_load(planned, counts)
             if loaded is not None:
                 best.append(loaded)
-            if len(best) == 3 * self.settings.keep:
+            if len(best) == 3 * self.settings.keep:  # more than are kept: counts change the order
                 break
         reranked = []
         for number, planned in enumerate(best):
@@ -787,6 +788,8 @@ class _Search:
         """Return the error that no layout fits; the smallest is `grid`, with `num_bytes`."""
         device = self.cluster.device.memory_gib
         reserve = self.settings.reserve_gib
+        # `_usable_bytes` are the device's less the reserve, over FRAGMENTED: the bytes that the
+        # allocator reserves for each byte of tensors
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
         recomputes = self.job.model.checkpoint_activations
         recomputed = ", even with blocks recomputed" if recomputes else ""

@@ -46,12 +46,15 @@ class Simulator:
         self.cluster = cluster
         self._even = even or EvenLayers(cluster)
         self._topology = cache(partial(Topology, cluster))
+        """`Topology` of this cluster, by the number of ranks and those of a node; not folded."""
         self.one_node = cache(partial(one_node, cluster))
         """Function of the same name for this cluster, whose results are kept."""
         self.rates_of = cache(partial(rates_of, cluster))
         """Function of the same name for this cluster, whose results are kept."""
         self._legs = cache(legs_by_hop)
+        """Function of the same name, whose results are kept."""
         self._shapes = cache(LayoutIndex)
+        """`LayoutIndex` by mesh, experts and chunks."""
         self.level_of = cache(partial(level_of, cluster))
         """Function of the same name for this cluster, whose results are kept."""
 
@@ -121,6 +124,7 @@ class Simulator:
         durations = {}
         for task, movements in zip(program.tasks, movements_of(program, volumes)):
             computing = float(compute_seconds(task, slots, volumes, rates).max())
+            # `alone`: the seconds of a movement if nothing else uses its links
             moving = max((movement.load.alone for movement in movements), default=0.0)
             durations[task.name] = computing + moving
         return durations
@@ -132,6 +136,7 @@ class Simulator:
         if sizes is not None:
             return self._counted(sizes, workload)
         if self.cluster.host.messages == "eager" and grid.world <= RANKS_APART:
+            # ranks drift apart even if they do the same, so each is simulated
             return self._counted(self._even_sizes(program, workload, grid), workload)
         try:
             volumes = self._even.volumes(program, workload, grid)

@@ -118,7 +118,7 @@ def holdings(grid: Grid, split: JobSplit) -> Iterator[JobSplit]:
     holds: list[Held] = ["parameters", "gradients"]
     if split.pp == 1:
         holds.append("nothing")
-    if grid.dp == 1 and grid.edp == 1:
+    if grid.dp == 1 and grid.edp == 1:  # nobody to share with: all ways are the same
         yield replace(split, hold=holds[-1])
         return
     shards: list[Sharding] = ["all"]
@@ -176,6 +176,7 @@ class SplitCostModel:
         self.simulator = simulator
         self.cluster = simulator.cluster
         self._known: dict[_Blocks, StepCostModel] = {}
+        """Results of `_costs`."""
         if model is None:
             model = split.of(job).step_model(self.cluster, grid.dp)
         self.model = _sharded(model, grid, split)
@@ -264,6 +265,7 @@ class SplitCostModel:
         pairs = self.model.micro_batches // 2
         before_forward, before_backward = self._distinct[0].between_seconds(forward, backward)
         forward_flight, backward_flight = self.flights(compiled, forward, backward)
+        # what two micro-batches take in turn, less what they take in flight
         forward_saved = 2 * layers * (before_forward + forward.seconds) - forward_flight.seconds
         backward_saved = 2 * layers * (before_backward + backward.seconds) - backward_flight.seconds
         parts = dict(in_turn.parts)
@@ -333,6 +335,7 @@ class SplitCostModel:
         for link in self.cluster.links:
             if link.carries in carried:
                 rate = link.slowest(self.cluster.nodes)
+                # all ranks of the part behind the link send over it at once
                 latency = (link.latency_us + self.cluster.host.message_us) * 1e-6
                 slowest = max(slowest, num_bytes * min(link.devices, ranks) / rate + latency)
         return slowest
@@ -399,7 +402,7 @@ class SplitCostModel:
         # The first micro-batch passes the stages before a rank, and its gradients pass them again
         # after the rank's last micro-batch.
         count = self.model.micro_batches
-        before = 0.0
+        before = 0.0  # seconds of one micro-batch in the stages before the rank, there and back
         most = 0.0
         for rank in map(self._costs, self._ranks):
             most = max(most, before + floors[rank])

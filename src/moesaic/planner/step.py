@@ -244,6 +244,7 @@ class StepModel:
     @property
     def scores(self) -> float:
         """Operations per token and block between queries, keys and values."""
+        # two products, each of a multiplication and an addition; half of them, since causal
         return self.score_operations or 2 * 2 * self.seq_len * self.layer.dim / 2
 
     @property
@@ -293,6 +294,7 @@ class StepModel:
         products = self.layer.products
         if products is None or ELEMENT_BYTES[products] >= self.layer.element_bytes:
             return 0.0
+        # mxfp8 has a scale of one byte for each 32 numbers
         return ELEMENT_BYTES[products] * (1 + (1 / 32 if products == "mxfp8" else 0.0))
 
     @property
@@ -634,7 +636,7 @@ class StepCostModel:
         weights += model.moe_layers * (block.shared + self._expert_seconds)
         inputs = max(busy - forward_seconds - weights, 0.0)
 
-        scale = mean_busy / busy
+        scale = mean_busy / busy  # the pipeline fills and drains at the pace of all its ranks
         waits = bubble_seconds(
             model.schedule,
             model.stages,
@@ -662,6 +664,7 @@ class StepCostModel:
         for link in self.cluster.links:
             if link.carries in carried:
                 rate = link.slowest(self.cluster.nodes)
+                # all ranks behind the link send over it at once
                 seconds = num_bytes * min(link.devices, world) / rate + link.latency_us * 1e-6
                 slowest = max(slowest, seconds)
         return slowest
@@ -730,17 +733,19 @@ class StepCostModel:
         grid = self.grid
         layer = self.model.layer
         tokens = layer.tokens / grid.tp
-        copies = grid.dp * layer.copies / (grid.ep * grid.edp)
+        copies = grid.dp * layer.copies / (grid.ep * grid.edp)  # that a rank computes
 
-        # each kind of layer: how many there are, and its forward passes per micro-batch
+        # Each kind of layer: how many there are, and its forward passes per micro-batch.
+        # `recomputes` of no part is the share of blocks that are recomputed as a whole.
         blocks = (model.num_layers, 1 + model.recomputes())
         sparse = (model.moe_layers, self.forward_passes)
-        # each operation: the layers that have it, and the values that it handles in one of them
+        # Each operation: the layers that have it, and the values that it handles in one of them. A
+        # block has two norms, and those inside its attention.
         operations = {
             "norms": (blocks, tokens * (2 * layer.dim + model.attention_normed)),
             "first_bias": (sparse, (layer.matrices - 1) * self.activated_values),
             "last_bias": (sparse, copies * layer.dim),
-            "loss": (blocks, 0.0),
+            "loss": (blocks, 0.0),  # counted by `loss_bytes`
         }
 
         moved_bytes = 0.0
@@ -755,11 +760,11 @@ class StepCostModel:
         """The seconds of one forward pass of each part of a block.
 
         Products take their operations over the rate that their rows reach (`compute.py`), norms and
-        residuals ten accesses of a token, scores their operations over the rate of the attention
-        kernel (`Device.scores`). A layer that is split over tp ends in an all-reduce (Megatron-LM,
-        Shoeybi et al. 2019). Keys and values of the other parts of a sequence pass behind the
-        scores, once forward and once backward with their gradients (ring attention, Liu et al.
-        2023).
+        residuals ten accesses of a token in the attention part of a block and five more in a dense
+        layer, scores their operations over the rate of the attention kernel (`Device.scores`). A
+        layer that is split over tp ends in an all-reduce (Megatron-LM, Shoeybi et al. 2019). Keys
+        and values of the other parts of a sequence pass behind the scores, once forward and once
+        backward with their gradients (ring attention, Liu et al. 2023).
         """
         model = self.model
         layer = model.layer
@@ -770,21 +775,25 @@ class StepCostModel:
         over_tp = self._over_tp_seconds(token_bytes)
 
         scores = self._scores_seconds()
-        projections = self._product_seconds(model.attention, tp, 2 * dim)
-        up = self._product_seconds(model.attention_up, tp, 0.0) if model.attention_up else 0.0
-        norms = 10 * token_bytes / tp / self._rates.memory
+        # read: the normed input, and the result of attention before the last product
+        projections = self._product_seconds(model.attention, tp, read=2 * dim)
+        # a part of the projections, whose casts are counted above
+        up = self._product_seconds(model.attention_up, tp, read=0.0) if model.attention_up else 0.0
+        norms = 10 * token_bytes / tp / self._rates.memory  # and residuals
         copied_bytes = tokens * model.attention_copied * layer.element_bytes
-        copies = copied_bytes / tp / self._rates.memory
+        copied = copied_bytes / tp / self._rates.memory
 
         dense_weights = layer.matrices * dim * model.inner
-        dense = self._product_seconds(dense_weights, tp, dim + model.inner)
+        dense = self._product_seconds(dense_weights, tp, read=dim + model.inner)
         shared = 0.0
         if model.shared_hidden:
             shared_weights = layer.matrices * dim * model.shared_hidden
-            shared = self._product_seconds(shared_weights, 1, dim + model.shared_hidden)
+            shared = self._product_seconds(
+                shared_weights, num_parts=1, read=dim + model.shared_hidden
+            )
         output, loss = self._output_seconds()
         return ForwardSeconds(
-            attention=projections + scores + norms + copies + over_tp,
+            attention=projections + scores + norms + copied + over_tp,
             projections=projections,
             scores=scores,
             up=up,
@@ -797,10 +806,11 @@ class StepCostModel:
         )
 
     def _over_tp_seconds(self, num_bytes: float) -> float:
-        """Return the seconds of summing a layer's results over tp, or of half of it where each rank
-        keeps its part of the sequence."""
+        """Return the seconds of summing a layer's results over tp: an all-reduce, or, where each
+        rank keeps its part of the sequence, a reduce-scatter and an all-gather, which take as long
+        as an all-reduce by rings."""
         if self.model.sequence_parallel:
-            return self._node.all_reduce_seconds(num_bytes, 1, self.grid.tp)
+            return self._node.all_reduce_seconds(num_bytes, stride=1, ranks=self.grid.tp)
         return all_reduce_seconds(self.cluster, self.grid, num_bytes, self.grid.tp)
 
     def _product_seconds(self, weights: float, num_parts: int, read: float) -> float:
@@ -827,13 +837,19 @@ class StepCostModel:
         layer = model.layer
         tp = self.grid.tp
         rows = np.array([float(layer.tokens)])
-        at_full_rate = float(self._rates.product_seconds(rows, model.scores / tp, 0.0)[0])
+        at_full_rate = float(
+            self._rates.product_seconds(rows, model.scores / tp, weight_bytes=0.0)[0]
+        )
         scores = at_full_rate / self.cluster.device.scores.of(model.score_kernel, model.head_dim)
 
         width = model.key_values or 2 * layer.dim
+        # of the whole sequence, of which a rank has one of `shares_sequence` parts
         passed_bytes = layer.tokens * width * layer.element_bytes * model.shares_sequence / tp
         # an all-gather of keys and values round the ring is half of an all-reduce
-        passing = self._node.all_reduce_seconds(passed_bytes, tp, model.shares_sequence) / 2
+        ring_seconds = self._node.all_reduce_seconds(
+            passed_bytes, stride=tp, ranks=model.shares_sequence
+        )
+        passing = ring_seconds / 2
         return max(scores, passing)
 
     def _output_seconds(self) -> tuple[float, float]:
@@ -868,9 +884,12 @@ class StepCostModel:
         # seconds of scattering the gradients of all blocks, and of the root
         blocks = self._scatter_seconds
         root_bytes = self.root_parameters * self._gradient_bytes
-        root = self._node.all_reduce_seconds(root_bytes, self.grid.tp, self.num_shards[0]) / 2
+        dense_shards = self.num_shards[0]
+        # a scatter is half of an all-reduce
+        root = self._node.all_reduce_seconds(root_bytes, self.grid.tp, dense_shards) / 2
         if not model.gathers_per_block:
             return self._whole_movements(blocks + root)
+        # scattered over the ranks of a copy of the shards, and summed between the copies
         reduced = 0.0 if model.is_frozen else blocks + self._copy_seconds
         if model.held != "nothing":
             return self._held_movements(blocks, root, reduced)
@@ -880,7 +899,8 @@ class StepCostModel:
         # the root is gathered in both passes, and its gradients are scattered
         root_scatters = 2 * gather_ratio + (0 if model.is_frozen else 1)
         shared_adapters, _ = model.adapters
-        adapters = self._node.all_reduce_seconds(4 * shared_adapters, 1, self.grid.world)
+        adapter_bytes = 4 * shared_adapters  # in float32
+        adapters = self._node.all_reduce_seconds(adapter_bytes, stride=1, ranks=self.grid.world)
         return (
             Moving(count, root_scatters * root, "nothing"),
             Moving(count, gather_ratio * blocks, "forward"),
@@ -921,7 +941,9 @@ class StepCostModel:
         copies, _ = self.replicas
         shards, _ = self.num_shards
         shard_bytes = self.root_parameters * self._gradient_bytes / shards
-        between_copies = self._node.all_reduce_seconds(shard_bytes, self.grid.tp * shards, copies)
+        between_copies = self._node.all_reduce_seconds(
+            shard_bytes, stride=self.grid.tp * shards, ranks=copies
+        )
         root_reduced = 0.0 if self.model.is_frozen else root + between_copies
         if self.model.held == "parameters":
             return (
@@ -941,9 +963,10 @@ class StepCostModel:
 
     @cached_property
     def _moving_shares(self) -> dict[str, float]:
-        """By level of links, the share of the seconds in which parameters and gradients move behind
-        a pass for which they keep the level busy."""
+        """By level of links: of the seconds in which parameters and gradients move behind a pass,
+        the share for which the level is busy with them."""
         dense, experts = self.block_parameters
+        # a root that is gathered around all blocks moves behind no pass
         root = 0.0 if self.model.gathers_per_block else self.root_parameters
         # (how often, parameters, distance between the ranks that share them, number of these ranks)
         kinds = [
@@ -1034,7 +1057,9 @@ class StepCostModel:
         stepped = self.stepped_parameters
         moved = stepped * 10 * size
         if not self.model.gathers_per_block:
+            # the masters are read, and their copies written
             copied = stepped * (size + self.model.layer.element_bytes)
+            # read and written by the average, read by the check, written by zeroing
             buffer = self.whole_parameters * 4 * size
             moved += copied + buffer
         return moved / self._rates.memory
@@ -1044,6 +1069,7 @@ class StepCostModel:
         """Values of a rank's experts between activation and last matrix, in one MoE layer."""
         layer = self.model.layer
         grid = self.grid
+        # the copies of all data-parallel groups are spread over ep ranks and replicas of experts
         rows = grid.dp * layer.copies / (grid.ep * grid.edp)
         return rows * layer.hidden / grid.etp
 
@@ -1064,7 +1090,8 @@ class StepCostModel:
         """Seconds of the busiest link of a step if every token crossed the link once for all
         experts behind it, or the weights did if they are fewer bytes; or of moving parameters and
         gradients, if that takes longer."""
-        # twice, since copies go to the experts and results come back
+        # in forward passes and one backward; twice, since copies go to the experts and results
+        # come back
         crossings_per_layer = 2 * (self.forward_passes + 1)
         crossings = self.model.micro_batches * crossings_per_layer * self.model.moe_layers
         bounds = [crossings * self._crossing_seconds(link) for link in self._links]
@@ -1251,14 +1278,17 @@ class StepCostModel:
         grid = self.grid
         # A link that only carries messages out of a node counts for the whole node, evenly.
         devices = self.cluster.devices_per_node if link.carries == "outside" else link.devices
+        # runs of a replica of the experts, and those of them that a token must cross the link for
         runs = grid.ep * grid.etp // devices
         other_runs = runs - max(1, grid.tp // devices)  # a tp group's own runs have its tokens
         if other_runs <= 0 or layer.num_experts < runs:
             return 0.0
         tokens_per_run = node_tokens_per_node(layer, runs, 1)
+        # dp * devices / world: the data-parallel groups behind the link
         tokens = tokens_per_run * other_runs * grid.dp * devices / grid.world
         # weights are counted in rows of `dim`, as tokens are
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
+        # of what leaves `devices` devices, the link carries the part of its own
         num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
         return num_bytes / link.slowest(self.cluster.nodes)
 
@@ -1272,7 +1302,7 @@ def layer_passes(
     Experts take their products and their activations' traffic (`compute.py`), twice as long
     backward. Their rows are sorted before and after each all-to-all (Megatron's dispatchers).
     DeepEP and HybridEP send a token once to a node and once to each rank there, both at the same
-    time, and need no sorting before and after.
+    time, and need no sorting on the side of the tokens, only on that of the experts.
 
     Args:
         cluster: the cluster.
@@ -1281,30 +1311,30 @@ def layer_passes(
         deepep: whether kernels forward tokens between and inside nodes.
     """
     experts = layer.num_experts // grid.ep
-    rows = grid.dp * layer.copies / layer.num_experts / grid.edp
+    # copies are those of a data-parallel group; edp replicas of an expert share all groups' copies
+    rows_per_expert = grid.dp * layer.copies / layer.num_experts / grid.edp
     rates = rates_of(cluster, layer.products or layer.dtype)
-    rows_per_expert = np.array([rows])
+    rows = np.array([rows_per_expert])  # one expert stands for all
     parameters = layer.matrices * layer.dim * layer.hidden / grid.etp
     units = layer.hidden / grid.etp
     seconds = rates.product_seconds(
-        rows_per_expert, 2.0 * parameters, parameters * layer.weight_bytes, grouped=True
+        rows, 2.0 * parameters, parameters * layer.weight_bytes, grouped=True
     )
-    seconds += rates.traffic_seconds(
-        rows_per_expert, layer.dim, units, layer.matrices, layer.element_bytes
-    )
+    seconds += rates.traffic_seconds(rows, layer.dim, units, layer.matrices, layer.element_bytes)
     products = float(seconds[0]) * experts
 
     frozen_forward = 0.0
     frozen_backward = 0.0
     if layer.frozen_bytes:
-        further = frozen_seconds(rows_per_expert, units, layer, rates, is_backward=False)
-        further_backward = frozen_seconds(rows_per_expert, units, layer, rates, is_backward=True)
+        further = frozen_seconds(rows, units, layer, rates, is_backward=False)
+        further_backward = frozen_seconds(rows, units, layer, rates, is_backward=True)
         frozen_forward = float(further[0]) * experts
         frozen_backward = float(further_backward[0]) * experts
 
-    # sorting reads and writes each row, before and behind both all-to-alls
+    # Rows are sorted before and behind both all-to-alls; with DeepEP, or without any all-to-all,
+    # only before and behind the experts. Sorting reads and writes each row.
     sorts = 2 if deepep or grid.ep == 1 else 4
-    sorting = sorts * 2 * rows * experts * layer.dim * layer.element_bytes / rates.memory
+    sorting = sorts * 2 * rows_per_expert * experts * layer.dim * layer.element_bytes / rates.memory
     links, latency = _all_to_all(cluster, grid, layer, deepep)
     all_to_all = max(links.values(), default=0.0) + latency
     link_seconds = {name: 2 * busy for name, busy in links.items()}  # there and back
@@ -1330,6 +1360,7 @@ def _all_to_all(
     source = np.repeat(np.arange(per_node), group)
     position_in_group = np.tile(np.arange(group), per_node)
     target = source // group * group + position_in_group
+    # a rank sends one of tp parts of its group's tokens
     row_bytes = layer.dim * layer.element_bytes / grid.tp
     message_bytes = np.full(len(source), layer.copies / grid.ep * row_bytes)
     if deepep:
@@ -1373,7 +1404,7 @@ def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks
         num_bytes: bytes of one rank's values.
         ranks: ranks of a group.
     """
-    by_rings = reduce_seconds(cluster, grid, num_bytes, 1, ranks)
+    by_rings = reduce_seconds(cluster, grid, num_bytes, stride=1, ranks=ranks)
     per_node = grid.ranks_per_node or grid.world
     has_switch = any(link.adds for link in cluster.links)
     if not has_switch or not 2 < ranks <= per_node or num_bytes == 0:

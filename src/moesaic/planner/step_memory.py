@@ -88,6 +88,7 @@ def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) ->
     logits = 0.0
     if model.outputs:
         logits = model.layer.tokens * model.vocab / cost_model.grid.tp
+    # bytes; `loss_kept` and `logits_kept` are bytes per logit
     at_loss = logits * model.loss_kept / model.loss_chunks
     backward = kept.recomputed + buffers + logits * model.logits_kept
     # at the loss, or in the backward pass of the last block
@@ -112,16 +113,17 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
     if not model.gathers_per_block:
         return _whole_states(cost_model), 0.0
     size = model.parameter_bytes
-    held_parameters = cost_model.held_parameters
+    held_parameters = cost_model.held_parameters  # those of the rank's shards
     whole_parameters = _sharded_parameters(cost_model)
     gathered_size = model.gathered_bytes or size
+    # gathered parameters that the rank holds between micro-batches
     held = whole_parameters * gathered_size if model.held == "parameters" else 0.0
     whole_gradients = 0.0 if model.held == "nothing" else whole_parameters
     tables = model.moe_layers * model.table_bytes
     states = Memory(
         weights=held_parameters * size + _cast_bytes(cost_model) + held + tables,
         gradients=(held_parameters + whole_gradients) * size,
-        optimizer=held_parameters * 2 * size,
+        optimizer=held_parameters * 2 * size,  # two moments
         activations=0.0,
         buffers=0.0,
     )
@@ -136,7 +138,7 @@ def _states(cost_model: StepCostModel) -> tuple[Memory, float]:
         "gradients": (2 * gathered + root) * gathered_size,
         "parameters": 0.0,
     }
-    narrow_bytes = 2 * model.narrow_bytes * (dense + experts)
+    narrow_bytes = 2 * model.narrow_bytes * (dense + experts)  # by rows and by columns
     return states, moving[model.held] + narrow_bytes
 
 
@@ -207,18 +209,19 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> _Kept:
     """
     model = cost_model.model
     recomputed = model.recomputed
-    # bytes of one value per token
-    row = model.layer.tokens * model.layer.element_bytes / cost_model.grid.tp
+    # bytes of one value of every token
+    value_bytes = model.layer.tokens * model.layer.element_bytes / cost_model.grid.tp
     dim = model.layer.dim
-    around = _attention_bytes(cost_model, row)
-    dense, sparse = _feed_forward_bytes(cost_model, row, moe_bytes)
-    recomputed_norms = dim * row if "layernorm" in recomputed else 0.0
+    around = _attention_bytes(cost_model, value_bytes)
+    dense, sparse = _feed_forward_bytes(cost_model, value_bytes, moe_bytes)
+    recomputed_norms = dim * value_bytes if "layernorm" in recomputed else 0.0
     dense_layers = model.num_layers - model.moe_layers
     blocks = (
         model.num_layers * (around - recomputed_norms)
         + model.moe_layers * sparse
         + dense_layers * dense
     )
+    # `alive` micro-batches have their activations kept at once
     if "block" not in recomputed:
         return _Kept(
             blocks=cost_model.alive * blocks,
@@ -227,29 +230,31 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> _Kept:
         )
     share = model.recomputed_share
     together = model.recomputed_together
-    inputs = share * model.num_layers / together * dim * row
+    groups = share * model.num_layers / together  # of blocks, each of which keeps its input
+    inputs = groups * dim * value_bytes
     return _Kept(
         blocks=cost_model.alive * (inputs + (1 - share) * blocks),
-        block=dim * row,
+        block=dim * value_bytes,
         recomputed=together * (around + max(sparse, dense)),
     )
 
 
-def _attention_bytes(cost_model: StepCostModel, row: float) -> float:
-    """Return the bytes that a block keeps outside its feed-forward layer; `row`: bytes of one value
-    per token."""
+def _attention_bytes(cost_model: StepCostModel, value_bytes: float) -> float:
+    """Return the bytes that a block keeps outside its feed-forward layer; `value_bytes`: bytes of
+    one value of every token."""
     model = cost_model.model
     dim = model.layer.dim
+    # values per token; 5.5 widths as `StepModel.attention_kept` says
     attention = model.attention_kept or 5.5 * dim
     if "mla_up_proj" in model.recomputed:
         attention -= model.attention_up_kept
     norms = dim if "layernorm" in model.recomputed else 2 * dim
-    # the projections' normed input is kept as they read it
-    return (attention + norms - dim * (1 - _read_share(model))) * row
+    # the projections' normed input is kept as they read it, narrow if they are
+    return (attention + norms - dim * (1 - _read_share(model))) * value_bytes
 
 
 def _feed_forward_bytes(
-    cost_model: StepCostModel, row: float, moe_bytes: float
+    cost_model: StepCostModel, value_bytes: float, moe_bytes: float
 ) -> tuple[float, float]:
     """Return the bytes that a dense feed-forward layer keeps, and those of an MoE layer; arguments
     as of `_kept_bytes` and `_attention_bytes`."""
@@ -262,26 +267,26 @@ def _feed_forward_bytes(
     inner = float(layer.matrices - 1)
     if model.keeps_activated:
         inner += read
-    dense = dim * row
+    dense = dim * value_bytes  # its input
     if "mlp" not in recomputed:
-        dense = (dim + inner * model.inner) * row
+        dense = (dim + inner * model.inner) * value_bytes
     if "moe" in recomputed:
-        return dense, dim * row
+        return dense, dim * value_bytes
     shared = 0.0
     if "shared_experts" not in recomputed:
         shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes
     activated = 0.0
     if model.keeps_activated and "moe_act" not in recomputed:
         activated = cost_model.activated_values * layer.element_bytes * read
-    # experts' rows are kept as their products read them, `moe_bytes` has them wide
+    # `moe_bytes` has experts' rows wide, but they are kept as products read them: saves the rest
     rows = cost_model.activated_values / layer.hidden * cost_model.grid.etp
-    activated -= rows * dim * layer.element_bytes * (1 - read)
-    return dense, moe_bytes + activated + shared
+    added = activated - rows * dim * layer.element_bytes * (1 - read)
+    return dense, moe_bytes + added + shared
 
 
 def _read_share(model: StepModel) -> float:
-    """Return the bytes of a product's kept input over those of a wide value: of normed inputs,
-    experts' rows and activations' results."""
+    """Return the bytes of a product's kept input over those of a wide value, 1 if products are not
+    narrow: of normed inputs, experts' rows and activations' results."""
     return model.narrow_bytes / model.layer.element_bytes or 1.0
 
 

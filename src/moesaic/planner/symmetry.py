@@ -74,7 +74,7 @@ class Digits:
         self.grid = grid
         self.per_node = grid.ranks_per_node or grid.world
         self.block = block or self.per_node
-        inner = grid.etp if grid.innermost == "etp" else grid.ep
+        inner = grid.etp if grid.innermost == "etp" else grid.ep  # size of the innermost axis
         etp_stride = 1 if grid.innermost == "etp" else grid.ep
         # lengths of the runs of consecutive ranks that the mesh and the links tell apart
         runs = {
@@ -92,9 +92,13 @@ class Digits:
         for short, long in pairwise(bounds):
             if long % short:
                 raise UnlikeError(f"runs of {short} and {long} ranks do not nest")
+        # the last bound is the world, which is no stride
         self.strides = np.array(bounds[:-1], dtype=np.int64)
+        """(digits,) distance of the ranks that differ by 1 in a digit."""
         self.sizes = np.array([long // short for short, long in pairwise(bounds)], dtype=np.int64)
+        """(digits,) number of values of a digit."""
         self._bounds = bounds[:-1]
+        """`strides` as ints."""
         self.axes = cache(self._axes)
         """`_axes`, whose results are kept."""
         self.pairs = cache(self._pairs)
@@ -142,7 +146,8 @@ class Digits:
         """
         group_digits = sorted(group)
         inside = self.within(1, self.block)
-        # of each digit the values that targets have, and the number of values that each stands for
+        # Of each digit the values that targets have, and the number of values that each stands for.
+        # Sources are of the first block, so they have 0 in all digits outside it.
         choices = []
         for digit in group_digits:
             size = int(self.sizes[digit])
@@ -191,10 +196,13 @@ class Box:
 def box_of(digits: Digits, layout: Layout) -> Box:
     """Return the box of the pieces that a layout holds."""
     flow = FLOWS[layout.flow]
+    # digits in which the origins of a rank's rows differ: those of the axes over which the layout
+    # is spread, and of tp if each origin stands for its tensor-parallel group
     spread = digits.axes(layout.spread)
     if layout.whole_tp:
         spread |= digits.axis("tp")
     all_digits = frozenset(range(len(digits.sizes)))
+    # None: every rank is an origin
     origin = all_digits if flow.origins is None else digits.axes(flow.origins)
     expert = digits.axes(flow.homes)
     free_by_experts: dict[str, frozenset[int]] = {
@@ -251,6 +259,7 @@ def pieces_of_step(
         target_digits: (n, digits) of the targets.
     """
     distance, num_groups = step
+    # groups of the rows' origins, and of their experts' homes
     origins = _groups(
         digits, ahead, before.free_origin, after.free_origin, (source_digits, target_digits)
     )
@@ -291,9 +300,9 @@ def _groups(
         is_free_after = digit in free_after
         if is_free_before and is_free_after:
             offsets = (offsets[:, None] + weight * np.arange(size)).reshape(-1)
-        elif is_free_before:
+        elif is_free_before:  # the target has rows of its own digit only
             base += weight * target_digits[:, digit]
-        else:
+        else:  # the source does; if both do, the two digits must be equal
             base += weight * source_digits[:, digit]
             if not is_free_after:
                 possible &= source_digits[:, digit] == target_digits[:, digit]
@@ -312,9 +321,12 @@ class GroupPlaces(NodeMap):
     def __init__(self, digits: Digits, group: frozenset[int]) -> None:
         self._digits = digits
         self._upper = self._radix(sorted(group - digits.local))
+        """The group's digits outside a node, as `_radix` returns them."""
         self._lower = self._radix(sorted(group & digits.local))
-        self.nodes = [[]] * digits.product(group - digits.local)
+        """Those inside a node."""
+        self.nodes = [[]] * digits.product(group - digits.local)  # only their number is asked for
         self._base = 0
+        """The first rank of the group."""
 
     def switch_to_group_of(self, member: int) -> GroupPlaces:
         """Switch to the group that contains a rank, and return self."""

@@ -78,8 +78,9 @@ def timed(
     """
     costs = costs_of(cluster, program, volumes, dtype)
     events = events_of(cluster, program, costs)
-    computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
-    return account(program, volumes, costs.movements, events, costs.compute[computing].sum(axis=0))
+    computes = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
+    computing = costs.compute[computes].sum(axis=0)
+    return account(program, volumes, costs.movements, events, computing)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def costs_of(cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, d
     speeds = np.array(cluster.speeds)
     topology = volumes.topology
     if len(speeds) and volumes.num_actors == topology.world:
-        # The rates are the slowest device's.
+        # The rates are the slowest device's; speeds are of all devices, or of each node's.
         devices = topology.devices_of(np.arange(topology.world))
         compute *= speeds.min() / speeds[devices % len(speeds)]
 
@@ -128,6 +129,7 @@ def events_of(cluster: ClusterSpec, program: Program, costs: Costs) -> Events:
     events = Events(graph, costs.issue, costs.compute, costs.movements, queues=is_eager)
     events.run()
     if cluster.device.contention:
+        # each actor's run is longer by a share of the time in which it computes and moves at once
         computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
         moving = np.array([bool(moved) for moved in costs.movements], dtype=bool)
         events.stretch(1 + cluster.device.contention * events.shared_part(computing, moving))
@@ -181,7 +183,7 @@ def _lanes(
 ) -> dict[str, float]:
     """Return the seconds of each lane's movements one after the other, on the rank with the largest
     sum."""
-    spent: dict[str, np.ndarray] = {}
+    spent: dict[str, np.ndarray] = {}  # by lane, (actors,)
     for task, of_task in zip(program.tasks, movements):
         for movement in of_task:
             lane = spent.setdefault(task.lane.value, np.zeros(volumes.num_actors))

@@ -137,7 +137,7 @@ class Route:
         """Add n entries to their links.
 
         Args:
-            entries: (links,) bool or numbers that select n of the route's entries.
+            entries: which of the route's entries they are, (entries,) bool or (n,) numbers.
             links: (n,) number of each entry's link; may repeat.
             seconds: (n,) seconds for which each entry uses its link.
             messages: (n,) messages of each entry.
@@ -183,11 +183,15 @@ class Topology:
         assert self.block % self.ranks_per_node == 0, "a block is whole nodes"
         self._folded = block is not None
         self._nodes = self.block // self.ranks_per_node
+        """Nodes of a block."""
         self._devices = self._nodes * spec.devices_per_node
+        """Devices of a block."""
         self.names: list[str] = []
         """Name of each link, by number."""
         self._seconds_per_byte: list[float] = []
+        """Of each link at its full rate, by number; 0 for ports."""
         self._inbound: list[int] = []
+        """Numbers of the links into units."""
         self._levels: list[tuple[Link, int]] = []
         """Each level, and the number of its first link."""
         self._number_tree()
@@ -200,6 +204,7 @@ class Topology:
             self._number_ports()
         self.seconds_per_byte = np.array(self._seconds_per_byte)
         self._all_reduces: dict[tuple[float, int, int], Load] = {}
+        """Results of `all_reduce_load`, by its arguments."""
         self.arrives = np.isin(np.arange(len(self.names)), self._inbound)
         """(links,) bool: whether messages arrive over the link, after leaving over others."""
 
@@ -214,6 +219,7 @@ class Topology:
                 names = [f"{link.name}{suffix}"]
                 if not link.shared:
                     names = [f"{link.name} out{suffix}", f"{link.name} in{suffix}"]
+                    # the second of these two names
                     self._inbound.append(len(self.names) + 1)
                 self.names += names
                 self._seconds_per_byte += [1 / self._rate(link, unit)] * len(names)
@@ -325,6 +331,7 @@ class Topology:
             sent_bytes.append(2 * (inside - 1) / inside * num_bytes)
             messages.append(2.0 * (inside - 1))
         if nodes > 1:
+            # the rank of the group in the same place of its next node
             targets.append(devices + max(per_node, stride))
             sent_bytes.append(2 * (nodes - 1) / nodes * num_bytes / inside)
             messages.append(2.0 * (nodes - 1))
@@ -470,6 +477,7 @@ class Topology:
         share = link.fabric_share(nodes)
         if not self._folded or len(link.gbps) == 1:
             return link.rate(unit) * share
+        # the links in the same place of all blocks
         return min(link.gbps[unit :: self._num_units(link)]) * 1e9 / 8 * share
 
 
