@@ -72,6 +72,7 @@ class Dense(nn.Module):
         """Return the output for `x`; with sharded weights, this rank's part of it, which the caller
         sums."""
         x_TD = x.reshape(-1, x.shape[-1])
+        # all rows belong to the one expert, and without routing weights (None) each counts once
         ends = torch.full((1,), len(x_TD), dtype=torch.int32, device=x.device)
         parameters = dict(self.expert.named_parameters())
         if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
@@ -79,7 +80,7 @@ class Dense(nn.Module):
         # The weights are sharded: each rank computes with its part of the inner width, and the
         # caller sums.
         parts = {name: local_part(parameter) for name, parameter in parameters.items()}
-        if "b2" in parts:
+        if "b2" in parts:  # no rank has a part of it, so each adds a share
             parts["b2"] = bias_share(parameters["b2"])
         y: Tensor = functional_call(self.expert, parts, (x_TD, None, ends))
         return y.view(x.shape)
@@ -100,6 +101,7 @@ class TransformerBlock(nn.Module):
         dim = config.dim
         block = config.block
         self.post_norm = block.norm == "post_layer"
+        """Whether norms stand behind the sums of the residual stream; if not, before the layers."""
         self.dropout = block.dropout
         self.conv = ShortConv(dim, config.conv_width) if config.conv_width > 1 else None
         self.attention_norm = make_norm(dim, block)
@@ -417,12 +419,12 @@ def generate(
     generators = [torch.Generator(device="cpu").manual_seed(seed) for _ in prompts]
     limit = model.config.seq_len
     rows = [list(prompt) for prompt in prompts]
-    ends = [len(row) + num_tokens for row in rows]
+    ends = [len(row) + num_tokens for row in rows]  # length of each row once it is complete
     length = min(map(len, rows))  # positions that have been read after this round
     pending = min(length, limit)  # the last positions of these, which are read in this round
     caches = [KeyValueCache() for _ in model.blocks]
     while length < max(ends):
-        if caches[0].length + pending > limit:
+        if caches[0].length + pending > limit:  # full: read the second half of it anew
             caches = [KeyValueCache() for _ in model.blocks]
             pending = max(limit // 2, 1)
         batch = []

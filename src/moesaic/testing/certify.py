@@ -634,7 +634,7 @@ def _run_loss(layer: AbstractMoELayer, tokens: Tensor) -> list[Tensor]:
     """Return the auxiliary loss and the router's gradient of that loss alone."""
     y, loss = layer.run(tokens.clone().requires_grad_())
     assert loss is not None
-    (loss + 0 * y.sum()).backward()
+    (loss + 0 * y.sum()).backward()  # through the whole layer, as in training
     router = layer.gradients().router
     assert router is not None
     return [loss, router]
@@ -808,7 +808,7 @@ def _expected_gradients(whole: MoEWeights, dense: Tensor, own: MoEWeights) -> Re
     assert whole.router is not None
     squares = [tensor.square().sum() for tensor in (whole.router, dense, *whole.experts)]
     norm = torch.stack(squares).sum().sqrt()
-    factor = (MAX_NORM / norm).clamp(max=1)
+    factor = (MAX_NORM / norm).clamp(max=1)  # by which all gradients are clipped
     gradients = {"router": [whole.router], "experts": own.experts, "dense": [dense]}
     results = dict(gradients)
     for name, tensors in gradients.items():
@@ -828,12 +828,12 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
     Args:
         twin: the reference's layer.
         drawn: the situation.
-        values: (ranks,) the losses.
+        values: (ranks,) the losses that the system returned.
         router: (E, dim) the sum over the ranks of the router's gradients of the losses.
     """
     xs = [inputs.tokens.double() for inputs in drawn.calls[-1]]
     all_tokens = torch.cat(xs)
-    split = 1 / len(xs)
+    split = 1 / len(xs)  # of the gradient, if the ranks share it
     top_k = twin.top_k
     # what the loss may be over: its tokens on each rank, the choices that count, and the shares of
     # the gradient that a rank may have
@@ -887,7 +887,8 @@ def _capacity_error(twin: MoE, x: Tensor, y: Tensor, drawn: _Drawn) -> float:
     is_kept = (y != 0).any(1)
     capacity = drawn.situation.capacity
     assert capacity is not None
-    room = -int(-capacity * len(x) // twin.num_experts)  # rounded up
+    # the rows that an expert accepts: its even share of the copies times the factor, rounded up
+    room = -int(-capacity * len(x) // twin.num_experts)
     for expert in range(twin.num_experts):
         tokens = [copy.token for copy in copies if copy.expert == expert]
         if int(is_kept[tokens].sum()) != min(len(tokens), room):
@@ -946,7 +947,7 @@ class Rank:
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
         # how many rows each peer sends to each one
         counts_of_peers = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
-        place = peers.index(self.number)
+        place = peers.index(self.number)  # which of the peers this rank is
         received = []
         sends = {}
         receives = {}
@@ -1090,7 +1091,7 @@ class _SingleRankRun:
             xs=xs,
             dys=dys,
             expected_y=y.detach().split(counts),
-            expected_dx=(leaf.grad * grid.dp).split(counts),
+            expected_dx=(leaf.grad * grid.dp).split(counts),  # of a group's sum, not of the mean
             gradients={
                 name: _grad_of(parameter).clone()
                 for name, parameter in reference.named_parameters()

@@ -65,6 +65,7 @@ class Travel:
                     if its_expert == expert and first <= token < first + count
                 ]
                 for place, token in enumerate(chosen):
+                    # `tp` is the sender's place in its tensor-parallel group
                     if case.plan.program.routes_slices:  # a rank sends its slice of the tokens
                         tp = _part_with(token - first, count, grid.tp)
                     else:  # a rank sends its slice of each expert's copies
@@ -384,7 +385,7 @@ def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
     slices over tp."""
     parts = case.grid.tp if case.plan.program.routes_slices else 1
     domains = []
-    start = 0
+    start = 0  # the group's first token
     for batch in batches:
         count = batch.x.shape[:2].numel()
         for part in range(parts):
@@ -402,7 +403,7 @@ def _noise(case: Case, twin: MoE, batches: Sequence[GroupBatch]) -> Tensor | Non
     with torch.random.fork_rng(devices=[]):
         for batch in batches:
             torch.default_generator.manual_seed(batch.seed)
-            if case.grid.tp > 1:
+            if case.grid.tp > 1:  # drawn as the layer draws it
                 torch.manual_seed(int(torch.randint(2**62, (1,))))
             drawn.append(twin.router.draw(batch.x.shape[:2].numel(), torch.device("cpu")))
     noises = [noise for noise in drawn if noise is not None]

@@ -162,7 +162,7 @@ def _losses(
 def _sequences_of(x: Tensor) -> Tensor:
     """Return the index of each token's sequence, (tokens,), for x of (sequences, length, dim)."""
     num_tokens = math.prod(x.shape[:-1])
-    if not x.numel():
+    if not x.numel():  # no tokens
         return torch.arange(num_tokens)
     num_sequences = math.prod(x.shape[:-2])
     return torch.arange(num_tokens) // (num_tokens // num_sequences)
@@ -321,7 +321,7 @@ def reference_shared(twin: MoE, row: Tensor) -> Tensor:
     out = reference_expert(twin.shared, 0, row)
     if twin.shared_gate is None:
         return out
-    return out / (1 + (-row @ twin.shared_gate.weight.T).exp())
+    return out / (1 + (-row @ twin.shared_gate.weight.T).exp())  # times the sigmoid of the gate
 
 
 def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tensor:
