@@ -114,6 +114,7 @@ class MovingGPT(GPT):
         trip = self.trip
         if trip is not None and isinstance(block.ffn, MoE):
             assert tokens is not None
+            # from the ranks that loaded the samples to those that have them now
             tokens = trip.bring(tokens) if block.ffn.router.needs_token_ids else None
             mask = None if mask is None else trip.bring(mask)
             block_arguments["move"] = trip.next()

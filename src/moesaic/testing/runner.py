@@ -382,7 +382,7 @@ def same_axes(slot: Slot) -> list[Axis]:
 
 def _replicas(slot: Slot, grid: Grid) -> Iterator[tuple[int, int]]:
     """Yield pairs (first rank of the group, other rank) that must hold the same value of a slot."""
-    if slot.kind is Kind.PACKETS:
+    if slot.kind is Kind.PACKETS:  # messages in transit, of each rank its own
         return
     for axis in same_axes(slot):
         for rank in range(grid.world):

@@ -58,7 +58,7 @@ def choose_holding(config: TrainConfig, model: nn.Module, ranks: Ranks) -> Holdi
     stages = [model]
     if isinstance(model, GPT) and config.mesh.pp > 1:
         stages = [
-            nn.ModuleList(parts_of(model, config, stage, torch.float32))
+            nn.ModuleList(parts_of(model, config, stage, dtype=torch.float32))  # any dtype
             for stage in range(config.mesh.pp)
         ]
     for option in options:

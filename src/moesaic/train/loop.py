@@ -166,6 +166,7 @@ class Trainer:
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
+        """Adds up the load of this rank's MoE layers between lines of metrics."""
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
         self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
@@ -173,6 +174,7 @@ class Trainer:
         self.moe_layers = {
             name: part for name, part in run.model.named_modules() if isinstance(part, MoE)
         }
+        """The MoE layers of this rank by their names in the model."""
         self._layers: Sequence[int] = range(len(self.moe_layers))
         """Numbers of the model's MoE layers on this rank."""
         if isinstance(run.model, PipelinedGPT):
@@ -195,6 +197,7 @@ class Trainer:
         """What `_rank_times` read at its last call: seconds of training, of compute, and of waits
         for each rank."""
         self._skipped_in_row = 0
+        """How many of the last steps were skipped, one after the other."""
         self._collapsed: set[str] = set()
         """Names of the layers whose collapsed routers were reported."""
         self._metrics: Metrics | None = None
@@ -210,6 +213,7 @@ class Trainer:
             run.model,
             run.ranks.mesh,
             run.optimizer,
+            # a run in float64 moves experts as one in float32 does
             element_bytes=min(run.dtype.itemsize, 4),
         )
 
@@ -431,9 +435,9 @@ class Trainer:
         # Each `next` lets the model run another micro-batch; its last one makes the backward pass
         # reduce gradients, so it may only come when all micro-batches have run forward.
         passes = micro_batches(model, count, hold=state.hold)
-        allowed = next(passes)
+        allowed = next(passes)  # number of the last micro-batch that was let run
         for losses in in_flight(loss_of, range(count)):
-            newest = len(auxiliary) - 1
+            newest = len(auxiliary) - 1  # number of the last one that has run forward
             while allowed < newest:
                 allowed = next(passes)
             loss = torch.stack(losses).sum()
@@ -490,6 +494,7 @@ class Trainer:
         if self.ranks.mesh is None or self.state.device.type != "cpu":
             return {}
         transport = self.ranks.mesh.transport
+        # in seconds: of training, of compute, and of waits for each rank
         times = [self.clock.seconds, transport.compute, *transport.waited]
         since = [value - before for value, before in zip(times, self._reported_times)]
         self._reported_times = times

@@ -207,11 +207,13 @@ class PipelinedGPT(nn.Module):
             self.norm = whole.norm
             self.unembedding = whole.unembedding
 
+        # names of the blocks with an MoE layer, in the full model
         sparse = [
             str(name) for name, block in enumerate(whole.blocks) if isinstance(block.ffn, MoE)
         ]
         self.layers = [number for number, name in enumerate(sparse) if name in self.blocks]
         """Which of the full model's MoE layers this rank has, counted from 0."""
+        # the loss on ranks without the last part; also says the dtype and device of activations
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
         # apart from all other messages; tied embeddings and evaluations pass through it too
         self._group = stages["pp"].get_group()
@@ -220,6 +222,7 @@ class PipelinedGPT(nn.Module):
     def _make_schedule(self, config: TrainConfig, dp: int) -> tuple[AnySchedule, Route]:
         """Return the schedule of a step's micro-batches, and the route that they take."""
         seq_len = config.model.seq_len
+        # positions of a sequence that a rank sends
         length = seq_len // config.mesh.tp if config.mesh.sequence_parallel else seq_len
         route = Route(
             stage=self.stage,
@@ -300,8 +303,9 @@ class PipelinedGPT(nn.Module):
         """
         refusals = [part.refusal for part in self.parts if part.refusal is not None]
         # one message for both: the loss, and how many parts refused
-        mean, num_refused = ranks.mean(torch.stack([loss, torch.full_like(loss, len(refusals))]))
-        if num_refused:
+        num_refusals = torch.full_like(loss, len(refusals))
+        mean, mean_refusals = ranks.mean(torch.stack([loss, num_refusals]))
+        if mean_refusals:  # not 0 if any part of any rank refused
             with ranks.together():
                 if refusals:
                     raise refusals[0]
@@ -371,4 +375,4 @@ class PipelinedGPT(nn.Module):
         ]
         for move in dist.batch_isend_irecv(moves):
             move.wait()
-        gradient += received
+        gradient += received  # in place, so in `weight.grad`

@@ -154,7 +154,9 @@ class _Places:
         sequences = np.arange(shape.sequences).reshape(ranks.dp, -1)[ranks.dp_index]
         if isinstance(self._model, MovingGPT) and self._model.trip is not None:
             trip = self._model.trip
+            # where samples were when the layer was called: the sample in each (rank, slot)
             homes = trip.moves[place].before
+            # those in the slots of this rank's tensor-parallel group
             sequences = homes.samples[list(trip.relocator.group)].reshape(-1)
         first_tokens = sequences[:, None] * shape.seq_len
         tokens = (first_tokens + np.arange(shape.seq_len)).reshape(-1)
