@@ -18,6 +18,7 @@ class KeyValueCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.recent: Tensor | None = None
+        """The convolution's last inputs."""
 
     @property
     def length(self) -> int:
@@ -62,7 +63,7 @@ class Attention(nn.Module):
         self.qkv: StackedLinear | None = None
         self.q: StackedLinear | None = None
         self.kv: StackedLinear | None = None
-        q_width = num_heads * width
+        q_width = num_heads * width  # of all heads together
         if self.shares:
             kv_width = kv_heads * width
             self.q = StackedLinear(1, in_features=dim, out_features=q_width, bias=block.bias)

@@ -62,7 +62,7 @@ class Dense(nn.Module):
     def __init__(self, dim: int, hidden: int, kind: str, bias: bool = False) -> None:
         super().__init__()
         make: Callable[..., AbstractExperts] = EXPERTS[kind]
-        self.expert = make(dim, hidden, 1, bias=bias)
+        self.expert = make(dim, hidden, 1, bias=bias)  # one expert
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         """Draw the weights anew; see `AbstractExperts.init_normal`."""
@@ -107,7 +107,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = make_norm(dim, block)
         self.attention = Attention(dim, config.num_heads, block)
         self.ffn_norm = make_norm(dim, block)
-        self.ffn: MoE | Dense
+        self.ffn: MoE | Dense  # the feed-forward layer
         if config.is_sparse(layer):
             self.ffn = make_moe(dim, config.moe)
         else:

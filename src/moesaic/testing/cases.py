@@ -78,11 +78,13 @@ class Case:
     num_experts: int
     top_k: int
     router: str
+    """Key of `ROUTERS`."""
     experts: str
     """swiglu, gelu (with biases) or modules."""
     shared: bool
     """Add a shared expert."""
     apply_weight: Literal["after", "before"]
+    """Whether routing weights multiply the experts' results or their inputs."""
     capacity: AbstractCapacity
     losses: tuple[AbstractLoss, ...]
     sequences: int
@@ -461,6 +463,7 @@ class _Drawing(AbstractChooser):
         self._plans = plans
         """The arbiter's options: plans by name of their program."""
         self._calls = 0
+        """Number of calls so far."""
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return a random decision for a call."""

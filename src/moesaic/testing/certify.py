@@ -203,6 +203,7 @@ class Situation:
     """Number of tokens of each rank in turn, repeated as needed."""
     top_k: int = 2
     capacity: float | None = None
+    """Capacity factor; see `LayerSpec.capacity`."""
     experts: Callable[[Tensor, int], Tensor] = lambda chosen, num_experts: chosen
     """Maps random choices (tokens, top_k) and the number of experts to the choices that
     `AbstractRoutedExperts` get."""
@@ -291,7 +292,7 @@ class Certified:
     @classmethod
     def without_result(cls, situation: Situation, failed: str) -> Certified:
         """Return the finding for a situation in which the system gave no result."""
-        return cls(situation.name, "all", torch.inf, None, failed)
+        return cls(situation.name, "all", error=torch.inf, factor=None, failed=failed)
 
     def holds(self, tolerance: float = 1e-4) -> bool:
         """Whether the error is within the tolerance. The default allows for experts computed in
@@ -669,7 +670,7 @@ def _compared(
             _capacity_error(twin, inputs.tokens.double(), results["output"][0], drawn)
             for inputs, results in zip(first_call, actual)
         ]
-        return [_Found("capacity", max(errors), None)]
+        return [_Found("capacity", max(errors), factor=None)]
 
     if is_whole and not system.shares_tokens:  # the router's gradient is summed over the ranks
         router = torch.stack([results["router"][0] for results in actual]).sum(0)
@@ -703,7 +704,7 @@ def _difference(actual: list[Results], expected: list[Results], name: str) -> _F
         expected_tensors += expected_of_rank[name]
     actual_shapes = [tensor.shape for tensor in actual_tensors]
     if actual_shapes != [tensor.shape for tensor in expected_tensors]:
-        return _Found(name, torch.inf, None)
+        return _Found(name, error=torch.inf, factor=None)
     all_actual = torch.cat([tensor.flatten() for tensor in actual_tensors])
     all_expected = torch.cat([tensor.flatten() for tensor in expected_tensors])
     # what should be 0 still has rounding errors
@@ -1060,8 +1061,9 @@ class _SingleRankRun:
     dys: list[Tensor]
     """Cotangents of the output, of the tokens' shape."""
     expected_y: Sequence[Tensor]
+    """The output of each group."""
     expected_dx: Sequence[Tensor]
-    """The gradients of a rank's own backward pass."""
+    """The gradient of each group's tokens in a rank's own backward pass."""
     gradients: dict[str, Tensor]
     """The gradients of the reference's parameters by name; zeros where it has none."""
 

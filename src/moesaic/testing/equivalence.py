@@ -156,7 +156,9 @@ class Ran:
 
     case: Case
     expected: list[Values]
+    """What each rank must have, by rank."""
     results: list[Values]
+    """What each rank has, by rank."""
 
     @property
     def errors(self) -> Errors:

@@ -108,7 +108,7 @@ def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) 
             row = x_TD[token]
             if crosses:
                 row = _Coded.apply(row, plan.codec, plan.backward_codec)
-            result = _shard_output(twin, expert, shard, shards, row, weight)
+            result = _shard_output(twin, expert, shard, shards, row=row, weight=weight)
             if crosses:
                 result = _Coded.apply(result, plan.codec, plan.backward_codec)
             tokens.append(token)
@@ -174,7 +174,7 @@ def _round_trip(row: Tensor, name: str) -> Tensor:
     """Return a row, (dim,), after it was encoded and decoded."""
     codec = codec_named(name)
     rows = row.detach().unsqueeze(0)
-    received = codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype)
+    received = codec.decode(codec.encode(rows), num_rows=1, dim=rows.shape[1], dtype=rows.dtype)
     return received.squeeze(0).clone()
 
 

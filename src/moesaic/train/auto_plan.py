@@ -342,7 +342,13 @@ def start_auto(
     # of all ranks, in a micro-batch
     num_copies = run.config.batch_size * run.config.model.seq_len * moe.top_k
     even_load = num_copies / moe.num_experts
-    auto.prefill(candidates.plans, candidates.predictor, busiest_load, even_load, TABLE)
+    auto.prefill(
+        candidates.plans,
+        candidates.predictor,
+        load=busiest_load,
+        expected_load=even_load,
+        settings=TABLE,
+    )
     seconds_of_plans = auto.table.estimates() if auto.table is not None else []
     words = [
         f"{plan_in_words(plan)} ({1e3 * seconds:.1f} ms)"

@@ -270,6 +270,7 @@ class Batches:
         self._epoch = -1
         """The epoch whose order is kept; -1 before the first."""
         self._order = np.empty(0, dtype=np.int64)
+        """(num_windows,): the windows of that epoch, in their order."""
 
     def get(self, index: int) -> tuple[Tensor, Tensor]:
         """Return this part of micro-batch `index`: tokens and targets, (batch_size / parts,

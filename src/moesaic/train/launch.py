@@ -404,6 +404,8 @@ class Roll:
 
     def __init__(self, store: Store, rank: int, world: int, pause: float = 1.0) -> None:
         self.store = store
+        """Where ranks write about themselves: the store of all ranks, below a prefix of this
+        attempt."""
         self.rank = rank
         self.world = world
         self._pause = pause

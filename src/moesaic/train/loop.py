@@ -169,7 +169,9 @@ class Trainer:
         """Adds up the load of this rank's MoE layers between lines of metrics."""
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
+        """Records or replays routing, if the run is configured to."""
         self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
+        """Collects how the layers were balanced, between lines of metrics."""
         self.spikes = Spikes()
         self.moe_layers = {
             name: part for name, part in run.model.named_modules() if isinstance(part, MoE)
@@ -205,9 +207,11 @@ class Trainer:
         self._say: Callable[[str], None] = partial(
             console.print, highlight=False, markup=False, soft_wrap=True
         )
+        """Prints a line of progress; it becomes that of the progress bar while there is one."""
         self.auto = start_auto(
-            run, candidates, lambda: self.clock.seconds, lambda line: self._say(line)
+            run, candidates, clock=lambda: self.clock.seconds, say=lambda line: self._say(line)
         )
+        """Chooses plans while training; None if the run has a fixed one."""
         self.experts = ExpertMover(
             run.config,
             run.model,

@@ -60,6 +60,7 @@ class Spikes:
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=RECENT)
+        """The recent losses that were no spikes, oldest first."""
 
     def usual(self, loss: float) -> float | None:
         """Return the median of the recent losses if `loss` is a spike; None otherwise.

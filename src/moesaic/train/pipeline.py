@@ -190,6 +190,7 @@ class PipelinedGPT(nn.Module):
         self.stage = stages.get_local_rank("pp")
         self.pp = stages.size(0)
         self.parts = parts_of(whole, config, self.stage, dtype)
+        """The parts of this rank's stage, in their order in the model."""
 
         # modules under their names in the full model
         self.blocks = nn.ModuleDict()
@@ -197,6 +198,7 @@ class PipelinedGPT(nn.Module):
             for name, block in part.blocks.items():
                 self.blocks[name] = block
         self.is_tied = whole.unembedding is None
+        """Whether the embedding is the output matrix too, of which two stages then have copies."""
         is_last = self.stage == self.pp - 1
         if self.stage == 0:
             self.positions = whole.positions

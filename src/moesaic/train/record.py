@@ -66,6 +66,7 @@ class RoutingObserver:
     def __init__(self, run: RunState) -> None:
         self._places = _Places(run)
         self._replay = check_routing(run.config, run.step)
+        """The trace that is replayed, if any."""
         with run.ranks.together():
             if run.ranks.is_first:
                 prune(run.folder / FOLDER, run.step)
@@ -74,6 +75,7 @@ class RoutingObserver:
             sums = [checksum(segment) for segment in segments_of(Path(self._replay.name))]
             run.ranks.require_same("the trace that is replayed", sums, advice)
         self._recorder: _Recorder | None = None
+        """What keeps the recorded routing, if it is recorded."""
         if run.config.record_routing != "none":
             self._recorder = _Recorder(
                 run.config, run.ranks, self._places, folder=run.folder / FOLDER
@@ -192,9 +194,11 @@ class _Recorder:
         assert config.record_routing != "none"
         self._shape = shape_of(config)
         self._holds = config.record_routing
+        """What tables hold: "tokens" or "counts"."""
         self._ranks = ranks
         self._folder = folder
         self._places = places
+        # written into the header of each segment
         self._source = {
             "router": config.model.moe.router,
             "mesh": {
@@ -245,7 +249,7 @@ class _Recorder:
         if self._ranks.mesh is not None:
             for tables in in_order:
                 total = torch.from_numpy(tables.astype(np.int32))
-                dist.reduce(total, 0)
+                dist.reduce(total, dst=0)
                 tables[...] = total.numpy()
         with self._ranks.together():
             if self._ranks.is_first:
@@ -318,6 +322,7 @@ class _RecordingCache(RoutingCache):
     def __init__(self) -> None:
         super().__init__({})
         self.records: dict[RoutingCached, RoutingRecord] = {}
+        """What was recorded, by layer."""
 
     def write(self, layer: RoutingCached, record: RoutingRecord) -> None:
         """Keep a record."""

@@ -60,6 +60,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[bytes] | None = None
+        """The open and locked lock file; None before `claim` and after `release`."""
 
     def is_a_run(self, *, resuming: bool = False) -> bool:
         """Return whether a run wrote the folder; False if it is missing or empty.

@@ -128,7 +128,9 @@ class Watch:
         self._stopped = threading.Event()
         """Set to end the watch thread."""
         self._thread: threading.Thread | None = None
+        """The watch thread; None if the run is not watched."""
         self._previous_handlers: dict[signal.Signals, SignalHandler] = {}
+        """What handled the signals before this watch."""
 
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
