@@ -120,7 +120,8 @@ class Case:
             codec_spec(codec).rows_per_block == 1
             for codec in (self.plan.codec, self.plan.backward_codec)
         )
-        # only then is it known how often each row is rounded
+        # only then is it known how often each row is rounded: where one movement sends rows to all
+        # shards of their experts and one returns them, over one link, and nothing else moves rows
         moves_rows_once = (
             self.plan.program.delivers_at_once
             and self.plan.crossing is Crossing.LINK
@@ -228,8 +229,9 @@ def draw_plan(rng: random.Random) -> Plan:
     backward_codec = rng.choice(LOSSY) if is_coded(codec) and rng.random() < 0.3 else "none"
     schedules = []
     for name in SCHEDULES:
+        # with these, the cases of codecs can be exact (see `Case.is_exact`): twice as likely
         delivers_at_once = Plan(schedule=name).program.delivers_at_once
-        schedules += [name] * (2 if delivers_at_once else 1)  # twice as likely
+        schedules += [name] * (2 if delivers_at_once else 1)
     usual_link = Plan().link
     other_links = [name for name in ALL_TO_ALLS if name != usual_link]
     return Plan(

@@ -241,6 +241,7 @@ def reference_choice(
         rank_by = gates + router.bias
         sums_to_one = router.normalize
 
+    # the experts of each token, best first
     best = [_largest(scores, top_k) for scores in rank_by.tolist()]
     best_TK = torch.tensor(best, dtype=torch.int64).view(-1, top_k)
     weights_TK = gates.gather(1, best_TK)

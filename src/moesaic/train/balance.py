@@ -54,7 +54,7 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
     """
     ranks_per_node = grid.ranks_per_node or grid.world
     simulator = simulator_of(config.planner.cluster, grid.world, ranks_per_node)
-    job = job_of(asdict(config), "planner")
+    job = job_of(asdict(config), source="planner")
     return simulator, job.step_model(simulator.cluster, grid.dp).layer
 
 

@@ -57,9 +57,10 @@ def about_slow_link(config: TrainConfig, world: int, per_node: int, most_stages:
         return None
     grid = Grid(world=world, ranks_per_node=per_node)
     cluster = assumed_cluster(grid, gbps, on_cpu=True)
-    job = job_of(asdict(config), "train")
+    job = job_of(asdict(config), source="train")
     # settings that leave the split open, and search quickly
     free = Settings(space=FEW, give_up=GIVE_UP, refine=2, paired=0, most_stages=most_stages)
+    # the configured split
     pins = Pins(tp=mesh.tp, ep=mesh.ep, etp=mesh.etp)
     try:
         configured = search(job, cluster, replace(free, pins=pins, pp=mesh.pp)).best

@@ -86,6 +86,7 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
     """
     # activations between the layers, (batch, positions, dim)
     outside: Placement = Shard(1) if by_position else Replicate()
+    # by name of the module; `SplitParameters` gets the dimension that is split by name of parameter
     styles: dict[str, ParallelStyle] = {}
     if hasattr(model, "embedding"):
         styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)

@@ -262,7 +262,7 @@ class PipelinedGPT(nn.Module):
         """
         tokens = torch.cat([tokens for tokens, _ in batches])  # the schedule cuts them again
         targets = torch.cat([targets for _, targets in batches])
-        losses: list[Tensor] = []
+        losses: list[Tensor] = []  # of each micro-batch; the schedule of the last stage fills it
         last_stage_arguments: dict[str, Any] = {}
         if self.stage == self.pp - 1:
             last_stage_arguments = {"target": targets, "losses": losses}
@@ -277,7 +277,7 @@ class PipelinedGPT(nn.Module):
                 step_switches(self.parts, keeps=self.hold == "parameters") as switches,
             ):
                 for replicas in switches.replicas:
-                    replicas.averages = False
+                    replicas.averages = False  # not in each backward pass, but once below
                 self._schedule.step(
                     *inputs, tokens=tokens, return_outputs=False, **last_stage_arguments
                 )
