@@ -194,6 +194,7 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         dim = config.dim
         block = config.block
+        # norms behind the sums: then one follows the embedding, and none the last block
         post_norm = block.norm == "post_layer"
         device = torch.get_default_device()
         with torch.device("meta"):  # each weight is drawn once, below

@@ -280,7 +280,8 @@ def _draw_grid(rng: random.Random, world: int) -> Grid:
 
 def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     """Draw the fields of a case that has a mesh and a plan."""
-    # a router that looks across tokens needs all of them on one rank, as the reference has them
+    # A router that looks across tokens needs all of them on one rank, as the reference has them.
+    # Some schedules have each rank of a tp group route a slice of its tokens.
     one_sees_all = grid.dp == 1 and (not plan.program.routes_slices or grid.tp == 1)
     routers = [name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)]
     router = rng.choice(routers)

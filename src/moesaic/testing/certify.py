@@ -568,7 +568,7 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
     """Run a system on this rank, and return the values that `_expected` has for it."""
     layer = system(drawn.spec)
     rank = drawn.spec.group.rank()
-    loss = None
+    loss = None  # the auxiliary loss of the last call
     # scales tokens, as a norm before the layer does
     dense = nn.Parameter(torch.ones_like(drawn.spec.router[0]))
     results: Results = {"output": [], "tokens": [], "gates": []}
@@ -721,7 +721,8 @@ def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
         dim, hidden, weights.num_experts, spec.top_k, router_options=options, losses=()
     ).double()
     assert isinstance(twin.router, SoftmaxTopK)
-    # a layer of ours is refused "after" with top_k=1
+    # "after" divides a token's weights by their sum; set only now, since a layer of ours refuses it
+    # with top_k=1
     twin.router.normalize = "after" if normalizes else "before"
     values = {"w13": torch.stack([weights.w1, weights.w3], 1), "w2": weights.w2}
     with torch.no_grad():

@@ -106,7 +106,7 @@ def shuffle_experts(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
     if not case.experts_move:
         return lambda: None
     placement = expert_placement_of(layer, mesh)
-    home = np.arange(layer.num_experts)
+    home = np.arange(layer.num_experts)  # the expert in each slot
     placement.place([np.random.default_rng(case.seed).permutation(layer.num_experts)])
 
     def take_home() -> None:

@@ -230,6 +230,7 @@ def reference_choice(
     logits = x_TD @ router.weight.T
     if router.logit_bias is not None:
         logits = logits + router.logit_bias
+    # gates become weights, probabilities are for the losses, and `rank_by` decides who is chosen
     if isinstance(router, SoftmaxTopK):
         gates = logits.exp() / logits.exp().sum(1, keepdim=True)
         probs = gates
@@ -461,6 +462,7 @@ def reference_loss(
         return balance(valid_T, copies_TE.sum(0))
     if loss.level == "global_batch":
         return balance(valid_T, copies_TE.sum(0) + earlier_E)
+    # the mean over sequences, weighted by their valid tokens
     total = 0 * logits.sum()
     num_valid = int(valid_T.sum())
     for sequence in set(sequence_T[valid_T].tolist()):

@@ -214,6 +214,7 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     for name in (*MESH, *SPLIT):
         configured = getattr(config.mesh, name)
         planned = getattr(mesh, name)
+        # a field at its default is not set
         if configured not in (planned, getattr(default_mesh, name)):
             raise InputError(
                 f"mesh.{name}={configured} and {path} with {planned} contradict each other: "

@@ -524,7 +524,7 @@ class Trainer:
         origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
         state.optimizer.zero_grad()
         for layer in self.moe_layers.values():
-            layer.step_counts.zero_()
+            layer.step_counts.zero_()  # the load of this step
         self._skipped_in_row += 1
         if self._skipped_in_row == most:
             if most > 1:

@@ -274,7 +274,7 @@ class _Recorder:
         Raises:
             InputError: if they do not.
         """
-        for path in entries(self._folder, PATTERN)[:1]:
+        for path in entries(self._folder, PATTERN)[:1]:  # all segments have one shape
             header = read_header(path)
             problems = differences(header.shape, self._shape)
             if header.holds != self._holds:

@@ -516,6 +516,7 @@ def between_stages(frames: Sequence[FrameType]) -> str:
     if stage is None:
         return words
 
+    # torch calls a part of the model a stage
     rank_of_part = stage.stage_index_to_group_rank
     neighbours = []
     for part in (stage.stage_index - 1, stage.stage_index + 1):
